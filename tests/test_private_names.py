@@ -155,7 +155,7 @@ def memory(name: str, *some: str) -> bool:
     return set(some) <= set(inspect.signature(getattr(torch.cuda.memory, name)).parameters)
 
 
-FLOPS, ELASTIC, AMP = ("hooks/flops.py",), ("launch/elastic.py",), ("optim/amp.py",)
+FLOPS, ELASTIC, AMP = ("diagnostics/mfu.py",), ("launch/elastic.py",), ("optim/amp.py",)
 FORMAT = ("checkpoint/old_format.py",)
 PRIVATE: dict[str, Private] = {
     # Autograd.
@@ -220,7 +220,7 @@ PRIVATE: dict[str, Private] = {
     # Compiling.
     "torch._dynamo": Private(
         lambda: isinstance(compiled(), importlib.import_module("torch._dynamo").OptimizedModule),
-        ("hooks/flops.py", "model/compiling.py"),
+        ("diagnostics/mfu.py", "model/compiling.py"),
     ),
     "_orig_mod": Private(
         lambda: type(compiled()._orig_mod) is nn.Identity and callable(compiled().dynamo_ctx),
@@ -243,13 +243,6 @@ PRIVATE: dict[str, Private] = {
         ("model/compiling.py",),
     ),
     # Wrappers.
-    "_get_ddp_logging_data": Private(
-        lambda: takes(DistributedDataParallel._get_ddp_logging_data, "self"), ("hooks/exchange.py",)
-    ),
-    "_set_ddp_runtime_logging_sample_rate": Private(
-        lambda: takes(DistributedDataParallel._set_ddp_runtime_logging_sample_rate, "self", "sample_rate"),
-        ("hooks/exchange.py",),
-    ),
     "_comm_hooks": Private(
         lambda: "self._comm_hooks" in inspect.getsource(DistributedDataParallel.__init__), ("model/ddp.py",)
     ),
@@ -299,9 +292,9 @@ PRIVATE: dict[str, Private] = {
     "_shutdown_timeout": Private(lambda: agent()._shutdown_timeout > 0, ELASTIC),
     # Memory and operators.
     "_record_memory_history": Private(
-        lambda: memory("_record_memory_history", "enabled", "max_entries"), ("hooks/memory_snapshot.py",)
+        lambda: memory("_record_memory_history", "enabled", "max_entries"), ("diagnostics/profiling.py",)
     ),
-    "_dump_snapshot": Private(lambda: memory("_dump_snapshot", "filename"), ("hooks/memory_snapshot.py",)),
+    "_dump_snapshot": Private(lambda: memory("_dump_snapshot", "filename"), ("diagnostics/profiling.py",)),
     "_c10d_functional": Private(lambda: hasattr(torch.ops._c10d_functional, "all_reduce"), FLOPS),
     "_dtensor": Private(lambda: hasattr(torch.ops._dtensor, "shard_dim_alltoall"), FLOPS),
     **{

@@ -10,8 +10,8 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "lockstep"
-# In the order in which a reader meets them. What is not here is not public as a module: calls, cli, engines, groups,
-# location, masking, output, transport, tree, version, watch.
+# In the order in which a reader meets them. What is not here is not public as a module: calls, cli, diagnostics (whose
+# hooks are in hooks), engines, groups, location, masking, output, transport, tree, version, watch.
 MODULES = (
     "runner", "hooks", "optim", "dataset", "evaluator", "strategy", "model", "checkpoint", "weights", "dist", "device",
     "config", "registry", "lint", "structures", "logging", "visualization", "report", "launch", "topology", "testing",

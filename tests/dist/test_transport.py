@@ -26,7 +26,7 @@ from lockstep.dist import (
     scatter,
     scatter_object_list,
 )
-from lockstep.dist.objects import start_gather_object
+from lockstep.dist.objects import start_gather_bytes
 from lockstep.testing import ranks
 
 from . import backends  # noqa: F401 - registers `silent`
@@ -91,10 +91,11 @@ def test_objects_arrive(backend: str, numel: int) -> None:
     group, rank, size = torch_dist.new_group(backend=backend), get_rank(), get_world_size()
     texts = [str(number) * numel for number in range(size)]
     own = {"text": texts[rank], "tensor": torch.full((numel,), rank)}
-    later = start_gather_object(own, 0, group)
-    for got in (all_gather_object(own, group), gather_object(own, 0, group) or [], later.wait() or []):
+    later = start_gather_bytes(texts[rank].encode(), 0, group)
+    for got in (all_gather_object(own, group), gather_object(own, 0, group) or []):
         assert [one["text"] for one in got] in ([], texts)
         assert all(torch.equal(one["tensor"], torch.full((numel,), number)) for number, one in enumerate(got))
+    assert later.wait() == ([text.encode() for text in texts] if rank == 0 else None)
     assert broadcast_object(own, size - 1, group)["text"] == texts[-1]
     places = [None]
     scatter_object_list(places, texts if rank == 0 else None, 0, group)

@@ -76,12 +76,13 @@ class FlipBit(Hook):
         what: `"weight"`, `"buffer"`, `"exp_avg"`, `"exp_avg_sq"`, `"step"` or `"lr"`.
         rank: on which rank.
         after: after how many iterations.
+        bit: which one; some updates later, the lowest may have been rounded away.
     """
 
     priority = "HIGH"
 
-    def __init__(self, what: str, rank: int, after: int) -> None:
-        self.what, self.rank, self.after = what, rank, after
+    def __init__(self, what: str, rank: int, after: int, bit: int = 0) -> None:
+        self.what, self.rank, self.after, self.bit = what, rank, after, bit
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
         if runner.iter + 1 != self.after or get_rank() != self.rank:
@@ -97,4 +98,4 @@ class FlipBit(Hook):
             tensor = runner.strategy.core().get_buffer("0.scale")
         else:
             tensor = optimizer.state[parameters["0.up.weight"]][self.what]
-        bits_of(tensor)[-1] ^= 1
+        bits_of(tensor)[-1] ^= 1 << self.bit

@@ -31,7 +31,8 @@ NAMES = {
 
 
 def train_until_it_is_found(tmp_path: Path, strategy: str, what: str, rank: int) -> DivergenceError:
-    runner = make_runner(tmp_path, strategy, [FlipBit(what, rank, after=7), ReplicaCheckHook(interval=5)], 20)
+    hooks = [FlipBit(what, rank, after=7, bit=20), ReplicaCheckHook(interval=5)]
+    runner = make_runner(tmp_path, strategy, hooks, 20)
     with pytest.raises(DivergenceError) as caught:
         runner.train()
     error = caught.value

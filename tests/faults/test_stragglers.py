@@ -18,7 +18,6 @@ from torch.utils.data import Dataset
 
 from lockstep.dist import get_rank, get_world_size
 from lockstep.hooks import Hook
-from lockstep.model import MMDistributedDataParallel
 from lockstep.testing import ranks
 
 from .runs import make_model, make_runner
@@ -146,7 +145,7 @@ def test_without_the_wait_of_others_only_slow_data_are_found(tmp_path: Path):
 
 
 @ranks(2, timeout=120)
-def test_a_plain_ddp_is_measured_by_torch(tmp_path: Path):
+def test_torchs_own_ddp_is_measured_too(tmp_path: Path):
     fault = Fault("forward", 20)
     model = nn.parallel.DistributedDataParallel(Model(fault))
     found = train(tmp_path, fault, 60, model=model)
@@ -163,15 +162,3 @@ def test_it_can_be_turned_off(tmp_path: Path):
 @ranks(2, 4, timeout=600)
 def test_healthy_ranks_are_not_called_slow(tmp_path: Path):
     assert train(tmp_path, Fault("nothing", 0), STEPS) == []
-
-
-@ranks(2)
-def test_a_rank_knows_how_long_it_waits():
-    fault = Fault("forward", 0)
-    model = MMDistributedDataParallel(Model(fault))
-    for _ in range(5):  # in the first three, the ranks meet before the backward pass, to compare what it reaches
-        loss = model(torch.randn(4, 8)).square().mean()
-        with model.backward_context(loss, syncs=True):
-            loss.backward()
-    # The other rank began to wait when this one fell asleep; a busy machine only makes that longer.
-    assert model.clock.waited > 0.5 * SECONDS if get_rank() == 0 else model.clock.waited >= 0

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import Session, dist
 from lockstep.checkpoint import load_state, save_state
 from lockstep.device import get_device
+from lockstep.diagnostics.mfu import StepFlops
 from lockstep.dist import get_world_size, init_dist
 from lockstep.hooks import Hook, MemorySnapshotHook, MFUHook
-from lockstep.hooks.flops import StepFlops
 from lockstep.model.full_params import gather_full
 from lockstep.runner import Runner
 from lockstep.strategy import build_strategy

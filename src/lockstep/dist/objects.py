@@ -12,15 +12,10 @@ from torch.distributed import GroupMember, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.dist.consistency import alone, check_call
-from lockstep.dist.packed import (
-    PendingGather,
-    all_gather_packed,
-    broadcast_packed,
-    gather_packed,
-    scatter_packed,
-)
+from lockstep.dist.packed import all_gather_packed, broadcast_packed, gather_packed, scatter_packed
 from lockstep.dist.validate import NOT_GIVEN, either, require_rank
 from lockstep.groups import Comm, GroupLike, resolve
+from lockstep.transport.control import GatherHandle
 
 T = TypeVar("T")
 
@@ -144,36 +139,33 @@ def gather_object(  # type: ignore[misc]  # the overloads share places, not name
     return None if gathered is None else list(gathered)
 
 
-def start_gather_object(obj: object, dst: int = 0, group: GroupLike = None) -> PendingGather:
-    """Begin to give rank `dst` every rank's object; `wait` of what this returns completes it.
+def start_gather_bytes(data: bytes, dst: int = 0, group: GroupLike = None) -> GatherHandle:
+    """Begin to give rank `dst` every rank's bytes; `wait` of what this returns completes it.
 
     Meanwhile the ranks may go on, and call other collectives.
 
     Args:
-        obj: this rank's object, which must not change until `wait` has returned.
+        data: this rank's bytes, best less than 4 KiB.
         dst: rank within the group.
         group: the process group; None is the default group.
 
     **Collective**: every rank of the group. Each must call `wait`, in the order of its calls of this function.
 
-    **Raises**: TypeError on a rank whose object can't be pickled; on `dst`, `wait` then raises PeerError. The other
-    ranks do not learn of it.
-
-    **Cost**: 1 KiB from each rank to `dst`, then the object.
+    **Cost**: 4 KiB from each rank to `dst`; a further message for what does not fit.
 
     **Example (2 ranks)**::
 
         >>> from lockstep.dist import barrier, get_rank
-        >>> from lockstep.dist.objects import start_gather_object
-        >>> pending = start_gather_object("ab"[get_rank()])
+        >>> from lockstep.dist.objects import start_gather_bytes
+        >>> handle = start_gather_bytes(b"ab"[: get_rank() + 1])
         >>> barrier()
-        >>> pending.wait() == (["a", "b"] if get_rank() == 0 else None)
+        >>> handle.wait() == ([b"a", b"ab"] if get_rank() == 0 else None)
         True
     """
     comm = resolve(group)
     dst = require_rank("dst", dst, comm)
-    check_call("start_gather_object", comm, dst, compares=False)
-    return PendingGather(obj, dst, comm)
+    check_call("start_gather_bytes", comm, dst, compares=False)
+    return GatherHandle(data, dst, comm)
 
 
 def broadcast_object(obj: T, src: int = 0, group: GroupLike = None) -> T:

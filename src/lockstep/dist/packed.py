@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from datetime import timedelta
-from threading import Thread, get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -20,26 +17,12 @@ from torch.distributed import Work
 from lockstep.dist.pickling import Pickled, dump, load
 from lockstep.errors import DistError, error_in_words
 from lockstep.groups import Comm
-from lockstep.transport.control import (
-    exchange,
-    give_to_all,
-    report_failure,
-    require_no_failure,
-    start_receiving,
-    start_sending,
-)
-from lockstep.transport.handles import Handle, helpers
+from lockstep.transport.control import exchange, give_to_all, report_failure, start_receiving, start_sending
+from lockstep.transport.handles import Handle
 from lockstep.transport.memory import bytes_of
-from lockstep.watch.failures import timeout_error
 
-_HEAD = struct.Struct(
-    "<4q"
-)  # 1 if the rank could pickle its object, bytes of the pickle, number of segments, of tensors
+_HEAD = struct.Struct("<3q")  # bytes of the pickle, number of segments, of tensors
 _CPU = torch.device("cpu")
-# What goes to one rank beside other calls: kinds of messages, which keep their order.
-_FIRST_BYTES = 1024
-_FIRST_TAG, _REST_TAG = 0x10C5, 0x10C6
-_unread: list[PendingGather] = []  # whose failure is on its way, while nobody waits for it
 
 
 class _Packed(NamedTuple):
@@ -60,7 +43,7 @@ class _Packed(NamedTuple):
     def head(self) -> bytes:
         """Return the sizes, by which `_arriving` knows what follows."""
         sizes = struct.pack(f"<{len(self.segments)}q", *(x.numel() for x in self.segments))
-        return _HEAD.pack(1, self.body_bytes, len(self.segments), self.num_tensors) + sizes
+        return _HEAD.pack(self.body_bytes, len(self.segments), self.num_tensors) + sizes
 
     def whole(self) -> list[Tensor]:
         """Return the pickle and the segments as tensors."""
@@ -82,7 +65,7 @@ def _pack(obj: object, comm: Comm, on_graph: Callable[[], None] | None = None) -
 
 def _arriving(said: bytes) -> _Packed:
     """Return what a rank is about to send, with memory for its segments; `said` begins with `head`."""
-    _, body_bytes, num_segments, num_tensors = _HEAD.unpack_from(said)
+    body_bytes, num_segments, num_tensors = _HEAD.unpack_from(said)
     sizes = struct.unpack_from(f"<{num_segments}q", said, _HEAD.size)
     segments = [torch.empty(size, dtype=torch.uint8, device=_CPU) for size in sizes]
     body = memoryview(said)[_HEAD.size + 8 * num_segments :]
@@ -229,113 +212,3 @@ def scatter_packed(objects: Sequence[object], src: int, comm: Comm, check: Calla
             works += start_sending([first[rank], *one.segments], rank, comm)
     Handle(works, comm).wait()
     return objects[src]
-
-
-class PendingGather:
-    """The gathering of every rank's object to rank `dst`, in flight: the ranks go on meanwhile.
-
-    Args:
-        obj: this rank's object, which must not change until `wait` has returned.
-        dst: rank within the group.
-        comm: the group.
-
-    **Collective**: every rank. Gatherings to one rank must be waited for in the order in which they were made.
-
-    **Raises**: TypeError on a rank whose object can't be pickled; then `wait` raises PeerError on `dst`.
-    """
-
-    def __init__(self, obj: object, dst: int, comm: Comm) -> None:
-        self._obj, self._comm = obj, comm
-        self._gathered: list[Any] | None = [obj] if comm.rank == dst else None
-        self._firsts: dict[int, Tensor] = {}
-        self._outcome: Future[list[Any] | None] | None = None
-        self._error: DistError | None = None
-        self._pending: list[Work | None] = []
-        if comm.is_alone:
-            self._gathered = [obj] * comm.size if comm.rank == dst else None
-            return
-        if comm.rank == dst:
-            for rank in (rank for rank in range(comm.size) if rank != dst):
-                self._firsts[rank] = torch.zeros(_FIRST_BYTES, dtype=torch.uint8, device=_CPU)
-                self._pending += start_receiving([self._firsts[rank]], rank, comm, _FIRST_TAG)
-            return
-        try:
-            packed = _pack(obj, comm)
-        except Exception as error:
-            text = error_in_words(error).encode(errors="replace")[: _FIRST_BYTES - _HEAD.size]
-            self._send(_HEAD.pack(0, len(text), 0, 0) + text, dst)
-            _unread.append(self)
-            raise
-        rest = [torch.frombuffer(bytearray(packed.head() + packed.body), dtype=torch.uint8), *packed.segments]
-        self._send(_HEAD.pack(1, rest[0].numel(), 0, 0), dst)
-        self._pending += start_sending(rest, dst, comm, _REST_TAG)
-        self._sent = rest
-
-    def wait(self, timeout: timedelta | None = None) -> list[Any] | None:
-        """Return on `dst` the objects in rank order, its own unchanged, and None elsewhere; there, this rank has sent.
-
-        **Raises**: as the collectives on objects; CollectiveTimeoutError after `timeout`, by default the group's.
-        """
-        if timeout is not None or self._outcome is not None:
-            return self._wait_in_thread(timeout)
-        return self._complete()
-
-    def _complete(self) -> list[Any] | None:
-        if self._error is not None:
-            raise self._error
-        try:
-            return self._collected()
-        except DistError as error:
-            self._error = error
-            raise
-
-    def _collected(self) -> list[Any] | None:
-        Handle(self._pending, self._comm).wait()
-        self._pending = []
-        firsts, self._firsts = self._firsts, {}
-        if firsts:
-            said = {rank: bytes(bytes_of(first)) for rank, first in firsts.items()}
-            failures: list[str | None] = [None] * self._comm.size
-            objects = []
-            for rank, one in said.items():
-                could, length, _, _ = _HEAD.unpack_from(one)
-                if could:
-                    objects.append(self._receive(rank, length))
-                else:
-                    failures[rank] = one[_HEAD.size : _HEAD.size + length].decode(errors="replace")
-            require_no_failure(failures, self._comm)
-            objects.insert(self._comm.rank, self._obj)
-            self._gathered = objects
-        return self._gathered
-
-    def _wait_in_thread(self, timeout: timedelta | None) -> list[Any] | None:
-        # A receive that times out itself closes all connections of the group (gloo, torch 2.13).
-        if self._outcome is None:
-            self._outcome = Future()
-            Thread(target=self._wait_for, args=(self._outcome,), daemon=True).start()
-        try:
-            return self._outcome.result(None if timeout is None else timeout.total_seconds())
-        except TimeoutError as error:
-            if self._outcome.done():
-                raise
-            raise timeout_error(self._comm, f"{timeout} are over") from error
-
-    def _wait_for(self, outcome: Future[list[Any] | None]) -> None:
-        helpers.add(get_ident())
-        try:
-            outcome.set_result(self._complete())
-        except Exception as error:
-            outcome.set_exception(error)
-        finally:
-            helpers.discard(get_ident())
-
-    def _send(self, said: bytes, dst: int) -> None:
-        self._first = torch.frombuffer(bytearray(said.ljust(_FIRST_BYTES, b"\0")), dtype=torch.uint8)
-        self._pending += start_sending([self._first], dst, self._comm, _FIRST_TAG)
-
-    def _receive(self, rank: int, length: int) -> Any:
-        rest = torch.empty(length, dtype=torch.uint8, device=_CPU)
-        Handle(start_receiving([rest], rank, self._comm, _REST_TAG), self._comm).wait()
-        packed = _arriving(bytes(bytes_of(rest)))
-        Handle(start_receiving(packed.segments, rank, self._comm, _REST_TAG), self._comm).wait()
-        return _load(packed, rank, self._comm)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from lockstep.errors import ConfigError
 from lockstep.report.best import direction_of
-from lockstep.runner.run import TrainRun
 
 RULES = ("greater", "less", None)
 """Which values of a metric are better; None infers it from the metric's name."""
@@ -47,18 +46,3 @@ def check_local(what: str, **given: object) -> None:
                 "storage, and give its folder as the Runner's `work_dir`. Checkpoints may go to a URL, by `out_dir` of "
                 "CheckpointHook"
             )
-
-
-def require_epochs(runner: TrainRun, example: str) -> None:
-    """Check that a hook which counts epochs is in a loop that does.
-
-    Args:
-        runner: the run.
-        example: the hook, told to count iterations, such as `ProfilerHook(by_epoch=False)`.
-
-    Raises:
-        ConfigError: the loop counts iterations.
-    """
-    if runner.max_epochs is None:
-        name = example.partition("(")[0]
-        raise ConfigError(f"`by_epoch` of {name} must be False in a loop by iterations, but is True. Use {example}")

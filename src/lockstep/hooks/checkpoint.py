@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from lockstep.checkpoint import is_checkpoint, remove
 from lockstep.errors import ConfigError, counted, require_one_of
-from lockstep.hooks.arguments import RULES, check_local, require_epochs, rule_of
+from lockstep.hooks.arguments import RULES, check_local, rule_of
 from lockstep.location import Location, locate
 from lockstep.registry import HOOKS
-from lockstep.runner.hook import Hook, is_due
+from lockstep.runner.hook import Hook, is_due, require_epochs
 from lockstep.runner.run import Run, TrainRun
 from lockstep.strategy.native import NativeStrategy
 

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import chain, islice
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
 from lockstep.device import get_device, peak_memory
-from lockstep.dist.objects import start_gather_object
-from lockstep.dist.packed import PendingGather
+from lockstep.diagnostics.slow_ranks import OwnWork, RankTimes, Sample, StragglerWatch, described
+from lockstep.diagnostics.timer import IterTimerHook
+from lockstep.dist.objects import start_gather_bytes
 from lockstep.errors import ConfigError, require_count
 from lockstep.hooks.arguments import check_local
-from lockstep.hooks.exchange import ExchangeTimer
-from lockstep.hooks.rank_times import RankTimes
-from lockstep.hooks.stragglers import OwnWork, Sample, StragglerWatch, described
 from lockstep.logging.meters import Scalar, start_reading, weighted_mean
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
 from lockstep.runner.same_options import digest_of, optimizer_options
+from lockstep.transport.control import GatherHandle
 
 _PREFIX = "train/"
 # What a hook counts under `amounts/NAME` of the message hub, such as tokens, is recorded as `NAME_per_second`.
@@ -34,10 +33,8 @@ _BATCH_SECONDS = 0.5
 # Iterations after which rank 0 reads what the others have sent for a record. Ranks that exchange gradients have sent it
 # by then, so that rank 0 need not wait; see docs/decisions/0009.
 _READ_AFTER = 2
-_LAST_WAIT = timedelta(seconds=0.2)  # for the last record of a run that fails
+_LAST_WAIT_SECONDS = 0.2  # for the last record of a run that fails
 _RETURNED = "returned:"  # marks the model's values among the numbers that ranks send
-_WORK = "work"  # the samples of this rank's own work, beside them
-_OPTIONS = "options"  # what this rank updates its weights by, as a digest, and its learning rates
 
 
 class _Unwritten(NamedTuple):
@@ -67,7 +64,7 @@ class _Gathering(NamedTuple):
         read_at: number of complete iterations when they are read.
     """
 
-    pending: PendingGather
+    handle: GatherHandle
     record: _Unwritten
     read_at: int
 
@@ -170,23 +167,25 @@ class LoggerHook(Hook):
         self._gathering: _Gathering | None = None  # of the last record
         self._unsent: Callable[[int], None] | None = None  # begins to gather it, given the number of iterations
         self._epoch = _EpochSums()
-        self._exchange: ExchangeTimer | None = None
         self._rank_times: RankTimes | None = None
         self._work: OwnWork | None = None
         self._watch: StragglerWatch | None = None
+        self._timers: list[IterTimerHook] = []
 
     def before_train(self, runner: TrainRun) -> None:
-        """Start to measure the exchange of gradients."""
-        self._exchange = ExchangeTimer(runner.model, self.interval)
+        """Start to measure this rank's own work, and its wait for others."""
+        self._timers = [hook for hook in runner.hooks if isinstance(hook, IterTimerHook)]
         if runner.rank == 0:
             self._rank_times = RankTimes(runner.run_dir / "ranks.jsonl")
-        if self.slow_factor is not None and runner.distributed:
-            self._work = OwnWork(runner.model)
-            self._watch = StragglerWatch(self.slow_factor)
+        if runner.distributed:
+            self._work = OwnWork(runner.model, self.interval)
+            self._watch = None if self.slow_factor is None else StragglerWatch(self.slow_factor)
 
     def before_train_epoch(self, runner: TrainRun) -> None:
-        """Reset the sums of the previous epoch."""
+        """Reset the sums of the previous epoch, and begin to measure."""
         self._epoch = _EpochSums()
+        if self._work is not None:
+            self._work.begin()
 
     def after_train_iter(
         self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
@@ -208,9 +207,11 @@ class LoggerHook(Hook):
             hub.update_scalar("train/grad_norm", norm)
         self._samples.append(loop.samples)
         if self._work is not None:
-            self._work.note(hub)
+            self._work.note(done, hub)
         if done % self.interval == 0:
             self._make_record(runner, done)
+        for timer in self._timers:
+            timer.begin_wait_for_data()
 
     def after_train_epoch(self, runner: TrainRun) -> None:
         """Record what is left, and the means of the whole epoch."""
@@ -233,7 +234,9 @@ class LoggerHook(Hook):
         self._write_all()
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
-        """Record the metrics of a validation."""
+        """Record the metrics of a validation; an iteration-based loop validates between two iterations."""
+        if self._work is not None:
+            self._work.begin()
         self._record_metrics(runner, "val", metrics or {})
 
     def after_test_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
@@ -244,11 +247,13 @@ class LoggerHook(Hook):
         """Write what is left."""
         try:
             with suppress(RuntimeError):  # where the run has failed, the others may be gone
-                self._read_record(_LAST_WAIT)
+                self._read_last_record()
             self._write_read()
         finally:
             if self._rank_times is not None:
                 self._rank_times.close()
+            if self._work is not None:
+                self._work.close()
 
     def _make_record(self, runner: TrainRun, iteration: int) -> None:
         """Begin to gather each rank's numbers since the last record; one process computes them later."""
@@ -257,65 +262,74 @@ class LoggerHook(Hook):
         scalars = runner.message_hub.log_scalars.items()
         last = {key: buffer.tail(len(samples)) for key, buffer in scalars if key.startswith((_PREFIX, _AMOUNTS))}
         reading = start_reading(chain.from_iterable(last.values()))
-        waited = None if self._exchange is None else self._exchange.mean_seconds(len(samples))
-        now = {"peak_flops": runner.message_hub.get_info("peak_flops", 0.0)}
-        if waited is not None:
-            now["comm_time"] = waited
+        peak_flops = runner.message_hub.get_info("peak_flops", 0.0)
 
         def own() -> dict[str, float]:
             peak = peak_memory()
             memory = {} if peak is None else {"memory_mib": peak / 2**20}
-            return {**self._own_numbers(last, samples, reading()), **now, **memory}
+            return {**self._own_numbers(last, samples, reading()), "peak_flops": peak_flops, **memory}
 
         rates = _first_rates(runner)
         record = _Unwritten(runner, runner.epoch + 1, iteration, len(samples), rates, moment, lambda: [own()])
-        if not runner.distributed:
+        if self._work is None:
             self._unwritten.append(record)
             return
         self._read_record()
-        work = {} if self._work is None else {_WORK: (self._work.host, self._work.take(iteration, waited))}
-        options = {_OPTIONS: (digest_of(optimizer_options(runner, reads_device=False)), rates)}
+        work, options = self._work, (digest_of(optimizer_options(runner, reads_device=False)), rates)
 
         def send(now: int) -> None:
-            pending = start_gather_object({**own(), **work, **options})
-            self._gathering = _Gathering(pending, record, now + _READ_AFTER)
+            numbers = own()
+            waited, found = work.take()  # of what the device has done, since its numbers are here
+            if waited is not None:
+                numbers["comm_time"] = waited
+            said = {"numbers": numbers, "options": options, "host": work.host, "samples": found}
+            self._gathering = _Gathering(start_gather_bytes(json.dumps(said).encode()), record, now + _READ_AFTER)
 
         if get_device() == "cpu":
             send(iteration)
         else:
             self._unsent = send  # after the next iteration, so that nobody waits for the device
 
-    def _read_record(self, timeout: timedelta | None = None) -> None:
+    def _read_record(self, *, checks_options: bool = True) -> None:
         """Complete the gathering of the last record; on rank 0, that can be written then."""
         self._send(0)
         if self._gathering is None:
             return
-        (pending, record, _), self._gathering = self._gathering, None
-        gathered = pending.wait(timeout)
+        (handle, record, _), self._gathering = self._gathering, None
+        gathered = handle.wait()
         if gathered is not None:
-            options = [numbers.pop(_OPTIONS) for numbers in gathered]
-            if timeout is None:  # else the run has an error of its own
-                _check_options(options, record.iteration)
-            if self._work is not None:
-                self._tell_of_stragglers(record.runner, [numbers.pop(_WORK) for numbers in gathered])
-            self._unwritten.append(record._replace(ranks=lambda: gathered))
+            by_rank = [json.loads(one) for one in gathered]
+            self._unwritten.append(record._replace(ranks=lambda: [one["numbers"] for one in by_rank]))
+            if checks_options:
+                _check_options([one["options"] for one in by_rank], record.iteration)
+            self._tell_of_stragglers(record.runner, by_rank)
+
+    def _read_last_record(self) -> None:
+        """Do the same at the end of a run, if the numbers arrive in time: where it has failed, others may send none."""
+        self._send(0)
+        end = perf_counter() + _LAST_WAIT_SECONDS
+        while self._gathering is not None and not self._gathering.handle.is_completed():
+            if perf_counter() > end:
+                return
+            sleep(0.01)
+        self._read_record(checks_options=False)  # a run that has failed has an error of its own
 
     def _send(self, now: int) -> None:
         if self._unsent is not None:
             send, self._unsent = self._unsent, None
             send(now)
 
-    def _tell_of_stragglers(self, runner: TrainRun, by_rank: Sequence[tuple[str, list[Sample]]]) -> None:
-        """Compare the ranks' samples of the same iterations; tell of each rank that begins or ceases to be slow."""
-        assert self._watch is not None
-        for samples in zip(*(own for _, own in by_rank), strict=False):  # equally many
-            for slow in self._watch.add(samples):
-                host = by_rank[slow.rank][0]
-                tell = runner.logger.info if slow.part is None else runner.logger.warning
-                tell("%s", described(slow, runner.world_size, host))
-                place = {"mode": "straggler", "epoch": runner.epoch + 1, "iter": slow.end}
-                runner.records.write({**place, **slow._asdict(), "host": host})
-                runner.visualizer.add_scalars({"train/slow_ranks": len(self._watch.slow_ranks)}, step=slow.end)
+    def _tell_of_stragglers(self, runner: TrainRun, by_rank: Sequence[Mapping[str, Any]]) -> None:
+        """Compare the ranks' samples; tell of each rank that begins or ceases to be slow."""
+        if self._watch is None:
+            return
+        for slow in self._watch.add([[Sample(*one) for one in each["samples"]] for each in by_rank]):
+            host = by_rank[slow.rank]["host"]
+            tell = runner.logger.info if slow.part is None else runner.logger.warning
+            tell("%s", described(slow, runner.world_size, host))
+            place = {"mode": "straggler", "epoch": runner.epoch + 1, "iter": slow.end}
+            runner.records.write({**place, **slow._asdict(), "host": host})
+            runner.visualizer.add_scalars({"train/slow_ranks": len(self._watch.slow_ranks)}, step=slow.end)
 
     def _write_all(self) -> None:
         """Write all records. **Collective**: all ranks wait until rank 0 has read the last one."""

@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from time import perf_counter
 from typing import Any, NoReturn
 
@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.device import Moment, moment
 from lockstep.dist import all_gather, all_gather_object, get_rank, get_world_size, is_main_process
 from lockstep.dist.consistency import check_call
 from lockstep.errors import ConfigError, listed, message_of
 from lockstep.groups import resolve
 from lockstep.model import steps
-from lockstep.model.autograd_graph import after_backward, hides_leaves, leaves_of, nodes_of, reaches_none
+from lockstep.model.autograd_graph import after_backward, backward_pass, hides_leaves, leaves_of, nodes_of, reaches_none
 from lockstep.model.comm_hooks import HookConfig, register_comm_hook
 from lockstep.model.drift import OWN_STEP, DriftCheck, refuse_max_norm
 from lockstep.model.wrapper import ModelWrapper, note_no_backward
@@ -66,7 +67,7 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
             keep a gradient from one step to the next, copy it or pass False.
 
     Attributes:
-        clock: how long this rank has waited in backward passes; stands still on an accelerator.
+        clock: when this rank has waited for the gradients of others.
 
     **Collective**: every rank of the group; the parameters of rank 0 are sent to the others.
 
@@ -116,11 +117,12 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what knows the group, as torch does; a copy joins the default group."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return {name: value for name, value in state.items() if name not in ("_comm", "_drift")}
+        return {name: value for name, value in state.items() if name not in ("_comm", "_drift", "clock")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._comm = resolve(self.process_group)
+        self.clock = ExchangeClock()
         self._begin_drift_check()
 
     def _begin_drift_check(self) -> None:
@@ -208,13 +210,12 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
                 self._contribute_nothing()
             elif syncs and self._trains_itself:
                 self.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
-            if self.device_type == "cpu":
-                self.clock.begin(loss)
+            if loss.requires_grad:
+                loss.register_hook(self.clock.follow)  # type: ignore[no-untyped-call]
             with waiting(self._comm) if syncs and self.device_type == "cpu" else nullcontext():
                 yield
             if syncs and self.device_type != "cpu":
                 note_running(self._comm, loss.device)
-            self.clock.end()
         except RuntimeError as error:
             self._explain(error)
 
@@ -330,30 +331,42 @@ def _unused(names: Sequence[str], rank: int, world_size: int) -> str:
 
 
 class ExchangeClock:
-    """How long a rank computes in backward passes on the CPU, and how long it waits for the gradients of the others.
+    """When a rank had computed its gradients in each backward pass, and when those of all ranks were averaged.
+
+    Nothing is measured before `start`, because somebody must take the moments.
 
     Attributes:
-        waited: seconds after the rank's own backward passes, until the gradients of all ranks are averaged.
-        hooked: seconds in the code of a communication hook, before it returns. That is part of the backward pass.
+        hooked: seconds of the host in the code of a communication hook, before it returns.
 
-    **Cost**: some 5 us for each backward pass.
+    **Cost**: some 5 us for each backward pass; on an accelerator, two events on its current stream.
     """
 
     def __init__(self) -> None:
-        self.waited = 0.0
         self.hooked = 0.0
-        self._computed: float | None = None
+        self._is_on = False
+        self._pass = -1
+        self._waits: list[tuple[Moment, Moment]] = []
 
-    def begin(self, loss: Tensor) -> None:
-        """Prepare for the backward pass of a loss."""
-        self._computed = None
-        if loss.requires_grad:
-            loss.register_hook(self._queue)  # type: ignore[no-untyped-call]
+    def start(self) -> None:
+        """Begin to measure."""
+        self._is_on = True
 
-    def end(self) -> None:
-        """Add what has passed since the rank had computed all its gradients."""
-        if self._computed is not None:
-            self.waited += perf_counter() - self._computed
+    def stop(self) -> None:
+        """Cease to measure."""
+        self._is_on = False
+        self._waits = []
+
+    def take(self) -> list[tuple[Moment, Moment]]:
+        """Return the beginning and the end of each wait for other ranks since the last call."""
+        waits, self._waits = self._waits, []
+        return waits
+
+    def follow(self, gradient: Tensor) -> None:
+        """Measure the backward pass that has computed this gradient first; autograd calls it as a tensor's hook."""
+        if self._is_on and self._pass != backward_pass():
+            self._pass = backward_pass()
+            # Autograd calls what is queued at the end of the pass in that order: this before DDP's own wait.
+            after_backward(partial(self._begin_wait, gradient.device))
 
     def timed(self, comm_hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         """Return a communication hook that is timed."""
@@ -368,9 +381,9 @@ class ExchangeClock:
 
         return hook
 
-    def _queue(self, _: Tensor) -> None:
-        # Autograd calls what is queued at the end of the pass in that order: this before DDP's own wait.
-        after_backward(self._note)
+    def _begin_wait(self, device: torch.device) -> None:
+        after_backward(partial(self._end_wait, moment(device)))
 
-    def _note(self) -> None:
-        self._computed = perf_counter()
+    def _end_wait(self, began: Moment) -> None:
+        ended = perf_counter() if isinstance(began, float) else moment(began.device)
+        self._waits.append((began, ended))

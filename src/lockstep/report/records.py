@@ -30,8 +30,8 @@ class Run:
         folder: the run's folder.
         train: means over a few iterations each.
         evaluations: metrics of validations and tests.
-        ranks: times by rank; see `lockstep.hooks.rank_times`.
-        stragglers: ranks that were slow, or no longer are; see `lockstep.hooks.stragglers`.
+        ranks: times by rank; see `lockstep.diagnostics.slow_ranks`.
+        stragglers: ranks that were slow, or no longer are; see `lockstep.diagnostics.slow_ranks`.
         lr_search: the last search for a learning rate; see `lockstep.runner.lr_finder`.
         environment: host, devices and versions of the run.
         config: the config as Python source.

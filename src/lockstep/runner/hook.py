@@ -208,6 +208,21 @@ def is_due(number: int, n: int, start: int = 0) -> bool:
     return n > 0 and number >= start and (number - start) % n == 0
 
 
+def require_epochs(runner: TrainRun, example: str) -> None:
+    """Check that a hook which counts epochs is in a loop that does.
+
+    Args:
+        runner: the run.
+        example: the hook, told to count iterations, such as `ProfilerHook(by_epoch=False)`.
+
+    Raises:
+        ConfigError: the loop counts iterations.
+    """
+    if runner.max_epochs is None:
+        name = example.partition("(")[0]
+        raise ConfigError(f"`by_epoch` of {name} must be False in a loop by iterations, but is True. Use {example}")
+
+
 POINTS = tuple(name for name in vars(Hook) if name.startswith(("before_", "after_")))
 # The method for all modes that a point calls if a hook does not override the point.
 _FOR_ALL_MODES = {

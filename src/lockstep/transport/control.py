@@ -1,7 +1,8 @@
 """The control plane: what the hosts of a group tell each other, over gloo, beside the tensors of their devices.
 
-There is one operation, `exchange`: each rank gives bytes, and gets those of all. Whatever a rank is about to do, it
-meets what another one does, so ranks that differ learn of it here, all at once, and can use the group further.
+Its operation is `exchange`: each rank gives bytes, and gets those of all. Whatever a rank is about to do, it
+meets what another one does, so ranks that differ learn of it here, all at once, and can use the group further. Besides,
+a `GatherHandle` brings the bytes of all to one rank while they go on.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.distributed import ProcessGroup, Work
 
 from lockstep.errors import DistError, PeerError, error_in_words
 from lockstep.groups import Comm, gloo_beside
-from lockstep.transport.handles import in_backend
+from lockstep.transport.handles import Handle, in_backend
 from lockstep.transport.memory import bytes_of
 from lockstep.watch.failures import mismatch
 
@@ -30,7 +31,10 @@ _ROOM_BYTES = _SLOT_BYTES - _HEAD.size
 _PADDED_BYTES = 2**16
 _MOST_FAILURE_BYTES = 480
 _CPU = torch.device("cpu")
-_TAG = 0x10C4  # users' own messages have others
+_TAG, _GATHER_TAG = 0x10C4, 0x10C5  # users' own messages have others
+# In what each rank gives to a gathering: the length of its bytes, and as many of them as there is room for.
+_LENGTH = struct.Struct("<q")
+_GATHERED_BYTES = 4096
 # Renamed in torch 2.13; remove the second name when 2.12 is no longer supported.
 all_gather_single: Callable[..., Work | None] = getattr(
     torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor
@@ -220,3 +224,61 @@ def require_no_failure(failures: Sequence[str | None], comm: Comm) -> None:
                 rank=rank,
                 cause=failure,
             )
+
+
+class GatherHandle:
+    """Every rank's bytes on their way to rank `dst`; the ranks go on, and call other collectives.
+
+    Args:
+        payload: this rank's bytes.
+        dst: rank within the group.
+        comm: the group.
+
+    **Collective**: every rank. Each must call `wait`, in the order in which the handles were made.
+
+    **Cost**: 4 KiB from each rank to `dst`, in one `gather` of gloo; a further message for what does not fit.
+    """
+
+    def __init__(self, payload: bytes, dst: int, comm: Comm) -> None:
+        self._comm = comm
+        self._gathered = [payload] * comm.size if comm.rank == dst else None
+        self._every: list[Tensor] = []
+        self._works: list[Work | None] = []
+        if comm.is_alone:
+            return
+        size = _GATHERED_BYTES - _LENGTH.size
+        first, rest = payload[:size].ljust(size, b"\0"), payload[size:]
+        own = torch.frombuffer(bytearray(_LENGTH.pack(len(payload)) + first), dtype=torch.uint8)
+        if self._gathered is not None:
+            self._every = [torch.empty_like(own) for _ in range(comm.size)]
+        with in_backend(comm):
+            self._works = [
+                torch_dist.gather(own, self._every or None, group_dst=dst, group=control_group(comm), async_op=True)
+            ]
+        if rest and self._gathered is None:
+            self._works += start_sending([torch.frombuffer(bytearray(rest), dtype=torch.uint8)], dst, comm, _GATHER_TAG)
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would not block, but for what did not fit into the first message."""
+        return all(work is None or work.is_completed() for work in self._works[:1])
+
+    def wait(self) -> list[bytes] | None:
+        """Return every rank's bytes on `dst`, in rank order; None elsewhere, when this rank has sent its own.
+
+        **Raises**: PeerError if a rank is gone; CollectiveTimeoutError if one did not arrive in time.
+        """
+        Handle(self._works, self._comm).wait()
+        self._works = []
+        every, self._every = self._every, []
+        for rank, said in enumerate(every):
+            if self._gathered is not None and rank != self._comm.rank:
+                self._gathered[rank] = self._whole(bytes(bytes_of(said)), rank)
+        return self._gathered
+
+    def _whole(self, said: bytes, rank: int) -> bytes:
+        (length,) = _LENGTH.unpack_from(said)
+        first = said[_LENGTH.size : _LENGTH.size + length]
+        rest = torch.empty(length - len(first), dtype=torch.uint8, device=_CPU)
+        if rest.numel():
+            Handle(start_receiving([rest], rank, self._comm, _GATHER_TAG), self._comm).wait()
+        return first + bytes(bytes_of(rest))

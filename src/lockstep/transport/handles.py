@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from threading import get_ident
 from time import monotonic
 from typing import Any
 
@@ -15,8 +14,6 @@ from torch.futures import Future, collect_all
 from lockstep.errors import CollectiveMismatchError, DistError
 from lockstep.groups import Comm
 from lockstep.watch.failures import translate_error
-
-helpers: set[int] = set()  # threads of lockstep's own that wait; what a rank waits for is a matter of its own threads
 
 
 class Handle:
@@ -76,7 +73,7 @@ def wait_unless_async(handle: Handle, async_op: bool) -> Handle | None:
 
 
 class waiting:  # noqa: N801 - a context manager; as a generator it would take twice as long
-    """Let the watch know that this rank may wait in the last call of a group; not in the threads of `helpers`."""
+    """Let the watch know that this rank may wait in the last call of a group."""
 
     __slots__ = ("_comm", "_former")
 
@@ -85,13 +82,13 @@ class waiting:  # noqa: N801 - a context manager; as a generator it would take t
 
     def __enter__(self) -> None:
         calls = self._comm.calls
-        if calls is not None and get_ident() not in helpers:
+        if calls is not None:
             self._former = calls.since, calls.waiting
             calls.since, calls.waiting = monotonic(), calls.number
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         calls = self._comm.calls
-        if calls is not None and get_ident() not in helpers:
+        if calls is not None:
             calls.since, calls.waiting = self._former
 
 

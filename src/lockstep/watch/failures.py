@@ -64,12 +64,6 @@ def translate_error(error: RuntimeError, comm: Comm, *, is_of_torch: bool = Fals
     )  # fmt: skip
 
 
-def timeout_error(comm: Comm, detail: str) -> DistError:
-    """Return the error for ranks that did not arrive in time; it names them."""
-    absent, is_cut_off = _absent(comm)
-    return absence(comm, absent, detail, is_cut_off=is_cut_off)
-
-
 def _known_failure(comm: Comm, text: str) -> Failure | None:
     """Return why a group can't be used further, or for which group the watch has ended what the backend ran."""
     if comm.calls is None or comm.calls.failure is not None or not any(words in text for words in _ABORTED):

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import find_last_checkpoint
+from lockstep.diagnostics.nan_check import _Fault, _first_fault, _losses_in
 from lockstep.dist import all_gather_object, get_rank
 from lockstep.hooks import NaNCheckHook
-from lockstep.hooks.nan_check import _Fault, _first_fault, _losses_in
 from lockstep.logging import read_scalars
 from lockstep.testing import ranks
 
-from .runs import make_runner
+from ..hooks.runs import make_runner
 
 
 class Fragile(nn.Module):

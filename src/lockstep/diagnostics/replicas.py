@@ -1,43 +1,67 @@
-"""A hook that finds replicas which are no longer equal."""
+"""A hook that finds replicas which are no longer equal: what ranks must hold alike, and digests of it."""
 
 from __future__ import annotations
 
 import hashlib
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import get_process_group_ranks
+from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.device import get_device
 from lockstep.dist import all_gather, all_gather_object
 from lockstep.errors import ConfigError, DivergenceError, counted, listed, ranks_in_words, require_count, require_one_of
-from lockstep.hooks.digests import digest_of, words_of
+from lockstep.model import ModelWrapper
+from lockstep.model.averaged import BaseAveragedModel
+from lockstep.model.norm import BATCH_NORMS, INSTANCE_NORMS, is_synced
 from lockstep.model.shards import is_dtensor, own_shard
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import TrainRun
 from lockstep.strategy.native import NativeStrategy
 
-if TYPE_CHECKING:  # it imports torch's DTensor, which takes half as long as importing torch
-    from lockstep.hooks.replicas import Held
-
+# Words of a tensor in a block; the first block that differs is sent.
 _BLOCK = 2**12
+_ROW = 2**16
+# Rows per multiplication: on the CPU one, which stays in the cache; on an accelerator many, because starting one takes
+# as long as multiplying thousands of numbers.
+_ROWS_ON_DEVICE = 64
+# Words are widened to 64 bits before they are multiplied. So even their highest bits, such as the signs of two numbers,
+# do not cancel each other, as they would modulo 2**64.
+_WORDS = {1: torch.uint8, 2: torch.int16}
+
+
+class Held(NamedTuple):
+    """A tensor or a value that a rank holds.
+
+    Attributes:
+        name: its name in messages.
+        part: which part of it this is, in words; ranks that hold the same part must hold the same values.
+        value: a tensor, a DTensor, or something that `repr` shows completely.
+    """
+
+    name: str
+    part: str
+    value: Any
 
 
 class _Difference(NamedTuple):
     """A tensor or value that is not the same on all ranks that hold it.
 
     Attributes:
-        place: its place among those of the first rank that holds it.
         held: its name, and which part of it.
         usual: the ranks that agree, as most do.
         unusual: the other ranks.
         lacking: those of them that do not have it at all.
     """
 
-    place: int
     held: tuple[str, str]
     usual: list[int]
     unusual: list[int]
@@ -93,7 +117,7 @@ class ReplicaCheckHook(Hook):
         require_one_of("on_divergence", self.on_divergence, ("raise", "warn"))
         self.ignore = (self.ignore,) if isinstance(self.ignore, str) else tuple(self.ignore)
         self._equal_after: int | None = None
-        self._told: set[tuple[str, str]] = set()
+        self._named: set[tuple[str, str]] = set()
 
     def before_train(self, runner: TrainRun) -> None:
         """Refuse what can't be checked, then check what training starts from."""
@@ -117,16 +141,14 @@ class ReplicaCheckHook(Hook):
     def _check(self, runner: TrainRun, iteration: int) -> None:
         if runner.world_size == 1 or self._equal_after == iteration:
             return
-        from lockstep.hooks.replicas import held_by
-
         held = held_by(runner, self.ignore)
         digests = _digests(held)
         if not _differ(held, digests):
             self._equal_after = iteration
             return
         found = _differences(held, digests)
-        new = [difference for difference in found if difference.held not in self._told]
-        self._told.update(difference.held for difference in found)
+        new = [difference for difference in found if difference.held not in self._named]
+        self._named.update(difference.held for difference in found)
         if self.on_divergence == "raise" or new:
             message = _message(held, found, runner.world_size, iteration, self._equal_after)
             if self.on_divergence == "raise":
@@ -172,14 +194,14 @@ def _differences(held: Sequence[Held], digests: Sequence[int]) -> list[_Differen
             members.setdefault(part, []).append(rank)
     found = []
     # In the order of the first rank that has it; a rank lacks it if it has other tensors of the same part.
-    for place, key in enumerate(dict.fromkeys(key for each in everywhere for key in each)):
+    for key in dict.fromkeys(key for each in everywhere for key in each):
         by_digest: dict[int | None, list[int]] = {}
         for rank in members[key[1]]:
             by_digest.setdefault(everywhere[rank].get(key), []).append(rank)
         if len(by_digest) > 1:
             usual = max(by_digest.values(), key=len)  # of several, the one with the lowest rank
             unusual = sorted(rank for ranks in by_digest.values() if ranks is not usual for rank in ranks)
-            found.append(_Difference(place, key, usual, unusual, by_digest.get(None, [])))
+            found.append(_Difference(key, usual, unusual, by_digest.get(None, [])))
     return found
 
 
@@ -264,3 +286,192 @@ def _hashed(text: str) -> int:
 def _quoted(name: str, part: str) -> str:
     named = " of ".join(f"`{each}`" for each in name.split(" of "))
     return f"{named} ({part})" if part else named
+
+
+def held_by(run: TrainRun, ignore: Iterable[str] = ()) -> list[Held]:
+    """Return what this rank holds and must hold as others do, in an order that is the same on all ranks.
+
+    Parameters, buffers, the optimizer's state and options, the loss scale, averages of weights; and with tensor
+    parallelism the state of torch's random generators. Left out are the running statistics of a BatchNorm that
+    normalises on each rank by itself, and parameters whose gradients are not averaged.
+
+    Args:
+        run: the run; its strategy is a `NativeStrategy`.
+        ignore: patterns for names that are left out; that of a parameter also leaves out its optimizer state.
+    """
+    from lockstep.strategy.optim_state import named_parameters  # with DTensor, half as slow to import as torch
+
+    strategy = run.strategy
+    assert isinstance(strategy, NativeStrategy)
+    core, group = strategy.core(), _group_of(run.model)
+    parameters = named_parameters(core)
+    names = {parameter: name for name, parameter in parameters.items()}
+    own = _not_averaged(run.model, parameters)
+    patterns = tuple(ignore)
+    found = [
+        *(Held(name, _part_of(parameter, group), parameter) for name, parameter in parameters.items()),
+        *_buffers(run, core, group),
+        *_optimizer_state(run, names, group),
+        *_averages(run, group),
+        *_random_state(run),
+    ]
+    return [
+        held
+        for held in found
+        if (owner := held.name.rpartition(" of ")[2]) not in own
+        and not any(fnmatchcase(held.name, each) or fnmatchcase(owner, each) for each in patterns)
+    ]
+
+
+def _group_of(model: nn.Module) -> str:
+    """Return a name for the ranks that are replicas of each other; empty if these are all ranks."""
+    if not isinstance(model, DistributedDataParallel):
+        return ""
+    ranks = get_process_group_ranks(model.process_group)
+    return "" if len(ranks) == torch.distributed.get_world_size() else f"ranks {ranks}"
+
+
+def _part_of(tensor: Any, group: str) -> str:
+    """Return which part of a tensor a rank holds: its coordinates along the axes over which it is sharded."""
+    if not is_dtensor(tensor):
+        return group
+    mesh = tensor.device_mesh
+    axes = mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.ndim))
+    coordinates = mesh.get_coordinate() or ()
+    along = zip(axes, coordinates, tensor.placements, strict=True)
+    return ", ".join(f"{axis} {place}" for axis, place, placement in along if not placement.is_replicate())
+
+
+def _not_averaged(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> set[str]:
+    """Return the names of parameters that each rank trains by itself."""
+    if isinstance(model, DistributedDataParallel):
+        return set(model.parameters_to_ignore)
+    if not any(is_dtensor(parameter) for parameter in parameters.values()):
+        return set()
+    # FSDP shards all parameters but those of dimension 0, which it averages, and those that it was told to ignore.
+    return {name for name, own in parameters.items() if own.requires_grad and own.dim() and not is_dtensor(own)}
+
+
+def _buffers(run: TrainRun, core: nn.Module, group: str) -> Iterator[Held]:
+    lengths = run.train_loop.passes.lengths
+    # A rank that has run out of batches does not update its statistics while it waits for the others.
+    are_even = lengths is not None and min(lengths) == max(lengths)
+    left_out = {
+        id(buffer)
+        for module in core.modules()
+        if isinstance(module, BATCH_NORMS + INSTANCE_NORMS) and not (is_synced(module) and are_even)
+        for buffer in module.buffers(recurse=False)
+    }
+    for name, buffer in core.named_buffers():
+        if id(buffer) not in left_out and buffer.layout is torch.strided:
+            yield Held(name, _part_of(buffer, group), buffer)
+
+
+def _optimizer_state(run: TrainRun, names: Mapping[nn.Parameter, str], group: str) -> Iterator[Held]:
+    from lockstep.strategy.optim_state import options_of
+
+    for optimizer in run.optim_wrapper.optimizers:
+        kind = type(optimizer).__name__
+        for number, options in enumerate(optimizer.param_groups):
+            for key, value in options_of(options).items():
+                yield Held(f"{key} of parameter group {number} of {kind}", group, value)
+            for place, parameter in enumerate(options["params"]):
+                name = names.get(parameter, f"parameter {place} of group {number} of {kind}")
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    for suffix, entry in _entries(value):
+                        # The number of steps is the same for all shards.
+                        shared = is_dtensor(entry) or key == "step"
+                        part = _part_of(entry if shared else parameter, group)
+                        yield Held(f"{key}{suffix} of {name}", part, entry)
+    if extra := run.optim_wrapper.extra_state():
+        yield Held("state of the optim wrapper", group, extra)
+
+
+def _entries(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors and numbers in an entry of an optimizer's state, with what tells them apart."""
+    if isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            for suffix, entry in _entries(each):
+                yield f"[{index}]{suffix}", entry
+    elif isinstance(value, Tensor | bool | int | float | str) and not (
+        isinstance(value, Tensor) and value.layout is not torch.strided
+    ):
+        yield "", value
+
+
+def _averages(run: TrainRun, group: str) -> Iterator[Held]:
+    for hook in run.hooks:
+        averaged = vars(hook).get("ema_model")
+        if isinstance(averaged, BaseAveragedModel):
+            for name, parameter in averaged.module.named_parameters():
+                yield Held(f"average of {name}", _part_of(parameter, group), parameter)
+
+
+def _random_state(run: TrainRun) -> Iterator[Held]:
+    """Yield the states of torch's generators, if ranks compute on the same samples and must draw the same numbers."""
+    if not isinstance(run.model, ModelWrapper) or run.model.data_shard is None:
+        return
+    part = f"data shard {run.data_shard.rank}"
+    yield Held("torch's random state", part, torch.get_rng_state())
+    if get_device() != "cpu":
+        yield Held("random state of the device", part, torch.get_device_module(get_device()).get_rng_state())
+
+
+def words_of(tensor: Tensor) -> Tensor:
+    """Return the bits of a tensor as integers of at most 32 bits, in the order of its elements.
+
+    Args:
+        tensor: strided, of any dtype; of a DTensor, this rank's part is taken. A copy is made of one that is not
+            contiguous.
+
+    **Shapes**: any -> [n], where n is the number of elements, or of 4-byte words if elements are longer.
+    """
+    local = own_shard(tensor).detach().contiguous()
+    if local.is_complex():
+        local = torch.view_as_real(local)
+    return local.reshape(-1).view(_WORDS.get(local.element_size(), torch.int32))
+
+
+def digest_of(words: Tensor) -> Tensor:
+    """Return the digest of some words, as a scalar on their device.
+
+    It is the sum of all words, each multiplied by an odd number that depends on its place, modulo 2**64. If one bit is
+    flipped, the sum always changes, because an odd factor times a power of two below 2**32 is no multiple of 2**64. If
+    several bits differ, it is the same with a probability of about 2**-32.
+
+    Args:
+        words: what `words_of` returned.
+
+    **Shapes**: [n] -> [], int64.
+
+    **Cost**: on the CPU 1 ns per word on one core; on an accelerator, about five times the reading of the words, and
+    memory for 32 MB. Nothing is sent, and no device is waited for.
+
+    Example:
+        >>> weights = torch.randn(1000)
+        >>> before = digest_of(words_of(weights))
+        >>> weights.view(torch.int32)[123] ^= 1  # the lowest bit
+        >>> bool(digest_of(words_of(weights)) == before)
+        False
+    """
+    count = len(words)
+    factors = _factors(words.device, 0)
+    if count <= _ROW:
+        return (words * factors[:count]).sum()
+    whole = count // _ROW * _ROW
+    step = 1 if words.device.type == "cpu" else _ROWS_ON_DEVICE
+    rows = [(part * factors).sum(1) for part in torch.split(words[:whole].view(-1, _ROW), step)]
+    if whole < count:
+        rows.append((words[whole:] * factors[: count - whole]).sum().view(1))
+    sums = torch.cat(rows)
+    for_rows = _factors(words.device, 1)
+    if len(sums) > _ROW:  # more than 2**32 words
+        for_rows = for_rows.repeat(len(sums) // _ROW + 1)
+    return (sums * for_rows[: len(sums)]).sum()
+
+
+@cache
+def _factors(device: torch.device, number: int) -> Tensor:
+    """Return odd factors, the same on every rank."""
+    generator = torch.Generator().manual_seed(number)
+    return (torch.randint(-(2**63), 2**63 - 1, (_ROW,), generator=generator) | 1).to(device)

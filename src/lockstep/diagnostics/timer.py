@@ -43,15 +43,15 @@ class IterTimerHook(Hook):
                 f"{tokens_of!r}"
             )
         self._tokens_of = tokens_of
-        self._last = 0.0
+        self._last = self._asked = 0.0  # when the last iteration ended; since when the next batch is waited for
 
     def before_train_epoch(self, runner: TrainRun) -> None:
         """Start the clock."""
-        self._last = perf_counter()
+        self._last = self._asked = perf_counter()
 
     def before_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None) -> None:
         """Record how long the batch took to arrive."""
-        runner.message_hub.update_scalar("train/data_time", perf_counter() - self._last)
+        runner.message_hub.update_scalar("train/data_time", perf_counter() - self._asked)
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Record how long the iteration took, including the wait for data."""
@@ -63,15 +63,19 @@ class IterTimerHook(Hook):
             # A batch that counts for nothing repeats the last one, while other ranks have more.
             is_counted = runner.train_loop.samples > 0
             hub.update_scalar("amounts/tokens", _tokens(data_batch, self._tokens_of) if is_counted else 0)
-        self._last = now
+        self._last = self._asked = now
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Restart the clock; an iteration-based loop validates between two iterations."""
-        self._last = perf_counter()
+        self._last = self._asked = perf_counter()
 
     def leave_out(self, seconds: float) -> None:
         """Do not count this time in the present iteration."""
         self._last += seconds
+
+    def begin_wait_for_data(self) -> None:
+        """Count what has passed since the iteration ended as part of the next one, but not as a wait for data."""
+        self._asked = perf_counter()
 
 
 def _tokens(batch: Any, tokens_of: TokensOf) -> float | Tensor:

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.diagnostics.slow_ranks import OwnWork, RankTimes, Sample, Slow, StragglerWatch, described
+from lockstep.dist import get_rank
 from lockstep.hooks import LoggerHook
-from lockstep.hooks.stragglers import Sample, Slow, StragglerWatch, described
+from lockstep.logging import MessageHub
+from lockstep.model import MMDistributedDataParallel
+from lockstep.testing import ranks
 
 
 def sample(
@@ -29,7 +41,7 @@ def even(place: int, data: float = 0.001, compute: float = 0.015, sent: float = 
 
 def watched(rows: Sequence[Sequence[Sample]], factor: float = 1.5) -> list[Slow]:
     watch = StragglerWatch(factor)
-    return [slow for row in rows for slow in watch.add(row)]
+    return [slow for row in rows for slow in watch.add([[one] for one in row])]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 1000])
@@ -141,3 +153,120 @@ def test_what_is_said():
 def test_a_wrong_factor_is_refused(factor):
     with pytest.raises(ValueError, match=f"`slow_factor` must be above 1 or None, but is {factor}"):
         LoggerHook(slow_factor=factor)
+
+
+def test_samples_that_some_ranks_send_later_are_compared_with_those_of_the_same_iterations():
+    watch = StragglerWatch(1.5)
+    healthy, slow = [even(place) for place in range(2)], [even(place, compute=0.1) for place in range(2)]
+    assert watch.add([healthy, slow[:1]]) == []
+    (found,) = watch.add([[], slow[1:]])
+    assert (found.rank, found.begin, found.end) == (1, 1, 10)
+
+
+def share(seconds: float, **more: float) -> dict[str, float]:
+    return {"time": seconds, "data_time": seconds / 4, "memory_mib": 100.0, "loss": 1.0, **more}
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_row_for_each_record(tmp_path: Path):
+    times = RankTimes(tmp_path / "ranks.jsonl")
+    times.add(10, 10, [share(0.0123456), share(0.5)])
+    times.add(13, 3, [share(0.25, comm_time=0.1), share(0.5, comm_time=0.0)])
+    times.close()
+    assert rows_of(tmp_path / "ranks.jsonl") == [
+        {"iter": 10, "count": 10, "time": [0.01235, 0.5], "data_time": [0.003086, 0.125], "memory_mib": [100, 100]},
+        {
+            "iter": 13,
+            "count": 3,
+            "time": [0.25, 0.5],
+            "data_time": [0.0625, 0.125],
+            "comm_time": [0.1, 0.0],
+            "memory_mib": [100, 100],
+        },
+    ]
+
+
+def test_a_column_that_some_ranks_lack_is_left_out(tmp_path: Path):
+    times = RankTimes(tmp_path / "ranks.jsonl")
+    times.add(10, 10, [share(1.0, comm_time=0.5), share(1.0)])
+    times.close()
+    (row,) = rows_of(tmp_path / "ranks.jsonl")
+    assert "comm_time" not in row
+
+
+def test_many_ranks_share_rows(tmp_path: Path):
+    times = RankTimes(tmp_path / "ranks.jsonl")
+    for record in range(1, 6):
+        times.add(10 * record, 10, [share(float(record))] * 128)
+    times.close()
+    rows = rows_of(tmp_path / "ranks.jsonl")
+    assert [(row["iter"], row["count"], row["time"][0]) for row in rows] == [(20, 20, 1.5), (40, 20, 3.5), (50, 10, 5)]
+
+
+def test_without_records_there_is_no_file(tmp_path: Path):
+    RankTimes(tmp_path / "ranks.jsonl").close()
+    assert list(tmp_path.iterdir()) == []
+
+
+SECONDS = 0.05
+ITERATIONS = 10
+
+
+class Pausing(nn.Module):
+    """Takes longer on rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if get_rank() == 1:
+            time.sleep(SECONDS)
+        return self.layer(x).sum()
+
+
+def measured(model: nn.Module, syncs: Callable[[int], bool] = lambda number: True) -> tuple[float | None, list[Sample]]:
+    """Return what a rank measures of its work in some iterations."""
+    work, hub = OwnWork(model, interval=ITERATIONS), MessageHub()
+    work.begin()
+    for number in range(1, ITERATIONS + 1):
+        hub.update_scalar("train/data_time", 0.0)
+        with nullcontext() if syncs(number) else model.no_sync():
+            loss = model(torch.ones(2, 4))
+            context = model.backward_context(loss, syncs=syncs(number)) if hasattr(model, "clock") else nullcontext()
+            with context:
+                loss.backward()
+        work.note(number, hub)
+    found = work.take()
+    work.close()
+    return found
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", [MMDistributedDataParallel, DistributedDataParallel])
+def test_ranks_wait_for_the_slowest(kind: Any):
+    waited, samples = measured(kind(Pausing()))
+    assert [(sample.end, sample.iterations) for sample in samples] == [(5, 5), (10, 5)]
+    assert waited is not None
+    # The other rank began to wait when this one fell asleep; a busy machine only makes that longer.
+    if get_rank() == 0:
+        assert waited > 0.5 * SECONDS
+    else:
+        assert all(sample.compute >= SECONDS for sample in samples)
+
+
+@ranks(2)
+def test_iterations_without_an_exchange_wait_for_nobody():
+    waited, samples = measured(MMDistributedDataParallel(Pausing()), syncs=lambda number: number == ITERATIONS)
+    assert waited is not None
+    assert waited < 0.5 * SECONDS * (ITERATIONS if get_rank() == 0 else 1)
+    assert len(samples) == 2
+
+
+def test_the_wait_is_not_known_where_no_gradients_are_exchanged():
+    waited, samples = measured(nn.Sequential(Pausing()))
+    assert waited is None
+    assert all(math.isnan(sample.compute) and sample.work == 0 for sample in samples)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from lockstep.device import get_device
-from lockstep.dist import Handle, all_gather_object, all_reduce
+from lockstep.dist import all_gather_object, all_reduce
 from lockstep.errors import caused_by, require_count
 from lockstep.logging import start_reading
 from lockstep.registry import HOOKS
@@ -53,81 +53,75 @@ class NaNCheckHook(Hook):
         self.interval = interval
         # Iterations and their values; tensors stay on their device until the check.
         self._seen: list[tuple[int, Mapping[str, Any]]] = []
-        # The losses of the last check, while they are under way, each with its iteration and name.
-        self._reading: tuple[list[tuple[int, str, Any]], Callable[[], list[float]]] | None = None
-        # What the last check found here, and whether it found anything on any rank, with the collective in flight.
-        self._looked: tuple[_Fault | None, Tensor, Handle | None] | None = None
+        self._check: Iterator[None] = iter(())  # what is left of the last check
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Store the losses; check them when it is time."""
-        self._complete(runner)
+        self._complete()
         iteration = runner.train_loop.iter + 1
         if outputs:
             self._seen.append((iteration, outputs))
         if iteration % self.interval == 0:
-            self._look()
+            self._begin(runner)
             if get_device() == "cpu":
-                self._tell(runner)
+                next(self._check)
                 if runner.world_size == 1:
-                    self._judge(runner)
+                    self._complete()
 
     def after_train_epoch(self, runner: TrainRun) -> None:
         """Check the losses that are left."""
-        self._look_at_once(runner)
+        self._check_at_once(runner)
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Check before anything is written."""
-        self._look_at_once(runner)
+        self._check_at_once(runner)
 
-    def _look_at_once(self, runner: Run) -> None:
-        self._complete(runner)
-        self._look()
-        self._complete(runner)
+    def _check_at_once(self, runner: Run) -> None:
+        self._complete()
+        self._begin(runner)
+        self._complete()
 
-    def _complete(self, runner: Run) -> None:
+    def _begin(self, runner: Run) -> None:
+        """Begin a check: this rank's losses are on their way from their device."""
+        self._check = self._steps(runner)
+        next(self._check)
+
+    def _complete(self) -> None:
         """Complete the last check."""
-        if self._reading is not None:
-            self._tell(runner)
-        self._judge(runner)
+        for _ in self._check:
+            pass
 
-    def _look(self) -> None:
-        """Start to read this rank's losses."""
+    def _steps(self, runner: Run) -> Iterator[None]:
+        """Check the losses, in steps between which the training goes on; raise an error if any rank has found some."""
         losses = _losses_in(self._seen)
         self._seen.clear()
-        self._reading = losses, start_reading(value for _, _, value in losses)
-
-    def _tell(self, runner: Run) -> None:
-        """Check them, and start to tell the other ranks."""
-        assert self._reading is not None
-        (losses, numbers), self._reading = self._reading, None
-        fault = _first_fault(losses, numbers())
-        found = torch.tensor(int(fault is not None))
+        numbers = start_reading(value for _, _, value in losses)
+        yield
+        own = _first_fault(losses, numbers())
+        found = torch.tensor(int(own is not None))
         telling = all_reduce(found, op="max", async_op=True) if runner.world_size > 1 else None
-        self._looked = fault, found, telling
-
-    def _judge(self, runner: Run) -> None:
-        """Raise an error if any rank found something at the last check, of which nobody has heard yet."""
-        if self._looked is None:
-            return
-        (own, found, telling), self._looked = self._looked, None
+        yield
         if telling is not None:
             telling.wait()
-        if not int(found):
-            return
-        faults = [(rank, fault) for rank, fault in enumerate(all_gather_object(own)) if fault is not None]
-        first = min(fault.iteration for _, fault in faults)
-        told = [
-            f"rank {rank} of {runner.world_size}: "
-            + ", ".join(f"{name} = {value:g}" for name, value in fault.values.items())
-            for rank, fault in faults
-            if fault.iteration == first
-        ]
-        error = FloatingPointError(
-            f"the loss must be finite, but is not in iteration {first}, counted from 1: {'; '.join(told)}. "
-            "Lower the learning rate, clip gradients (clip_grad=dict(max_norm=1.0)), or look at the batch: "
-            "torch.autograd.set_detect_anomaly(True) shows where it begins"
-        )
-        raise caused_by(error, [rank for rank, fault in faults if fault.iteration == first])
+        if int(found):
+            _raise(own, runner.world_size)
+
+
+def _raise(own: _Fault | None, world_size: int) -> NoReturn:
+    """Raise the same error on every rank. **Collective**: every rank, with the fault that it has found, if any."""
+    faults = [(rank, fault) for rank, fault in enumerate(all_gather_object(own)) if fault is not None]
+    first = min(fault.iteration for _, fault in faults)
+    told = [
+        f"rank {rank} of {world_size}: " + ", ".join(f"{name} = {value:g}" for name, value in fault.values.items())
+        for rank, fault in faults
+        if fault.iteration == first
+    ]
+    error = FloatingPointError(
+        f"the loss must be finite, but is not in iteration {first}, counted from 1: {'; '.join(told)}. "
+        "Lower the learning rate, clip gradients (clip_grad=dict(max_norm=1.0)), or look at the batch: "
+        "torch.autograd.set_detect_anomaly(True) shows where it begins"
+    )
+    raise caused_by(error, [rank for rank, fault in faults if fault.iteration == first])
 
 
 def _losses_in(seen: list[tuple[int, Mapping[str, Any]]]) -> list[tuple[int, str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from torch import Tensor, nn
 from lockstep import Session
 from lockstep.dist import get_rank, get_world_size
 from lockstep.errors import ConfigError
-from lockstep.hooks import IterTimerHook, MFUHook
+from lockstep.hooks import Hook, IterTimerHook, MFUHook
 from lockstep.testing import ranks
 
-from .runs import make_runner
+from ..hooks.runs import make_runner
 
 LENGTH, PADDING = 7, 2
 IDS = torch.randint(11, (22, LENGTH), generator=torch.Generator().manual_seed(2))
@@ -137,3 +138,24 @@ def test_batches_without_names_need_a_function(tmp_path: Path):
 def test_wrong_options_are_refused():
     with pytest.raises(ConfigError, match=r"`tokens_of` must be a function of a batch, the name .* but is 5"):
         IterTimerHook(tokens_of=5)
+
+
+class Sleepy(Hook):
+    """Takes long after each iteration, when the timer has ended it."""
+
+    def __init__(self, priority: int) -> None:
+        self.priority = priority
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("priority", "is_data"), [(55, False), (65, True)], ids=["before", "after"])
+def test_what_passes_until_a_record_is_made_is_no_wait_for_data(tmp_path: Path, priority: int, is_data: bool):
+    hooks = {"checkpoint": None, "logger": {"interval": 4}}
+    runner = make_runner(tmp_path, [Sleepy(priority)], default_hooks=hooks)
+    runner.train()
+    lines = (runner.run_dir / "metrics.jsonl").read_text().splitlines()
+    records = [record for record in map(json.loads, lines) if record["mode"] == "train"]
+    assert all(record["time"] > 0.015 for record in records)
+    assert all((record["data_time"] > 0.01) == is_data for record in records)

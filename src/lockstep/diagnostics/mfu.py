@@ -1,0 +1,489 @@
+"""A hook that records model FLOPs utilization: the FLOPs of a step, as it runs, and the peak of its device."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from time import perf_counter
+from types import FrameType
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.module_tracker import ModuleTracker
+
+from lockstep.device import get_device
+from lockstep.diagnostics.timer import IterTimerHook
+from lockstep.errors import ConfigError, require_count
+from lockstep.model import unwrap_model
+from lockstep.model.autograd_graph import backward_pass
+from lockstep.model.shards import is_dtensor
+from lockstep.registry import HOOKS
+from lockstep.runner.hook import Hook
+from lockstep.runner.run import TrainRun
+from lockstep.tree import tree_leaves
+
+_Shapes: TypeAlias = tuple[torch.Size, ...]
+_aten = torch.ops.aten
+_FLASH = flop_registry[_aten._scaled_dot_product_flash_attention]
+_FLASH_BACKWARD = flop_registry[_aten._scaled_dot_product_flash_attention_backward]
+# Attention kernels that torch's counter does not know (2.13); the first pair is the CPU's.
+_MORE: dict[Any, Callable[..., float]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _FLASH,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _FLASH_BACKWARD,
+    _aten._scaled_dot_product_fused_attention_overrideable: _FLASH,
+    _aten._scaled_dot_product_fused_attention_overrideable_backward: _FLASH_BACKWARD,
+}
+_ATTENTION_BACKWARD = {
+    packet for packet in (*flop_registry, *_MORE) if re.fullmatch(r"aten\..*_attention_.*backward", str(packet))
+}
+# Operators of torch that multiply matrices, but have no formula. All other operators of these libraries multiply none.
+_UNKNOWN = {
+    *("_grouped_mm", "_scaled_grouped_mm", "_trilinear", "_sparse_mm", "_int_mm"),
+    *("_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn", "miopen_rnn_backward"),
+    *("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"),
+}
+_KNOWN_LIBRARIES = {"aten", "prim", "prims", "rngprims", "c10d", "_c10d_functional", "fsdp", "_dtensor", "profiler"}
+
+
+@HOOKS.register_module()
+class MFUHook(Hook):
+    """Record how much of the devices' peak FLOP/s training uses: model FLOPs utilization (MFU).
+
+    Records get `flops_per_second`, the model FLOPs of all ranks per second, and `mfu`: that divided by the sum of the
+    ranks' peaks, a fraction of 1. The time is that of whole iterations, with the wait for data and the update.
+
+    The FLOPs of a step are counted while it runs, the first time that a batch has these shapes; see
+    `StepFlops` for what counts. They depend on the model and the batch alone, not on activation
+    checkpointing, compilation, accumulation or the strategy. All steps with batches of the same shapes are taken to be
+    alike; give `flops_of` if they are not. After a change of what requires a gradient, counting begins anew with the
+    next epoch.
+
+    Args:
+        peak_flops: peak FLOP/s of one rank's device in the dtype of the training; `"measure"` to measure it by a large
+            product. By default it comes from the data sheet of the device, in the dtype of most FLOPs, and is measured
+            if that is not known, as on a CPU.
+        flops_of: a function that returns the model FLOPs of one batch, forward and backward, instead of counting:
+            where ranks split products (tensor and pipeline parallelism), or a kernel has no formula. `peak_flops` must
+            then be a number.
+        max_shapes: how many shapes are counted. A batch of yet another shape takes the FLOPs of the counted one that
+            is nearest in its number of elements, in proportion to that number.
+
+    **Cost**: a counted step runs each operator through Python, uncompiled, which takes about 30 us more for each. A
+    measurement takes half a second, once, or some seconds in a dtype that the device is slow in; it is left out of the
+    records' times. Any other step takes some microseconds more.
+
+    Raises:
+        ConfigError: ranks compute on the same samples together, and `flops_of` is not given; or arguments contradict
+            each other.
+
+    **Source**: Chowdhery et al., PaLM: Scaling Language Modeling with Pathways, 2022, appendix B.
+    """
+
+    priority = "ABOVE_NORMAL"  # ends the count before other hooks act, and is inside the timer's iteration
+
+    def __init__(
+        self,
+        peak_flops: float | Literal["measure"] | None = None,
+        flops_of: Callable[[Any], float] | None = None,
+        max_shapes: int = 16,
+    ) -> None:
+        given = None if peak_flops is None or peak_flops == "measure" else _positive(peak_flops)
+        if flops_of is not None and not callable(flops_of):
+            raise ConfigError(f"`flops_of` must be a function of a batch or None, but is {flops_of!r}")
+        if flops_of is not None and given is None:
+            raise ConfigError(
+                f"`peak_flops` must be a number of FLOP/s where `flops_of` is given, but is {peak_flops!r}: without "
+                "counting, the dtype of the products is not known"
+            )
+        require_count("max_shapes", max_shapes)
+        self.max_shapes = max_shapes
+        self._flops_of = flops_of
+        self._measure = peak_flops == "measure"
+        self._peak = None if given is None else PeakFlops(given, "given")
+        self._counting: StepFlops | None = None
+        self._began = 0.0
+        self._shapes: _Shapes = ()
+        self._counted: dict[_Shapes, float] = {}
+        self._scaled: dict[_Shapes, float] = {}
+        self._trained: list[bool] = []
+        self._unseen: set[str] = set()
+
+    def before_train(self, runner: TrainRun) -> None:
+        """Check that FLOPs can be counted."""
+        if self._flops_of is None and runner.data_shard.size < runner.world_size:
+            raise ConfigError(
+                f"`flops_of` of MFUHook must be given where several ranks compute on the same samples: there are "
+                f"{runner.world_size} ranks and {runner.data_shard.size} data shards, and none of them runs a whole "
+                "step that could be counted. It returns the FLOPs of a batch, for instance 6 per parameter and token"
+            )
+
+    def before_train_epoch(self, runner: TrainRun) -> None:
+        """Count anew if other parameters are trained than before."""
+        trained = [parameter.requires_grad for parameter in unwrap_model(runner.model).parameters()]
+        if trained != self._trained:
+            self._trained, self._counted, self._scaled = trained, {}, {}
+
+    def before_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None) -> None:
+        """Begin to count, if the batch has new shapes."""
+        if self._flops_of is not None:
+            return
+        self._shapes = _shapes_of(data_batch)
+        if self._shapes not in self._counted and len(self._counted) < self.max_shapes:
+            self._began = perf_counter()
+            self._counting = StepFlops()
+            self._counting.__enter__()
+
+    def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """Record the FLOPs of the iteration."""
+        if self._counting is not None:
+            counted = self._counting
+            self.close()
+            self._keep(counted, runner)
+        if self._flops_of is not None:
+            flops = float(self._flops_of(data_batch))
+        else:
+            is_counted = self._shapes in self._counted
+            flops = self._counted[self._shapes] if is_counted else self._in_proportion(runner)
+        hub = runner.message_hub
+        # A batch that counts for nothing repeats the last one, while other ranks have more.
+        hub.update_scalar("amounts/flops", flops if runner.train_loop.samples else 0.0)
+        if self._peak is not None:
+            hub.update_info("peak_flops", self._peak.value)
+
+    def after_train_epoch(self, runner: TrainRun) -> None:
+        """Drop the count of a step that a loop has left early."""
+        self.close()
+
+    def close(self) -> None:
+        """Stop counting, also where a step has failed."""
+        if self._counting is not None:
+            counting, self._counting = self._counting, None
+            counting.__exit__(None, None, None)
+            if (error := sys.exception()) is not None:
+                error.add_note(
+                    "while MFUHook counted the FLOPs of this step. If the step succeeds without the hook, give its "
+                    "FLOPs by MFUHook(flops_of=...)"
+                )
+
+    def _keep(self, counted: StepFlops, runner: TrainRun) -> None:
+        seconds = perf_counter() - self._began
+        is_first = not self._counted
+        self._counted[self._shapes] = counted.total
+        if new := counted.unseen - self._unseen:
+            self._unseen |= new
+            runner.logger.warning(
+                "no FLOPs are counted for %s: if these multiply matrices, MFU is higher than recorded. Register "
+                "formulas with torch.utils.flop_counter.register_flop_formula, or use MFUHook(flops_of=...)",
+                ", ".join(sorted(new)),
+            )
+        if self._peak is None and counted.by_dtype:
+            self._find_peak(max(counted.by_dtype, key=counted.by_dtype.__getitem__), runner)
+        if is_first:
+            peak = "unknown" if self._peak is None else f"{self._peak.value / 1e12:.4g} TFLOP/s ({self._peak.source})"
+            runner.logger.info(
+                "a step of each rank takes %.4g GFLOP, counted in %.2f s; peak of its device: %s",
+                counted.total / 1e9, seconds, peak,
+            )  # fmt: skip
+
+    def _find_peak(self, dtype: torch.dtype, runner: TrainRun) -> None:
+        if get_device() != "cpu":
+            torch.accelerator.synchronize()  # what is left of the step is no part of the measurement
+        start = perf_counter()
+        self._peak = peak_flops(dtype, measure=self._measure)
+        for hook in runner.hooks:
+            if isinstance(hook, IterTimerHook):
+                hook.leave_out(perf_counter() - start)
+
+    def _in_proportion(self, runner: TrainRun) -> float:
+        """Return the FLOPs of shapes that are not counted, from those that are."""
+        if self._shapes not in self._scaled:
+            if not self._scaled:
+                runner.logger.info(
+                    "batches have more than %d shapes: the FLOPs of further ones follow from their number of elements",
+                    self.max_shapes,
+                )
+            own = _elements(self._shapes)
+            nearest = min(self._counted, key=lambda shapes: abs(_elements(shapes) - own))
+            self._scaled[self._shapes] = self._counted[nearest] * own / (_elements(nearest) or 1)
+        return self._scaled[self._shapes]
+
+
+def _positive(peak_flops: Any) -> float:
+    is_number = isinstance(peak_flops, int | float) and not isinstance(peak_flops, bool)
+    if not is_number or not 0 < peak_flops < float("inf"):
+        raise ConfigError(f"`peak_flops` must be a positive number of FLOP/s, 'measure' or None, but is {peak_flops!r}")
+    return float(peak_flops)
+
+
+def _shapes_of(batch: Any) -> _Shapes:
+    return tuple(leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+
+
+def _elements(shapes: _Shapes) -> int:
+    return sum(shape.numel() for shape in shapes)
+
+
+class StepFlops(FlopCounterMode):
+    """Counts the model FLOPs of the training step that runs inside, forward and backward, on this rank.
+
+    A multiplication and an addition are two operations. Matrix products, convolutions and attention are counted, from
+    the shapes that this rank computes with; everything else is left out. So is what only an implementation needs:
+    activations that `torch.utils.checkpoint` recomputes, attention scores that a fused backward pass recomputes, and
+    the optimizer's update. Attention with a causal mask counts as attention without one.
+
+    Inside, compiled code runs uncompiled, because only operators that torch dispatches are seen.
+
+    Attributes:
+        by_dtype: FLOPs by the dtype of the factors.
+        unseen: names of operators that may multiply matrices, but have no formula.
+
+    **Source**: `torch.utils.flop_counter.FlopCounterMode` and its formulas (2.13). Chowdhery et al., PaLM, 2022,
+    appendix B: what counts as model FLOPs.
+
+    Example:
+        >>> with StepFlops() as counted:
+        ...     torch.nn.Linear(8, 4)(torch.ones(5, 8)).sum().backward()
+        >>> counted.total == 2 * (2 * 5 * 8 * 4)  # the outputs, and the gradient of the weight
+        True
+
+    Raises:
+        ConfigError: the step multiplies DTensors, as in tensor parallelism.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(display=False)
+        self.mod_tracker = _NoModules()
+        self.by_dtype: defaultdict[torch.dtype, float] = defaultdict(float)
+        self.unseen: set[str] = set()
+        self._is_updating = False
+        self._open = ExitStack()
+
+    @property
+    def total(self) -> float:
+        """FLOPs of all dtypes."""
+        return sum(self.by_dtype.values())
+
+    def __enter__(self) -> Self:
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
+            self._open.enter_context(torch.compiler.set_stance("force_eager"))
+        for handle in (
+            register_optimizer_step_pre_hook(partial(self._mark_update, True)),
+            register_optimizer_step_post_hook(partial(self._mark_update, False)),
+        ):
+            self._open.callback(handle.remove)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        try:
+            super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        finally:
+            self._open.close()
+
+    def _mark_update(self, begins: bool, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Count nothing within an optimizer's update, unless that evaluates the loss itself."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer again
+        self._is_updating = begins and closure is None
+
+    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        """Count an operator that has run; torch's mode calls this for each."""
+        if self._is_updating:
+            return out
+        formula = self.flop_registry.get(func_packet) or _MORE.get(func_packet)
+        if formula is None:
+            library, _, name = str(func_packet).partition(".")
+            if library not in _KNOWN_LIBRARIES or name in _UNKNOWN:
+                self.unseen.add(f"{library}::{name}")
+        elif not _is_recomputed():
+            tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+            _refuse_split(tensors, func_packet)
+            self.by_dtype[tensors[0].dtype] += _flops(formula, func_packet, out, args, kwargs)
+        return out
+
+
+class _NoModules(ModuleTracker):
+    """Follows no modules: counts by module are not needed, and torch's hooks for them break `autograd.grad` (2.13)."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        pass
+
+
+def _flops(formula: Callable[..., float], packet: Any, out: Any, args: Any, kwargs: Any) -> float:
+    """Return what torch's formula says, except where that is not the number of model FLOPs."""
+    if packet is _aten.convolution_backward:
+        # The formula takes every input channel for an input of every output channel, also with groups (2.13).
+        *head, groups, (for_input, for_weight, _) = args
+        of_input, of_weight = (
+            formula(*head, groups, mask, out_val=out)
+            for mask in ([for_input, False, False], [False, for_weight, False])
+        )
+        return float(of_input + of_weight / groups)
+    flops = formula(*args, **kwargs, out_val=out)
+    if packet in _ATTENTION_BACKWARD:
+        # Of the five products, the first recomputes the scores, with the head dim of the queries.
+        query_dim, value_dim = args[1].shape[-1], args[3].shape[-1]
+        return float(flops * (2 * query_dim + 2 * value_dim) / (3 * query_dim + 2 * value_dim))
+    return flops
+
+
+def _is_recomputed() -> bool:
+    """Return whether `torch.utils.checkpoint` is running a forward pass again, within a backward pass."""
+    if backward_pass() == -1 or not torch.is_grad_enabled():
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _refuse_split(tensors: list[Tensor], packet: Any) -> None:
+    if any(map(is_dtensor, tensors)):
+        raise ConfigError(
+            f"FLOPs can't be counted where ranks split a product, but `{packet}` has a DTensor: some operators would "
+            "show the shapes of all ranks, others those of one. Use "
+            "MFUHook(flops_of=function of the batch, peak_flops=...), for instance with 6 FLOPs per parameter and token"
+        )
+
+
+_MEASURED_SECONDS = 0.3
+_HALF = (torch.float16, torch.bfloat16)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class PeakFlops(NamedTuple):
+    """The peak FLOP/s of one device, and where the number comes from."""
+
+    value: float
+    source: str
+
+
+class _Device(NamedTuple):
+    """Peak TFLOP/s of dense products by data sheet; None where the device has no such unit.
+
+    Attributes:
+        name: a pattern for the whole name of the device, without the vendor's.
+        half: float16 and bfloat16, on tensor cores.
+        tf32: float32 that may be rounded to TF32.
+        fp32: float32.
+        fp8: float8.
+        has_bf16: whether `half` also holds for bfloat16.
+    """
+
+    name: str
+    half: float
+    tf32: float | None
+    fp32: float
+    fp8: float | None = None
+    has_bf16: bool = True
+
+
+# Sources: the vendors' data sheets (NVIDIA V100, T4, A10, A30, A40, A100, L4, L40, L40S, H100, H200, HGX B200; AMD
+# MI300X). Where NVIDIA's sheet states the value with sparsity, this is half of it.
+_DEVICES = (
+    _Device(r"V100-SXM2-\d+GB", 125, None, 15.7, has_bf16=False),
+    _Device(r"V100-PCIE-\d+GB", 112, None, 14, has_bf16=False),
+    _Device(r"T4", 65, None, 8.1, has_bf16=False),
+    _Device(r"A10", 125, 62.5, 31.2),
+    _Device(r"A30", 165, 82, 10.3),
+    _Device(r"A40", 149.7, 74.8, 37.4),
+    _Device(r"A100-(SXM4|PCIE)-\d+GB|A100 80GB PCIe", 312, 156, 19.5),
+    _Device(r"L4", 121, 60, 30.3, 242.5),
+    _Device(r"L40", 181, 90.5, 90.5, 362),
+    _Device(r"L40S", 362, 183, 91.6, 733),
+    _Device(r"H100 PCIe", 756.5, 378, 51, 1513),
+    _Device(r"H100 NVL|H200 NVL", 835.5, 417.5, 60, 1670.5),
+    _Device(r"H100 80GB HBM3|H200|GH200 480GB", 989.5, 494.5, 67, 1979),
+    _Device(r"B200", 2250, 1125, 75, 4500),
+    _Device(r"Instinct MI300X", 1307.4, 653.7, 163.4, 2614.9),
+)
+
+
+def peak_flops(dtype: torch.dtype, *, measure: bool = False) -> PeakFlops:
+    """Return the peak FLOP/s of this rank's device for matrix products of a dtype.
+
+    Args:
+        dtype: that of the factors. Products of float32 count as TF32 where torch may round them.
+        measure: measure also where the data sheet is known.
+
+    **Cost**: of a measurement, about half a second, or some seconds in a dtype that the device is slow in, such as
+    float16 on a CPU; and two matrices of 1024 x 1024 elements on the CPU, or of 4096 x 4096 on an accelerator.
+
+    Raises:
+        ConfigError: the device must be measured, but can't multiply matrices of that dtype.
+    """
+    name = torch.cuda.get_device_name() if get_device() == "cuda" else ""
+    may_round = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    known = None if measure else from_data_sheet(name, dtype, may_round=may_round)
+    if known is not None:
+        return PeakFlops(known, f"data sheet of {name}, {'TF32' if may_round else _short(dtype)}")
+    return PeakFlops(_measured(dtype), f"measured on {name or get_device()}, {_short(dtype)}")
+
+
+def from_data_sheet(name: str, dtype: torch.dtype, *, may_round: bool = False) -> float | None:
+    """Return the peak FLOP/s of a device by its name, as `torch.cuda.get_device_name` returns it, or None.
+
+    Example:
+        >>> from_data_sheet("NVIDIA A100-SXM4-40GB", torch.bfloat16)
+        312000000000000.0
+        >>> from_data_sheet("NVIDIA A100-SXM4-40GB MIG 1g.5gb", torch.bfloat16)  # a part of it
+    """
+    bare = re.sub(r"^(NVIDIA|Tesla|AMD) ", "", name)
+    for device in _DEVICES:
+        if re.fullmatch(device.name, bare):
+            value = _value(device, dtype, may_round)
+            return None if value is None else value * 1e12
+    return None
+
+
+def _value(device: _Device, dtype: torch.dtype, may_round: bool) -> float | None:
+    if dtype in _HALF:
+        return device.half if device.has_bf16 or dtype == torch.float16 else None
+    if dtype in _FP8:
+        return device.fp8
+    if dtype == torch.float32:
+        return device.tf32 if may_round and device.tf32 else device.fp32
+    return None
+
+
+def _measured(dtype: torch.dtype) -> float:
+    """Return the best rate of a large product in a few tenths of a second; random numbers of training do not change."""
+    kind = get_device()
+    size, calls = (1024, 1) if kind == "cpu" else (4096, 10)
+    generator = torch.Generator().manual_seed(0)
+    try:
+        with torch.no_grad():
+            factor = torch.randn(size, size, generator=generator).to(kind).to(dtype)
+            product = factor @ factor
+            best, end = float("inf"), perf_counter() + _MEASURED_SECONDS
+            while best == float("inf") or perf_counter() < end:
+                _wait(kind)
+                start = perf_counter()
+                for _ in range(calls):
+                    torch.mm(factor, factor, out=product)
+                _wait(kind)
+                best = min(best, perf_counter() - start)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"`peak_flops` must be given, in FLOP/s, because {kind} can't be measured with {_short(dtype)}: {error}"
+        ) from error
+    return calls * 2.0 * size**3 / best
+
+
+def _wait(kind: str) -> None:
+    if kind != "cpu":
+        torch.accelerator.synchronize()
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

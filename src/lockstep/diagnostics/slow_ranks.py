@@ -1,0 +1,434 @@
+"""Which rank is slower than the others, and at what; and the times of all ranks, in a file next to the records.
+
+Ranks that exchange gradients take equally long for a step, whichever of them is slow: the others wait for it. So each
+rank's own work is compared: the step without that wait. On an accelerator both are measured by events in the order of
+what the device does. The host runs ahead of it, so its own clock would not show when the device waits.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.device import Moment, has_passed, moment, seconds_between
+from lockstep.logging import JsonLinesSink, MessageHub
+from lockstep.model import MMDistributedDataParallel
+from lockstep.model.autograd_graph import on_backward
+from lockstep.model.ddp import ExchangeClock
+
+Part: TypeAlias = Literal["data", "compute", "communication"]
+
+# Iterations in one sample, or more where a record covers many; a sample counts if a rank is slow in most of them.
+_SAMPLE = 5
+_MOST_SAMPLES = 20
+# A rank is slow after so many samples in a row, in which it has cost so much, and no longer slow after so many others.
+_IN_A_ROW, _LOST_SECONDS, _RECOVERED_AFTER = 2, 0.5, 4
+# Work that varies by itself, as with inputs of many lengths, makes now one rank slower, now another. Each sample of the
+# last 40 in which that has cost much, but did not last, makes the row longer that is asked for.
+_REMEMBERED, _MUCH_SECONDS, _LONGER = 40, _LOST_SECONDS / 2, 3
+_LEAST_SECONDS = 0.003
+# Another process on a rank's core makes it up to twice as slow while it lasts. What does not clearly cost more than
+# that, as a share of the others' work, must last five times as long.
+_CLEAR, _PATIENCE = 1.5, 5
+
+
+class _Iteration(NamedTuple):
+    """The moments of one iteration, which may be yet to come, and the seconds that the host has measured in it."""
+
+    number: int
+    begin: Moment
+    end: Moment
+    waits: list[tuple[Moment, Moment]]
+    data: float
+    communication: float
+
+
+class _Times(NamedTuple):
+    """The seconds of one iteration, when all its moments have passed."""
+
+    number: int
+    step: float
+    data: float
+    compute: float  # NaN if the wait for others is not known
+    communication: float
+
+    @property
+    def work(self) -> float:
+        return self.data if math.isnan(self.compute) else self.data + self.compute
+
+
+class Sample(NamedTuple):
+    """Some iterations of one rank; seconds per iteration.
+
+    Attributes:
+        end: the last of these iterations.
+        iterations: how many there are.
+        step: the median of whole iterations.
+        data: that of the wait for data.
+        compute: that of the step without data, waiting and communication; nan if the wait is not known.
+        communication: that of the code of a communication hook.
+        work: data and compute together, as much as all but a fifth of the iterations took at least.
+        most: the same, as much as all but a fifth took at most.
+        sending: as `work`, of communication.
+    """
+
+    end: int
+    iterations: int
+    step: float
+    data: float
+    compute: float
+    communication: float
+    work: float
+    most: float
+    sending: float
+
+
+class OwnWork:
+    """Measures this rank's own work.
+
+    Under DDP it is each iteration without the wait for the gradients of others, see `ExchangeClock`. Otherwise that
+    wait is not known, and only the wait for data counts as own work.
+
+    Args:
+        model: the model, wrapped.
+        interval: iterations from one record to the next.
+
+    **Cost**: 5 us per iteration; on an accelerator, one event on its current stream besides those of the clock.
+    """
+
+    def __init__(self, model: nn.Module, interval: int) -> None:
+        wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        self._clocks = [_clock_of(wrapper) for wrapper in wrappers]
+        for clock in self._clocks:
+            clock.start()
+        # Without a wrapper there is no wait of the device to compare an iteration with.
+        self._device = next(wrappers[0].parameters()).device if wrappers else torch.device("cpu")
+        self._size = max(_SAMPLE, math.ceil(interval / _MOST_SAMPLES))
+        self._hooked = sum(clock.hooked for clock in self._clocks)
+        self._last: Moment | None = None
+        self._noted: deque[_Iteration] = deque()
+        self._measured: list[_Times] = []
+        self.host = socket.gethostname()
+
+    def begin(self) -> None:
+        """Begin to measure the next iteration."""
+        self._last = moment(self._device)
+
+    def note(self, number: int, hub: MessageHub) -> None:
+        """Add the iteration that ends, with its number; without `IterTimerHook` none is measured."""
+        scalars = hub.log_scalars
+        waits = [wait for clock in self._clocks for wait in clock.take()]
+        if self._last is None or "train/data_time" not in scalars:
+            return
+        now, hooked = moment(self._device), sum(clock.hooked for clock in self._clocks)
+        data = float(scalars["train/data_time"].values[-1])
+        self._noted.append(_Iteration(number, self._last, now, waits, data, hooked - self._hooked))
+        self._last, self._hooked = now, hooked
+
+    def take(self) -> tuple[float | None, list[Sample]]:
+        """Return the mean wait for gradients, and samples, of the iterations that have not been returned.
+
+        Those that an accelerator has not completed, and a few others, are left for later. The mean is None if the wait
+        is not known.
+        """
+        waited = []
+        while self._noted and has_passed(self._noted[0].end):
+            each = self._noted.popleft()
+            wait = sum(seconds_between(*wait) for wait in each.waits) if self._clocks else math.nan
+            step = seconds_between(each.begin, each.end)
+            compute = max(step - each.data - wait - each.communication, 0.0)  # of NaN and 0, the first
+            self._measured.append(_Times(each.number, step, each.data, compute, each.communication))
+            waited.append(wait)
+        samples = []
+        while len(self._measured) >= self._size:
+            samples.append(_sample(self._measured[: self._size]))
+            del self._measured[: self._size]
+        mean = fmean(waited) if waited else math.nan
+        return None if math.isnan(mean) else mean, samples
+
+    def close(self) -> None:
+        """Cease to measure."""
+        for clock in self._clocks:
+            clock.stop()
+
+
+def _clock_of(wrapper: DistributedDataParallel) -> ExchangeClock:
+    """Return what measures the wait of a wrapper; torch's own gets it here."""
+    if isinstance(wrapper, MMDistributedDataParallel):
+        return wrapper.clock
+    clock = ExchangeClock()
+    on_backward(wrapper, clock.follow)
+    return clock
+
+
+def _sample(rows: Sequence[_Times]) -> Sample:
+    count = len(rows)
+    half, few = count // 2, count // _SAMPLE
+    _, steps, data, compute, sending = (sorted(column) for column in zip(*rows, strict=True))
+    works = sorted(row.work for row in rows)
+    own = math.nan if any(map(math.isnan, compute)) else compute[half]
+    return Sample(
+        rows[-1].number, count, steps[half], data[half], own, sending[half], works[few], works[-1 - few], sending[few]
+    )
+
+
+class Slow(NamedTuple):
+    """A rank that is slow, or no longer slow.
+
+    Attributes:
+        rank: the rank.
+        part: at what; None if it is no longer slow.
+        begin: the first of the iterations of which the times are.
+        end: the last of them.
+        seconds: what that part of an iteration took on the rank.
+        others: the median of the other ranks.
+        lost: seconds of each iteration for which the others waited.
+    """
+
+    rank: int
+    part: Part | None
+    begin: int
+    end: int
+    seconds: float = 0.0
+    others: float = 0.0
+    lost: float = 0.0
+
+
+class _Row:
+    """Samples in a row in which one rank was slow at one thing."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self.samples = 0
+        self.lost = 0.0
+        # The last ones: the sample, the others' time, what was lost, and the work without that.
+        self._last: deque[tuple[Sample, float, float, float]] = deque(maxlen=_IN_A_ROW * _PATIENCE)
+
+    @property
+    def is_clear(self) -> bool:
+        latest = list(self._last)[-_IN_A_ROW:]
+        return sum(lost for _, _, lost, _ in latest) >= _CLEAR * sum(whole for *_, whole in latest)
+
+    def add(self, sample: Sample, others: float, lost: float, whole: float) -> None:
+        self.samples += 1
+        self.lost += sample.iterations * lost
+        self._last.append((sample, others, lost, whole))
+
+    def described(self, rank: int, samples: int) -> Slow:
+        """Return the means of the last samples."""
+        latest = list(self._last)[-samples:]
+        first, last = latest[0][0], latest[-1][0]
+        seconds = fmean(getattr(sample, self.part) for sample, *_ in latest)
+        others, lost = fmean(row[1] for row in latest), fmean(row[2] for row in latest)
+        return Slow(rank, self.part, first.end - first.iterations + 1, last.end, seconds, others, lost)
+
+
+class StragglerWatch:
+    """Finds slow ranks in the samples of all ranks.
+
+    A rank is slow if its own work takes `factor` times as long as the median of the others, and at least 3 ms longer,
+    in two samples of five iterations in a row, in which it has cost half a second; if it takes less than 2.5 times as
+    long, in ten samples, in which it has cost 2.5 seconds. Of the five iterations, all but one must take so long, and
+    longer than all but one take the others.
+
+    Args:
+        factor: above 1.
+
+    **Source**: medians instead of means, because one iteration with a pause says nothing of the others.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self._rows: dict[int, _Row] = {}
+        self._pending: list[deque[Sample]] = []  # of each rank, those that others have yet to send
+        self._slow: dict[int, Part] = {}
+        self._good: dict[int, int] = {}  # samples since a rank that was slow has been slow
+        self._unsteady: deque[int] = deque(maxlen=_REMEMBERED)
+
+    @property
+    def slow_ranks(self) -> Mapping[int, Part]:
+        """The ranks that are slow, and at what."""
+        return self._slow
+
+    def add(self, by_rank: Sequence[Sequence[Sample]]) -> list[Slow]:
+        """Add the samples that each rank has sent; return what has changed."""
+        self._pending = self._pending or [deque() for _ in by_rank]
+        for pending, samples in zip(self._pending, by_rank, strict=True):
+            pending.extend(samples)
+        changes: list[Slow] = []
+        while all(self._pending):
+            changes += self._compared([pending.popleft() for pending in self._pending])
+        return changes
+
+    def _compared(self, samples: Sequence[Sample]) -> list[Slow]:
+        """Compare one sample of each rank, of the same iterations; return what has changed."""
+        found = self._found(samples)
+        broken = 0
+        changes: list[Slow] = []
+        for rank in sorted({*found, *self._rows, *self._slow}):
+            sample, row, this = samples[rank], self._rows.pop(rank, None), found.get(rank)
+            if row is not None and (this is None or this[0] != row.part):
+                if rank not in self._slow and row.lost >= _MUCH_SECONDS:
+                    broken += row.samples
+                row = None
+            if this is not None:
+                part, *times = this
+                row = row or _Row(part)
+                row.add(sample, *times)
+                self._rows[rank] = row
+            changes += self._changes(rank, row, sample.end)
+        self._unsteady.append(broken)
+        return changes
+
+    def _changes(self, rank: int, row: _Row | None, end: int) -> list[Slow]:
+        if row is None:
+            if rank in self._slow:
+                self._good[rank] = self._good.get(rank, 0) + 1
+                if self._good[rank] >= _RECOVERED_AFTER:
+                    del self._slow[rank], self._good[rank]
+                    return [Slow(rank, None, end, end)]
+            return []
+        self._good.pop(rank, None)
+        patience = 1 if row.is_clear else _PATIENCE
+        least = _IN_A_ROW * patience + _LONGER * sum(self._unsteady)
+        is_long = row.samples >= least and row.lost >= _LOST_SECONDS * patience
+        if not is_long or self._slow.get(rank) == row.part:
+            return []
+        self._slow[rank] = row.part
+        return [row.described(rank, _IN_A_ROW * patience)]
+
+    def _found(self, samples: Sequence[Sample]) -> dict[int, tuple[Part, float, float, float]]:
+        """Return the ranks that were slow: at what, and seconds.
+
+        They are the others' median of it, what was lost in each iteration, and what the work takes without that.
+        """
+        is_known = not any(math.isnan(sample.compute) for sample in samples)
+        usual = _medians_of_others([sample.data + (sample.compute if is_known else 0.0) for sample in samples])
+        most = _medians_of_others([sample.most for sample in samples])
+        found: dict[int, tuple[Part, float, float, float]] = {}
+        for rank, sample in enumerate(samples):
+            lost = sample.work - usual[rank]
+            # Without the others' own work, it is compared with what a step would take without the delay.
+            whole = usual[rank] if is_known else max(usual[rank], sample.step - lost)
+            if self._is_much(lost, whole) and sample.work > most[rank]:
+                data = _medians_of_others([each.data for each in samples])[rank]
+                compute = _medians_of_others([each.compute for each in samples])[rank]
+                is_data = not is_known or sample.data - data >= sample.compute - compute
+                found[rank] = "data" if is_data else "compute", data if is_data else compute, lost, whole
+        if found:  # a communication hook may wait for the slow rank
+            return found
+        sending = _medians_of_others([sample.communication for sample in samples])
+        for rank, sample in enumerate(samples):
+            lost = sample.sending - sending[rank]
+            whole = sending[rank] + usual[rank] if is_known else sample.step - lost
+            if self._is_much(lost, whole):
+                found[rank] = "communication", sending[rank], lost, whole
+        return found
+
+    def _is_much(self, lost: float, usual: float) -> bool:
+        return lost >= max(_LEAST_SECONDS, (self._factor - 1) * usual)
+
+
+def _medians_of_others(values: Sequence[float]) -> list[float]:
+    """Return for each rank the median of the values of all others."""
+    ordered, others = sorted(values), len(values) - 1
+    places = [bisect_left(ordered, value) for value in values]
+    return [
+        sum(ordered[middle + (middle >= place)] for middle in ((others - 1) // 2, others // 2)) / 2 for place in places
+    ]
+
+
+_DESCRIPTIONS: Mapping[Part, str] = {
+    "data": "it waits {} for each batch",
+    "compute": "its forward and backward passes take {}",
+    "communication": "its communication hook takes {}",
+}
+
+
+def described(slow: Slow, size: int, host: str = "") -> str:
+    """Return what is slow in words.
+
+    Example:
+        >>> described(Slow(2, "compute", 41, 60, 0.095, 0.015, 0.08), 4)[:75]
+        'rank 2 of 4 is slow: its forward and backward passes take 95 ms, the median'
+        >>> described(Slow(1, None, 100, 100), 2, "node7")
+        'rank 1 of 2 (on node7) is no longer slow, after iteration 100'
+    """
+    rank = f"rank {slow.rank} of {size}" + (f" (on {host})" if host else "")
+    if slow.part is None:
+        return f"{rank} is no longer slow, after iteration {slow.end}"
+    others = f"rank {1 - slow.rank}" if size == 2 else "the median of the others is"
+    return (
+        f"{rank} is slow: {_DESCRIPTIONS[slow.part].format(_shown(slow.seconds))}, {others} {_shown(slow.others)} "
+        f"(iterations {slow.begin} to {slow.end}). All ranks wait for it, {_shown(slow.lost)} in each step"
+    )
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+COLUMNS = ("time", "data_time", "comm_time", "memory_mib")
+_RANKS_PER_RECORD = 64
+_DIGITS = 4
+
+
+class RankTimes:
+    """Writes `ranks.jsonl`: each line covers some iterations, with one number per rank in each column.
+
+    `time` is the mean of whole iterations, `data_time` the part of it spent waiting for data, `comm_time` the part
+    spent waiting for the exchange of gradients, `memory_mib` the peak memory so far. Rank 0 writes the numbers that it
+    receives for its records anyway, so nothing more is sent, and no shared disk is needed.
+
+    Args:
+        path: the file.
+
+    **Units**: seconds, to 4 digits; MiB.
+
+    **Cost**: about 30 bytes per rank and record; with more than 64 ranks several records share a line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._sink = JsonLinesSink(path)
+        self._records = 0
+        self._iteration = 0
+        self._count = 0
+        self._sums: dict[str, list[float]] = {}
+
+    def add(self, iteration: int, count: int, ranks: Sequence[Mapping[str, float]], *, flush: bool = True) -> None:
+        """Add the means of the `count` iterations up to `iteration`, by rank."""
+        self._records += 1
+        self._iteration = iteration
+        self._count += count
+        for name in COLUMNS:
+            if all(name in numbers for numbers in ranks):
+                sums = self._sums.setdefault(name, [0.0] * len(ranks))
+                for rank, numbers in enumerate(ranks):
+                    sums[rank] += numbers[name] * count
+        if self._records * _RANKS_PER_RECORD >= len(ranks):
+            self._write(flush)
+
+    def close(self) -> None:
+        """Write what is left, and close the file."""
+        if self._count:
+            self._write()
+        self._sink.close()
+
+    def _write(self, flush: bool = True) -> None:
+        columns = {name: [_rounded(value / self._count) for value in sums] for name, sums in self._sums.items()}
+        self._sink.write({"iter": self._iteration, "count": self._count, **columns}, flush=flush)
+        self._records, self._count, self._sums = 0, 0, {}
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
