@@ -156,7 +156,6 @@ def memory(name: str, *some: str) -> bool:
 
 
 FLOPS, ELASTIC, AMP = ("hooks/flops.py",), ("launch/elastic.py",), ("optim/amp.py",)
-FORMAT = ("checkpoint/old_format.py",)
 PRIVATE: dict[str, Private] = {
     # Autograd.
     "_C": Private(
@@ -315,15 +314,6 @@ PRIVATE: dict[str, Private] = {
         )
     },
     "_sparse_mm": Private(lambda: hasattr(torch.ops.aten, "_sparse_mm"), FLOPS),
-    # What checkpoints of the first format may name.
-    "_get_layout": Private(lambda: hasattr(torch.serialization, "_get_layout"), FORMAT),
-    "_MEM_FORMAT_ENCODING": Private(
-        lambda: hasattr(importlib.import_module("torch.distributed.checkpoint.metadata"), "_MEM_FORMAT_ENCODING"),
-        FORMAT,
-    ),
-    "_StorageInfo": Private(
-        lambda: hasattr(importlib.import_module("torch.distributed.checkpoint.filesystem"), "_StorageInfo"), FORMAT
-    ),
 }
 
 # Private methods of torch that a class overrides: its name, and the method's parameters.

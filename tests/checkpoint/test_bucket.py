@@ -486,15 +486,6 @@ def test_weights_are_exported_and_loaded_from_there(tmp_path: Path):
         assert all(torch.equal(net.state_dict()[name], expected[name]) for name in expected)
 
 
-def test_a_checkpoint_of_the_first_format_is_read_from_there(tmp_path: Path):
-    import zipfile
-
-    with zipfile.ZipFile(Path(__file__).with_name("format_1.zip")) as archive:
-        archive.extractall(tmp_path)
-    losses = train(tmp_path / "net", 2, resume=True, load_from=f"bucket://{tmp_path}").losses
-    assert min(losses) == 4 * 2  # saved by two ranks, which took half the iterations
-
-
 @pytest.mark.parametrize("url", ["s3://bucket/runs", Path("s3://bucket/runs"), "bucket:///x"])
 def test_the_work_dir_is_on_a_disk(url: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)

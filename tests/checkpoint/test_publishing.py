@@ -182,13 +182,3 @@ def test_a_damaged_pointer_is_noticed(number: int, tmp_path: Path):
         assert path == pointer
         assert "is damaged" in str(fault)
         assert [path.name for path, _ in others] == ["epoch_11", "epoch_3", "epoch_1"]
-
-
-def test_a_replaced_checkpoint_of_the_first_format_is_one_of_the_second(tmp_path: Path):
-    directory = tmp_path / "epoch_1"
-    directory.mkdir()
-    for name in (".metadata", "meta.json", "__0_0.distcp", "notes.txt"):
-        (directory / name).write_text("x")
-    save_state(directory, {"w": torch.ones(2)}, {})
-    assert verify(directory) > 0
-    assert {path.name for path in directory.iterdir()} == {"manifest.json", "rank_0.safetensors", "notes.txt"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import random
 import shutil
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,20 +50,6 @@ def train(work_dir: Path, epochs: int, *hooks: Hook, stop_after: int | None = No
         assert stop_after is not None
     runner.losses = losses.by_iter
     return runner
-
-
-@ranks(2)
-def test_a_checkpoint_of_the_first_format_is_resumed(tmp_path: Path):
-    with main_process_first():
-        if get_rank() == 0:
-            with zipfile.ZipFile(Path(__file__).with_name("format_1.zip")) as archive:
-                archive.extractall(tmp_path)
-    losses = train(tmp_path, 2, strategy="fsdp", resume=True).losses
-    assert sorted(losses) == [4, 5, 6, 7]
-    over_ranks = all_gather_object(sum(losses.values()) / 4)
-    # What the run that saved it went on to compute.
-    assert sum(over_ranks) / 2 == pytest.approx(2.800861466675997, abs=1e-5)
-    assert (find_last_checkpoint(tmp_path) / "manifest.json").is_file()  # its own are of the second format
 
 
 def saved(work_dir: Path) -> list[Path]:

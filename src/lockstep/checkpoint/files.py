@@ -177,7 +177,7 @@ def removed(folder: Location) -> CheckpointError:
 
 def _missing(path: Location, wanted: str, why: str = "") -> CheckpointError:
     """Return the error for a file that is not there, because it was lost, or because the checkpoint was removed."""
-    if not is_there(path.parent / MANIFEST_FILE) and not is_there(path.parent / ".metadata"):
+    if not is_there(path.parent / MANIFEST_FILE):
         return removed(path.parent)
     return CheckpointError(f"{path} must {wanted}, but is not there{why}. {DAMAGED}")
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,10 +18,9 @@ from torch import Tensor
 from lockstep.checkpoint.files import DAMAGED, PlainFile, open_plainly, require_plain_file
 from lockstep.checkpoint.hold import held
 from lockstep.checkpoint.manifest import ITEM_SIZES, Block, Chunk, StoredTensor, read_manifest
-from lockstep.checkpoint.old_format import OldCheckpoint
 from lockstep.checkpoint.together import on_all
 from lockstep.checkpoint.values import decode, leaves, tagged
-from lockstep.checkpoint.verify import is_old, read_block, require_checkpoint
+from lockstep.checkpoint.verify import read_block, require_checkpoint
 from lockstep.dist import is_main_process
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.location import Location
@@ -155,11 +154,11 @@ def open_checkpoint(directory: Location) -> Stored:
         ConfigError: the directory is not a checkpoint, or is damaged.
     """
     require_checkpoint(directory)
-    return OldCheckpoint(directory) if is_old(directory) else _Checkpoint(directory)
+    return Stored(directory)
 
 
-class _Checkpoint:
-    """A checkpoint with a manifest.
+class Stored:
+    """A checkpoint, whose files are opened when they are first read.
 
     Attributes:
         encoded_meta: the metadata; see `values.py`.
@@ -180,10 +179,6 @@ class _Checkpoint:
     def meta(self) -> dict[str, Any]:
         """The metadata."""
         return dict(decode(self.encoded_meta))
-
-    def item(self, key: str) -> Any:
-        """Refuse a value that is stored by itself, as only the first format has them."""
-        raise CheckpointError(f"{self._directory} has a value {key!r} in a form of another format. Do not use it")
 
     def read(self, chunk: Chunk, dtype: str, offsets: tuple[int, ...], target: Tensor) -> None:
         """Fill a tensor with the part of a chunk that begins at `offsets`; at most a block is read beyond it."""
@@ -227,9 +222,6 @@ class _Checkpoint:
             self._files[name] = open_plainly(path)
             self._open.callback(self._files[name].close)
         return self._files[name]
-
-
-Stored: TypeAlias = _Checkpoint | OldCheckpoint
 
 
 def _tensors_of(stored: Stored, part: str) -> dict[str, StoredTensor]:
@@ -378,8 +370,6 @@ class _Load:
         return decode(node, self._value)
 
     def _value(self, tag: str, held: Any) -> Any:
-        if tag == "$item":
-            return self._stored.item(held)
         return self._wanted[held] if tag == "$tensor" else self._wanted[held].numpy()
 
 

@@ -40,8 +40,8 @@ from lockstep.errors import CheckpointError
 from lockstep.location import Location
 from lockstep.masking import printable
 
-OWN_FILES = re.compile(r"rank_\d+(\.\d+)?\.safetensors|manifest\.json|meta\.json|\.metadata|__\d+_\d+\.distcp")
-"""Names of the files of checkpoints, also of the first format."""
+OWN_FILES = re.compile(r"rank_\d+(\.\d+)?\.safetensors|manifest\.json")
+"""Names of the files of checkpoints."""
 FORMAT = 2
 BLOCK = 16 << 20  # bytes; a rank needs as much memory to read or to write
 ITEM_SIZES = {

@@ -11,7 +11,7 @@ from pathlib import Path
 from lockstep.checkpoint.files import MANIFEST_FILE, modified, removed
 from lockstep.checkpoint.manifest import OWN_FILES, Manifest, read_manifest
 from lockstep.checkpoint.pointer import POINTER_FILE, read_pointer
-from lockstep.checkpoint.verify import OLD_FILES, check, is_checkpoint
+from lockstep.checkpoint.verify import check, is_checkpoint
 from lockstep.errors import ConfigError
 from lockstep.location import Location, RemotePath
 
@@ -109,8 +109,7 @@ def _fault_in(directory: Location) -> str | None:
 
 def _is_candidate(folder: Location) -> bool:
     if isinstance(folder, RemotePath):
-        names = {entry.name for entry in folder.entries() if not entry.is_dir}
-        return MANIFEST_FILE in names or names.issuperset(OLD_FILES)
+        return any(entry.name == MANIFEST_FILE and not entry.is_dir for entry in folder.entries())
     return any(OWN_FILES.fullmatch(path.name) for path in _paths_in(folder))
 
 

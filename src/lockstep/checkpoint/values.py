@@ -98,7 +98,7 @@ def decode(node: Any, stored: Callable[[str, Any], Any] | None = None) -> Any:
     match tag:
         case None:
             return {key: decode(item, stored) for key, item in node.items()}
-        case "$tensor" | "$array" | "$item" if stored is not None:
+        case "$tensor" | "$array" if stored is not None:
             return stored(tag, held)
         case "$tuple" if isinstance(held, list):
             return tuple(decode(item, stored) for item in held)

@@ -12,17 +12,10 @@ from lockstep.checkpoint.manifest import Block, Manifest, checksum_of, read_mani
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.location import Location
 
-OLD_FILES = (".metadata", "meta.json")
-
 
 def is_checkpoint(directory: Location) -> bool:
     """Return whether the directory is a complete checkpoint, as far as names of files can tell."""
-    return (directory / MANIFEST_FILE).is_file() or all((directory / name).is_file() for name in OLD_FILES)
-
-
-def is_old(directory: Location) -> bool:
-    """Return whether a checkpoint is of the first format, that of torch's own files."""
-    return not is_there(directory / MANIFEST_FILE)
+    return (directory / MANIFEST_FILE).is_file()
 
 
 def require_checkpoint(directory: Location) -> None:
@@ -31,28 +24,20 @@ def require_checkpoint(directory: Location) -> None:
     Raises:
         ConfigError: it is not.
     """
-    if not (is_checkpoint(directory) or is_there(directory / MANIFEST_FILE)):
+    if not is_there(directory / MANIFEST_FILE):
         what = "has none" if directory.is_dir() else "does not exist"
         if directory.is_file():
             what = "is a file. Weights alone are loaded by `load_from` with resume=False"
         raise ConfigError(f"a checkpoint must be a directory with {MANIFEST_FILE} in it, but {directory} {what}")
 
 
-def check(directory: Location) -> Manifest | None:
-    """Check a checkpoint's manifest, and that its files are there in their sizes.
-
-    Returns:
-        The manifest; None if the checkpoint is of the first format.
+def check(directory: Location) -> Manifest:
+    """Check a checkpoint's manifest, and that its files are there in their sizes; return the manifest.
 
     Raises:
         ConfigError: something is wrong; the message names the file.
     """
     require_checkpoint(directory)
-    if is_old(directory):
-        from lockstep.checkpoint.old_format import OldCheckpoint  # imports torch
-
-        OldCheckpoint(directory)
-        return None
     manifest = read_manifest(directory)
     require_plain_files(directory, {name: file.size for name, file in manifest.files.items()})
     return manifest
@@ -70,8 +55,6 @@ def fault_found_by(examine: Callable[..., object], directory: Location, *share: 
 def verify(directory: Location, share: int = 0, shares: int = 1) -> int:
     """Compare the bytes of a checkpoint with their checksums, and return how many were compared.
 
-    A checkpoint of the first format has no checksums: of it, only what `check` does is checked.
-
     Args:
         directory: the checkpoint.
         share: which part of it, from 0 on; ranks verify a part each.
@@ -80,10 +63,7 @@ def verify(directory: Location, share: int = 0, shares: int = 1) -> int:
     Raises:
         ConfigError: a checksum differs, or something else is wrong; the message names the file.
     """
-    manifest = check(directory)
-    if manifest is None:
-        return 0
-    blocks = sorted(manifest.blocks(), key=lambda block: (block.file, block.start, block.size))
+    blocks = sorted(check(directory).blocks(), key=lambda block: (block.file, block.start, block.size))
     own = blocks[len(blocks) * share // shares : len(blocks) * (share + 1) // shares]
     buffer = memoryview(bytearray(max((block.size for block in own), default=0)))
     for name in sorted({block.file for block in own}):

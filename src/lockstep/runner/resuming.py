@@ -222,7 +222,7 @@ def restore_run(
     del wanted["meta"]
     # Ranks that now compute on the same samples must not continue with different random states.
     has_own = (meta.get("rank_states"), meta.get("data_shares")) == (run.world_size, run.data_shard.size)
-    holder = meta.get("position", {}).get("held_by")
+    holder = meta["position"]["held_by"]
     if needed := {run.rank if has_own else holder, holder} - {None}:
         wanted["ranks"] = {str(rank): () for rank in needed}
     template = strategy.optim_template() if "optimizer" in wanted else {}
@@ -248,11 +248,9 @@ def restore_run(
         run.optim_wrapper.load_extra_state(meta.get("optim_wrapper", {}))
     states = {int(rank): item for rank, item in state.pop("ranks", {}).items()}
     own = states.get(run.rank) if has_own else None
-    iteration, position = meta["iter"], meta.get("position")
-    if position is None:
-        iteration, position = _position_of_first_format(run, meta, own, origin)
+    position = meta["position"]
     with _restored(origin, "a position in the data"):
-        _restore_position(run, iteration, position, own, list(states.values()), origin)
+        _restore_position(run, meta["iter"], position, own, list(states.values()), origin)
     with _restored(origin, "options of the optimizer"):
         options.apply()
     into = position["batches"] if loop.max_epochs is not None else 0
@@ -362,30 +360,6 @@ def _shift_schedules(run: TrainRun, regular: int) -> None:
         f"{' and '.join(shifted)} go on at the same part of the run" if shifted else "No schedule spans the run",
         loop.iter + 1,
     )  # fmt: skip
-
-
-def _position_of_first_format(
-    run: TrainRun, meta: Mapping[str, Any], own: Mapping[str, Any] | None, directory: Location
-) -> tuple[int, dict[str, Any]]:
-    """Return the iterations and the position in a checkpoint of the first format, which counts batches of a rank."""
-    loop, iteration, epoch, into = run.train_loop, meta["iter"], meta["epoch"], meta["batches_into_epoch"]
-    length = loop.epoch_length or 0
-    if loop.max_epochs is not None:
-        shares = meta.get("data_shares", meta["world_size"])
-        if into and shares != run.data_shard.size:
-            _logger.warning(
-                "%s was saved %d batches into epoch %d on %s; on %d they hold other samples: "
-                "the epoch begins anew",
-                directory, into, epoch + 1, counted(shares, "rank"), run.data_shard.size,
-            )  # fmt: skip
-            into = 0
-        iteration = epoch * length + into
-    elif length:
-        epoch, into = divmod(iteration, length)
-    else:
-        into = 0 if own is None else own["data"]["taken"]
-    position = {**loop.passes.position(epoch, into), "head": []}
-    return iteration, position
 
 
 def _tell_of_new_parameters(

@@ -24,7 +24,6 @@ from lockstep.checkpoint.form import (
 )
 from lockstep.checkpoint.loading import open_checkpoint
 from lockstep.checkpoint.values import tagged
-from lockstep.checkpoint.verify import is_old
 from lockstep.errors import CheckpointError
 from lockstep.location import Location
 from lockstep.masking import printable
@@ -66,7 +65,7 @@ _META: Form = {
     "checkpoint_hook": {"best": {"*": Whole(value=NUMBER, path=TEXT)}, "runs": [TEXT]},  # "runs" is younger
 }
 # Schedules of torch may hold those that they are made of.
-_ALWAYS: Form = Whole(epoch=COUNT, iter=COUNT, seed=WHOLE_NUMBER, world_size=COUNT, param_schedulers=[{}])
+_ALWAYS: Form = Whole(epoch=COUNT, iter=COUNT, seed=WHOLE_NUMBER, world_size=COUNT, position={}, param_schedulers=[{}])
 _OPTIMIZER: Form = Whole(state={"*": {}}, param_groups=[{"*": _OPTION, "lr": _RATE, "params": [TEXT]}])
 _RANK: Form = Whole(
     random=Whole(
@@ -89,16 +88,13 @@ def check_resumable(directory: Location) -> None:
     try:
         check_form(meta, _ALWAYS, "meta")
         check_form(meta, _META, "meta")
-        check_form(meta, {} if "position" in meta else Whole(batches_into_epoch=COUNT), "meta")
         check_form(state, Whole(model={}), "state")
         check_form(state, {"ranks": {}}, "state")
-        if is_old(directory):  # its values are pickles, which are not read here
-            return
         if meta.get("has_optimizer", True):
             check_form(state, Whole(optimizer=_OPTIMIZER), "state")
             if any("params" not in group for group in state["optimizer"]["param_groups"]):
                 raise ValueError("a group of `state.optimizer.param_groups` must have 'params', but has none")
-        holder = meta.get("position", {}).get("held_by")
+        holder = meta["position"].get("held_by")
         needed = {*range(min(meta.get("rank_states", 0), len(state.get("ranks", {})) + 1)), holder} - {None}
         if needed:
             check_form(state, Whole(ranks=Whole({str(rank): _RANK for rank in needed})), "state")
