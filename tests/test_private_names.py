@@ -208,7 +208,7 @@ PRIVATE: dict[str, Private] = {
     ),
     "_extra_state": Private(
         lambda: importlib.import_module("torch.nn.modules.module")._EXTRA_STATE_KEY_SUFFIX == "_extra_state",
-        ("checkpoint/loading.py", "weights/torch_file.py"),
+        ("checkpoint/loading.py", "weights/source.py"),
     ),
     "_call_impl": Private(lambda: nn.Identity()._call_impl(1) == 1, ("model/compiling.py",)),
     "_compiled_call_impl": Private(
@@ -287,7 +287,7 @@ PRIVATE: dict[str, Private] = {
             importlib.import_module("torch.utils.data.dataloader")._MultiProcessingDataLoaderIter._shutdown_workers,
             "self",
         ),
-        ("dataset/counted.py", "dataset/position.py"),
+        ("dataset/position.py",),
     ),
     # Groups.
     "distributed_c10d": Private(c10d, ("testing/worker.py",)),

@@ -8,7 +8,7 @@ The places where its text becomes a path, each with the test that leads it out:
 | `meta.weights.pretrained[].files`, `.stem` | files that an export writes | `files_lead_out`, `stem_leads_out` |
 | `meta.checkpoint_hook.runs` | folders whose old checkpoints are removed | `test_retention_stays_in_the_work_dir` |
 | the pointer `last_checkpoint` | the checkpoint that is read | `test_a_pointer_that_leads_out_is_refused_by_name` |
-| `weight_map` in an index of weights | files that are read | `tests/weights/test_files.py` |
+| `weight_map` in an index of weights | files that are read | `tests/weights/test_safetensors_file.py` |
 """
 
 from __future__ import annotations

@@ -21,18 +21,17 @@ from typer.testing import CliRunner
 
 from lockstep.checkpoint import (
     candidates,
+    drafts,
     find_checkpoints,
     find_last_checkpoint,
     load_state,
-    owner,
     read_tensors,
     remove,
     remove_dead_drafts,
     save_state,
     verify,
 )
-from lockstep.checkpoint.bucket import BucketDraft
-from lockstep.checkpoint.drafts import drafts_in, is_owned
+from lockstep.checkpoint.drafts import BucketDraft, drafts_in, is_owned
 from lockstep.cli.main import app
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError, Preempted
@@ -369,7 +368,7 @@ def test_marks_say_whose_a_save_is(tmp_path: Path):
         (run / name).write_bytes(b"")
     for path in (run / marks["abandoned"], run / "epoch_3" / "rank_0.safetensors", run / "epoch_3" / "notes.txt"):
         os.utime(path, (1, 1))
-    with patch.object(owner, "_host", lambda: "here"):
+    with patch.object(drafts, "_host", lambda: "here"):
         removed = remove_dead_drafts([at(tmp_path)])
     assert {one.name for one in removed} == {marks["dead"], marks["abandoned"]}
     left = {number for number in range(1, 6) if (run / f"epoch_{number}" / "rank_0.safetensors").exists()}
@@ -385,7 +384,7 @@ def test_a_damaged_manifest_does_not_lose_the_data(tmp_path: Path):
     save_state(at(run / "epoch_1"), {"w": torch.ones(3)}, {})
     (run / "epoch_1" / "manifest.json").write_bytes(b"{")
     (run / ".epoch_1.draft.4194303.1.here").write_bytes(b"")
-    with patch.object(owner, "_host", lambda: "here"):
+    with patch.object(drafts, "_host", lambda: "here"):
         assert len(remove_dead_drafts([at(tmp_path)])) == 1
     assert (run / "epoch_1" / "rank_0.safetensors").exists()
 
@@ -455,7 +454,7 @@ def test_the_commands_take_urls(tmp_path: Path):
     (tmp_path / "run" / ".epoch_4.draft.4194303.1.here").write_bytes(b"")
     (tmp_path / "run" / "epoch_4").mkdir()
     (tmp_path / "run" / "epoch_4" / "rank_0.safetensors").write_bytes(b"four")
-    with patch.object(owner, "_host", lambda: "here"):
+    with patch.object(drafts, "_host", lambda: "here"):
         code, shown = called(root)
         assert code == 0
         assert "run/.epoch_4.draft.4194303.1.here was left by an interrupted save" in shown

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep.checkpoint import find_checkpoints, find_last_checkpoint, is_checkpoint, owner, save_state
+from lockstep.checkpoint import drafts, find_checkpoints, find_last_checkpoint, is_checkpoint, save_state
 from lockstep.checkpoint import saving as saving_module
 from lockstep.dist import all_gather_object, get_rank, get_world_size, main_process_first
 from lockstep.errors import ConfigError
@@ -188,7 +188,7 @@ def test_drafts_of_dead_runs_are_removed_before_anything_is_written(tmp_path: Pa
     dead = tmp_path / "20260101_000000" / ".epoch_1.draft.4194303.1.here"
     dead.mkdir(parents=True)
     shutil.copytree(dead, dead.with_name(dead.name.replace("here", "elsewhere")))
-    with patch.object(owner, "_host", lambda: "here"):
+    with patch.object(drafts, "_host", lambda: "here"):
         runner = train(tmp_path, 1)
     assert not dead.exists()
     assert len(list(dead.parent.iterdir())) == 1  # of another host, and young

@@ -19,9 +19,8 @@ from lockstep.checkpoint import find_checkpoints, remove, remove_dead_drafts, ve
 from lockstep.checkpoint.drafts import drafts_in, folder_of, is_owned
 from lockstep.checkpoint.files import sizes_in
 from lockstep.checkpoint.pointer import read_pointer
-from lockstep.checkpoint.search import Found
+from lockstep.checkpoint.search import Found, check, fault_found_by
 from lockstep.checkpoint.values import decode, leaves, tagged
-from lockstep.checkpoint.verify import check, fault_found_by
 from lockstep.cli.options import whole_number
 from lockstep.errors import ConfigError, counted
 from lockstep.location import Location, locate

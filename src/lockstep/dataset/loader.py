@@ -181,9 +181,9 @@ def _stream_loader(
             f"{type(dataset).__name__} there is a `shuffle` or a sampler. Leave it out"
         )
     parts = shard[1] * max(1, arguments.get("num_workers", 0))
-    deals = check_split(dataset, split, parts, shard[1])
+    is_split = check_split(dataset, split, parts, shard[1])
     batch_size = arguments.setdefault("batch_size", 1) or 1
-    stream = StreamShard(dataset, shard, batch_size, split=deals, seed=seed, compares=split is None)
+    stream = StreamShard(dataset, shard, batch_size, split=is_split, seed=seed, compares=split is None)
     if parts > 1:
         _logger.info("%s is split over %d ranks and workers: %s", type(dataset).__name__, parts, stream.how)
     return _made(StreamLoader, stream, arguments)

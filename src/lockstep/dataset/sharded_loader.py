@@ -8,8 +8,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from lockstep.dataset.own_split import asks_for_rank
-from lockstep.dataset.rank_aware import differing_parts, is_rank_aware, overlapping_parts
+from lockstep.dataset.rank_aware import asks_for_rank, differing_parts, is_rank_aware, overlapping_parts
 from lockstep.dataset.sampler import DefaultSampler, WorkerSeeds
 from lockstep.dataset.sharded import ShardedSampler, drawn_from, is_torchs, length_of, with_sampler
 from lockstep.dist import get_dist_info, get_rank, get_world_size
@@ -91,12 +90,12 @@ def shard_sampler(
 def check_shard(sampler: Any, shard: tuple[int, int]) -> None:
     """Raise a `ConfigError` if a sampler splits over all ranks although some of them must see the same samples."""
     size = getattr(sampler, "num_replicas", getattr(sampler, "world_size", None))
-    dealt = getattr(sampler, "rank", None), size
-    if shard != get_dist_info() and size is not None and dealt != shard:
+    given = getattr(sampler, "rank", None), size
+    if shard != get_dist_info() and size is not None and given != shard:
         raise ConfigError(
             f"`sampler` must split the data into {shard[1]} shards, of which this rank takes number {shard[0]}, "
             f"because several ranks compute on the same samples; but {type(sampler).__name__} splits it into {size}, "
-            f"of which this rank takes number {dealt[0]}. Leave the sampler out, or give it the strategy's `data_shard`"
+            f"of which this rank takes number {given[0]}. Leave the sampler out, or give it the strategy's `data_shard`"
         )
 
 
@@ -104,11 +103,11 @@ def _sharded(loader: DataLoader[Any], seed: int, evaluation: bool, shard: tuple[
     sampler, batch_size = drawn_from(loader)
     in_samples = is_torchs(loader.batch_sampler, BatchSampler)
     # Batches are not repeated to give each rank equally many: `Passes` handles unequal numbers of batches.
-    dealt = shard_sampler(sampler, seed, shard, round_up=in_samples and not evaluation, batch_size=batch_size)
-    sharded = with_sampler(loader, dealt)
+    split = shard_sampler(sampler, seed, shard, round_up=in_samples and not evaluation, batch_size=batch_size)
+    sharded = with_sampler(loader, split)
     if loader.generator is None:
         sharded.generator = WorkerSeeds(seed, shard[0])
-    _tell(loader, sampler, dealt, "samples" if in_samples else "batches", shard[1])
+    _log_split(loader, sampler, split, "samples" if in_samples else "batches", shard[1])
     return sharded
 
 
@@ -122,16 +121,16 @@ def _is_permutation(sampler: Any) -> bool:
     return bool(sampler.num_samples == len(sampler.data_source))
 
 
-def _tell(loader: Any, sampler: Any, dealt: DefaultSampler | ShardedSampler, items: str, shards: int) -> None:
+def _log_split(loader: Any, sampler: Any, split: DefaultSampler | ShardedSampler, items: str, shards: int) -> None:
     """Log what is drawn, in which order, and how many items each rank gets."""
     whole = length_of(sampler)
     count = items if whole is None else f"{whole} {items}"
     if get_world_size() > 1:
-        each = "" if whole is None else f"{length_of(dealt)} "
-        if whole is not None and whole % shards and not dealt.round_up:
+        each = "" if whole is None else f"{length_of(split)} "
+        if whole is not None and whole % shards and not split.round_up:
             each = f"{whole // shards} or {whole // shards + 1} "
         count += f", {each}on each of {counted(shards, 'rank')}"
-    if isinstance(dealt, ShardedSampler):
+    if isinstance(split, ShardedSampler):
         count += f" (ShardedSampler in place of {type(sampler).__name__}; {_HOW_TO_SAY})"
     _logger.info("%s: %s", _describe(loader), count)
 
