@@ -2,9 +2,9 @@
 # tests is met once. `make nightly` runs the words whole. A test named here that no longer exists fails the word.
 
 # Damage, attacks, forms, both kinds of storage, publishing under kills, resuming from an older one; weights in and out.
-SLICE_CHECKPOINTS := tests/checkpoint/test_forms.py tests/checkpoint/test_attacks.py \
+SLICE_CHECKPOINTS := tests/checkpoint/test_saving.py tests/checkpoint/test_attacks.py \
 	tests/checkpoint/test_damaged.py::test_no_flipped_bit_goes_unnoticed \
-	tests/checkpoint/test_publishing.py::test_a_kill_after_any_step_leaves_a_checkpoint \
+	tests/checkpoint/test_drafts.py::test_a_kill_after_any_step_leaves_a_checkpoint \
 	tests/checkpoint/test_bucket.py::test_the_commands_take_urls \
 	tests/checkpoint/test_resuming_from.py::test_a_run_goes_on_from_an_older_one_and_says_so_on_every_rank \
 	tests/checkpoint/test_several_runs.py tests/checkpoint/test_falling_back.py \

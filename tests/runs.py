@@ -12,8 +12,11 @@ from lockstep.hooks import Hook
 
 # What a run resumes from must have, of a model alone.
 RESUMABLE: dict[str, Any] = {
-    "epoch": 0, "iter": 0, "seed": 0, "world_size": 1, "param_schedulers": [], "batches_into_epoch": 0,
-    "has_optimizer": False,
+    "epoch": 0, "iter": 0, "seed": 0, "world_size": 1, "param_schedulers": [], "has_optimizer": False,
+    "position": {
+        "epoch": 0, "batches": 0, "samples": 0, "unit": "samples", "total": None, "global_batch": None, "head": [],
+        "layout": [1, None], "held_by": None,
+    },
 }  # fmt: skip
 
 

@@ -156,7 +156,6 @@ def memory(name: str, *some: str) -> bool:
 
 
 FLOPS, ELASTIC, AMP = ("diagnostics/mfu.py",), ("launch/elastic.py",), ("optim/amp.py",)
-FORMAT = ("checkpoint/old_format.py",)
 PRIVATE: dict[str, Private] = {
     # Autograd.
     "_C": Private(
@@ -210,7 +209,7 @@ PRIVATE: dict[str, Private] = {
     ),
     "_extra_state": Private(
         lambda: importlib.import_module("torch.nn.modules.module")._EXTRA_STATE_KEY_SUFFIX == "_extra_state",
-        ("checkpoint/loading.py", "weights/torch_file.py"),
+        ("checkpoint/loading.py", "weights/source.py"),
     ),
     "_call_impl": Private(lambda: nn.Identity()._call_impl(1) == 1, ("model/compiling.py",)),
     "_compiled_call_impl": Private(
@@ -282,7 +281,7 @@ PRIVATE: dict[str, Private] = {
             importlib.import_module("torch.utils.data.dataloader")._MultiProcessingDataLoaderIter._shutdown_workers,
             "self",
         ),
-        ("dataset/counted.py", "dataset/position.py"),
+        ("dataset/position.py",),
     ),
     # Groups.
     "distributed_c10d": Private(c10d, ("testing/worker.py",)),
@@ -309,15 +308,6 @@ PRIVATE: dict[str, Private] = {
         )
     },
     "_sparse_mm": Private(lambda: hasattr(torch.ops.aten, "_sparse_mm"), FLOPS),
-    # What checkpoints of the first format may name.
-    "_get_layout": Private(lambda: hasattr(torch.serialization, "_get_layout"), FORMAT),
-    "_MEM_FORMAT_ENCODING": Private(
-        lambda: hasattr(importlib.import_module("torch.distributed.checkpoint.metadata"), "_MEM_FORMAT_ENCODING"),
-        FORMAT,
-    ),
-    "_StorageInfo": Private(
-        lambda: hasattr(importlib.import_module("torch.distributed.checkpoint.filesystem"), "_StorageInfo"), FORMAT
-    ),
 }
 
 # Private methods of torch that a class overrides: its name, and the method's parameters.

@@ -5,37 +5,32 @@ The places where its text becomes a path, each with the test that leads it out:
 | text | becomes | test |
 |---|---|---|
 | `files`, and `file` of a chunk, in the manifest | a file that is read | `leads_out`, `absolute`, `chunk_leads_out` |
-| `relative_path` in the index of the first format | a file that is read | `index_leads_out` |
 | `meta.weights.pretrained[].files`, `.stem` | files that an export writes | `files_lead_out`, `stem_leads_out` |
 | `meta.checkpoint_hook.runs` | folders whose old checkpoints are removed | `test_retention_stays_in_the_work_dir` |
 | the pointer `last_checkpoint` | the checkpoint that is read | `test_a_pointer_that_leads_out_is_refused_by_name` |
-| `weight_map` in an index of weights | files that are read | `tests/weights/test_files.py` |
+| `weight_map` in an index of weights | files that are read | `tests/weights/test_safetensors_file.py` |
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import pickle
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.runs import RESUMABLE
 from torch import nn
 from typer.testing import CliRunner
 
 from lockstep.checkpoint import save_state
-from lockstep.checkpoint.old_format import _Unpickler
 from lockstep.cli.main import app
 from lockstep.errors import ConfigError
 from lockstep.runner import Runner, load_checkpoint
-
-OLD = Path(__file__).with_name("format_1.zip")
 
 
 class Evil:
@@ -55,16 +50,9 @@ def net() -> nn.Module:
 def current(work_dir: Path) -> Path:
     """Write a checkpoint of the present format."""
     directory = work_dir / "20260101_000000" / "epoch_1"
-    meta = {"seed": 1, "epoch": 1, "iter": 4, "batches_into_epoch": 0, "world_size": 1, "param_schedulers": []}
-    save_state(directory, {"model": net().state_dict(), "optimizer": {"state": {}}}, meta, last_of=work_dir)
+    meta = {**RESUMABLE, "seed": 1, "epoch": 1, "iter": 4}
+    save_state(directory, {"model": net().state_dict()}, meta, last_of=work_dir)
     return directory
-
-
-def former(work_dir: Path) -> Path:
-    """Unpack a checkpoint of the first format, which lockstep 0.1.0.dev0 has written on two ranks under FSDP."""
-    with zipfile.ZipFile(OLD) as archive:
-        archive.extractall(work_dir)
-    return work_dir / "run" / "epoch_1"
 
 
 def changed(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -77,57 +65,9 @@ def changed(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
     (directory / "manifest.json").write_bytes(body + f',\n  "sha256": "{digest}"\n}}\n'.encode())
 
 
-def changed_index(directory: Path, change: Callable[[Any], None]) -> None:
-    index = _Unpickler(io.BytesIO((directory / ".metadata").read_bytes())).load()
-    change(index)
-    (directory / ".metadata").write_bytes(pickle.dumps(index))
-
-
-def place_of(index: Any, name: str) -> Any:
-    return next(place for key, place in index.storage_data.items() if key.fqn == name)
-
-
-def saved_evil(directory: Path, name: str, mark: Path) -> None:
-    """Put an object in the place of a value or tensor."""
-    buffer = io.BytesIO()
-    torch.save((Evil(mark),), buffer)
-    file = next(directory.glob("__0_0.distcp"))
-
-    def point(index: Any) -> None:
-        for key, place in index.storage_data.items():
-            if key.fqn == name:
-                place.relative_path, place.offset, place.length = file.name, file.stat().st_size, len(buffer.getvalue())
-
-    changed_index(directory, point)
-    file.write_bytes(file.read_bytes() + buffer.getvalue())
-
-
 def pickled_manifest(work_dir: Path, mark: Path) -> str:
     (current(work_dir) / "manifest.json").write_bytes(pickle.dumps(Evil(mark)))
     return "manifest.json must be a manifest"
-
-
-def pickled_index(work_dir: Path, mark: Path) -> str:
-    (former(work_dir) / ".metadata").write_bytes(pickle.dumps(Evil(mark)))
-    return r".metadata must only describe tensors, but names (posix|nt|os).mkdir"
-
-
-def pickled_tensor(work_dir: Path, mark: Path) -> str:
-    saved_evil(former(work_dir), "model.0.weight", mark)
-    return "__0_0.distcp must hold a tensor"
-
-
-def pickled_item(work_dir: Path, mark: Path) -> str:
-    saved_evil(former(work_dir), "optimizer.param_groups.0.lr", mark)
-    return "__0_0.distcp must hold a tensor"
-
-
-def pickled_ranks(work_dir: Path, mark: Path) -> str:
-    directory = former(work_dir)
-    saved_evil(directory, "ranks.0", mark)
-    meta = json.loads((directory / "meta.json").read_text())
-    (directory / "meta.json").write_text(json.dumps({**meta, "rank_states": 1, "data_shares": 1, "world_size": 1}))
-    return "__0_0.distcp must hold a tensor"
 
 
 def leads_out(work_dir: Path, mark: Path) -> str:
@@ -146,16 +86,6 @@ def leads_out(work_dir: Path, mark: Path) -> str:
 def absolute(work_dir: Path, mark: Path) -> str:
     changed(current(work_dir), lambda content: content["files"].update({"/etc/passwd": content["files"].popitem()[1]}))
     return r"manifest.json contradicts itself: '/etc/passwd' .* may lead out of the folder"
-
-
-def index_leads_out(work_dir: Path, mark: Path) -> str:
-    directory = former(work_dir)
-
-    def change(index: Any) -> None:
-        place_of(index, "model.0.weight").relative_path = "../epoch_1/__0_0.distcp"
-
-    changed_index(directory, change)
-    return r".metadata contradicts itself: '../epoch_1/__0_0.distcp' .* may lead out of the folder"
 
 
 def chunk_leads_out(work_dir: Path, mark: Path) -> str:
@@ -255,9 +185,8 @@ def nested(work_dir: Path, mark: Path) -> str:
 
 
 ATTACKS = [
-    pickled_manifest, pickled_index, pickled_tensor, pickled_item, pickled_ranks, leads_out, absolute, index_leads_out,
-    linked_data, linked_manifest, too_large, nested, chunk_leads_out, files_lead_out, files_are_absolute,
-    files_are_code, stem_leads_out, overlapping, twice_in_a_file, one_tensor_twice,
+    pickled_manifest, leads_out, absolute, linked_data, linked_manifest, too_large, nested, chunk_leads_out,
+    files_lead_out, files_are_absolute, files_are_code, stem_leads_out, overlapping, twice_in_a_file, one_tensor_twice,
 ]  # fmt: skip
 
 
@@ -303,11 +232,7 @@ def called(words: list[str]) -> None:
 
 
 # What a way of reading does not look at, it can't refuse.
-UNSEEN = {
-    **{way: [pickled_item, pickled_ranks] for way in (by_loading, by_exporting)},
-    **{way: [pickled_tensor, pickled_item, pickled_ranks] for way in (by_listing, by_showing)},
-    by_comparing: [pickled_item, pickled_ranks, linked_data],
-}
+UNSEEN = {by_comparing: [linked_data]}
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
@@ -361,6 +286,6 @@ def test_a_file_of_weights_runs_nothing(tmp_path: Path):
 
 
 def test_the_attacks_would_work_where_pickles_are_loaded(tmp_path: Path):
-    pickled_index(tmp_path / "work", tmp_path / "mark")
-    pickle.loads((tmp_path / "work" / "run" / "epoch_1" / ".metadata").read_bytes())
+    pickled_manifest(tmp_path / "work", tmp_path / "mark")
+    pickle.loads((tmp_path / "work" / "20260101_000000" / "epoch_1" / "manifest.json").read_bytes())
     assert (tmp_path / "mark").exists()

@@ -21,18 +21,17 @@ from typer.testing import CliRunner
 
 from lockstep.checkpoint import (
     candidates,
+    drafts,
     find_checkpoints,
     find_last_checkpoint,
     load_state,
-    owner,
     read_tensors,
     remove,
     remove_dead_drafts,
     save_state,
     verify,
 )
-from lockstep.checkpoint.bucket import BucketDraft
-from lockstep.checkpoint.drafts import drafts_in, is_owned
+from lockstep.checkpoint.drafts import BucketDraft, drafts_in, is_owned
 from lockstep.cli.main import app
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError, Preempted
@@ -369,7 +368,7 @@ def test_marks_say_whose_a_save_is(tmp_path: Path):
         (run / name).write_bytes(b"")
     for path in (run / marks["abandoned"], run / "epoch_3" / "rank_0.safetensors", run / "epoch_3" / "notes.txt"):
         os.utime(path, (1, 1))
-    with patch.object(owner, "_host", lambda: "here"):
+    with patch.object(drafts, "_host", lambda: "here"):
         removed = remove_dead_drafts([at(tmp_path)])
     assert {one.name for one in removed} == {marks["dead"], marks["abandoned"]}
     left = {number for number in range(1, 6) if (run / f"epoch_{number}" / "rank_0.safetensors").exists()}
@@ -385,7 +384,7 @@ def test_a_damaged_manifest_does_not_lose_the_data(tmp_path: Path):
     save_state(at(run / "epoch_1"), {"w": torch.ones(3)}, {})
     (run / "epoch_1" / "manifest.json").write_bytes(b"{")
     (run / ".epoch_1.draft.4194303.1.here").write_bytes(b"")
-    with patch.object(owner, "_host", lambda: "here"):
+    with patch.object(drafts, "_host", lambda: "here"):
         assert len(remove_dead_drafts([at(tmp_path)])) == 1
     assert (run / "epoch_1" / "rank_0.safetensors").exists()
 
@@ -455,7 +454,7 @@ def test_the_commands_take_urls(tmp_path: Path):
     (tmp_path / "run" / ".epoch_4.draft.4194303.1.here").write_bytes(b"")
     (tmp_path / "run" / "epoch_4").mkdir()
     (tmp_path / "run" / "epoch_4" / "rank_0.safetensors").write_bytes(b"four")
-    with patch.object(owner, "_host", lambda: "here"):
+    with patch.object(drafts, "_host", lambda: "here"):
         code, shown = called(root)
         assert code == 0
         assert "run/.epoch_4.draft.4194303.1.here was left by an interrupted save" in shown
@@ -484,15 +483,6 @@ def test_weights_are_exported_and_loaded_from_there(tmp_path: Path):
         load_checkpoint(net, source)
         expected = runner.run.model.state_dict()
         assert all(torch.equal(net.state_dict()[name], expected[name]) for name in expected)
-
-
-def test_a_checkpoint_of_the_first_format_is_read_from_there(tmp_path: Path):
-    import zipfile
-
-    with zipfile.ZipFile(Path(__file__).with_name("format_1.zip")) as archive:
-        archive.extractall(tmp_path)
-    losses = train(tmp_path / "net", 2, resume=True, load_from=f"bucket://{tmp_path}").losses
-    assert min(losses) == 4 * 2  # saved by two ranks, which took half the iterations
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/runs", Path("s3://bucket/runs"), "bucket:///x"])

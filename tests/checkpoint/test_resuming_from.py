@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import random
 import shutil
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep.checkpoint import find_checkpoints, find_last_checkpoint, is_checkpoint, owner, save_state
+from lockstep.checkpoint import drafts, find_checkpoints, find_last_checkpoint, is_checkpoint, save_state
 from lockstep.checkpoint import saving as saving_module
 from lockstep.dist import all_gather_object, get_rank, get_world_size, main_process_first
 from lockstep.errors import ConfigError
@@ -51,20 +50,6 @@ def train(work_dir: Path, epochs: int, *hooks: Hook, stop_after: int | None = No
         assert stop_after is not None
     runner.losses = losses.by_iter
     return runner
-
-
-@ranks(2)
-def test_a_checkpoint_of_the_first_format_is_resumed(tmp_path: Path):
-    with main_process_first():
-        if get_rank() == 0:
-            with zipfile.ZipFile(Path(__file__).with_name("format_1.zip")) as archive:
-                archive.extractall(tmp_path)
-    losses = train(tmp_path, 2, strategy="fsdp", resume=True).losses
-    assert sorted(losses) == [4, 5, 6, 7]
-    over_ranks = all_gather_object(sum(losses.values()) / 4)
-    # What the run that saved it went on to compute.
-    assert sum(over_ranks) / 2 == pytest.approx(2.800861466675997, abs=1e-5)
-    assert (find_last_checkpoint(tmp_path) / "manifest.json").is_file()  # its own are of the second format
 
 
 def saved(work_dir: Path) -> list[Path]:
@@ -203,7 +188,7 @@ def test_drafts_of_dead_runs_are_removed_before_anything_is_written(tmp_path: Pa
     dead = tmp_path / "20260101_000000" / ".epoch_1.draft.4194303.1.here"
     dead.mkdir(parents=True)
     shutil.copytree(dead, dead.with_name(dead.name.replace("here", "elsewhere")))
-    with patch.object(owner, "_host", lambda: "here"):
+    with patch.object(drafts, "_host", lambda: "here"):
         runner = train(tmp_path, 1)
     assert not dead.exists()
     assert len(list(dead.parent.iterdir())) == 1  # of another host, and young

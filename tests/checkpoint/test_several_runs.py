@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint import find_last_checkpoint, load_state, remove, remove_dead_drafts, save_state, verify
-from lockstep.checkpoint.hold import Hold, held
-from lockstep.checkpoint.owner import name_of_draft
+from lockstep.checkpoint.drafts import name_of_draft
+from lockstep.checkpoint.files import Hold, held
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hook
 from lockstep.location import locate

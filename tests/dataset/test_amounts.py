@@ -6,7 +6,7 @@ import pytest
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 
 from lockstep.dataset import DefaultSampler, InfiniteSampler, amount_of
-from lockstep.dataset.deal import ENDLESS
+from lockstep.dataset.position import ENDLESS
 
 
 class Boastful(SequentialSampler):

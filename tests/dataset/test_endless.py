@@ -16,7 +16,7 @@ from lockstep.testing import ranks, run_ranks
 
 def taken(length: int, count: int, skipped: int = 0, **kwargs) -> list[int]:
     sampler = InfiniteSampler(range(length), **kwargs)
-    sampler.skip(skipped)
+    sampler.begin_at(skipped * sampler.world_size)
     return list(islice(sampler, count))
 
 
@@ -45,7 +45,7 @@ def test_in_a_loader_it_has_the_runs_seed_and_no_length():
 def test_skipping_is_for_one_pass():
     sampler = InfiniteSampler(range(5), seed=0)
     whole = list(islice(sampler, 12))
-    sampler.skip(7)
+    sampler.begin_at(7)
     assert list(islice(sampler, 5)) == whole[7:]
     assert list(islice(sampler, 12)) == whole
 

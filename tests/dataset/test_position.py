@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from lockstep.dataset import DefaultSampler, ShardedSampler, begun_at, build_dataloader, deal_of, head_of
+from lockstep.dataset import DefaultSampler, ShardedSampler, begun_at, build_dataloader, global_order_of, head_of
 from lockstep.dataset.position import without_batches
 from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.dataset.stream import StreamLoader, StreamShard
@@ -75,7 +75,7 @@ def test_the_rest_is_dealt_anew(kind, size, shards, batch_size, part, drop_last,
     round_up = round_up if kind in ("default", "own sampler") else kind == "distributed"
     position = round(part * size)
     loaders = [loader_of(kind, size, (rank, shards), batch_size, drop_last, round_up) for rank in range(shards)]
-    deals = {deal_of(loader) for loader in loaders}
+    deals = {global_order_of(loader) for loader in loaders}
     (deal,) = deals
     assert deal is not None
     assert (deal.unit, deal.total, deal.global_batch) == ("samples", size, shards * batch_size)
@@ -84,7 +84,7 @@ def test_the_rest_is_dealt_anew(kind, size, shards, batch_size, part, drop_last,
         amount = deal.amount_after(position, rank)
         assert [len(batch) for batch in batches] == [amount.size_of(index) for index in range(len(batches))]
         assert amount.size_of(len(batches)) == 0
-    assert deal.turns_after(position) == max(map(len, passes))
+    assert deal.batches_after(position) == max(map(len, passes))
     order = list(range(size))
     if kind in ("default", "distributed"):
         order = torch.randperm(size, generator=torch.Generator().manual_seed(SEED)).tolist()
@@ -168,12 +168,10 @@ def test_random_states_are_plain_and_exact():
     state = random_state()
     kinds = {type(value) for part in state.values() if isinstance(part, dict) for value in part.values()}
     assert kinds <= {int, float, str, type(None), torch.Tensor}
-    former = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
 
     def draw() -> list[float]:
         return [random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand(), torch.rand(()).item()]
 
     drawn = draw()
-    for saved in (state, former):  # the latter is how the first format of checkpoints has it
-        set_random_state(saved)
-        assert draw() == drawn
+    set_random_state(state)
+    assert draw() == drawn

@@ -78,7 +78,7 @@ def test_fewer_samples_than_ranks_are_refused_in_training_and_fine_in_evaluation
 def test_skipping_leaves_out_the_first_samples_of_one_pass():
     sampler = DefaultSampler(range(10), seed=3)
     whole = list(sampler)
-    sampler.skip(4)
+    sampler.begin_at(4)
     assert list(sampler) == whole[4:]
     assert list(sampler) == whole
     assert len(sampler) == 10

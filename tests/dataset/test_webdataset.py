@@ -12,7 +12,7 @@ import pytest
 import webdataset as wds
 
 from lockstep.dataset import build_dataloader
-from lockstep.dataset.own_split import asks_for_rank, asks_for_worker
+from lockstep.dataset.rank_aware import asks_for_rank, asks_for_worker
 from lockstep.dist import all_gather_object
 from lockstep.errors import ConfigError
 from lockstep.testing import ranks

@@ -67,14 +67,14 @@ def train(folder, *hooks, resume=False, checkpoint=None, iterations=12, **settin
 @contextmanager
 def slow_writes(seconds):
     """Let each file take a while; yield the threads that wrote one."""
-    threads, write = [], saving._write
+    threads, write = [], saving.write_share
 
-    def slow(*words):
+    def slow(plan):
         threads.append(threading.current_thread().name)
         time.sleep(seconds)
-        return write(*words)
+        return write(plan)
 
-    with patch.object(saving, "_write", slow):
+    with patch.object(saving, "write_share", slow):
         yield threads
 
 
@@ -150,14 +150,14 @@ def test_memory_of_a_save_is_used_again(tmp_path):
 
 @contextmanager
 def fails_on(rank):
-    write = saving._write
+    write = saving.write_share
 
-    def fail(share, tensor_of):
-        if dist.get_rank() == rank and "iter_4" in str(share.path):
-            raise OSError(errno.EIO, "the disk is broken", str(share.path))
-        return write(share, tensor_of)
+    def fail(plan):
+        if dist.get_rank() == rank and "iter_4" in str(plan.path):
+            raise OSError(errno.EIO, "the disk is broken", str(plan.path))
+        return write(plan)
 
-    with patch.object(saving, "_write", fail):
+    with patch.object(saving, "write_share", fail):
         yield
 
 
@@ -213,19 +213,21 @@ def test_a_training_that_fails_completes_the_save_in_progress(tmp_path):
 
 def test_a_thread_that_is_waited_for_in_vain_gives_up(tmp_path, monkeypatch):
     monkeypatch.setattr(background, "_SECONDS_TO_GIVE_UP", 0.1)
-    exchange = background._Exchange(torch.distributed.HashStore(), "x", 0, 2)
-    abandoned = threading.Event()
-    abandoned.set()
+    exchange = background.StoreExchange(torch.distributed.HashStore(), "x", 0, 2)
+    exchange.is_abandoned.set()
     with pytest.raises(TimeoutError, match="rank 1 did not say what it has written"):
-        exchange.conclude(None, lambda results: results, abandoned)
+        exchange.gather(None)
 
 
 def test_what_ranks_have_to_say_may_be_long():
     store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True)
-    exchange = background._Exchange(store, "x", 0, 1)
     said = {"words": ["häß\udcff"] * 1_000_000}  # 20 MB
-    exchange._put("key", said)
-    assert exchange._take("key", forget=True) == said
+    main, other = (background.StoreExchange(store, "x", rank, 2) for rank in range(2))
+    assert other.gather(said) is None
+    assert main.gather("short") == ["short", said]
+    assert main.scatter(["mine", said]) == "mine"
+    assert other.scatter(None) == said
+    assert not store.check(["x/result/1"])
 
 
 def test_what_is_read_from_the_store_runs_no_code(tmp_path):
@@ -237,7 +239,7 @@ def test_what_is_read_from_the_store_runs_no_code(tmp_path):
     store.set("x/result/1/0", pickle.dumps(Runs()))
     store.set("x/result/1", "1")
     with pytest.raises(ValueError, match="decode"):
-        background._Exchange(store, "x", 0, 2).conclude({}, lambda results: results, threading.Event())
+        background.StoreExchange(store, "x", 0, 2).gather({})
     assert not (tmp_path / "ran").exists()
 
 

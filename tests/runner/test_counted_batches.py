@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lockstep.dataset import build_dataloader
-from lockstep.dataset.counted import CountedBatches
+from lockstep.dataset.position import CountedBatches
 from lockstep.dist import all_gather_object, get_world_size
 from lockstep.runner import Runner
 from lockstep.runner.uneven_inputs import Passes

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.runs import change_meta
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, WeightedRandomSampler
 
 from lockstep import Session
-from lockstep.checkpoint import find_last_checkpoint, read_meta
+from lockstep.checkpoint import read_meta
 from lockstep.dataset import DefaultSampler
 from lockstep.dist import get_rank, get_world_size
 from lockstep.errors import ConfigError
@@ -320,28 +319,6 @@ def test_other_data_are_noticed(tmp_path: Path):
     second = train(tmp_path, "more data", train_cfg={"max_epochs": 1})
     assert together([second]) == order_of(0, 30)[8:]
     assert "the data have 30 samples, but had 24 when" in log_of(tmp_path)
-
-
-@pytest.mark.parametrize("train_cfg", [BY_EPOCH, BY_ITER], ids=["by epoch", "by iteration"])
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_checkpoint_of_the_first_format_resumes_as_it_did(size, train_cfg, tmp_path: Path):
-    run_ranks(2, train, tmp_path, "config", 8, train_cfg=train_cfg)
-    checkpoint = find_last_checkpoint(tmp_path)
-    assert checkpoint is not None
-    by_epochs = train_cfg is BY_EPOCH
-    change_meta(checkpoint, without="position", batches_into_epoch=2 if by_epochs else 0)
-    second = run_ranks(size, train, tmp_path, "config", train_cfg=train_cfg)
-    orders = [*order_of(1), *order_of(2), *order_of(3), *order_of(4)]
-    if size == 2:
-        assert min(second[0].seen) == 8
-        assert together(second)[:SIZE] == orders[8 : 8 + SIZE]
-    elif by_epochs:  # from the beginning of the epoch, with its iterations counted anew
-        assert min(second[0].seen) == 12
-        assert together(second) == orders[: 2 * SIZE]
-        assert "saved 2 batches into epoch 2 on 2 ranks; on 1 they hold other samples" in log_of(tmp_path)
-    else:  # after as many batches, whatever is in them
-        assert min(second[0].seen) == 8
-        assert together(second)[:8] == order_of(0)[16:]
 
 
 class Drawn(IterableDataset[Tensor]):

@@ -299,7 +299,7 @@ import os, signal, sys
 from pathlib import Path
 import torch
 import lockstep.checkpoint.saving as saving
-from lockstep.checkpoint.folder import FolderDraft
+from lockstep.checkpoint.drafts import FolderDraft
 
 target = Path(sys.argv[1])
 saving.save_state(target, {"w": torch.ones(1)}, {"n": 1})

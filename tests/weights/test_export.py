@@ -210,7 +210,7 @@ def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_another_export_is_writing_is_left_alone_until_it_has_ended(
     to: Any, trained_once: Path, tmp_path: Path
 ) -> None:
-    says = "from lockstep.checkpoint.owner import name_of_draft as n; print(n('out'), flush=True); input()"
+    says = "from lockstep.checkpoint.drafts import name_of_draft as n; print(n('out'), flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", says], stdin=PIPE, stdout=PIPE, text=True) as other:
         assert other.stdout is not None
         draft = tmp_path / other.stdout.readline().strip()
@@ -241,7 +241,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     def full(file: Any, tensor: Tensor) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lockstep.weights.writing.write_tensor", full)
+    monkeypatch.setattr("lockstep.weights.safetensors_file.write_tensor", full)
     with pytest.raises(ConfigError, match=r"out cannot be written: \[Errno 28\] No space left on device"):
         export_checkpoint(tmp_path / "work", tmp_path / "out")
     assert sorted(f.name for f in tmp_path.iterdir()) == ["work"]

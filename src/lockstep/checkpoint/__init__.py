@@ -1,8 +1,8 @@
 """Saved states: one directory per checkpoint, in which every byte has a checksum and nothing can be executed.
 
 `manifest.py` says what a checkpoint holds and where; `saving.py` writes one, `background.py` does so while the training
-goes on, `loading.py` reads one. `folder.py` publishes and removes on a disk, `bucket.py` in a bucket. Finding, listing
-and verifying do without torch.
+goes on, `loading.py` reads one. `drafts.py` publishes and removes, on a disk and in a bucket; `search.py` finds and
+verifies. Finding, listing and verifying do without torch.
 """
 
 from __future__ import annotations
@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.drafts import remove, remove_dead_drafts
 from lockstep.checkpoint.pointer import point_to_checkpoint
-from lockstep.checkpoint.search import candidates, find_checkpoints, find_last_checkpoint, written_at
-from lockstep.checkpoint.verify import is_checkpoint, verify
+from lockstep.checkpoint.search import (
+    candidates,
+    find_checkpoints,
+    find_last_checkpoint,
+    is_checkpoint,
+    verify,
+    written_at,
+)
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.background import BackgroundSaver

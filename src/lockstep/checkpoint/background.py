@@ -1,7 +1,7 @@
 """Saving while the training goes on: each rank copies its part of a state, and a thread writes the copy.
 
-Only the plan needs collectives, and is made before the thread begins. The threads tell one another what they have
-written through the store at which the ranks met, so that they never come between the collectives of the training.
+The plan and the copy come before the thread begins. The threads tell one another what they have written through the
+store at which the ranks met, so that they never come between the collectives of the training.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.saving import Save, Share, Written, data_of, size_of
-from lockstep.checkpoint.together import Failure, on_all_then_main
+from lockstep.checkpoint.saving import Piece, Plan, plan_save, write_and_publish
+from lockstep.checkpoint.together import Failure, on_all
 from lockstep.device import pins_memory
 from lockstep.dist import get_dist_info
-from lockstep.errors import CollectiveTimeoutError
+from lockstep.errors import CollectiveTimeoutError, LockstepError
 from lockstep.location import Location
 from lockstep.watch.watch import side_store
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-    from torch.distributed.checkpoint.planner import WriteItem
 
 _ALIGNED = 64  # bytes: each copy begins at a multiple of them
 _PIECE = 4 << 20  # bytes of a value in the store, whose limit is 8 MiB (torch 2.13)
@@ -48,19 +48,14 @@ class BackgroundSaver:
         self._job: _Job | None = None
 
     @property
-    def is_busy(self) -> bool:
-        """Whether there is a save whose outcome nobody has asked for."""
-        return self._job is not None
-
-    @property
     def has_ended(self) -> bool:
-        """Whether that save has ended."""
+        """Whether there is a save whose outcome nobody has asked for, and it has ended."""
         return self._job is not None and self._job.has_ended.is_set()
 
     @property
     def has_failed(self) -> bool:
         """Whether that save has ended, and could not be written."""
-        return self._job is not None and self._job.has_ended.is_set() and self._job.failure is not None
+        return self._job is not None and self._job.has_ended.is_set() and self._job.error is not None
 
     def start(
         self,
@@ -84,194 +79,163 @@ class BackgroundSaver:
         Raises:
             ConfigError: on every rank, if a value on some rank can't be saved; the message names it.
             OSError: on every rank, if no draft can be made.
-            DistError: the ranks have no store that they can share.
+            DistError: the ranks have no store that they can share, or some rank could not copy its part.
         """
         assert self._job is None, "wait() comes first"
         rank, world_size = get_dist_info()
-        store = side_store() if world_size > 1 else None
-        save = Save(directory, state, meta, last_of)
+        exchange = StoreExchange(side_store() if world_size > 1 else None, f"save_{next(_numbers)}", rank, world_size)
+        plan = plan_save(directory, state, meta, last_of)
         try:
-            share = on_all_then_main(save.failure, save.plan, save.share_out, save.clean)
+            plan = on_all(plan.failure, partial(self._copied, plan))
         except BaseException:
-            save.clean()
+            plan.discard()
             raise
-        self._job = _Job(save, share, when_failed)
-        self._job.copy(self._reserve)
-        exchange = None if store is None else _Exchange(store, f"save_{next(_numbers)}", rank, world_size)
-        self._job.start(exchange)
+        self._job = _Job(plan, exchange, when_failed)
 
     def wait(self) -> None:
         """Wait until the save in progress has ended, if there is one; then another one can begin.
 
         Raises:
-            OSError: some rank could not write, or something else failed. It is the same on every rank.
+            OSError: some rank could not write. It is the same on every rank.
+            DistError: something else failed.
         """
         job, self._job = self._job, None
         if job is not None:
             job.has_ended.wait()
-            if job.failure is not None:
-                raise job.failure.raised(job.save.failure)
+            if job.error is not None:
+                raise job.error
 
     def abandon(self) -> None:
         """Give the save in progress some seconds to end, and end it otherwise, because the training has failed."""
         job, self._job = self._job, None
         if job is not None:
             job.has_ended.wait(_SECONDS_TO_GIVE_UP)
-            job.is_abandoned.set()
+            job.exchange.is_abandoned.set()
             job.has_ended.wait(_SECONDS_TO_GIVE_UP)
+
+    def _copied(self, plan: Plan) -> Plan:
+        """Return a plan with copies of this rank's pieces, in one part of the host's memory."""
+        devices = {piece.part.device for piece in plan.pieces if piece.part.device.type != "cpu"}
+        sizes = [-(-piece.part.nbytes // _ALIGNED) * _ALIGNED for piece in plan.pieces]
+        memory = self._reserve(sum(sizes), bool(devices) and pins_memory())
+        copies: list[Piece] = []
+        for piece, begin in zip(plan.pieces, itertools.accumulate(sizes, initial=0), strict=False):
+            part = piece.part
+            copy = memory[begin : begin + part.nbytes].view(part.dtype).view(part.shape)
+            copies.append(piece._replace(part=copy.copy_(part, non_blocking=True)))
+        for device in devices:
+            torch.accelerator.synchronize(device)
+        return plan._replace(pieces=copies)
 
     def _reserve(self, size: int, is_pinned: bool) -> Tensor:
         if len(self._memory) < size or self._memory.is_pinned() != is_pinned:
             self._memory = torch.empty(0, dtype=torch.uint8)  # freed before there is more
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
-        return self._memory
+        return self._memory[:size]
 
 
 class _Job:
-    """One save in the background, as one rank sees it.
+    """One save in the background, as one rank sees it; its thread begins at once.
 
     Attributes:
-        save: its steps.
-        failure: why it failed, on any rank.
+        exchange: how the threads tell one another what they have written.
+        error: why it failed, on any rank.
         has_ended: set when it is complete, or has failed.
-        is_abandoned: set when the others need not be waited for.
     """
 
-    def __init__(self, save: Save, share: Share, when_failed: Callable[[], None] | None) -> None:
-        self.save, self._share, self._when_failed = save, share, when_failed
-        self.failure: Failure | None = None
+    def __init__(self, plan: Plan, exchange: StoreExchange, when_failed: Callable[[], None] | None) -> None:
+        self.exchange = exchange
+        self.error: Exception | None = None
         self.has_ended = threading.Event()
-        self.is_abandoned = threading.Event()
-        self._copies: dict[Any, Tensor] = {}
+        threading.Thread(target=self._run, args=(plan, when_failed), name="lockstep-save", daemon=True).start()
 
-    def copy(self, reserve: Callable[[int, bool], Tensor]) -> None:
-        """Copy this rank's part; an error is told to the other ranks later."""
+    def _run(self, plan: Plan, when_failed: Callable[[], None] | None) -> None:
         try:
-            self._copies = _copied(self._share.items, self.save.tensor_of, reserve)
-        except Exception as error:
-            self.failure = Failure.of(error)
-        self.save.release()
-
-    def start(self, exchange: _Exchange | None) -> None:
-        """Begin the thread."""
-        threading.Thread(target=self._run, args=(exchange,), name="lockstep-save", daemon=True).start()
-
-    def _run(self, exchange: _Exchange | None) -> None:
-        try:
-            written = None
-            if self.failure is None:
-                try:
-                    written = self.save.write(self._share, lambda item: self._copies[item.index])
-                except Exception as error:
-                    self.failure = Failure.of(error)
-            if exchange is None:
-                if self.failure is None:
-                    self.save.complete([written])
-            else:
-                said = _said(self.failure) if written is None else {"written": written.to_json()}
-                self.failure = _failure_in(exchange.conclude(said, self._complete, self.is_abandoned))
-        except Exception as error:  # also: the store is gone, and so is the job
-            self.failure = Failure.of(error)
+            write_and_publish(plan, self.exchange)
+        except (LockstepError, OSError) as error:
+            self.error = error
+        except Exception as error:  # the store is gone, and so is the job
+            self.error = Failure.of(error).raised(plan.failure)
         finally:
-            if self.failure is not None:
-                self.save.clean()
             self.has_ended.set()
-            if self.failure is not None and self._when_failed is not None:
-                self._when_failed()
-
-    def _complete(self, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """On rank 0: publish what all have written."""
-        failure = next((failed for failed in map(_failure_in, results) if failed is not None), None)
-        if failure is None:
-            try:
-                parts = (said.get("written") for said in results)
-                self.save.complete([None if part is None else Written.from_json(part) for part in parts])
-            except Exception as error:
-                failure = Failure.of(error)
-        return _said(failure)
+            if self.error is not None and when_failed is not None:
+                when_failed()
 
 
-class _Exchange:
-    """Results of all ranks to rank 0, and its verdict back, through a store and without collectives.
-
-    They are values of JSON: reading one runs no code, whoever has written it.
+class StoreExchange:
+    """An exchange of values of JSON through a store, without collectives: reading one runs no code.
 
     Args:
-        store: a connection for this thread alone.
+        store: a connection for this thread alone; None if there is only one rank.
         prefix: begins the keys, which no other exchange may have.
         rank: this rank.
         world_size: number of ranks.
+
+    Attributes:
+        is_abandoned: set when the others need not be waited for.
     """
 
-    def __init__(self, store: Store, prefix: str, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store | None, prefix: str, rank: int, world_size: int) -> None:
         self._store, self._prefix, self._rank, self._world_size = store, prefix, rank, world_size
+        self.is_abandoned = threading.Event()
 
-    def conclude(self, result: Any, on_main: Callable[[Sequence[Any]], Any], is_abandoned: threading.Event) -> Any:
-        """Return what `on_main` returns on rank 0 for the results of all ranks.
+    def gather(self, value: Any) -> list[Any] | None:
+        """Return the values of all ranks on rank 0, None on the others.
 
         Raises:
             CollectiveTimeoutError: some ranks were not heard of within the timeout of the store.
         """
         if self._rank != 0:
-            self._put(f"result/{self._rank}", result)
-            self._await({0: "verdict/0"}, is_abandoned)
-            return self._take("verdict/0")
-        others = range(1, self._world_size)
-        self._await({rank: f"result/{rank}" for rank in others}, is_abandoned)
-        verdict = on_main([result, *(self._take(f"result/{rank}", forget=True) for rank in others)])
-        self._put("verdict/0", verdict)
-        return verdict
+            self._put(f"{self._prefix}/result/{self._rank}", value)
+            return None
+        keys = {rank: f"{self._prefix}/result/{rank}" for rank in range(1, self._world_size)}
+        self._await(keys)
+        return [value, *map(self._take, keys.values())]
 
-    def _await(self, keys: Mapping[int, str], is_abandoned: threading.Event) -> None:
-        timeout: timedelta = self._store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
+    def scatter(self, values: Sequence[Any] | None) -> Any:
+        """Return this rank's entry of the values that rank 0 gives.
+
+        Raises:
+            CollectiveTimeoutError: rank 0 was not heard of within the timeout of the store.
+        """
+        if values is None:
+            key = f"{self._prefix}/reply/{self._rank}"
+            self._await({0: key})
+            return self._take(key)
+        for rank in range(1, self._world_size):
+            self._put(f"{self._prefix}/reply/{rank}", values[rank])
+        return values[0]
+
+    def _await(self, keys: Mapping[int, str]) -> None:
+        if not keys:
+            return
+        store = self._shared()
+        timeout: timedelta = store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
         deadline = time.monotonic() + timeout.total_seconds()
-        missing = {rank: f"{self._prefix}/{key}" for rank, key in keys.items()}
-        while missing := {rank: key for rank, key in missing.items() if not self._store.check([key])}:
-            if is_abandoned.is_set() or time.monotonic() > deadline:
+        missing = dict(keys)
+        while missing := {rank: key for rank, key in missing.items() if not store.check([key])}:
+            if self.is_abandoned.is_set() or time.monotonic() > deadline:
                 ranks = ", ".join(map(str, missing))
                 raise CollectiveTimeoutError(f"rank {ranks} did not say what it has written (rank {self._rank})")
             time.sleep(_POLL_SECONDS)
 
     def _put(self, key: str, value: Any) -> None:
         """Store a value, in pieces: the last key to be there says how many."""
-        data = json.dumps(value).encode()
+        data, store = json.dumps(value).encode(), self._shared()
         pieces = [data[begin : begin + _PIECE] for begin in range(0, len(data), _PIECE)]
         for i, piece in enumerate(pieces):
-            self._store.set(f"{self._prefix}/{key}/{i}", piece)  # type: ignore[arg-type]  # torch's stubs lack bytes
-        self._store.set(f"{self._prefix}/{key}", str(len(pieces)))
+            store.set(f"{key}/{i}", piece)  # type: ignore[arg-type]  # torch's stubs lack bytes
+        store.set(key, str(len(pieces)))
 
-    def _take(self, key: str, *, forget: bool = False) -> Any:
-        names = [f"{self._prefix}/{key}/{i}" for i in range(int(self._store.get(f"{self._prefix}/{key}")))]
-        value = json.loads(b"".join(self._store.get(name) for name in names))
-        if forget:
-            for name in names:
-                self._store.delete_key(name)
+    def _take(self, key: str) -> Any:
+        """Return a value, and remove it from the store."""
+        store = self._shared()
+        names = [f"{key}/{i}" for i in range(int(store.get(key)))]
+        value = json.loads(b"".join(store.get(name) for name in names))
+        for name in (*names, key):
+            store.delete_key(name)
         return value
 
-
-def _said(failure: Failure | None) -> dict[str, Any]:
-    return {} if failure is None else {"failure": failure.to_json()}
-
-
-def _failure_in(said: dict[str, Any]) -> Failure | None:
-    return Failure.from_json(said["failure"]) if "failure" in said else None
-
-
-def _copied(
-    items: Sequence[WriteItem], tensor_of: Callable[[WriteItem], Tensor], reserve: Callable[[int, bool], Tensor]
-) -> dict[Any, Tensor]:
-    """Return copies of tensors in one piece of host memory, by their index in the plan."""
-    sources = [tensor_of(item).detach() for item in items]
-    devices = {tensor.device for tensor in sources if tensor.device.type != "cpu"}
-    places, end = [], 0
-    for item in items:
-        places.append(end)
-        end += -(-size_of(item) // _ALIGNED) * _ALIGNED
-    memory = reserve(end, bool(devices) and pins_memory())
-    copies = {}
-    for item, source, place in zip(items, sources, places, strict=True):
-        copy = memory[place : place + size_of(item)].view(source.dtype).view(tuple(data_of(item).chunk.sizes))
-        copies[item.index] = copy.copy_(source, non_blocking=True)
-    for device in devices:
-        torch.accelerator.synchronize(device)
-    return copies
+    def _shared(self) -> Store:
+        assert self._store is not None, "several ranks have one"
+        return self._store

@@ -10,18 +10,16 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.files import DAMAGED, PlainFile, open_plainly, require_plain_file
-from lockstep.checkpoint.hold import held
+from lockstep.checkpoint.files import DAMAGED, PlainFile, held, open_plainly, require_plain_file
 from lockstep.checkpoint.manifest import ITEM_SIZES, Block, Chunk, StoredTensor, read_manifest
-from lockstep.checkpoint.old_format import OldCheckpoint
+from lockstep.checkpoint.search import read_block, require_checkpoint
 from lockstep.checkpoint.together import on_all
 from lockstep.checkpoint.values import decode, leaves, tagged
-from lockstep.checkpoint.verify import is_old, read_block, require_checkpoint
 from lockstep.dist import is_main_process
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.location import Location
@@ -141,7 +139,7 @@ def read_whole(stored: Stored, tensor: StoredTensor) -> Tensor:
 
 
 def _empty(tensor: StoredTensor) -> Tensor:
-    """Return memory for a tensor, of which a stranger's checkpoint may have a sparse one of any size."""
+    """Return memory for a tensor, which somebody else's checkpoint may say to be of any size."""
     try:
         return torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
     except RuntimeError as error:
@@ -155,22 +153,20 @@ def open_checkpoint(directory: Location) -> Stored:
         ConfigError: the directory is not a checkpoint, or is damaged.
     """
     require_checkpoint(directory)
-    return OldCheckpoint(directory) if is_old(directory) else _Checkpoint(directory)
+    return Stored(directory)
 
 
-class _Checkpoint:
-    """A checkpoint with a manifest.
+class Stored:
+    """A checkpoint, whose files are opened when they are first read.
 
     Attributes:
-        encoded_meta: the metadata; see `values.py`.
-        state: the encoded state.
+        state: the encoded state; see `values.py`.
         tensors: the tensors in it, by name.
     """
 
     def __init__(self, directory: Location) -> None:
         self._directory = directory
         self._manifest = read_manifest(directory)
-        self.encoded_meta: Mapping[str, Any] = self._manifest.meta
         self.state: Mapping[str, Any] = self._manifest.state
         self.tensors: Mapping[str, StoredTensor] = self._manifest.tensors
         self._files: dict[str, PlainFile] = {}
@@ -179,11 +175,7 @@ class _Checkpoint:
     @cached_property
     def meta(self) -> dict[str, Any]:
         """The metadata."""
-        return dict(decode(self.encoded_meta))
-
-    def item(self, key: str) -> Any:
-        """Refuse a value that is stored by itself, as only the first format has them."""
-        raise CheckpointError(f"{self._directory} has a value {key!r} in a form of another format. Do not use it")
+        return dict(decode(self._manifest.meta))
 
     def read(self, chunk: Chunk, dtype: str, offsets: tuple[int, ...], target: Tensor) -> None:
         """Fill a tensor with the part of a chunk that begins at `offsets`; at most a block is read beyond it."""
@@ -229,9 +221,6 @@ class _Checkpoint:
         return self._files[name]
 
 
-Stored: TypeAlias = _Checkpoint | OldCheckpoint
-
-
 def _tensors_of(stored: Stored, part: str) -> dict[str, StoredTensor]:
     """Return the tensors under a part of the state, by their names there."""
     nodes = ((path, tagged(node)) for path, node in leaves(stored.state.get(part, {})))
@@ -262,16 +251,16 @@ class _Load:
     ) -> None:
         self._directory, self._stored, self._layout, self._resizable = directory, stored, layout, resizable
         self._wanted: dict[str, Any] = {}  # the tensors to be filled, by name
-        self._misfits: list[str] = []
+        self._differences: list[str] = []
 
     def run(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state, read."""
         for key, part in state.items():
             self._ask(part, self._stored.state.get(key, _MISSING), (key,))
-        if self._misfits:
-            more = len(self._misfits) - _MOST_NAMED
-            told = "; ".join(self._misfits[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
-            raise ConfigError(f"the checkpoint {self._directory} does not fit: {told}. {_REMEDY}")
+        if self._differences:
+            more = len(self._differences) - _MOST_NAMED
+            shown = "; ".join(self._differences[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
+            raise ConfigError(f"the checkpoint {self._directory} does not fit: {shown}. {_REMEDY}")
         self._fill()
         return {key: self._read(part, self._stored.state.get(key), (key,)) for key, part in state.items()}
 
@@ -286,7 +275,7 @@ class _Load:
                 below = node.get(str(key), _MISSING) if isinstance(node, dict) and tag is None else _MISSING
                 self._ask(item, below, (*path, str(key)))
         elif node is _MISSING:
-            self._misfits.append(f"there is no `{name}` in it")
+            self._differences.append(f"there is no `{name}` in it")
         elif _is_nested(part):
             nodes = node if isinstance(node, list) else held if tag == "$tuple" else []
             for i, item in enumerate(part):
@@ -296,7 +285,9 @@ class _Load:
                 if name in self._resizable:
                     self._ask_as_saved(node, path)
                     return
-                self._misfits.append(f"`{name}` has the shape {list(shape)} in it, but is of {list(part.shape)} here")
+                self._differences.append(
+                    f"`{name}` has the shape {list(shape)} in it, but is of {list(part.shape)} here"
+                )
             self._wanted[held] = part
         else:
             self._ask_as_saved(node, path)
@@ -378,8 +369,6 @@ class _Load:
         return decode(node, self._value)
 
     def _value(self, tag: str, held: Any) -> Any:
-        if tag == "$item":
-            return self._stored.item(held)
         return self._wanted[held] if tag == "$tensor" else self._wanted[held].numpy()
 
 

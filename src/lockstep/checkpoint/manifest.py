@@ -34,14 +34,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.checkpoint.files import DAMAGED, MANIFEST_FILE, read_plain_file
-from lockstep.checkpoint.form import DESCRIPTION, check_form, require_plain_name
-from lockstep.checkpoint.values import check_forms, tagged
+from lockstep.checkpoint.values import DESCRIPTION, check_encoded, check_form, require_plain_name, tagged
 from lockstep.errors import CheckpointError
 from lockstep.location import Location
 from lockstep.masking import printable
 
-OWN_FILES = re.compile(r"rank_\d+(\.\d+)?\.safetensors|manifest\.json|meta\.json|\.metadata|__\d+_\d+\.distcp")
-"""Names of the files of checkpoints, also of the first format."""
+OWN_FILES = re.compile(r"rank_\d+(\.\d+)?\.safetensors|manifest\.json")
+"""Names of the files of checkpoints."""
 FORMAT = 2
 BLOCK = 16 << 20  # bytes; a rank needs as much memory to read or to write
 ITEM_SIZES = {
@@ -215,7 +214,7 @@ def check_meta(meta: Any) -> None:
     Raises:
         ValueError: they are not as `encode` returns them, or name a file outside of a folder.
     """
-    for _ in check_forms(meta, {}, ("meta",)):
+    for _ in check_encoded(meta, {}, ("meta",)):
         pass
     check_form(meta, {"weights": DESCRIPTION}, "meta")
 
@@ -280,7 +279,7 @@ def _checked(content: Mapping[str, Any]) -> Manifest:
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     check_meta(meta)
     seen: set[str] = set()
-    for name in check_forms(state, dtypes):
+    for name in check_encoded(state, dtypes):
         if name in seen:
             raise ValueError(f"the tensor {name} stands for two values")
         seen.add(name)

@@ -11,13 +11,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from lockstep.checkpoint.files import is_there, read_plain_file, sync_folder, write_durably
-from lockstep.checkpoint.owner import name_of_draft
+from lockstep.checkpoint.drafts import name_of_draft
+from lockstep.checkpoint.files import POINTER_FILE, is_there, read_plain_file, sync_folder, write_durably
 from lockstep.errors import ConfigError
 from lockstep.location import Location, RemotePath
 from lockstep.masking import printable
 
-POINTER_FILE = "last_checkpoint"
 _MOST_BYTES = 2048  # of the file: a path in it must be one with the path of the work_dir before it
 _MOST_NAME = 255  # bytes of a folder's name
 

@@ -1,8 +1,11 @@
 """Saving a state: each rank writes its part into a file of its own, and rank 0 publishes them together.
 
-Which rank writes which part is planned by torch.distributed.checkpoint (`DefaultSavePlanner`): a tensor that several
-ranks hold is written once, and a sharded one by each rank that holds a part. A file is one of safetensors: a header
-with the names, dtypes and shapes of the chunks, then their bytes, without gaps and copies.
+A save has three steps, each a function of values: `plan_save` says which rank writes which part, `write_share` writes
+a rank's part, and `publish` makes a checkpoint of what all have written.
+
+The plan is that of torch.distributed.checkpoint (`DefaultSavePlanner`): a tensor that several ranks hold is written
+once, and a sharded one by each rank that holds a part. A file is one of safetensors: a header with the names, dtypes
+and shapes of the chunks, then their bytes, without gaps and copies.
 
 `torch.distributed.checkpoint` is imported only when used: the import takes half as long as that of torch, on every
 rank, and a run may need it late or never.
@@ -10,16 +13,16 @@ rank, and a run may need it late or never.
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
-import math
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +41,7 @@ from lockstep.checkpoint.manifest import (
     dump_manifest,
 )
 from lockstep.checkpoint.pointer import PointerDraft
-from lockstep.checkpoint.together import on_all_then_main
+from lockstep.checkpoint.together import Exchange, on_all_then_main
 from lockstep.checkpoint.values import encode, merge
 from lockstep.dist import is_main_process
 from lockstep.errors import ConfigError
@@ -46,7 +49,7 @@ from lockstep.location import Location, RemotePath
 from lockstep.version import __version__
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 # What safetensors calls the dtypes that all its readers know; the others are written as bytes.
 SAFETENSORS = {
@@ -54,6 +57,84 @@ SAFETENSORS = {
     "bfloat16": "BF16", "float32": "F32", "float64": "F64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
 _BAND = 1 << 20  # bytes that are summed up and then written while they are in the processor's cache
+
+
+class Piece(NamedTuple):
+    """A part of a tensor that one rank writes.
+
+    Attributes:
+        name: the tensor's name.
+        shape: the shape of the whole tensor.
+        offsets: where the part begins in it, for each dim.
+        part: the part.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    part: Tensor
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype."""
+        return _name_of(self.part.dtype)
+
+
+class Outline(NamedTuple):
+    """What rank 0 knows of a checkpoint that is being written, besides what the ranks write.
+
+    Attributes:
+        draft: where it is written.
+        last_of: the folder whose last checkpoint it becomes.
+        meta: the metadata, encoded.
+        state: the state of all ranks, encoded.
+        tensors: dtype and shape of each tensor, by name.
+    """
+
+    draft: Draft
+    last_of: Location | None
+    meta: Mapping[str, Any]
+    state: Mapping[str, Any]
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+
+
+class Plan(NamedTuple):
+    """What one rank has to do for a save.
+
+    Attributes:
+        directory: the checkpoint's path.
+        path: the file that this rank writes.
+        pieces: what it writes there.
+        outline: on rank 0, what it publishes; None on the others.
+    """
+
+    directory: Location
+    path: Location
+    pieces: Sequence[Piece]
+    outline: Outline | None
+
+    @property
+    def size(self) -> int:
+        """Number of bytes that this rank writes, without the file's header."""
+        return sum(piece.part.nbytes for piece in self.pieces)
+
+    @property
+    def failure(self) -> str:
+        """The beginning of the message if a step fails."""
+        return _failure(self.directory)
+
+    def discard(self) -> None:
+        """Remove what has been written, on rank 0; do nothing on others."""
+        if self.outline is not None:
+            self.outline.draft.discard()
+
+
+class _LocalPlan(NamedTuple):
+    """What a rank has to save: its plan, and its encoded values; on rank 0, the metadata."""
+
+    plan: SavePlan
+    values: Any
+    meta: Any
 
 
 def save_state(
@@ -76,169 +157,104 @@ def save_state(
         ConfigError: on every rank, if a value on some rank can't be saved; the message names it.
         OSError: on every rank, if some rank could not write. Nothing is left of the checkpoint then.
     """
-    save = Save(directory, state, meta, last_of)
+    write_and_publish(plan_save(directory, state, meta, last_of))
+
+
+def plan_save(
+    directory: Location, state: Mapping[str, Any], meta: Mapping[str, Any], last_of: Location | None = None
+) -> Plan:
+    """Decide who writes what, and make the draft; see `save_state`. **Collective**: every rank."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    items, path, outline = on_all_then_main(
+        _failure(directory),
+        partial(_plan_locally, planner, state, meta),
+        partial(_share_out, planner, directory, last_of),
+    )
+    return Plan(directory, path, [_piece(planner, item) for item in items], outline)
+
+
+def write_and_publish(plan: Plan, exchange: Exchange | None = None) -> None:
+    """Do what is planned on every rank, with `exchange` between the ranks; leave nothing if that fails on one."""
     try:
-        share = on_all_then_main(save.failure, save.plan, save.share_out, save.clean)
-        on_all_then_main(save.failure, lambda: save.write(share, save.tensor_of), save.complete, save.clean)
+        on_all_then_main(plan.failure, partial(write_share, plan), partial(publish, plan), plan.discard, exchange)
     except BaseException:
-        save.clean()
+        plan.discard()
         raise
 
 
-class _Plan(NamedTuple):
-    """What a rank has to save: its plan, and its encoded values; on rank 0, the metadata."""
+def write_share(plan: Plan) -> dict[str, Any] | None:
+    """Write a rank's file, and wait until the disk or the bucket has it. No collective.
 
-    plan: SavePlan
-    values: Any
-    meta: Any
-
-
-class Share(NamedTuple):
-    """What a rank is to write, and where."""
-
-    items: Sequence[WriteItem]
-    path: Location
-
-    @property
-    def size(self) -> int:
-        """Number of bytes, without the file's header."""
-        return sum(size_of(item) for item in self.items)
-
-
-class Written(NamedTuple):
-    """What a rank has written: a file, and its chunks with the names of their tensors."""
-
-    name: str
-    file: StoredFile
-    chunks: Sequence[tuple[str, Chunk]]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON."""
-        chunks = [(tensor, one.start, one.offsets, one.shape, one.crc32) for tensor, one in self.chunks]
-        return {"name": self.name, "file": dataclasses.astuple(self.file), "chunks": chunks}
-
-    @classmethod
-    def from_json(cls, said: dict[str, Any]) -> Written:
-        """Return what `to_json` of another rank has returned."""
-        name = said["name"]
-        chunks = [
-            (tensor, Chunk(name, start, tuple(offsets), tuple(shape), tuple(crc32)))
-            for tensor, start, offsets, shape, crc32 in said["chunks"]
-        ]
-        return cls(name, StoredFile(*said["file"]), chunks)
-
-
-class Save:
-    """One save, as one rank sees it: its steps, none of which is a collective.
-
-    Attributes:
-        directory: the checkpoint's path.
-        failure: begins the message if a step fails.
+    Returns:
+        What a manifest says of it, in JSON values: `name`, `file`, and `chunks`, each after the name of its tensor;
+        None if this rank has nothing to write.
     """
+    if not plan.pieces:
+        return None
+    # The largest elements first: so each chunk begins at a multiple of its element's size, as readers expect.
+    pieces = sorted(plan.pieces, key=lambda piece: -piece.part.itemsize)
+    header: dict[str, Any] = {}
+    end = 0
+    for piece in pieces:
+        header[_name_in_file(piece)] = _header_entry(piece, end)
+        end += piece.part.nbytes
+    head = header_bytes(header)
+    chunks: list[tuple[str, dict[str, Any]]] = []
+    start, name = len(head), plan.path.name
+    with _space_for(plan.size, plan.path), writing(plan.path, start + end) as file:
+        file.write(head)
+        for piece in pieces:
+            checksums = _Checksums()
+            for band in _bands(piece.part):
+                checksums.update(band)
+                file.write(band)
+            shape, crc32 = list(piece.part.shape), checksums.of_all()
+            place = {"file": name, "start": start, "offsets": piece.offsets, "shape": shape, "crc32": crc32}
+            chunks.append((piece.name, place))
+            start += piece.part.nbytes
+    return {"name": name, "file": {"size": start, "header": len(head), "crc32": checksum_of(head)}, "chunks": chunks}
 
-    def __init__(
-        self, directory: Location, state: Mapping[str, Any], meta: Mapping[str, Any], last_of: Location | None
-    ) -> None:
-        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-        self.directory = directory
-        self.failure = f"the checkpoint {directory} could not be written"
-        self._state, self._meta, self._last_of = state, meta, last_of
-        self._planner = DefaultSavePlanner(flatten_state_dict=False)
-        # Known to rank 0 alone:
-        self._draft: Draft | None = None
-        self._pointer: PointerDraft | None = None
-        self._values: Any = {}
-        self._forms: dict[str, tuple[str, tuple[int, ...]]] = {}  # dtypes and shapes
+def publish(plan: Plan, written: Sequence[dict[str, Any] | None]) -> list[None]:
+    """On rank 0: write the manifest, give the checkpoint its name, and point to it. No collective.
 
-    def plan(self) -> _Plan:
-        """On every rank: say what there is to write."""
-        tensors: dict[str, Tensor] = {}
-        values = encode(self._state, (), tensors)
-        for name, tensor in tensors.items():
-            _require_plain(name, tensor)
-        self._planner.set_up_planner(tensors, None, is_main_process())
-        return _Plan(self._planner.create_local_plan(), values, encode(self._meta) if is_main_process() else None)
-
-    def share_out(self, plans: list[_Plan]) -> list[Share]:
-        """On rank 0: decide who writes what, and make the draft."""
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-        shared, index = self._planner.create_global_plan([one.plan for one in plans])
-        for name, entry in index.state_dict_metadata.items():
-            assert isinstance(entry, TensorStorageMetadata), "only tensors are planned"
-            self._forms[name] = _name_of(entry.properties.dtype), tuple(entry.size)
-        for one in plans:
-            self._values = merge(self._values, one.values)
-        self._meta = plans[0].meta
-        try:
-            check_meta(self._meta)
-        except ValueError as error:
-            raise ConfigError(f"metadata must have the form that readers expect, but {error}") from error
-        self._draft = make_draft(self.directory)
-        place, ending = self._draft.folder, self._draft.ending
-        shares = [Share(plan.items, place / f"rank_{rank}{ending}") for rank, plan in enumerate(shared)]
-        if not isinstance(place, RemotePath):
-            needed, free = sum(share.size for share in shares), shutil.disk_usage(place).free
-            if needed > free:
-                raise _no_space(needed, free, place)
-        return shares
-
-    def tensor_of(self, item: WriteItem) -> Tensor:
-        """On every rank: return what is to be written of the state."""
-        return cast("Tensor", self._planner.resolve_data(item))
-
-    def release(self) -> None:
-        """On every rank: forget the state, of which there is a copy."""
-        del self._state, self._planner
-
-    def write(self, share: Share, tensor_of: Callable[[WriteItem], Tensor]) -> Written | None:
-        """On every rank: write its share."""
-        if not share.items:
-            return None
-        with _space_for(share.size, share.path):
-            return _write(share, tensor_of)
-
-    def complete(self, written: list[Written | None]) -> list[None]:
-        """On rank 0: write the manifest, publish the draft, and point to it."""
-        assert self._draft is not None, "rank 0 has made it"
-        parts = [part for part in written if part is not None]
-        chunks: dict[str, list[Chunk]] = {}
-        for part in parts:
-            for name, chunk in part.chunks:
-                chunks.setdefault(name, []).append(chunk)
-        manifest = Manifest(
-            written={
-                "time": time.time(),
-                "block": BLOCK,
-                "lockstep": __version__,
-                "torch": torch.__version__,
-                "ranks": len(written),
-            },
-            meta=self._meta,
-            state=self._values,
-            files={part.name: part.file for part in parts},
-            tensors={
-                name: StoredTensor(dtype, shape, tuple(chunks[name])) for name, (dtype, shape) in self._forms.items()
-            },
-        )
-        sizes = {name: file.size for name, file in manifest.files.items()}
-        content = dump_manifest(manifest)
+    Args:
+        plan: rank 0's plan.
+        written: what `write_share` has returned on each rank.
+    """
+    assert plan.outline is not None, "rank 0 has one"
+    draft, last_of, meta, state, tensors = plan.outline
+    parts = [part for part in written if part is not None]
+    chunks: dict[str, list[Chunk]] = {name: [] for name in tensors}
+    for part in parts:
+        for name, place in part["chunks"]:
+            chunks[name].append(Chunk(**place))
+    manifest = Manifest(
+        written={
+            "time": time.time(),
+            "block": BLOCK,
+            "lockstep": __version__,
+            "torch": torch.__version__,
+            "ranks": len(written),
+        },
+        meta=meta,
+        state=state,
+        files={part["name"]: StoredFile(**part["file"]) for part in parts},
+        tensors={name: StoredTensor(dtype, shape, tuple(chunks[name])) for name, (dtype, shape) in tensors.items()},
+    )
+    content = dump_manifest(manifest)
+    with ExitStack() as stack:
         # All that needs space comes before the checkpoint gets its name.
-        with _space_for(len(content), self._draft.folder / MANIFEST_FILE):
-            if self._last_of is not None:
-                self._pointer = PointerDraft(self._last_of, self.directory)
-            self._draft.publish(content, sizes)
-        if self._pointer is not None:
-            self._pointer.publish()
-        return [None] * len(written)
-
-    def clean(self) -> None:
-        """Remove the drafts of a save that has failed."""
-        if self._draft is not None:
-            self._draft.discard()
-        if self._pointer is not None:
-            self._pointer.discard()
+        with _space_for(len(content), draft.folder / MANIFEST_FILE):
+            pointer = None if last_of is None else PointerDraft(last_of, plan.directory)
+            if pointer is not None:
+                stack.callback(pointer.discard)
+            draft.publish(content, {name: file.size for name, file in manifest.files.items()})
+        if pointer is not None:
+            pointer.publish()
+    return [None] * len(written)
 
 
 def header_bytes(tensors: Mapping[str, Any]) -> bytes:
@@ -248,30 +264,62 @@ def header_bytes(tensors: Mapping[str, Any]) -> bytes:
     return len(words).to_bytes(8, "little") + words
 
 
-def _write(share: Share, tensor_of: Callable[[WriteItem], Tensor]) -> Written:
-    """Write a file of safetensors, and wait until the disk or the bucket has it."""
-    # The largest elements first: so each chunk begins at a multiple of its element's size, as readers expect.
-    items = sorted(share.items, key=lambda item: -ITEM_SIZES[_name_of(data_of(item).properties.dtype)])
-    header: dict[str, Any] = {}
-    end = 0
-    for item in items:
-        header[_name_in_file(item)] = _header_entry(item, end)
-        end += size_of(item)
-    head = header_bytes(header)
-    chunks = []
-    start = len(head)
-    with writing(share.path, start + end) as file:
-        file.write(head)
-        for item in items:
-            checksums = _Checksums()
-            for band in _bands(tensor_of(item).detach()):
-                checksums.update(band)
-                file.write(band)
-            place = data_of(item).chunk
-            chunk = Chunk(share.path.name, start, tuple(place.offsets), tuple(place.sizes), checksums.of_all())
-            chunks.append((item.index.fqn, chunk))
-            start += size_of(item)
-    return Written(share.path.name, StoredFile(start, len(head), checksum_of(head)), chunks)
+def _failure(directory: Location) -> str:
+    return f"the checkpoint {directory} could not be written"
+
+
+def _plan_locally(planner: SavePlanner, state: Mapping[str, Any], meta: Mapping[str, Any]) -> _LocalPlan:
+    """On every rank: say what there is to write."""
+    tensors: dict[str, Tensor] = {}
+    values = encode(state, (), tensors)
+    for name, tensor in tensors.items():
+        _require_plain(name, tensor)
+    planner.set_up_planner(tensors, None, is_main_process())
+    return _LocalPlan(planner.create_local_plan(), values, encode(meta) if is_main_process() else None)
+
+
+def _share_out(
+    planner: SavePlanner, directory: Location, last_of: Location | None, plans: Sequence[_LocalPlan]
+) -> list[tuple[Sequence[WriteItem], Location, Outline | None]]:
+    """On rank 0: decide who writes what and where, and make the draft."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    shared, index = planner.create_global_plan([one.plan for one in plans])
+    tensors = {}
+    for name, entry in index.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata), "only tensors are planned"
+        tensors[name] = _name_of(entry.properties.dtype), tuple(entry.size)
+    values: Any = {}
+    for one in plans:
+        values = merge(values, one.values)
+    meta = plans[0].meta
+    try:
+        check_meta(meta)
+    except ValueError as error:
+        raise ConfigError(f"metadata must have the form that readers expect, but {error}") from error
+    draft = make_draft(directory)
+    if not isinstance(draft.folder, RemotePath):
+        needed, free = sum(_size_of(item) for plan in shared for item in plan.items), _free(draft.folder)
+        if needed > free:
+            draft.discard()
+            raise _no_space(needed, free, draft.folder)
+    outline = Outline(draft, last_of, meta, values, tensors)
+    return [
+        (plan.items, draft.folder / f"rank_{rank}{draft.ending}", outline if rank == 0 else None)
+        for rank, plan in enumerate(shared)
+    ]
+
+
+def _piece(planner: SavePlanner, item: WriteItem) -> Piece:
+    data, part = item.tensor_data, planner.resolve_data(item)
+    assert data is not None, "only tensors are planned"
+    assert isinstance(part, Tensor), "only tensors are planned"
+    return Piece(item.index.fqn, tuple(data.size), tuple(data.chunk.offsets), part.detach())
+
+
+def _size_of(item: WriteItem) -> int:
+    assert item.tensor_data is not None, "only tensors are planned"
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
 
 
 class _Checksums:
@@ -335,7 +383,7 @@ def _space_for(needed: int, path: Location) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT) and not isinstance(path, RemotePath):
-            raise _no_space(needed, shutil.disk_usage(path.parent).free, path) from error
+            raise _no_space(needed, _free(path.parent), path) from error
         raise
 
 
@@ -348,34 +396,24 @@ def _no_space(needed: int, free: int, path: Location) -> OSError:
     )
 
 
+def _free(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def size_of(item: WriteItem) -> int:
-    """Return the number of bytes that an item of the plan has in a file."""
-    data = data_of(item)
-    return math.prod(data.chunk.sizes) * ITEM_SIZES[_name_of(data.properties.dtype)]
-
-
-def data_of(item: WriteItem) -> TensorWriteData:
-    """Return which part of which tensor an item of the plan is."""
-    assert item.tensor_data is not None, "only tensors are planned"
-    return item.tensor_data
-
-
-def _name_in_file(item: WriteItem) -> str:
+def _name_in_file(piece: Piece) -> str:
     """Return the tensor's name; for a part of it, also where it lies, as in `weight[0:4,2:8]`."""
-    place = data_of(item).chunk
-    if place.sizes == data_of(item).size:
-        return item.index.fqn
-    ranges = (f"{begin}:{begin + length}" for begin, length in zip(place.offsets, place.sizes, strict=True))
-    return f"{item.index.fqn}[{','.join(ranges)}]"
+    if tuple(piece.part.shape) == piece.shape:
+        return piece.name
+    ranges = (f"{begin}:{begin + length}" for begin, length in zip(piece.offsets, piece.part.shape, strict=True))
+    return f"{piece.name}[{','.join(ranges)}]"
 
 
-def _header_entry(item: WriteItem, start: int) -> dict[str, Any]:
-    data, size = data_of(item), size_of(item)
-    dtype, shape = _name_of(data.properties.dtype), list(data.chunk.sizes)
+def _header_entry(piece: Piece, start: int) -> dict[str, Any]:
+    dtype, shape, offsets = piece.dtype, list(piece.part.shape), [start, start + piece.part.nbytes]
     if dtype not in SAFETENSORS:
-        return {"dtype": "U8", "shape": [*shape, ITEM_SIZES[dtype]], "data_offsets": [start, start + size]}
-    return {"dtype": SAFETENSORS[dtype], "shape": shape, "data_offsets": [start, start + size]}
+        return {"dtype": "U8", "shape": [*shape, ITEM_SIZES[dtype]], "data_offsets": offsets}
+    return {"dtype": SAFETENSORS[dtype], "shape": shape, "data_offsets": offsets}

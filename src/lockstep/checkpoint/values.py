@@ -10,15 +10,21 @@ A value of JSON stands for itself. An object with one key that begins with `$` s
 | `{"$dict": [[0, "a"]]}` | a dict whose keys are not all strings, or look like one of these |
 | `{"$float": "inf"}` | `inf`, `-inf` or `nan` |
 | `{"$dtype": "float32"}` | a dtype of torch |
+
+What is read must also have the form that its reader expects. A form is a test with words for messages, a dict of forms
+by key (`"*"`: for all other keys), or a list with the form of its items. The keys of a `Whole` must all be there; those
+of another dict may be missing. There are forms of what a model says of its weights, whose texts become names of files,
+and of what a run resumes from. This module does not import torch.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import reprlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from lockstep.errors import CheckpointError, ConfigError
 
@@ -30,6 +36,7 @@ Path: TypeAlias = tuple[str, ...]
 MOST_NESTED = 100
 """How deep dicts, lists and tuples may lie in one another."""
 _PLAIN = (str, int, float, bool, type(None))
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 
 
 def encode(value: Any, path: Path = (), tensors: dict[str, Tensor] | None = None) -> Any:
@@ -98,7 +105,7 @@ def decode(node: Any, stored: Callable[[str, Any], Any] | None = None) -> Any:
     match tag:
         case None:
             return {key: decode(item, stored) for key, item in node.items()}
-        case "$tensor" | "$array" | "$item" if stored is not None:
+        case "$tensor" | "$array" if stored is not None:
             return stored(tag, held)
         case "$tuple" if isinstance(held, list):
             return tuple(decode(item, stored) for item in held)
@@ -114,11 +121,11 @@ def decode(node: Any, stored: Callable[[str, Any], Any] | None = None) -> Any:
     raise CheckpointError(f"a value must be JSON or one of the forms of lockstep, but is {node!r}")
 
 
-def check_forms(node: Any, dtypes: Mapping[str, str], path: Path = ()) -> Iterator[str]:
+def check_encoded(node: Any, dtypes: Mapping[str, str], path: Path = ()) -> Iterator[str]:
     """Check that JSON consists of the forms of this module, and yield the names of the tensors that it refers to.
 
     Args:
-        node: what `encode` returned, or what a stranger says that it has.
+        node: what `encode` returned, or what somebody else's checkpoint holds.
         dtypes: the names of the tensors that there are, and of their dtypes.
         path: the keys that lead to it.
 
@@ -132,7 +139,7 @@ def check_forms(node: Any, dtypes: Mapping[str, str], path: Path = ()) -> Iterat
         case None:
             items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
             for key, item in items:
-                yield from check_forms(item, dtypes, (*path, str(key)))
+                yield from check_encoded(item, dtypes, (*path, str(key)))
             if isinstance(node, dict | list) or (isinstance(node, _PLAIN) and _is_finite(node)):
                 return
         case "$tensor" | "$array" if isinstance(held, str) and held in dtypes:
@@ -140,11 +147,11 @@ def check_forms(node: Any, dtypes: Mapping[str, str], path: Path = ()) -> Iterat
                 yield held
                 return
         case "$tuple" if isinstance(held, list):
-            yield from check_forms(held, dtypes, (*path, tag))
+            yield from check_encoded(held, dtypes, (*path, tag))
             return
         case "$dict" if isinstance(held, list) and all(_is_pair(pair) for pair in held):
             for key, item in held:
-                yield from check_forms(item, dtypes, (*path, str(key)))
+                yield from check_encoded(item, dtypes, (*path, str(key)))
             return
         case "$float" if held in ("inf", "-inf", "nan"):
             return
@@ -178,6 +185,90 @@ def leaves(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, node
 
 
+class Kind(NamedTuple):
+    """A kind of value: in words, and a test for it."""
+
+    words: str
+    fits: Callable[[Any], bool]
+
+    def or_none(self) -> Kind:
+        """Return the kind that is also fitted by None."""
+        return Kind(f"{self.words} or null", lambda node: node is None or self.fits(node))
+
+
+class Whole(dict[str, Any]):
+    """Forms by key, all of which must be there."""
+
+
+Form: TypeAlias = Kind | Mapping[str, Any] | list[Any]
+
+
+def require_plain_name(name: object) -> str:
+    """Return the name of a file that lies directly in a folder.
+
+    Raises:
+        ValueError: it leads elsewhere, or is too long.
+    """
+    if not _is_plain_name(name):
+        raise ValueError(f"{name!r} is not the name of a file in it, and may lead out of the folder")
+    return str(name)
+
+
+def check_form(node: Any, form: Form, path: str) -> None:
+    """Check that an encoded value has a form.
+
+    Args:
+        node: the value, as `encode` returns it.
+        form: the form.
+        path: the keys that lead to it.
+
+    Raises:
+        ValueError: it has another one; the message names the keys that lead to what differs.
+    """
+    if isinstance(form, Kind):
+        if not form.fits(node):
+            raise ValueError(f"`{path}` must be {form.words}, but is {reprlib.repr(node)}")
+    elif isinstance(form, list):
+        items = tagged(node)[1] if tagged(node)[0] == "$tuple" else node
+        if not isinstance(items, list):
+            raise ValueError(f"`{path}` must be a list, but is {reprlib.repr(node)}")
+        for i, item in enumerate(items):
+            check_form(item, form[0], f"{path}.{i}")
+    else:
+        if not isinstance(node, dict) or tagged(node)[0] is not None:
+            raise ValueError(f"`{path}` must be a dict, but is {reprlib.repr(node)}")
+        if isinstance(form, Whole) and (missing := [key for key in form if key not in node]):
+            raise ValueError(f"`{path}` must have {missing[0]!r}, but has {reprlib.repr(list(node))}")
+        for key, item in node.items():
+            if (below := form.get(key, form.get("*"))) is not None:
+                check_form(item, below, f"{path}.{key}")
+
+
+def is_count(value: object) -> bool:
+    """Return whether a value is a number of things, which fits into 64 bits."""
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def check_resumable_form(meta: Any, state: Any) -> None:
+    """Check that encoded metadata and an encoded state have the form in which a run saves them.
+
+    Raises:
+        ValueError: they have not; the message names the keys that lead to what differs.
+    """
+    check_form(meta, _ALWAYS, "meta")
+    check_form(meta, _META, "meta")
+    check_form(state, Whole(model={}), "state")
+    check_form(state, {"ranks": {}}, "state")
+    if meta.get("has_optimizer", True):
+        check_form(state, Whole(optimizer=_OPTIMIZER), "state")
+        if any("params" not in group for group in state["optimizer"]["param_groups"]):
+            raise ValueError("a group of `state.optimizer.param_groups` must have 'params', but has none")
+    holder = meta["position"].get("held_by")
+    needed = {*range(min(meta.get("rank_states", 0), len(state.get("ranks", {})) + 1)), holder} - {None}
+    if needed:
+        check_form(state, Whole(ranks=Whole({str(rank): _RANK for rank in needed})), "state")
+
+
 def _is_finite(node: Any) -> bool:
     return not isinstance(node, float) or math.isfinite(node)
 
@@ -207,3 +298,89 @@ def _put(tensor: Tensor, path: Path, tensors: dict[str, Tensor]) -> str:
         raise ConfigError(f"each tensor to be saved must have a name of its own, but two are called {name}. Rename one")
     tensors[name] = tensor
     return name
+
+
+def _is_plain_name(name: object) -> bool:
+    return isinstance(name, str) and _PLAIN_NAME.fullmatch(name) is not None
+
+
+def _is_number(node: Any) -> bool:
+    return type(node) in (int, float) and abs(node) < 1e308 and math.isfinite(node)
+
+
+def _is_option(node: Any) -> bool:
+    items = tagged(node)[1] if tagged(node)[0] == "$tuple" else node
+    if isinstance(items, list):
+        return all(map(_is_option, items))
+    return node is None or isinstance(node, bool) or any(kind.fits(node) for kind in (NUMBER, TEXT, TENSOR))
+
+
+TEXT = Kind("a string", lambda node: isinstance(node, str))
+FLAG = Kind("true or false", lambda node: isinstance(node, bool))
+COUNT = Kind("a number of things", is_count)
+WHOLE_NUMBER = Kind("a whole number", lambda node: type(node) is int and abs(node) < 1 << 64)
+NUMBER = Kind("a number", lambda node: _is_number(node) or tagged(node)[0] == "$float")
+TENSOR = Kind("a tensor", lambda node: tagged(node)[0] == "$tensor")
+
+DESCRIPTION: Form = {
+    "tied": [[TEXT]],
+    "pretrained": [
+        Whole(
+            prefix=TEXT,
+            stem=Kind("the name of a file, without a folder", _is_plain_name),
+            files=Kind(
+                "files of JSON by their names, without folders",
+                lambda node: (
+                    isinstance(node, dict)
+                    and all(_is_plain_name(name) and name.endswith(".json") for name in node)
+                    and isinstance(node.get("config.json", {}), dict)
+                ),
+            ),
+            names=Kind(
+                "names by name or null",
+                lambda node: node is None or (isinstance(node, dict) and all(map(TEXT.fits, node.values()))),
+            ),
+        )
+    ],
+}
+"""The form of what `lockstep.weights.describe_model` returns, which a checkpoint has as `weights` in its metadata."""
+
+_OPTION = Kind("a plain value, or a list of them", _is_option)
+# numpy takes any place in the words of its generator, and reads memory beyond them.
+_PLACE = Kind("a place in 624 words", lambda node: is_count(node) and node <= 624)
+_RATE = Kind("a number or a tensor", lambda node: NUMBER.fits(node) or TENSOR.fits(node))
+_WINDOWS: Form = Whole(backward_passes=COUNT, per_iteration=COUNT.or_none(), open=COUNT, updates=COUNT)
+
+_META: Form = {
+    "strategy": TEXT,
+    "data_shares": COUNT,
+    "rank_states": COUNT,
+    "validated_iter": COUNT.or_none(),
+    "has_optimizer": FLAG,
+    "optim_wrapper": {"*": {"windows": _WINDOWS}, "windows": _WINDOWS},
+    "begun_with": Whole(options=[{"*": _OPTION}], schedules=[TEXT]),
+    "param_scheduler_hook": Whole(held=[NUMBER]),
+    "position": Whole(
+        epoch=COUNT,
+        batches=COUNT,
+        samples=COUNT.or_none(),
+        unit=TEXT.or_none(),
+        total=COUNT.or_none(),
+        global_batch=COUNT.or_none(),
+        head=[_OPTION],
+        layout=[_OPTION],
+        held_by=COUNT.or_none(),
+    ),
+    "checkpoint_hook": {"best": {"*": Whole(value=NUMBER, path=TEXT)}, "runs": [TEXT]},  # "runs" is younger
+}
+# Schedules of torch may hold those that they are made of.
+_ALWAYS: Form = Whole(epoch=COUNT, iter=COUNT, seed=WHOLE_NUMBER, world_size=COUNT, position={}, param_schedulers=[{}])
+_OPTIMIZER: Form = Whole(state={"*": {}}, param_groups=[{"*": _OPTION, "lr": _RATE, "params": [TEXT]}])
+_RANK: Form = Whole(
+    random=Whole(
+        python=Whole(version=COUNT, words=TENSOR, gauss=NUMBER.or_none()),
+        torch=TENSOR,
+        numpy=Whole(name=TEXT, words=TENSOR, position=_PLACE, has_gauss=COUNT, gauss=NUMBER),
+    ),
+    data=Whole(position=None),
+)

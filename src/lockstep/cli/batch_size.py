@@ -54,7 +54,7 @@ class FindBatchSize(Job):
             from lockstep.lint import check_config  # imports torch
             from lockstep.runner.batch_size_finder import TrialRanks, batch_size_in, search_sizes
             from lockstep.runner.start import make_folder
-            from lockstep.weights.writing import read_size
+            from lockstep.weights.safetensors_file import read_size
 
         memory = None if self.memory is None else read_size(self.memory, "--memory")
         if self.check:

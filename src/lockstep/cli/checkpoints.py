@@ -15,14 +15,12 @@ import typer
 from rich.filesize import decimal
 from typer.core import TyperGroup
 
-from lockstep.checkpoint import find_checkpoints, is_checkpoint, remove, remove_dead_drafts, verify
+from lockstep.checkpoint import find_checkpoints, remove, remove_dead_drafts, verify
 from lockstep.checkpoint.drafts import drafts_in, folder_of, is_owned
 from lockstep.checkpoint.files import sizes_in
-from lockstep.checkpoint.manifest import read_manifest
 from lockstep.checkpoint.pointer import read_pointer
-from lockstep.checkpoint.search import Found
+from lockstep.checkpoint.search import Found, check, fault_found_by
 from lockstep.checkpoint.values import decode, leaves, tagged
-from lockstep.checkpoint.verify import check, fault_found_by, is_old
 from lockstep.cli.options import whole_number
 from lockstep.errors import ConfigError, counted
 from lockstep.location import Location, locate
@@ -118,28 +116,19 @@ def show(checkpoint: Checkpoint) -> None:
     from rich.table import Table
 
     place = locate(checkpoint)
-    check(place)
+    manifest = check(place)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    written: dict[str, Any]
-    if is_old(place):
-        from lockstep.checkpoint.loading import open_checkpoint  # imports torch
-
-        stored = open_checkpoint(place)
-        written, meta, state, tensors = {"format": 1}, stored.meta, stored.state, stored.tensors
-    else:
-        manifest = read_manifest(place)
-        written, meta, state, tensors = dict(manifest.written), _shown(manifest.meta), manifest.state, manifest.tensors
-        written["time"] = f"{datetime.fromtimestamp(written['time']):%Y-%m-%d %H:%M:%S}"
+    written = {**manifest.written, "time": f"{datetime.fromtimestamp(manifest.written['time']):%Y-%m-%d %H:%M:%S}"}
     facts = Table(show_header=False, title=_cell(place), title_justify="left")
-    for key, value in {**written, **meta}.items():
+    for key, value in {**written, **_shown(manifest.meta)}.items():
         facts.add_row(_cell(key), _cell(value))
     console.print(facts)
     parts = Table(title="parts", title_justify="left")
     for name in ("part", "tensors", "elements", "bytes", "dtypes", "other values"):
         parts.add_column(name, justify="left" if name in ("part", "dtypes") else "right")
-    for part in state:
-        own = [tensor for name, tensor in tensors.items() if name.partition(".")[0] == part]
-        values = sum(tagged(node)[0] not in ("$tensor", "$array") for _, node in leaves(state[part]))
+    for part in manifest.state:
+        own = [tensor for name, tensor in manifest.tensors.items() if name.partition(".")[0] == part]
+        values = sum(tagged(node)[0] not in ("$tensor", "$array") for _, node in leaves(manifest.state[part]))
         elements = sum(math.prod(tensor.shape) for tensor in own)
         dtypes = Counter(tensor.dtype for tensor in own)
         parts.add_row(
@@ -232,9 +221,7 @@ def _facts(found: Found) -> list[str]:
     """Return strategy, epoch, iteration, ranks, and the bytes of the model, of the optimizer and of all."""
     manifest = found.manifest
     if manifest is None:
-        size = sum(sizes_in(found.directory).values())
-        is_first = is_checkpoint(found.directory) and is_old(found.directory)
-        return ["format 1" if is_first else "", *[""] * 5, decimal(size)]
+        return [*[""] * 6, decimal(sum(sizes_in(found.directory).values()))]
     meta = _shown(manifest.meta)
     sizes: Counter[str] = Counter()
     for name, tensor in manifest.tensors.items():
@@ -262,7 +249,7 @@ def _differences(one: Stored, other: Stored, names: tuple[str, str]) -> Iterator
                 difference = _difference(one, other, tagged(first)[1], tagged(second)[1])
                 if difference:
                     yield f"{name}: {difference}"
-            elif first != second and "$item" not in (tagged(first)[0], tagged(second)[0]):
+            elif first != second:
                 yield f"{name}: {reprlib.repr(first)} and {reprlib.repr(second)}"
 
 
@@ -275,7 +262,7 @@ def _difference(one: Stored, other: Stored, first: str, second: str) -> str | No
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return f"{left.dtype}{list(left.shape)} and {right.dtype}{list(right.shape)}"
     places = [[(chunk.offsets, chunk.shape, chunk.crc32) for chunk in tensor.chunks] for tensor in (left, right)]
-    if places[0] == places[1] and all(crc for _, shape, crc in places[0] if math.prod(shape)):
+    if places[0] == places[1]:
         return None
     values = read_whole(one, left), read_whole(other, right)
     if torch.equal(*(value.reshape(-1).view(torch.uint8) for value in values)):

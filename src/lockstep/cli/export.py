@@ -64,7 +64,7 @@ class Export:
         require_one_of("--to", self.to, _TARGETS)
         rules = [_rule(text) for text in self.rename or ()]
         with loading_torch("loading torch"):
-            from lockstep.weights import export_checkpoint, told_left_out  # imports torch
+            from lockstep.weights import describe_left_out, export_checkpoint  # imports torch
         done = export_checkpoint(
             self.ckpt,
             self.out,
@@ -77,7 +77,7 @@ class Export:
             files_from=self.files_from,
         )
         if done.left_out:
-            print(f"not in it: {told_left_out(done.left_out)}")
+            print(f"not in it: {describe_left_out(done.left_out)}")
         print(f"{done.out}: {counted(done.tensors, 'weight')}, {done.nbytes / _MIB:.1f} MiB, of {done.checkpoint}")
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 from torch.utils.data import default_collate
 
 from lockstep.dataset.compose import Compose
-from lockstep.dataset.deal import Amount, Deal, amount_of, batch_size_of, deal_of
 from lockstep.dataset.loader import build_dataloader, pseudo_collate
 from lockstep.dataset.position import (
+    Amount,
+    GlobalOrder,
+    amount_of,
+    batch_size_of,
     begun_at,
+    global_order_of,
     head_of,
     position_of,
     restore_position,
     set_epoch,
-    skip_batches,
     without_batches,
 )
 from lockstep.dataset.rank_aware import is_rank_aware
@@ -30,8 +33,8 @@ __all__ = [
     "Amount",
     "Compose",
     "DataShard",
-    "Deal",
     "DefaultSampler",
+    "GlobalOrder",
     "InfiniteSampler",
     "ShardedSampler",
     "agree_on_shard",
@@ -39,8 +42,8 @@ __all__ = [
     "batch_size_of",
     "begun_at",
     "build_dataloader",
-    "deal_of",
     "default_collate",
+    "global_order_of",
     "head_of",
     "is_rank_aware",
     "length_of",
@@ -48,6 +51,5 @@ __all__ = [
     "pseudo_collate",
     "restore_position",
     "set_epoch",
-    "skip_batches",
     "without_batches",
 ]

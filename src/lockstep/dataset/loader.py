@@ -20,8 +20,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from lockstep.dataset.own_split import asks_for_rank
-from lockstep.dataset.rank_aware import differing_parts, is_rank_aware, overlapping_parts
+from lockstep.dataset.rank_aware import asks_for_rank, differing_parts, is_rank_aware, overlapping_parts
 from lockstep.dataset.sampler import (
     DealingSampler,
     DefaultSampler,

@@ -1,18 +1,263 @@
-"""The position of a data loader: the epoch, and how far the pass is."""
+"""How far a pass through a loader is, how much it yields, and how it begins at any position.
+
+A pass has one global order, which depends only on the seed and the epoch, and which the ranks share out: where that is
+known (`global_order_of`), a position in it says what every rank has taken, and any number of ranks can go on from it.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from typing import Any, NamedTuple, TypeGuard
 
+from torch import Tensor
+from torch.utils import data
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from lockstep.dataset.deal import begins_anywhere
-from lockstep.dataset.sampler import DealingSampler, DefaultSampler, WorkerSeeds, drawn_from, with_parts, with_sampler
+from lockstep.dataset.sampler import (
+    DealingSampler,
+    DefaultSampler,
+    InfiniteSampler,
+    ShardedSampler,
+    WorkerSeeds,
+    drawn_from,
+    is_torchs,
+    length_of,
+    with_parts,
+    with_sampler,
+)
 from lockstep.dataset.stream import StreamLoader
 
+ENDLESS = 2**62
+"""Stands for an endless number of samples."""
 _logger = logging.getLogger(__name__)
+
+# Samplers that yield as many indices as their length says. The length of a user's own sampler may be wrong.
+_RELIABLE = (
+    DefaultSampler,
+    data.DistributedSampler,
+    data.RandomSampler,
+    data.SequentialSampler,
+    data.SubsetRandomSampler,
+    data.WeightedRandomSampler,
+    list,
+    tuple,
+    range,
+)
+
+
+class Amount(NamedTuple):
+    """The number of samples that one pass through a data loader yields, and how they are batched.
+
+    Attributes:
+        samples: number of samples on this rank.
+        batch_size: samples in each batch except the last.
+        drop_last: whether a last batch that is not full is dropped.
+    """
+
+    samples: int
+    batch_size: int
+    drop_last: bool
+
+    def size_of(self, index: int) -> int:
+        """Return the number of samples in the batch at `index`; 0 after the last batch.
+
+        Example:
+            >>> [Amount(5, 2, False).size_of(index) for index in range(4)]
+            [2, 2, 1, 0]
+        """
+        size = max(0, min(self.batch_size, self.samples - index * self.batch_size))
+        return 0 if self.drop_last and size < self.batch_size else size
+
+
+def amount_of(loader: Any) -> Amount | None:
+    """Return the amount that a pass through `loader` will yield, or None if it is not certain in advance.
+
+    It is certain for a torch `DataLoader` over a map-style dataset with torch's own `BatchSampler` and with a sampler
+    of torch or lockstep.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    if type(loader.batch_sampler) is not data.BatchSampler:
+        return None
+    sampler, batch_size = loader.batch_sampler.sampler, loader.batch_sampler.batch_size
+    if isinstance(sampler, InfiniteSampler) and type(sampler).__iter__ is InfiniteSampler.__iter__:
+        return Amount(ENDLESS, batch_size, False)
+    drawn = sampler.sampler if type(sampler) is ShardedSampler else sampler
+    if type(drawn) not in _RELIABLE or not isinstance(sampler, Sized):
+        return None
+    return Amount(len(sampler), batch_size, loader.batch_sampler.drop_last)
+
+
+def batch_size_of(batch: Any) -> int:
+    """Return the number of samples in a batch: the length of its first part.
+
+    Example:
+        >>> import torch
+        >>> batch_size_of({"img": torch.ones(3, 8), "label": torch.ones(3)}), batch_size_of([["a", "b"], [1, 2]])
+        (3, 2)
+    """
+    if isinstance(batch, Mapping | list | tuple):
+        batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch), None)
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.dim() else 1
+    return len(batch) if isinstance(batch, Sized) and not isinstance(batch, str) else 1
+
+
+class GlobalOrder(NamedTuple):
+    """The order of the items of an epoch on all ranks together, and how it is split over them.
+
+    Item i of the order goes to shard i modulo `shards`, and `batch_size` items of a shard make a batch. So a position
+    in the order says what every rank has taken.
+
+    Attributes:
+        unit: what the items are: `"samples"`, or `"batches"` of a batch sampler.
+        shards: the number of shards.
+        batch_size: items in a batch of one shard.
+        total: number of items in an epoch; None if it is not known.
+        drop_last: whether a batch that is not full is left out.
+        round_up: whether items are repeated until every shard has equally many.
+        is_endless: whether a pass goes on with the next epoch's order instead of ending.
+    """
+
+    unit: str
+    shards: int
+    batch_size: int
+    total: int | None
+    drop_last: bool = False
+    round_up: bool = False
+    is_endless: bool = False
+
+    @property
+    def global_batch(self) -> int:
+        """Items in a batch of all shards."""
+        return self.shards * self.batch_size
+
+    def batches_after(self, position: int) -> int | None:
+        """Return the number of batches after `position`, on the shard that has most; None if that is not known.
+
+        Example:
+            >>> GlobalOrder("samples", shards=2, batch_size=3, total=16).batches_after(6)
+            2
+        """
+        if self.total is None or self.is_endless:
+            return None
+        share = self._share(position, 0)
+        return share // self.batch_size if self.drop_last else -(-share // self.batch_size)
+
+    def amount_after(self, position: int, shard: int) -> Amount:
+        """Return the amount that a shard has after `position`; `total` must be known.
+
+        Example:
+            >>> order = GlobalOrder("samples", shards=2, batch_size=3, total=15)
+            >>> [order.amount_after(6, shard).samples for shard in (0, 1)]
+            [5, 4]
+        """
+        samples = ENDLESS if self.is_endless else self._share(position, shard)
+        return Amount(samples, self.batch_size, self.drop_last)
+
+    def _share(self, position: int, shard: int) -> int:
+        left = max(0, (self.total or 0) - position)
+        return -(-left // self.shards) if self.round_up else len(range(shard, left, self.shards))
+
+
+def begins_anywhere(sampler: Any) -> TypeGuard[DealingSampler]:
+    """Return whether a sampler can begin inside its order: not if a user's subclass has an `__iter__` of its own."""
+    return isinstance(sampler, DealingSampler) and type(sampler).__iter__.__module__.startswith("lockstep.")
+
+
+def global_order_of(loader: Any) -> GlobalOrder | None:
+    """Return how the global order of a loader is split over the ranks; None if there is none, or if it is not known.
+
+    It is known for samplers of lockstep, for torch's `DistributedSampler` if that drops nothing, and for iterable
+    datasets that lockstep splits sample by sample.
+    """
+    if isinstance(loader, StreamLoader):
+        shard = loader.dataset
+        if not shard.deals_out:
+            return None
+        return GlobalOrder("samples", shard.shard[1], shard.batch_size, length_of(shard.dataset), loader.drop_last)
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    sampler, batch_size = drawn_from(loader)
+    batches = loader.batch_sampler
+    unit = "samples" if batches is None or is_torchs(batches, data.BatchSampler) else "batches"
+    drop_last = unit == "samples" and getattr(batches, "drop_last", False)
+    if begins_anywhere(sampler):
+        drawn = getattr(sampler, "sampler", None)  # of a ShardedSampler
+        total = getattr(sampler, "size", None) if drawn is None else length_of(drawn)
+        is_endless = isinstance(sampler, InfiniteSampler)
+        return GlobalOrder(unit, sampler.world_size, batch_size, total, drop_last, sampler.round_up, is_endless)
+    if type(sampler) is data.DistributedSampler and not sampler.drop_last:
+        return GlobalOrder(unit, sampler.num_replicas, batch_size, length_of(sampler.dataset), drop_last, round_up=True)
+    return None
+
+
+class CountedBatches:
+    """An iterator over the batches of a loader, which knows how many samples were put into each.
+
+    A `DataLoader` of a map-style dataset counts the indices that its sampler has drawn for the batch, and a
+    `StreamLoader` the samples that it has collated. Of others it is not known.
+
+    Args:
+        loader: the loader.
+        drawn: the `drawn` of the pass before, from which workers that the loader has kept go on drawing.
+
+    Attributes:
+        samples: the number of samples in the last batch; None if it is not known.
+        drawn: what is drawn for the batches. It does not hold the iterator, whose workers end with the last reference.
+    """
+
+    def __init__(self, loader: Any, drawn: Drawn | None = None) -> None:
+        self.samples: int | None = None
+        self.drawn: Drawn | None = None
+        self._loader = loader
+        name = "sampler" if getattr(loader, "batch_sampler", None) is None else "batch_sampler"
+        if not _draws(loader):
+            self._batches = iter(loader)
+            return
+        sampler = getattr(loader, name)
+        self.drawn = drawn if drawn is not None and drawn.sampler is sampler else Drawn(sampler)
+        vars(loader)[name] = self.drawn  # torch allows no other way
+        try:
+            self._batches = iter(loader)
+        finally:
+            vars(loader)[name] = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        if self.drawn is not None:
+            self.samples = self.drawn.sizes.popleft() if self.drawn.sizes else None
+        elif isinstance(self._loader, StreamLoader):
+            self.samples = self._loader.samples
+        return batch
+
+    def shut_down(self) -> None:
+        """End the loader's workers, if it has some."""
+        end = getattr(self._batches, "_shutdown_workers", None)  # they end in no public way (2.13)
+        if end is not None:
+            end()
+
+
+class Drawn:
+    """What a sampler draws for each batch; `sizes` are the numbers of samples in batches that are not complete yet."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+        self.sizes: deque[int | None] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.sizes.clear()
+        for drawn in self.sampler:
+            self.sizes.append(len(drawn) if isinstance(drawn, list | tuple) else None)
+            yield drawn
+
+    def __len__(self) -> int:
+        return len(self.sampler)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
@@ -23,34 +268,13 @@ def set_epoch(loader: Any, epoch: int) -> None:
     """
     if isinstance(seeds := getattr(loader, "generator", None), WorkerSeeds):
         seeds.set_epoch(epoch)
-    if _tell_datasets(getattr(loader, "dataset", None), epoch) and not isinstance(loader, StreamLoader):
+    if _set_epoch_of(getattr(loader, "dataset", None), epoch) and not isinstance(loader, StreamLoader):
         _end_workers(loader)
     batch_sampler = getattr(loader, "batch_sampler", None)
     for sampler in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
         if sampler is not None and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
             return
-
-
-def _tell_datasets(dataset: Any, epoch: int) -> bool:
-    """Call `set_epoch` of a dataset, or else of those inside it, as in a `Subset`; return whether one has it."""
-    if callable(getattr(dataset, "set_epoch", None)):
-        dataset.set_epoch(epoch)
-        return True
-    inner = [dataset.dataset] if isinstance(dataset, Subset) else getattr(dataset, "datasets", ())
-    if not isinstance(inner, list | tuple):
-        return False
-    told = [_tell_datasets(one, epoch) for one in inner]
-    return any(told)
-
-
-def _end_workers(loader: Any) -> None:
-    iterator = getattr(loader, "_iterator", None)  # torch ends them in no public way (2.13)
-    if iterator is not None:
-        end = getattr(iterator, "_shutdown_workers", None)
-        if end is not None:
-            end()
-        loader._iterator = None
 
 
 def begun_at(
@@ -61,7 +285,7 @@ def begun_at(
     Only a stream that can't say where it is makes the samples up to there, and discards them.
 
     Args:
-        loader: a loader that `deal_of` knows.
+        loader: a loader that `global_order_of` knows.
         position: number of items of the order that lie before, on all ranks together.
         head: what `head_of` returned in the run that is resumed.
         states: for a stream, what `position_of` returned on ranks of that run.
@@ -94,21 +318,6 @@ def head_of(loader: Any) -> list[int]:
     """Return the first items of the present pass's global order, or checksums of them, to know it again by."""
     sampler, _ = drawn_from(loader)
     return sampler.head if isinstance(sampler, DealingSampler) else []
-
-
-def skip_batches(loader: Any, count: int) -> bool:
-    """Skip the first `count` batches of the next pass without reading them, if the loader can.
-
-    Returns:
-        Whether they will be skipped; if not, the caller must read and discard them.
-    """
-    if not isinstance(loader, DataLoader):
-        return False
-    sampler, batch_size = drawn_from(loader)
-    if not begins_anywhere(sampler):
-        return False
-    sampler.skip(count * batch_size)
-    return True
 
 
 def without_batches(loader: Any, count: int) -> Any:
@@ -163,3 +372,34 @@ class _Rest:
         for _ in zip(range(self._count), items, strict=False):
             pass
         return items
+
+
+def _set_epoch_of(dataset: Any, epoch: int) -> bool:
+    """Call `set_epoch` of a dataset, or else of those inside it, as in a `Subset`; return whether one has it."""
+    if callable(getattr(dataset, "set_epoch", None)):
+        dataset.set_epoch(epoch)
+        return True
+    inner = [dataset.dataset] if isinstance(dataset, Subset) else getattr(dataset, "datasets", ())
+    if not isinstance(inner, list | tuple):
+        return False
+    found = [_set_epoch_of(one, epoch) for one in inner]
+    return any(found)
+
+
+def _end_workers(loader: Any) -> None:
+    iterator = getattr(loader, "_iterator", None)  # torch ends them in no public way (2.13)
+    if iterator is not None:
+        end = getattr(iterator, "_shutdown_workers", None)
+        if end is not None:
+            end()
+        loader._iterator = None
+
+
+def _draws(loader: Any) -> bool:
+    """Return whether a loader draws from its sampler, in the order of its batches, as torch's does."""
+    return (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and type(loader).__iter__ is DataLoader.__iter__
+        and getattr(loader, "in_order", True)
+    )

@@ -39,14 +39,15 @@ def portable(states: Mapping[str, Any]) -> dict[str, Any]:
 
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Restore a state that `random_state` returned, without that of an accelerator if this process has none."""
-    own = {name: state[name] for name in ("python", "torch", "numpy") if name in state}
-    # A checkpoint of lockstep 0.x's first format has the states as Python and numpy give them.
-    if isinstance(python := own["python"], Mapping):
-        own["python"] = python["version"], tuple(python["words"].tolist()), python["gauss"]
-    if isinstance(numpy := own.get("numpy"), Mapping):
-        words = np.array(numpy["words"].tolist(), dtype="uint32")
-        own["numpy"] = numpy["name"], words, numpy["position"], numpy["has_gauss"], numpy["gauss"]
-    set_generator_states(own)
+    python, numpy = state["python"], state["numpy"]
+    words = np.array(numpy["words"].tolist(), dtype="uint32")
+    set_generator_states(
+        {
+            "python": (python["version"], tuple(python["words"].tolist()), python["gauss"]),
+            "torch": state["torch"],
+            "numpy": (numpy["name"], words, numpy["position"], numpy["has_gauss"], numpy["gauss"]),
+        }
+    )
     if "device" in state and get_device() != "cpu":
         torch.get_device_module(get_device()).set_rng_state(state["device"])
 
@@ -60,8 +61,7 @@ def set_generator_states(state: Mapping[str, Any]) -> None:
     """Restore what `generator_states` returned."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
-    if "numpy" in state:
-        np.random.set_state(state["numpy"])
+    np.random.set_state(state["numpy"])
 
 
 @contextmanager

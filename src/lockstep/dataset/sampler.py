@@ -69,10 +69,6 @@ class DealingSampler(Sampler[Any]):
         """
         self._begin, self._expected = position, head
 
-    def skip(self, items: int) -> None:
-        """Skip the first `items` items of this rank, and as many of every other one, in the next pass."""
-        self.begin_at(items * self.world_size)
-
     def _take_begin(self) -> int:
         begin, self._begin = self._begin, 0
         if not begin:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lockstep.dataset.own_split import asks_for_rank, asks_for_worker, differing_attributes
 from lockstep.dataset.random_state import portable, seed_generators, separate_random_state, set_random_state
+from lockstep.dataset.rank_aware import asks_for_rank, asks_for_worker, differing_attributes
 from lockstep.dataset.sampler import TOLD
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError, counted, listed

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
@@ -130,7 +131,7 @@ class CheckpointHook(Hook):
             runner.strategy.optim_state()
         by_default = (True, 1) if runner.max_epochs is not None else (False, runner.val_interval)
         if self._cadence(runner) != by_default or any(getattr(self, name) != usual for name, usual in _USUAL.items()):
-            _logger.info("checkpoints: %s", self._told(runner))
+            _logger.info("checkpoints: %s", self._summary(runner))
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Keep the metrics until every hook has seen them, so that the checkpoint includes this validation."""
@@ -180,7 +181,7 @@ class CheckpointHook(Hook):
             return True, 1
         return False, _ITERATIONS if runner.max_epochs is not None else runner.val_interval
 
-    def _told(self, runner: TrainRun) -> str:
+    def _summary(self, runner: TrainRun) -> str:
         """Return in words what is saved when, and what is kept."""
         by_epoch, interval = self._cadence(runner)
         times = []
@@ -196,26 +197,26 @@ class CheckpointHook(Hook):
         return "; ".join([" and ".join(times) or "none regularly", kept, *more])
 
     def _save(self, runner: TrainRun, template: str, done: int, *, epoch: int, iteration: int) -> None:
-        name = (self.filename_tmpl or template).format(done)
+        template = self.filename_tmpl or template
+        name = template.format(done)
+        when_ended = partial(self._keep, runner, template, name)
+        self._write(runner, name, when_ended, epoch=epoch, iteration=iteration, is_last=True)
 
-        def end(is_complete: bool) -> None:
-            if not is_complete:
-                return
-            runner.message_hub.update_info("last_ckpt", str(self._folder(runner) / name))
-            self._kept = [*(kept for kept in self._kept if kept != name), name]
-            if self.max_keep_ckpts > 0 and runner.rank == 0:
-                folder = self._folder(runner)
-                # This run itself is among the former ones once it has gone on under another strategy.
-                former = self._former_checkpoints(runner, template)
-                kept = list(dict.fromkeys([*former, *(folder / one for one in self._kept)]))
-                gone = {old for old in kept[: -self.max_keep_ckpts] if _remove(old)}
-                self._kept = [one for one in self._kept if folder / one not in gone]
-
-        self._write(runner, name, end, epoch=epoch, iteration=iteration, is_last=True)
+    def _keep(self, runner: TrainRun, template: str, name: str, is_complete: bool) -> None:
+        """Count a regular checkpoint that has been saved, and remove those that are too many."""
+        if not is_complete:
+            return
+        folder = self._folder(runner)
+        runner.message_hub.update_info("last_ckpt", str(folder / name))
+        self._kept = [*(kept for kept in self._kept if kept != name), name]
+        if self.max_keep_ckpts > 0 and runner.rank == 0:
+            kept = [*self._former_checkpoints(runner, template), *(folder / one for one in self._kept)]
+            gone = {old for old in kept[: -self.max_keep_ckpts] if _remove(old)}
+            self._kept = [one for one in self._kept if folder / one not in gone]
 
     def _former_checkpoints(self, runner: TrainRun, template: str) -> list[Location]:
         """Return the regular checkpoints of the runs that this one goes on from, the oldest one first."""
-        before, _, after = (self.filename_tmpl or template).partition("{}")
+        before, _, after = template.partition("{}")
         name = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}")
         best = {str(one["path"]) for one in self._best.values()}
         found: list[Location] = []
@@ -236,18 +237,22 @@ class CheckpointHook(Hook):
                 return
         when = f"iter_{runner.iter}" if runner.max_epochs is None else f"epoch_{runner.epoch}"
         checkpoint = f"best_{metric.replace('/', '_')}_{when}"
-        noted = dict(self._best)
+        when_ended = partial(self._replace_best, runner, metric, dict(self._best))
         # Noted before the checkpoint is written, because it is part of the checkpoint.
         self._note_best(runner, metric, value, str(self._folder(runner) / checkpoint))
         self._best[metric]["checkpoint"] = checkpoint
+        self._write(runner, checkpoint, when_ended, epoch=runner.epoch, iteration=runner.iter, is_last=False)
 
-        def end(is_complete: bool) -> None:
-            if not is_complete:
-                self._best = noted
-            elif former is not None and former.get("checkpoint", checkpoint) != checkpoint and runner.rank == 0:
-                _remove(self._folder(runner) / former["checkpoint"])
-
-        self._write(runner, checkpoint, end, epoch=runner.epoch, iteration=runner.iter, is_last=False)
+    def _replace_best(
+        self, runner: TrainRun, metric: str, former: dict[str, dict[str, Any]], is_complete: bool
+    ) -> None:
+        """Remove the former best checkpoint when there is a better one; else it stays the best one."""
+        if not is_complete:
+            self._best = former
+            return
+        old = former.get(metric, {}).get("checkpoint")
+        if old is not None and old != self._best[metric]["checkpoint"] and runner.rank == 0:
+            _remove(self._folder(runner) / old)
 
     def _note_best(self, runner: TrainRun, metric: str, value: float, path: str) -> None:
         self._best[metric] = {"value": value, "path": path}
@@ -255,10 +260,10 @@ class CheckpointHook(Hook):
         runner.message_hub.update_info(f"best_ckpt{suffix}", path)
         runner.message_hub.update_info(f"best_score{suffix}", value)
 
-    def _write(self, runner: TrainRun, name: str, end: Callable[[bool], None], **how: Any) -> None:
+    def _write(self, runner: TrainRun, name: str, when_ended: Callable[[bool], None], **how: Any) -> None:
         runner.save_checkpoint(
             self._folder(runner), name, save_optimizer=self.save_optimizer, async_save=self.async_save,
-            on_save_error=self.on_save_error, when_ended=end, **how,
+            on_save_error=self.on_save_error, when_ended=when_ended, **how,
         )  # fmt: skip
 
     def _folder(self, runner: TrainRun) -> Location:

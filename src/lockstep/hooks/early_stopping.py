@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.checkpoint.form import is_count
+from lockstep.checkpoint.values import is_count
 from lockstep.errors import CheckpointError, ConfigError, require_count, require_one_of
 from lockstep.hooks.arguments import RULES, rule_of
 from lockstep.registry import HOOKS

@@ -9,7 +9,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.form import is_count
+from lockstep.checkpoint.values import is_count
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.hooks.buffers import average_buffers
 from lockstep.model import ModelWrapper, unwrap_model

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from lockstep.dataset import batch_size_of
-from lockstep.dataset.counted import CountedBatches
+from lockstep.dataset.position import CountedBatches
 from lockstep.dataset.sampler import DealingSampler, drawn_from
 from lockstep.dataset.stream import check_alike
 from lockstep.device import get_device

@@ -13,10 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.checkpoint import candidates, load_state, read_meta, remove_dead_drafts, verify, written_at
-from lockstep.checkpoint.files import DAMAGED, is_there
-from lockstep.checkpoint.hold import Hold
+from lockstep.checkpoint.files import DAMAGED, Hold, is_there
+from lockstep.checkpoint.search import check_resumable, fault_found_by
 from lockstep.checkpoint.together import on_all
-from lockstep.checkpoint.verify import fault_found_by
 from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.dist import all_gather_object, get_dist_info, get_rank, run_on_main
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, counted, listed
@@ -28,7 +27,6 @@ from lockstep.optim.scheduler import FormulaScheduler
 from lockstep.runner.arguments import RunnerArguments
 from lockstep.runner.options import ResumedOptions
 from lockstep.runner.run import TrainRun
-from lockstep.runner.saved_form import check_resumable
 from lockstep.runner.seeds import seed_all
 from lockstep.runner.uneven_inputs import BEGINNING
 from lockstep.weights import Weights, checkpoint_at, sized_on_loading
@@ -213,46 +211,26 @@ def restore_run(
     **Collective**: every rank.
     """
     strategy, loop = run.strategy, run.train_loop
-    wanted: dict[str, Any] = {"model": strategy.model_state(), "meta": meta}
-    if meta.get("has_optimizer", True):
-        wanted["optimizer"] = strategy.optim_state()
-    else:
-        _logger.warning("%s was saved without the optimizer's state, which begins anew", origin)
-    run.call_hook("before_load_checkpoint", checkpoint=wanted)
-    del wanted["meta"]
     # Ranks that now compute on the same samples must not continue with different random states.
     has_own = (meta.get("rank_states"), meta.get("data_shares")) == (run.world_size, run.data_shard.size)
-    holder = meta.get("position", {}).get("held_by")
-    if needed := {run.rank if has_own else holder, holder} - {None}:
-        wanted["ranks"] = {str(rank): () for rank in needed}
-    template = strategy.optim_template() if "optimizer" in wanted else {}
-    state = load(wanted, template)
-    for name, value in state["model"].items():
-        if isinstance(wanted["model"].get(name), Tensor) and not isinstance(value, Tensor):
-            raise CheckpointError(f"{origin} must have a tensor for {name!r}, but has a {type(value).__name__}")
-    for name, entry in state.get("optimizer", {}).get("state", {}).items():
-        if isinstance(step := entry.get("step"), Tensor) and step.numel() == 1 and not 0 <= float(step) < _MOST_STEPS:
-            raise CheckpointError(f"{origin} says that the optimizer has updated {name!r} {float(step):g} times")
-    if has_own:
-        own_random = state["ranks"][str(run.rank)]["random"]
-        on_all(f"{origin} could not be restored", partial(_require_random_state, own_random, origin))
+    wanted, state = _read_state(run, meta, load, origin, has_own=has_own)
+    ranks = {int(rank): item for rank, item in state.pop("ranks", {}).items()}
+    own = ranks[run.rank] if has_own else None
+    if own is not None:
+        on_all(f"{origin} could not be restored", partial(_require_random_state, own["random"], origin))
     own_groups = wanted["optimizer"]["param_groups"] if "optimizer" in state else None
     saved_groups = state["optimizer"]["param_groups"] if "optimizer" in state else []
     with _restored(origin, "schedules, or options of the optimizer,"):
         options = ResumedOptions(run, meta, own_groups, saved_groups, origin)
         options.load_schedules()
     strategy.load_state(state["model"], state.get("optimizer"))
-    if "optimizer" in state:
-        _tell_of_new_parameters(run, wanted["optimizer"]["param_groups"], state["optimizer"], origin)
+    if own_groups is not None:
+        _log_new_parameters(run, own_groups, state["optimizer"], origin)
     with _restored(origin, "a scale of losses"):
         run.optim_wrapper.load_extra_state(meta.get("optim_wrapper", {}))
-    states = {int(rank): item for rank, item in state.pop("ranks", {}).items()}
-    own = states.get(run.rank) if has_own else None
-    iteration, position = meta["iter"], meta.get("position")
-    if position is None:
-        iteration, position = _position_of_first_format(run, meta, own, origin)
+    position = meta["position"]
     with _restored(origin, "a position in the data"):
-        _restore_position(run, iteration, position, own, list(states.values()), origin)
+        _restore_position(run, meta["iter"], position, own, list(ranks.values()), origin)
     with _restored(origin, "options of the optimizer"):
         options.apply()
     into = position["batches"] if loop.max_epochs is not None else 0
@@ -265,6 +243,46 @@ def restore_run(
     into, total = position["samples"], position["total"]
     where = f", {into}{f' of {total}' if total else ''} {position['unit']} into the epoch" if into else ""
     _logger.info("resumed from %s: epoch %d, iter %d%s", origin, loop.epoch, loop.iter, where)
+
+
+def _read_state(
+    run: TrainRun,
+    meta: dict[str, Any],
+    load: Callable[[dict[str, Any], Any], dict[str, Any]],
+    origin: Location,
+    *,
+    has_own: bool,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the run holds now, and the same as it was saved; see `restore_run`.
+
+    Args:
+        run: the run.
+        meta: the metadata.
+        load: returns the tensors that are wanted.
+        origin: where the state is from, for messages.
+        has_own: whether this rank goes on with the random state, and in the data, of the rank of its number.
+
+    **Collective**: every rank.
+    """
+    strategy = run.strategy
+    wanted: dict[str, Any] = {"model": strategy.model_state(), "meta": meta}
+    if meta.get("has_optimizer", True):
+        wanted["optimizer"] = strategy.optim_state()
+    else:
+        _logger.warning("%s was saved without the optimizer's state, which begins anew", origin)
+    run.call_hook("before_load_checkpoint", checkpoint=wanted)
+    del wanted["meta"]
+    holder = meta["position"]["held_by"]
+    if needed := {run.rank if has_own else holder, holder} - {None}:
+        wanted["ranks"] = {str(rank): () for rank in needed}
+    state = load(wanted, strategy.optim_template() if "optimizer" in wanted else {})
+    for name, value in state["model"].items():
+        if isinstance(wanted["model"].get(name), Tensor) and not isinstance(value, Tensor):
+            raise CheckpointError(f"{origin} must have a tensor for {name!r}, but has a {type(value).__name__}")
+    for name, entry in state.get("optimizer", {}).get("state", {}).items():
+        if isinstance(step := entry.get("step"), Tensor) and step.numel() == 1 and not 0 <= float(step) < _MOST_STEPS:
+            raise CheckpointError(f"{origin} says that the optimizer has updated {name!r} {float(step):g} times")
+    return wanted, state
 
 
 @contextmanager
@@ -299,7 +317,7 @@ def _restore_position(
 ) -> None:
     """Let the loop continue at the saved position, and say what is otherwise than if the run had never stopped."""
     loop = run.train_loop
-    place, passes, deal = loop.restore(iteration, position), loop.passes, loop.passes.deal
+    place, passes, order = loop.restore(iteration, position), loop.passes, loop.passes.deal
     begin = BEGINNING if place is None else place
     data, random = (None, None) if own is None else (own["data"], own["random"])
     passes.restore(begin, data, [one["data"] for one in states], position["head"], random)
@@ -314,17 +332,17 @@ def _restore_position(
             "%s was saved %d batches into epoch %d. The epoch begins anew: %s",
             directory, position["batches"], position["epoch"] + 1, reason,
         )  # fmt: skip
-    if place is None or deal is None or position["samples"] is None:
+    if place is None or order is None or position["samples"] is None:
         return
-    if position["samples"] and None not in (position["total"], deal.total) and position["total"] != deal.total:
+    if position["samples"] and None not in (position["total"], order.total) and position["total"] != order.total:
         _logger.warning(
             "the data have %d %s, but had %d when %s was saved: the rest of epoch %d is that of another order, in "
             "which some of what was seen comes again",
-            deal.total, deal.unit, position["total"], directory, position["epoch"] + 1,
+            order.total, order.unit, position["total"], directory, position["epoch"] + 1,
         )  # fmt: skip
-    if position["global_batch"] not in (None, deal.global_batch):
+    if position["global_batch"] not in (None, order.global_batch):
         _logger.info(
-            "the global batch has %d %s now, and had %d", deal.global_batch, deal.unit, position["global_batch"]
+            "the global batch has %d %s now, and had %d", order.global_batch, order.unit, position["global_batch"]
         )
     if loop.max_epochs is not None and loop.epoch_length and loop.epoch_end is not None:
         _shift_schedules(run, loop.epoch * loop.epoch_length + loop.epoch_length - loop.epoch_end + loop.iter)
@@ -364,31 +382,7 @@ def _shift_schedules(run: TrainRun, regular: int) -> None:
     )  # fmt: skip
 
 
-def _position_of_first_format(
-    run: TrainRun, meta: Mapping[str, Any], own: Mapping[str, Any] | None, directory: Location
-) -> tuple[int, dict[str, Any]]:
-    """Return the iterations and the position in a checkpoint of the first format, which counts batches of a rank."""
-    loop, iteration, epoch, into = run.train_loop, meta["iter"], meta["epoch"], meta["batches_into_epoch"]
-    length = loop.epoch_length or 0
-    if loop.max_epochs is not None:
-        shares = meta.get("data_shares", meta["world_size"])
-        if into and shares != run.data_shard.size:
-            _logger.warning(
-                "%s was saved %d batches into epoch %d on %s; on %d they hold other samples: "
-                "the epoch begins anew",
-                directory, into, epoch + 1, counted(shares, "rank"), run.data_shard.size,
-            )  # fmt: skip
-            into = 0
-        iteration = epoch * length + into
-    elif length:
-        epoch, into = divmod(iteration, length)
-    else:
-        into = 0 if own is None else own["data"]["taken"]
-    position = {**loop.passes.position(epoch, into), "head": []}
-    return iteration, position
-
-
-def _tell_of_new_parameters(
+def _log_new_parameters(
     run: TrainRun, groups: list[Mapping[str, Any]], saved: Mapping[str, Any], directory: Location
 ) -> None:
     """Log which parameters in `groups` have no optimizer state in the checkpoint, and so begin with a new one."""

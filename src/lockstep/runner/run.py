@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from lockstep.checkpoint.hold import Hold
+from lockstep.checkpoint.files import Hold
 from lockstep.dataset import DataShard
 from lockstep.device import get_device
 from lockstep.dist import infer_launcher
@@ -35,15 +35,15 @@ from lockstep.model.shards import reshard
 from lockstep.optim import OptimWrapper, ParamScheduler
 from lockstep.runner.agreement import Agreement
 from lockstep.runner.arguments import RunnerArguments
+from lockstep.runner.checkpointing import Saving
 from lockstep.runner.interfaces import AnyEvalLoop, AnyHooks, AnyTrainLoop
 from lockstep.runner.prefetch import Prefetch
-from lockstep.runner.saving import Saving
 from lockstep.runner.switching import check_switch
 from lockstep.strategy import Strategy
 from lockstep.visualization import Visualizers
 from lockstep.weights import Weights, load_weights, save_pretrained
+from lockstep.weights.export import PretrainedOptions
 from lockstep.weights.loading import REVISE_KEYS
-from lockstep.weights.saving import PretrainedOptions
 
 _logger = logging.getLogger("lockstep.runner")
 

@@ -36,7 +36,7 @@ from lockstep.runner.switching import StrategySwitch
 from lockstep.strategy import Strategy, build_strategy
 from lockstep.weights import Weights, load_weights
 from lockstep.weights.loading import REVISE_KEYS
-from lockstep.weights.writing import MAX_SHARD_SIZE
+from lockstep.weights.safetensors_file import MAX_SHARD_SIZE
 
 
 @RUNNERS.register_module()

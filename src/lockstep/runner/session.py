@@ -27,7 +27,7 @@ from lockstep.runner.run import TrainRun
 from lockstep.runner.runner import Runner
 from lockstep.runner.seeds import set_randomness
 from lockstep.runner.start import join_ranks
-from lockstep.weights.saving import PretrainedOptions
+from lockstep.weights.export import PretrainedOptions
 
 
 class Session:

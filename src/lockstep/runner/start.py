@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from lockstep.checkpoint.hold import Hold
+from lockstep.checkpoint.files import Hold
 from lockstep.config import Config
 from lockstep.dist import get_dist_info, infer_launcher, init_dist, is_distributed, is_main_process, run_on_main
 from lockstep.errors import ConfigError, require_known, require_one_of

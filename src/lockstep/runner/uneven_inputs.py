@@ -17,14 +17,14 @@ from lockstep.dataset import (
     amount_of,
     batch_size_of,
     begun_at,
-    deal_of,
+    global_order_of,
     head_of,
     length_of,
     position_of,
     restore_position,
     without_batches,
 )
-from lockstep.dataset.counted import CountedBatches, Drawn
+from lockstep.dataset.position import CountedBatches, Drawn
 from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.dataset.rank_aware import parts_of
 from lockstep.dataset.sampler import TOLD, drawn_from
@@ -111,7 +111,7 @@ class Passes:
         self._is_stream = isinstance(loader, StreamLoader)
         compares = self._is_stream and loader.dataset.compares
         told = all_gather_object(
-            (own, length_of(loader), deal_of(loader), _shard_of(loader), _layout_of(loader), compares)
+            (own, length_of(loader), global_order_of(loader), _shard_of(loader), _layout_of(loader), compares)
         )
         amounts, lengths, deals, self._shards, layouts, compare = (list(column) for column in zip(*told, strict=True))
         self._compares = all(compare)
@@ -195,7 +195,7 @@ class Passes:
     def turns_after(self, place: Place) -> int | None:
         """Return the number of turns from `place` to the end of its epoch; None if that is not known."""
         if self.deal is not None:
-            left: int | None = self.deal.turns_after(place.items)
+            left: int | None = self.deal.batches_after(place.items)
             return left
         return None if self.length is None else max(0, self.length - place.turns)
 

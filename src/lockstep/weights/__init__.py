@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from lockstep.location import RemotePath, locate
 from lockstep.weights.description import describe_model, sized_on_loading
-from lockstep.weights.export import Exported, export_checkpoint
+from lockstep.weights.export import Exported, describe_left_out, export_checkpoint, save_pretrained
 from lockstep.weights.loading import Weights, load_checkpoint, load_weights
-from lockstep.weights.saving import save_pretrained
-from lockstep.weights.selection import told_left_out
 from lockstep.weights.source import check_weights, checkpoint_at, find_checkpoint, open_source
 
 __all__ = [
@@ -16,6 +14,7 @@ __all__ = [
     "Weights",
     "check_weights",
     "checkpoint_at",
+    "describe_left_out",
     "describe_model",
     "export_checkpoint",
     "find_checkpoint",
@@ -25,5 +24,4 @@ __all__ = [
     "open_source",
     "save_pretrained",
     "sized_on_loading",
-    "told_left_out",
 ]

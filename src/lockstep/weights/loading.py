@@ -228,16 +228,16 @@ def _fitting(
         "of another shape": [f"{name} {tuple(shapes[name] or ())}, not {tuple(own[name].shape)}" for name in differ],
         "unknown to the model": [name for name in shapes if name not in own],
     }
-    told = "; ".join(f"{what}: {listed(names, most=8)}" for what, names in faults.items() if names)
-    if told and (strict or not fitting):
+    summary = "; ".join(f"{what}: {listed(names, most=8)}" for what, names in faults.items() if names)
+    if summary and (strict or not fitting):
         raise ConfigError(
-            f"the weights in {weights.path} do not fit the model ({told})"
+            f"the weights in {weights.path} do not fit the model ({summary})"
             + ("" if fitting else ". Rename them, by load_checkpoint(PATH, revise_keys=[(PATTERN, REPLACEMENT)])")
         )
-    if told:
+    if summary:
         _logger.warning(
             "some of the weights in %s do not fit the model (%s). The other %d are loaded",
-            weights.path, told, len(fitting),
+            weights.path, summary, len(fitting),
         )  # fmt: skip
     return fitting
 

@@ -52,9 +52,9 @@ class CheckpointHook(lockstep.hooks.CheckpointHook):
         self._save_checkpoint(runner)
         self._save_due = lambda: None
 
-    def _write(self, runner: TrainRun, name: str, end: Callable[[bool], None], **how: Any) -> None:
+    def _write(self, runner: TrainRun, name: str, when_ended: Callable[[bool], None], **how: Any) -> None:
         def end_with_file(is_complete: bool) -> None:
-            end(is_complete)
+            when_ended(is_complete)
             if is_complete and self.as_files and runner.rank == 0:
                 self._write_file(runner, name)
 

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from lockstep.checkpoint import BackgroundSaver, save_state
 from lockstep.dataset.random_state import random_state
@@ -24,6 +24,22 @@ _SECONDS_TO_LOOK = 1.0
 _logger = logging.getLogger("lockstep.runner")
 
 
+class _Save(NamedTuple):
+    """A save in progress.
+
+    Attributes:
+        directory: the checkpoint.
+        resumable_iter: the number of iterations after which a run could resume from it; None if it could not.
+        may_fail: whether a failure is only a warning.
+        when_ended: called with whether the checkpoint is complete.
+    """
+
+    directory: Location
+    resumable_iter: int | None
+    may_fail: bool
+    when_ended: Callable[[bool], None] | None
+
+
 class Saving:
     """Writes the checkpoints of a run, one at a time.
 
@@ -37,9 +53,8 @@ class Saving:
     def __init__(self, run: Any) -> None:
         self._run = run
         self._background = BackgroundSaver()
-        self._is_told = False
-        self._when_ended: Callable[[bool], None] = lambda is_complete: None
-        self._may_fail = False
+        self._pending: _Save | None = None  # in the background
+        self._has_warned = False
         self.saved_iter = 0
 
     def save(
@@ -58,31 +73,27 @@ class Saving:
         """Save what resuming needs; see `TrainRun.save_checkpoint`. **Collective**: every rank."""
         self.finish()
         run = self._run
-
-        def end(is_complete: bool) -> None:
-            if is_complete and is_last and save_optimizer:
-                self.saved_iter = iteration
-            if is_complete:
-                _logger.debug("saved %s", directory)
-            if when_ended is not None:
-                when_ended(is_complete)
-
+        save = _Save(directory, iteration if is_last and save_optimizer else None, on_save_error == "warn", when_ended)
         last_of = _root_of(run, directory) if is_last else None
-        self._may_fail = on_save_error == "warn"
         with run.evaluated():
             state, meta = self._state(epoch, iteration, save_optimizer, meta)
-            if async_save and self._can_save_in_background():
-                with self._ended_by(end, at_once=False):
-                    self._background.start(directory, state, meta, last_of, self._ask_to_stop)
-                    self._when_ended = end
-                return
-            with self._ended_by(end):
+            try:
+                if async_save and self._can_save_in_background():
+                    when_failed = None if save.may_fail else self._ask_to_stop
+                    self._background.start(directory, state, meta, last_of, when_failed)
+                    self._pending = save
+                    return
                 save_state(directory, state, meta, last_of)
+            except OSError as error:
+                self._failed(save, error)
+            else:
+                self._completed(save)
 
     def collect(self) -> None:
         """Do what was to be done when the save in the background was complete, if it is. No collective."""
         # An error that ends the training is raised where all ranks have agreed to stop.
-        if self._background.has_ended and (self._may_fail or not self._background.has_failed):
+        save, background = self._pending, self._background
+        if save is not None and background.has_ended and (save.may_fail or not background.has_failed):
             self.finish()
 
     def finish(self) -> None:
@@ -91,9 +102,14 @@ class Saving:
         Raises:
             OSError: some rank could not write it. It is the same on every rank.
         """
-        if self._background.is_busy:
-            with self._ended_by(self._when_ended):
+        save, self._pending = self._pending, None
+        if save is not None:
+            try:
                 self._background.wait()
+            except OSError as error:
+                self._failed(save, error)
+            else:
+                self._completed(save)
 
     @contextmanager
     def until_complete(self) -> Iterator[None]:
@@ -202,8 +218,8 @@ class Saving:
     def _can_save_in_background(self) -> bool:
         if self._run.agreement.is_open:
             return True
-        if not self._is_told:
-            self._is_told = True
+        if not self._has_warned:
+            self._has_warned = True
             _logger.warning(
                 "`async_save` has no effect, because the ranks have no store that they can share. Start them with "
                 "`lockstep launch` or torchrun"
@@ -211,22 +227,22 @@ class Saving:
         return False
 
     def _ask_to_stop(self) -> None:
-        if not self._may_fail:
-            self._run.agreement.ask(Request("stop", "a checkpoint could not be written"))
+        self._run.agreement.ask(Request("stop", "a checkpoint could not be written"))
 
-    @contextmanager
-    def _ended_by(self, end: Callable[[bool], None], *, at_once: bool = True) -> Iterator[None]:
-        """Call `end` after a save, or, with `at_once=False`, only if it could not begin."""
-        try:
-            yield
-        except OSError as error:  # the same on every rank
-            if not self._may_fail:
-                raise
-            _logger.warning("%s. Training goes on without it, because of on_save_error='warn'", error)
-            end(False)
-        else:
-            if at_once:
-                end(True)
+    def _completed(self, save: _Save) -> None:
+        if save.resumable_iter is not None:
+            self.saved_iter = save.resumable_iter
+        _logger.debug("saved %s", save.directory)
+        if save.when_ended is not None:
+            save.when_ended(True)
+
+    def _failed(self, save: _Save, error: OSError) -> None:
+        """Raise the error of a save, which is the same on every rank, or warn of it."""
+        if not save.may_fail:
+            raise error
+        _logger.warning("%s. Training goes on without it, because of on_save_error='warn'", error)
+        if save.when_ended is not None:
+            save.when_ended(False)
 
 
 def _root_of(run: Any, directory: Location) -> Location:

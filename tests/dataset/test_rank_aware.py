@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lockstep.dataset import build_dataloader, set_epoch
-from lockstep.dataset.own_split import asks_for_rank, asks_for_worker
+from lockstep.dataset.rank_aware import asks_for_rank, asks_for_worker
 from lockstep.dist import all_gather_object, get_rank, get_world_size, is_main_process
 from lockstep.errors import ConfigError
 from lockstep.runner import Runner

@@ -23,8 +23,7 @@ from lockstep.checkpoint import (
     verify,
 )
 from lockstep.checkpoint import saving as saving_module
-from lockstep.checkpoint.drafts import drafts_in, is_owned
-from lockstep.checkpoint.folder import FolderDraft
+from lockstep.checkpoint.drafts import FolderDraft, drafts_in, is_owned
 from lockstep.dist import get_rank
 from lockstep.errors import ConfigError
 from lockstep.testing import ranks
@@ -125,14 +124,12 @@ def test_a_draft_belongs_to_the_process_that_made_it(tmp_path: Path):
     dead = mine.with_name(mine.name.replace(f".{os.getpid()}.", ".4194303."))
     again = mine.with_name(mine.name.replace(f".{os.getpid()}.", f".{os.getpid()}.1"))  # the number was used again
     elsewhere = mine.with_name(f"{mine.name}x")  # on another host, and written to just now
-    abandoned, former = mine.with_name(f"{mine.name}y"), mine.with_name(".epoch_9.draft")  # of lockstep 0.1.0.dev0
-    for path in (dead, again, elsewhere, abandoned, former):
+    abandoned = mine.with_name(f"{mine.name}y")
+    for path in (dead, again, elsewhere, abandoned):
         path.mkdir()
     (mine.parent / "mine.draft").mkdir()  # not one of ours
     os.utime(abandoned, (1, 1))
-    assert sorted(remove_dead_drafts([tmp_path])) == sorted([dead, again, abandoned])
-    os.utime(former, (1, 1))
-    assert remove_dead_drafts([tmp_path, tmp_path / "nowhere"]) == [former]
+    assert sorted(remove_dead_drafts([tmp_path, tmp_path / "nowhere"])) == sorted([dead, again, abandoned])
     assert {path.name for path in mine.parent.iterdir()} == {mine.name, elsewhere.name, "mine.draft"}
 
 
@@ -182,13 +179,3 @@ def test_a_damaged_pointer_is_noticed(number: int, tmp_path: Path):
         assert path == pointer
         assert "is damaged" in str(fault)
         assert [path.name for path, _ in others] == ["epoch_11", "epoch_3", "epoch_1"]
-
-
-def test_a_replaced_checkpoint_of_the_first_format_is_one_of_the_second(tmp_path: Path):
-    directory = tmp_path / "epoch_1"
-    directory.mkdir()
-    for name in (".metadata", "meta.json", "__0_0.distcp", "notes.txt"):
-        (directory / name).write_text("x")
-    save_state(directory, {"w": torch.ones(2)}, {})
-    assert verify(directory) > 0
-    assert {path.name for path in directory.iterdir()} == {"manifest.json", "rank_0.safetensors", "notes.txt"}

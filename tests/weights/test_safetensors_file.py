@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 from lockstep.weights import load_checkpoint, locate, open_source
-from lockstep.weights.safetensors_file import SafetensorsFile, TensorInfo
-from lockstep.weights.writing import SafetensorsWriter, plan_shards, read_size
+from lockstep.weights.safetensors_file import SafetensorsFile, SafetensorsWriter, TensorInfo, plan_shards, read_size
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,
