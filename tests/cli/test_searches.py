@@ -10,7 +10,7 @@ from textwrap import dedent
 
 import pytest
 
-from lockstep.report.scale import shown
+from lockstep.report.figures import shown
 
 # Models that fail from some batch size on.
 LIMITED = """

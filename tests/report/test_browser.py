@@ -17,7 +17,7 @@ import pytest
 
 from lockstep.report import page_html, read_run
 
-from .samples import write_search, write_whole_run
+from .samples import train_record, write_run, write_search, write_whole_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 QUIET = """
@@ -52,66 +52,85 @@ def browse(tmp_path: Path) -> Browse:
     return browse
 
 
-def move_to(plot: str, x: float, y: float) -> str:
+def write_long_run(folder: Path) -> Path:
+    """Write a run of so many records that groups of them are drawn, with a loss that is not finite once."""
+    records = [train_record(step, loss="nan" if step == 500 else 1 / step) for step in range(1, 1001)]
+    return write_run(folder, records)
+
+
+def move_to(figure: str, x: float, y: float) -> str:
+    """Return a script that moves the pointer to a place in a plot, in shares of its width and height."""
     return (
-        f"const area = document.querySelector('{plot}'), box = area.getBoundingClientRect();"
-        f"area.dispatchEvent(new PointerEvent('pointermove', {{"
+        f"const over = document.querySelector('{figure} .u-over'), box = over.getBoundingClientRect();"
+        f"over.dispatchEvent(new MouseEvent('mousemove', {{"
         f"clientX: box.left + {x} * box.width, clientY: box.top + {y} * box.height}}));"
     )
 
 
+def press(figure: str, key: str, times: int) -> str:
+    """Return a script that presses a key some times while a plot has the focus."""
+    return (
+        f"for (let i = 0; i < {times}; i++) document.querySelector('{figure} .plot')"
+        f".dispatchEvent(new KeyboardEvent('keydown', {{key: '{key}'}}));"
+    )
+
+
+def legend_of(dom: str) -> list[str]:
+    """Return the values of the curves."""
+    return re.findall(r'<tr class="u-series">.*?<td class="u-value">(.*?)</td></tr>', dom)
+
+
 def outputs_of(dom: str) -> list[str]:
+    """Return the values of the heat maps."""
     return [unescape(text) for text in re.findall(r"<output>(.*?)</output>", dom)]
 
 
-def test_the_script_runs_to_its_end(browse: Browse):
+def test_the_script_draws_all_figures(browse: Browse):
     dom = browse()
     assert '<html lang="en" data-ready="yes">' in dom
-    assert outputs_of(dom)[:2] == ["0.3", "97.5"]
+    assert dom.count("<canvas") == dom.count("<figure")
+    assert legend_of(dom)[:2] == ["0.3", "97.5"]
 
 
 def test_all_plots_read_out_the_iteration_under_the_pointer(browse: Browse):
-    dom = browse(move_to(".chart .plot", 0.41, 0.5))
+    dom = browse(move_to(".chart", 0.41, 0.5))
     assert 'data-place="iteration 40, epoch 1"' in dom
-    loss, accuracy, _, compute, exchange, data, *_ = outputs_of(dom)
+    loss, accuracy, _, compute, exchange, data, *_ = legend_of(dom)
     assert (loss, accuracy) == ("0.75", "91.25")
     assert (compute, exchange, data) == ("13", "5", "2")
-    assert outputs_of(dom)[-4:] == ["rank 0: 20 ms", "rank 0: 13 ms", "rank 0: 5 ms", "rank 0: 2 ms"]
+    assert outputs_of(dom) == ["rank 0: 20 ms", "rank 0: 13 ms", "rank 0: 5 ms", "rank 0: 2 ms"]
 
 
 def test_a_heat_map_reads_out_the_rank_under_the_pointer(browse: Browse):
-    dom = browse(move_to(".heatmap .plot", 0.955, 0.75))
-    assert outputs_of(dom)[-4:] == ["rank 1: 30 ms", "rank 1: 23 ms", "rank 1: 5 ms", "rank 1: 2 ms"]
+    dom = browse(move_to(".heatmap", 0.955, 0.75))
+    assert outputs_of(dom) == ["rank 1: 30 ms", "rank 1: 23 ms", "rank 1: 5 ms", "rank 1: 2 ms"]
 
 
 def test_leaving_shows_the_latest_values_again(browse: Browse):
-    leave = "area.dispatchEvent(new PointerEvent('pointerleave'));"
-    assert outputs_of(browse(move_to(".chart .plot", 0.41, 0.5) + leave)) == outputs_of(browse())
+    leave = "over.dispatchEvent(new MouseEvent('mouseleave'));"
+    dom, before = browse(move_to(".chart", 0.41, 0.5) + leave), browse()
+    assert legend_of(dom) == legend_of(before)
+    assert outputs_of(dom) == outputs_of(before) == [""] * 4
 
 
 def test_keys_move_the_cursor_too(browse: Browse):
-    press = "area.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowLeft'}));"
-    script = "const area = document.querySelector('.heatmap .plot');" + 25 * press
-    assert 'data-place="iteration 75, epoch 2"' in browse(script)
+    assert 'data-place="iteration 75, epoch 2"' in browse(press(".heatmap", "ArrowLeft", 25))
 
 
 def test_keys_leave_a_point_of_a_curve_with_few_of_them(browse: Browse):
-    press = "area.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowLeft'}));"
-    script = "const area = document.querySelector('.chart .plot');" + 12 * press
-    assert 'data-place="iteration 90, epoch 2"' in browse(script)
+    assert 'data-place="iteration 90, epoch 2"' in browse(press(".chart", "ArrowLeft", 12))
+
+
+def test_long_curves_can_be_seen_in_logarithms(browse: Browse):
+    dom = browse("document.querySelector('.chart button').click();", write_long_run)
+    assert 'aria-pressed="true"' in dom
+    assert dom.count("<canvas") == dom.count("<figure")
 
 
 def test_a_search_reads_out_the_loss_at_the_rate_under_the_pointer(browse: Browse):
-    dom = browse(move_to(".search .plot", 0.78, 0.5), write_search)
+    dom = browse(move_to(".search", 0.78, 0.5), write_search)
     assert 'data-place="learning rate 0.1"' in dom
-    assert outputs_of(dom) == ["1", "1"]
-    assert 'class="cursor" data-place="learning rate 0.1" style="left: 80%;"' in dom
-
-
-def test_a_loss_that_leaves_the_axis_has_no_dot(browse: Browse):
-    dom = browse(move_to(".search .plot", 1.0, 0.5), write_search)
-    assert outputs_of(dom) == ["3,000", "3,000"]
-    assert dom.count('class="dot" hidden=""') == 2
+    assert legend_of(dom) == ["1", "1"]
 
 
 def test_the_policy_of_the_page_is_in_force(browse: Browse):

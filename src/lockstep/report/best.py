@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from lockstep.report.chart import Point
+from lockstep.report.figures import Point
 
 # Parts long enough to be unambiguous anywhere in a name, and words that must stand alone, except for a number.
 _LESS = re.compile(r"loss|error|perplexity|distance|\b(cer|err|fid|mae|s?mape|r?mse|nll|ppl|wer)\d*\b")

@@ -1,11 +1,11 @@
-"""The curves and heat maps of a run's records."""
+"""The curves and heat maps of a run's records, and the curve of a search for a learning rate."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
-from lockstep.report.chart import Chart, Line, Point
-from lockstep.report.heatmap import HeatMap, Stretch
+from lockstep.report.figures import Chart, HeatMap, Line, Point, Stretch
 from lockstep.report.records import MODES, Record, Run, number
 
 _PLACE = {"mode", "epoch", "iter"}
@@ -15,6 +15,8 @@ _MOST_LINES = 6
 _COMPUTE = "compute"
 _DATA = "wait for data"
 _EXCHANGE = "wait for gradients"
+_SEARCH_CURVES = {"smoothed": "smoothed_loss", "each update": "loss"}
+_RISE_SHOWN = 0.5  # how far above the first loss the axis of a search reaches, in terms of the fall
 _HEATMAPS = {  # how to read them
     "Whole step": "From batch to batch. Ranks that wait for each other take equally long.",
     "Compute": "What is left of a step. A rank that needs longer than the others keeps them waiting.",
@@ -58,6 +60,26 @@ def heatmaps_of(run: Run) -> list[HeatMap]:
     return maps
 
 
+def suggestion_of(run: Run) -> float | None:
+    """Return the rate that the run's last search for a learning rate suggests, or None."""
+    return number(run.lr_search[-1].get("suggestion")) if run.lr_search else None
+
+
+def search_of(run: Run) -> tuple[Chart, tuple[float, float]] | None:
+    """Return the losses of a run's search over the rate, and the range to show; None if there is no search.
+
+    The range leaves out losses so high that the fall would look flat beside them.
+    """
+    records = [record for record in run.lr_search if _is_rate(record)]
+    lines = [Line(name, points_of(records, key, over="lr")) for name, key in _SEARCH_CURVES.items()]
+    finite = [[loss for _, loss in line.points if math.isfinite(loss)] for line in lines]
+    if not records or records[0]["lr"] >= records[-1]["lr"] or not all(finite):
+        return None
+    first, lowest = finite[0][0], min(finite[0])
+    most = first + _RISE_SHOWN * (first - lowest) if first > lowest else max(finite[0])
+    return Chart("Loss over learning rate", lines), (lowest, max(loss for loss in finite[0] if loss <= most))
+
+
 def points_of(records: Sequence[Record], name: str, over: str = "iter") -> list[Point]:
     """Return the values recorded under one name, with their iterations, or with what else they are drawn over."""
     return [(float(record[over]), value) for record in records if (value := number(record.get(name))) is not None]
@@ -66,6 +88,11 @@ def points_of(records: Sequence[Record], name: str, over: str = "iter") -> list[
 def metric_names(run: Run) -> list[str]:
     """Return the names of the metrics of all evaluations."""
     return _names(run.evaluations)
+
+
+def _is_rate(record: Record) -> bool:
+    rate = number(record.get("lr"))
+    return rate is not None and math.isfinite(rate) and rate > 0
 
 
 def _names(records: Sequence[Record]) -> list[str]:

@@ -10,11 +10,9 @@ from statistics import median
 from typing import Any
 
 from lockstep.report.best import best
-from lockstep.report.chart import Point, unit_html
-from lockstep.report.contents import metric_names, points_of
-from lockstep.report.lr_search import suggestion_of
+from lockstep.report.contents import metric_names, points_of, suggestion_of
+from lockstep.report.figures import Point, shown, unit_html
 from lockstep.report.records import MODES, Record, Run, number
-from lockstep.report.scale import shown
 
 _TILE_METRICS = 2
 _VERSIONS = ("lockstep", "torch", "cuda", "python", "platform")

@@ -1,4 +1,4 @@
-// Reads values out under the pointer, in all plots at the same iteration. Without it the page shows the same curves.
+// Draws the values of the page with uPlot: curves, parts of a whole, times by rank, with one cursor through all of them.
 "use strict";
 (() => {
   const values = JSON.parse(document.getElementById("values").textContent);
@@ -9,154 +9,188 @@
       ? value.toExponential(2).replace(/\.?0*e\+?/, "e")
       : plain.format(value);
   };
+  const iteration = (x) => {
+    const epoch = values.epochs.find(([, end]) => Math.round(x) <= end);
+    return `iteration ${plain.format(Math.round(x))}` + (epoch ? `, epoch ${epoch[0]}` : "");
+  };
+  const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const font = "12px system-ui, sans-serif";
+  let active = null; // the plot under the pointer, or with the focus
+  let rank = 0; // the row of heat maps under the pointer
 
-  // The index of the place nearest to x in an ascending list.
-  const nearest = (places, x) => {
-    let low = 0, high = places.length - 1;
-    while (high - low > 1) {
-      const middle = (low + high) >> 1;
-      if (places[middle] <= x) low = middle; else high = middle;
-    }
-    return x - places[low] <= places[high] - x ? low : high;
+  const bare = { gap: 8, ticks: { show: false }, grid: { show: false } };
+  const axis = (more) => ({ ...bare, stroke: style("--soft"), font, ...more });
+  const labels = { values: (u, ticks) => ticks.map((tick) => (tick === null ? null : shown(tick))) };
+
+  // What all plots have in common; `draw` paints over the plot, in pixels of its canvas.
+  const plot = (figure, { across, named, log, key }, data, { series, bands, y, up, legend, draw, hover }) => {
+    const area = figure.querySelector(".plot");
+    const range = (u, low, high) => (low === u.data[0][0] && high === u.data[0].at(-1) ? across : [low, high]);
+    const u = new uPlot({
+      width: area.clientWidth,
+      height: area.clientHeight,
+      padding: [8, 20, 0, 0],
+      scales: { x: { time: false, distr: log ? 3 : 1, range }, y },
+      axes: [axis({ size: 24, ...labels }), axis({ size: 58, space: 40, ...up })],
+      series: [{ class: "helper" }, ...series],
+      bands,
+      legend,
+      cursor: {
+        y: false,
+        // A cursor stands on a point of the first line; in other plots at the same place.
+        move: (u, left, top) => [u === active && left >= 0 ? u.valToPos(u.data[0][u.posToIdx(left)], "x") : left, top],
+        points: {
+          size: (u, i) => (series[i - 1].class ? 0 : 9),
+          width: 2,
+          fill: (u, i) => series[i - 1].stroke,
+          stroke: style("--card"),
+        },
+        sync: { key, scales: ["x", null] },
+      },
+      hooks: {
+        draw: [(u) => {
+          u.ctx.save();
+          u.ctx.beginPath();
+          u.ctx.rect(u.bbox.left, u.bbox.top, u.bbox.width, u.bbox.height);
+          u.ctx.clip();
+          draw(u.ctx, (x) => u.valToPos(x, "x", true), (value) => u.valToPos(value, "y", true), u.bbox);
+          u.ctx.restore();
+        }],
+        setCursor: [(u) => {
+          u.over.querySelector(".u-cursor-x").dataset.place = named(u.posToVal(u.cursor.left, "x"));
+          hover?.(u);
+        }],
+      },
+    }, data, area);
+    const enter = () => {
+      active = u;
+      document.querySelectorAll(".active").forEach((other) => other.classList.remove("active"));
+      figure.classList.add("active");
+    };
+    u.over.addEventListener("mousemove", enter, true);
+    area.onkeydown = (event) => {
+      const way = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+      if (!way) return;
+      event.preventDefault();
+      if (active !== u || u.cursor.left < 0) u.place = u.over.clientWidth; // begins at the right end
+      enter();
+      u.place = Math.min(u.over.clientWidth, Math.max(0, u.place + (way * u.over.clientWidth) / 100));
+      u.setCursor({ left: u.place, top: 0 }, true, true);
+    };
+    area.onblur = () => u.setCursor({ left: -10, top: -10 }, true, true);
+    return u;
   };
 
-  // An axis from left to right: where on it a value lies (from 0 to 1), the value at a place, and its name in words.
-  const axis = ([low, high], named, isLog) => {
-    const [to, from] = isLog ? [Math.log, Math.exp] : [Number, Number];
-    return {
-      named,
-      share: (x) => (to(x) - to(low)) / (to(high) - to(low)),
-      at: (share) => from(to(low) + Math.min(1, Math.max(0, share)) * (to(high) - to(low))),
+  const chart = (figure, { lines, stacked, fromZero, range, mark }, axes, isLog) => {
+    const colour = (index) => style(`--c${index % 6}`);
+    let below = lines[0].x.map(() => 0);
+    const tables = lines.map(({ x, y, low, high }) => {
+      if (stacked) below = y = y.map((part, i) => part + below[i]);
+      return low && !stacked ? [x, y, low, high] : [x, y];
+    });
+    const series = [], bands = [];
+    lines.forEach((line, index) => {
+      const stroke = colour(index), first = series.length + 1;
+      series.push({
+        label: line.name,
+        stroke,
+        width: 1.75,
+        points: { show: line.x.length < (line.marked ? 60 : 2), size: 7, fill: stroke },
+        fill: stacked && !index ? stroke + "52" : undefined,
+        // Without a cursor, the latest value.
+        value: (u, value, s, i) => shown(i === null ? line.y.at(-1) : stacked ? line.y[i] : value),
+      });
+      if (stacked && index) bands.push({ series: [first, first - 1], fill: stroke + "52" });
+      if (tables[index].length > 2) {
+        series.push(...[1, 2].map(() => ({ class: "helper", width: 0, points: { show: false } })));
+        bands.push({ series: [first + 2, first + 1], fill: stroke + "30" });
+      }
+    });
+    const draw = (ctx, left, top, box) => {
+      const pixel = devicePixelRatio;
+      ctx.fillStyle = style("--bad"); // values that are not finite
+      lines.flatMap((line) => line.faulty).forEach((x) => ctx.fillRect(left(x) - pixel, box.top, 2 * pixel, 8 * pixel));
+      if (!mark) return;
+      const [x, text] = mark, isLeft = left(x) > box.left + 0.7 * box.width;
+      ctx.strokeStyle = ctx.fillStyle = style("--c2");
+      ctx.lineWidth = 2 * pixel;
+      ctx.setLineDash([6 * pixel, 4 * pixel]);
+      ctx.beginPath();
+      ctx.moveTo(left(x), box.top);
+      ctx.lineTo(left(x), box.top + box.height);
+      ctx.stroke();
+      ctx.font = `600 ${12 * pixel}px system-ui, sans-serif`;
+      ctx.textAlign = isLeft ? "right" : "left";
+      ctx.textBaseline = "top";
+      ctx.fillText(text, left(x) + (isLeft ? -8 : 8) * pixel, box.top);
     };
+    const ends = ([low, high]) => [low ?? 0, high ?? 1]; // all values of a chart may not be finite
+    const linear = { min: { pad: 0.06, soft: 0, mode: fromZero || stacked ? 1 : 3 }, max: { pad: 0.06 } };
+    return plot(figure, axes, uPlot.join(tables), {
+      series,
+      bands,
+      y: isLog ? { distr: 3 } : { range: (u, ...found) => uPlot.rangeNum(...(range ?? ends(found)), linear) },
+      up: { ...labels, grid: { stroke: style("--rule"), width: 1 } },
+      legend: {
+        mount: (u, table) => figure.querySelector("figcaption").append(table),
+        markers: { width: 0, fill: (u, i) => series[i - 1].stroke },
+      },
+      draw,
+    });
   };
-  const percent = (share) => `${100 * share}%`;
 
-  const iterations = axis(values.across, (x) => {
-    const iteration = Math.round(x);
-    const epoch = values.epochs.find(([, end]) => iteration <= end);
-    return `iteration ${plain.format(iteration)}` + (epoch ? `, epoch ${epoch[0]}` : "");
-  });
-
-  class Chart {
-    constructor(figure, { lines, stacked, linear, log }, across) {
-      Object.assign(this, { figure, lines, stacked, linear, log, across });
-      this.outputs = [...figure.querySelectorAll("output")];
-      this.latest = this.outputs.map((output) => output.textContent);
-      this.cursor = figure.querySelector(".cursor");
-      this.dots = lines.map((_, index) => {
-        const dot = this.cursor.parentElement.appendChild(document.createElement("i"));
-        dot.className = "dot";
-        dot.hidden = true;
-        dot.style.setProperty("--c", `var(--c${index % 6})`);
-        return dot;
-      });
-      const button = figure.querySelector("button");
-      button?.addEventListener("click", () => {
-        button.setAttribute("aria-pressed", figure.classList.toggle("is-log"));
-      });
-    }
-
-    height(value) {
-      const isLog = this.figure.classList.contains("is-log");
-      const [low, high, at] = (isLog ? [...this.log, value].map(Math.log10) : [...this.linear, value]);
-      return (at - low) / (high - low);
-    }
-
-    show(x) {
-      let below = 0;
-      this.lines.forEach(({ x: places, y }, index) => {
-        const at = nearest(places, x), value = y[at], dot = this.dots[index];
-        this.outputs[index].textContent = shown(value);
-        below = this.stacked ? below + value : value;
-        const height = this.height(below);
-        dot.hidden = value === null || height > 1;
-        dot.style.left = percent(this.across.share(places[at]));
-        dot.style.bottom = percent(height);
-      });
-    }
-
-    // Cursors stand on a point of the first line.
-    snap(x) {
-      return this.lines[0].x[nearest(this.lines[0].x, x)];
-    }
-
-    rest() {
-      this.outputs.forEach((output, index) => { output.textContent = this.latest[index]; });
-      this.dots.forEach((dot) => { dot.hidden = true; });
-    }
-  }
-
-  class HeatMap {
-    constructor(figure, { begin, end, values: columns, unit }) {
-      Object.assign(this, { figure, begin, end, columns, unit, rank: 0 });
-      this.output = figure.querySelector("output");
-      this.cursor = figure.querySelector(".cursor");
-      this.size = columns[0].length;
-    }
-
-    show(x) {
-      const index = Math.max(0, this.end.findIndex((end) => x <= end));
-      const value = shown(this.columns[index][this.rank]);
-      this.output.textContent = `rank ${this.rank}: ${value} ${this.unit}`;
-    }
-
-    snap(x) {
-      return x;
-    }
-
-    rest() {
-      this.output.textContent = "";
-    }
-  }
-
-  // Moves one cursor over plots that share an axis.
-  const connect = (plots, across) => {
-    let place = 1;
-    const show = (share, active) => {
-      place = Math.min(1, Math.max(0, share)); // not snapped, or keys could not leave a point
-      const x = across.at(across.share(active.snap(across.at(share))));
-      for (const plot of plots) {
-        plot.figure.classList.toggle("active", plot === active);
-        plot.cursor.hidden = false;
-        plot.cursor.style.left = percent(across.share(x));
-        plot.cursor.dataset.place = across.named(x);
-        plot.show(x);
-      }
-    };
-    const rest = () => {
-      for (const plot of plots) {
-        plot.cursor.hidden = true;
-        plot.rest();
-      }
-    };
-    for (const plot of plots) {
-      const area = plot.figure.querySelector(".plot");
-      area.addEventListener("pointermove", (event) => {
-        const box = area.getBoundingClientRect();
-        if (plot.size) {
-          const rank = Math.floor(((event.clientY - box.top) / box.height) * plot.size);
-          heatmaps.forEach((heatmap) => { heatmap.rank = Math.min(plot.size - 1, Math.max(0, rank)); });
-        }
-        show((event.clientX - box.left) / box.width, plot);
-      });
-      area.addEventListener("pointerleave", rest);
-      area.addEventListener("blur", rest);
-      area.addEventListener("keydown", (event) => {
-        const way = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-        if (!way) return;
-        event.preventDefault();
-        show(place + way / 100, plot);
-      });
-    }
+  const heatmap = (figure, { begin, end, values: columns, range: [low, high], unit }, axes) => {
+    const colours = Array.from({ length: 9 }, (_, level) => style(`--h${level}`));
+    const level = (value) => Math.min(8, Math.max(0, Math.floor((9 * (value - low)) / (high - low))));
+    const size = columns[0].length, output = figure.querySelector("output");
+    const ranks = Array.from({ length: size }, (_, i) => i).filter((i) => i % Math.ceil(size / 8) === 0);
+    const u = plot(figure, axes, [begin.map((first, i) => (first + end[i]) / 2), begin.map(() => null)], {
+      series: [{ class: "helper", points: { show: false } }],
+      y: { range: [0, size], dir: -1 },
+      up: { splits: ranks.map((i) => i + 0.5), values: ranks.map((i) => (size > 100 ? `${i}` : `rank ${i}`)) },
+      legend: { show: false },
+      draw: (ctx, left, top) => columns.forEach((column, i) => column.forEach((value, row) => {
+        const x = Math.round(left(begin[i])), y = Math.round(top(row));
+        ctx.fillStyle = colours[high > low ? level(value) : 0];
+        ctx.fillRect(x, y, Math.round(left(end[i])) - x, Math.round(top(row + 1)) - y);
+      })),
+      hover: (u) => {
+        const { left, top } = u.cursor;
+        if (active?.over.dataset.rows && top > 0) rank = Math.min(size - 1, Math.floor((top / u.over.clientHeight) * size));
+        const x = u.posToVal(left, "x"), column = columns[Math.max(0, end.findIndex((last) => x <= last))];
+        output.textContent = left < 0 ? "" : `rank ${rank}: ${shown(column[rank])} ${unit}`;
+      },
+    });
+    u.over.dataset.rows = size;
+    return u;
   };
 
   const all = (kind) => [...document.querySelectorAll(kind)];
-  const charts = all(".chart").map((figure, i) => new Chart(figure, values.charts[i], iterations));
-  const heatmaps = all(".heatmap").map((figure, i) => new HeatMap(figure, values.heatmaps[i]));
-  connect([...charts, ...heatmaps], iterations);
+  const iterations = { across: values.across, named: iteration, key: "iterations" };
+  const figures = [
+    ...all(".chart:not(.search)").map((figure, i) => [figure, chart, values.charts[i], iterations]),
+    ...all(".heatmap").map((figure, i) => [figure, heatmap, values.heatmaps[i], iterations]),
+  ];
   if (values.search) {
-    const rates = axis(values.search.across, (x) => `learning rate ${shown(x)}`, true);
-    connect([new Chart(document.querySelector(".search"), values.search, rates)], rates);
+    const { x } = values.search.lines[0];
+    const rates = { across: [x[0], x.at(-1)], named: (rate) => `learning rate ${shown(rate)}`, log: true, key: "rates" };
+    figures.push([document.querySelector(".search"), chart, values.search, rates]);
   }
+  const redraws = figures.map(([figure, kind, drawn, axes]) => {
+    let u = null;
+    const area = figure.querySelector(".plot"), button = figure.querySelector("button");
+    const redraw = () => {
+      u?.destroy();
+      u = kind(figure, drawn, axes, button?.getAttribute("aria-pressed") === "true");
+    };
+    button?.addEventListener("click", () => {
+      button.setAttribute("aria-pressed", button.getAttribute("aria-pressed") !== "true");
+      redraw();
+    });
+    redraw();
+    new ResizeObserver(() => u.setSize({ width: area.clientWidth, height: area.clientHeight })).observe(area);
+    return redraw;
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redraws.forEach((redraw) => redraw()));
   document.documentElement.dataset.ready = "yes";
 })();

@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ReportError
-from lockstep.report.chart import chart_html
-from lockstep.report.contents import charts_of, heatmaps_of
+from lockstep.report.contents import charts_of, heatmaps_of, search_of, suggestion_of
 from lockstep.report.facts import environment_html, evaluations_html, started, stragglers_html, tiles_html
-from lockstep.report.heatmap import heatmap_html
-from lockstep.report.lr_search import lr_search_html
+from lockstep.report.figures import chart_html, heatmap_html, shown
 from lockstep.report.records import Run, number
-from lockstep.report.scale import Scale
 
 # The browser enforces that the page loads nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -32,12 +29,11 @@ _COLOURED = {  # pygments token types, more specific ones first
 
 def page_html(run: Run) -> str:
     """Return the report of a run as one page of HTML."""
-    across = _across(run)
-    charts = [chart_html(chart, across) for chart in charts_of(run)]
-    heatmaps = [heatmap_html(heatmap, across) for heatmap in heatmaps_of(run)]
-    search = lr_search_html(run)
+    charts = [chart_html(chart) for chart in charts_of(run)]
+    heatmaps = [heatmap_html(heatmap) for heatmap in heatmaps_of(run)]
+    search = _search_html(run)
     values = {
-        "across": [across.low, across.high],
+        "across": _across(run),
         "epochs": _epochs(run),
         "charts": [values for _, values in charts],
         "heatmaps": [values for _, values in heatmaps],
@@ -50,9 +46,9 @@ def page_html(run: Run) -> str:
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">',
-            f"<title>{title}</title><style>{_asset('page.css')}</style></head><body>",
+            f"<title>{title}</title><style>{_asset('uplot/uPlot.min.css')}{_asset('page.css')}</style></head><body>",
             _header(run),
-            f"<main>{tiles_html(run)}",
+            f"<main>{tiles_html(run)}<noscript><p>JavaScript draws the curves of this page.</p></noscript>",
             _section("Search for a learning rate", "one update at each rate", search[0] if search else ""),
             _section("Curves", "by iteration", "".join(html for html, _ in charts)),
             _section("Time by rank", "mean over the iterations between two records", "".join(h for h, _ in heatmaps)),
@@ -60,6 +56,7 @@ def page_html(run: Run) -> str:
             f'<div class="pair">{evaluations_html(run)}{environment_html(run)}</div>',
             _config_html(run),
             f'</main><script type="application/json" id="values">{_script_json(values)}</script>',
+            f"<script>/*\n{_asset('uplot/LICENSE')}\n*/{_asset('uplot/uPlot.iife.min.js')}</script>",
             f"<script>{_asset('page.js')}</script></body></html>\n",
         ]
     )
@@ -98,14 +95,26 @@ def _colour_class(token_type: str) -> str:
     return next((name for coloured, name in _COLOURED.items() if token_type.startswith(coloured)), "")
 
 
-def _across(run: Run) -> Scale:
-    """Return the axis of iterations that all curves share."""
+def _search_html(run: Run) -> tuple[str, dict[str, Any]] | None:
+    """Return the picture of a search for a learning rate, and its values for the script; None if there is no search."""
+    found = search_of(run)
+    if found is None:
+        return None
+    chart, (low, high) = found
+    rate = suggestion_of(run)
+    mark = None if rate is None else shown(float(f"{rate:.2g}"))
+    html, values = chart_html(chart, "chart search", f"Loss over learning rate: {mark or 'no rate'} is suggested")
+    return html, {**values, "range": [low, high], "mark": rate and [rate, f"{mark} suggested"]}
+
+
+def _across(run: Run) -> tuple[int, int]:
+    """Return the first and the last iteration of the axis that all curves share."""
     iterations = [record["iter"] for record in (*run.train, *run.evaluations, *run.ranks)]
     starts = [row["iter"] - row["count"] for row in run.ranks if isinstance(row.get("count"), int)]
     low = max(0, min([*iterations, *starts], default=0))
     if low < 0.05 * max(iterations, default=1):
         low = 0
-    return Scale(float(low), float(max([*iterations, low + 1])))
+    return low, max([*iterations, low + 1])
 
 
 def _epochs(run: Run) -> list[tuple[int, int]]:

@@ -1,0 +1,193 @@
+"""Curves and heat maps: what the page says of them in HTML, and the values that its script draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from statistics import fmean
+from typing import Any, NamedTuple, TypeAlias
+
+Point: TypeAlias = tuple[float, float]
+
+LEVELS = 9  # colours of a heat map
+_EXPONENT_FROM = 1e7
+_LOG_FROM = 20  # minimum ratio of maximum to minimum for a log axis
+_MOST_BUCKETS = 320  # a longer line is drawn as this many groups of neighbouring points
+_MOST_CELLS = 8_000
+_MOST_COLUMNS = 160
+
+
+class Line(NamedTuple):
+    """One curve: its name, its points in order, and whether each is marked."""
+
+    name: str
+    points: Sequence[Point]
+    marked: bool = False
+
+
+class Chart(NamedTuple):
+    """Some curves in one frame.
+
+    Attributes:
+        title: what the curves show.
+        lines: at least one, each with at least one point.
+        unit: the unit of the values.
+        stacked: the lines are parts of a whole, at the same iterations, and are drawn on top of each other.
+        from_zero: the axis of values begins at zero.
+    """
+
+    title: str
+    lines: Sequence[Line]
+    unit: str = ""
+    stacked: bool = False
+    from_zero: bool = False
+
+
+class Stretch(NamedTuple):
+    """The iterations after `begin` up to `end`, and one value for each rank."""
+
+    begin: int
+    end: int
+    values: list[float]
+
+
+class HeatMap(NamedTuple):
+    """Stretches of iterations in order, all with the same number of values.
+
+    Attributes:
+        title: what the values show.
+        stretches: at least one.
+        unit: the unit of the values.
+        note: an explanation of how to read it.
+    """
+
+    title: str
+    stretches: Sequence[Stretch]
+    unit: str
+    note: str = ""
+
+
+def chart_html(chart: Chart, kind: str = "chart", spoken: str = "") -> tuple[str, dict[str, Any]]:
+    """Return a chart as HTML, and its values for the script.
+
+    Args:
+        chart: what to draw.
+        kind: the class of the figure.
+        spoken: what a screen reader says; by default, where the curves end.
+    """
+    curves = [line_values(line) for line in chart.lines]
+    latest = (curve["y"][-1] for curve in curves)
+    ends = [f"{line.name} ends at {shown(y)}" for line, y in zip(chart.lines, latest, strict=True)]
+    label = spoken or f"{chart.title} by iteration: {', '.join(ends)}"
+    finite = [y for line in chart.lines for _, y in line.points if math.isfinite(y)]
+    has_log = not (chart.stacked or chart.from_zero) and 0 < _LOG_FROM * min(finite, default=0.0) <= max(finite)
+    button = '<button type="button" aria-pressed="false">log</button>' if has_log else ""
+    html = (
+        f'<figure class="card {kind}"><figcaption><h3>{escape(chart.title)}{unit_html(chart.unit)}</h3>{button}'
+        f'</figcaption><div class="plot" tabindex="0" role="img" aria-label="{escape(label)}"></div></figure>'
+    )
+    return html, {"lines": curves, "stacked": chart.stacked, "fromZero": chart.from_zero}
+
+
+def line_values(line: Line, most: int = _MOST_BUCKETS) -> dict[str, Any]:
+    """Return a line for the script, with more than `most` points as that many groups of neighbours at most.
+
+    There is the last iteration of each group, the mean of its finite values or None, and, if points were grouped, their
+    minimum and maximum. `faulty` has the iterations of the groups with values that are not finite.
+
+    Example:
+        >>> line_values(Line("loss", [(1, 2.0), (2, 4.0), (3, 9.0)]), most=2)["y"]
+        [3.0, 9.0]
+    """
+    points = line.points
+    size = max(1, math.ceil(len(points) / most))
+    groups = [points[begin : begin + size] for begin in range(0, len(points), size)]
+    finite = [[value for _, value in group if math.isfinite(value)] for group in groups]
+    values: dict[str, Any] = {
+        "name": line.name,
+        "marked": line.marked,
+        "x": [group[-1][0] for group in groups],
+        "y": [_rounded(fmean(values)) if values else None for values in finite],
+        "faulty": [group[-1][0] for group, values in zip(groups, finite, strict=True) if len(values) < len(group)],
+    }
+    if size > 1:
+        values["low"] = [_rounded(min(values)) if values else None for values in finite]
+        values["high"] = [_rounded(max(values)) if values else None for values in finite]
+    return values
+
+
+def heatmap_html(heatmap: HeatMap) -> tuple[str, dict[str, Any]]:
+    """Return a heat map as HTML, and its values for the script."""
+    size = len(heatmap.stretches[0].values)
+    most = min(_MOST_COLUMNS, max(20, _MOST_CELLS // size))
+    together = math.ceil(len(heatmap.stretches) / most)  # number of neighbours that become one stretch
+    groups = range(0, len(heatmap.stretches), together)
+    stretches = [_joined(heatmap.stretches[begin : begin + together]) for begin in groups]
+    low, high = _colour_range([value for stretch in stretches for value in stretch.values])
+    steps = "".join(f'<i style="--c:var(--h{level})"></i>' for level in range(LEVELS))
+    html = (
+        f'<figure class="card heatmap"><figcaption><h3>{escape(heatmap.title)}{unit_html(heatmap.unit)}</h3>'
+        f'<p class="key"><output></output>{shown(low)} {steps} {shown(high)}</p></figcaption>'
+        f'<div class="plot" tabindex="0" role="img" style="--rows:{size}" '
+        f'aria-label="{escape(heatmap.title)} by rank and iteration: {shown(low)} to {shown(high)} '
+        f'{escape(heatmap.unit)}"></div>{f"<p class=note>{escape(heatmap.note)}</p>" if heatmap.note else ""}</figure>'
+    )
+    values = {
+        "begin": [stretch.begin for stretch in stretches],
+        "end": [stretch.end for stretch in stretches],
+        "values": [[float(f"{value:.4g}") for value in stretch.values] for stretch in stretches],
+        "range": [low, high],
+        "unit": heatmap.unit,
+    }
+    return html, values
+
+
+def unit_html(unit: str) -> str:
+    """Return a unit as HTML, to follow a title or a value."""
+    return f' <span class="unit">{escape(unit)}</span>' if unit else ""
+
+
+def shown(value: float | None) -> str:
+    """Return a number in readable form, with about four digits.
+
+    Example:
+        >>> shown(2342.7), shown(98.886), shown(0.01818), shown(1.4e-7), shown(30.0)
+        ('2,343', '98.89', '0.01818', '1.4e-7', '30')
+    """
+    if value is None:
+        return "not finite"
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < _EXPONENT_FROM:
+        return f"{int(value):,}"
+    if abs(value) < 1e-3 or abs(value) >= _EXPONENT_FROM:
+        digits, _, power = f"{value:.2e}".partition("e")
+        return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
+    decimals = max(0, 3 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if decimals else text
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def _joined(stretches: Sequence[Stretch]) -> Stretch:
+    """Merge neighbouring stretches into one, with means weighted by iterations."""
+    lengths = [stretch.end - stretch.begin for stretch in stretches]
+    by_rank = zip(*(stretch.values for stretch in stretches), strict=True)
+    means = [fmean(values, lengths) for values in by_rank]
+    return Stretch(stretches[0].begin, stretches[-1].end, means)
+
+
+def _colour_range(values: Sequence[float]) -> tuple[float, float]:
+    """Return the values of the first and the last colour.
+
+    Outliers, such as a slow start, do not hide other differences, and nearly equal values look alike.
+    """
+    ordered = sorted(values)
+    low, middle, most = ordered[0], ordered[len(ordered) // 2], ordered[-1]
+    almost_all = ordered[int(0.98 * (len(ordered) - 1))]
+    high = min(most, max(almost_all, 2 * middle))
+    return low, max(high, low + middle / 4)
