@@ -60,6 +60,11 @@ def test_a_class_that_needs_arguments_is_no_model(tmp_path):
         session.prepare(nn.Linear, torch.optim.SGD(model.parameters(), lr=0.1), loader())
 
 
+def test_a_function_that_builds_no_module_is_refused(tmp_path):
+    with pytest.raises(TypeError, match=r"`model` must build a torch\.nn\.Module, but built 3"):
+        Runner(lambda: 3, tmp_path, train_dataloader=[torch.ones(2)]).train()
+
+
 def test_a_class_that_needs_none_is_a_function_that_returns_a_model(tmp_path):
     train(tmp_path, Lit)
     assert LIGHTNING not in log_of(tmp_path)  # a loss is given

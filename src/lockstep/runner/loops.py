@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -21,7 +21,6 @@ from lockstep.registry import LOOPS
 from lockstep.runner.run import TrainRun
 from lockstep.runner.same_options import check_same_options
 from lockstep.runner.seeds import part_ranks
-from lockstep.runner.switching import StrategySwitch
 from lockstep.runner.uneven_inputs import BEGINNING, Passes, Place, Turn, buffers_kept
 
 CountSamples: TypeAlias = Callable[[Any], int]
@@ -45,10 +44,7 @@ class TrainLoop(ABC):
             and others have not.
         batch_size_of: returns what a batch counts for; None for its number of samples.
         stop_training: set it to end the training after the present epoch or iteration.
-        may_switch: whether the run may go on under another strategy between two iterations.
     """
-
-    may_switch: ClassVar[bool] = True
 
     max_epochs: int | None
     max_iters: int
@@ -166,29 +162,21 @@ class TrainLoop(ABC):
         self.runner.set_optimizer_mode(training=False)
 
     def _turns(self) -> Iterator[Turn]:
-        """Return the turns of the present pass; between two updates, the training may stop or switch."""
+        """Return the turns of the present pass; between two updates, the training may stop or save."""
         wrapper = self.runner.optim_wrapper
         wrappers = list(wrapper.values()) if isinstance(wrapper, OptimWrapperDict) else [wrapper]
-        may_stop = (
+        may_act = (
             wrappers[0].should_update if len(wrappers) == 1 else lambda: all(one.should_update() for one in wrappers)
         )
-        return self.runner.agreement.points(self._until_switch(self.passes.turns(self._begin), may_stop), may_stop)
+        return self.runner.agreement.points(self._checked(self.passes.turns(self._begin)), may_act)
 
-    def _until_switch(self, turns: Iterable[Turn], may_switch: Callable[[], bool]) -> Iterator[Turn]:
-        """Yield the turns until another strategy is asked for."""
-        self._leave_if_asked(may_switch)
+    def _checked(self, turns: Iterable[Turn]) -> Iterator[Turn]:
+        """Yield the turns, and raise an error if there are more of them than the length of the loader says."""
         for turn in turns:
             if self.max_epochs is not None and self.epoch_end is not None and self.iter >= self.epoch_end:
                 expected = self.epoch_end - self.epoch_begin
                 raise wrong_length(expected, f"has another one in epoch {self.epoch + 1}")
             yield turn
-            if self.runner.next_strategy is not None:
-                self._leave_if_asked(may_switch)
-
-    def _leave_if_asked(self, may_switch: Callable[[], bool]) -> None:
-        if self.runner.next_strategy is not None and not self.stop_training and may_switch():
-            vars(self).pop("_step", None)  # it holds the model
-            raise StrategySwitch
 
     def _endless_turns(self) -> Iterator[Turn]:
         """Return the turns of the present pass and of those after it."""

@@ -53,8 +53,6 @@ class OwnLoop(TrainLoop):
         run: the run.
     """
 
-    may_switch = False
-
     def __init__(self, run: TrainRun) -> None:
         super().__init__(run, run.train_dataloader, 1, 1, None, None)
         if self.passes.length == 0:

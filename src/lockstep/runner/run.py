@@ -7,7 +7,6 @@ addition.
 
 from __future__ import annotations
 
-import gc
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +37,6 @@ from lockstep.runner.arguments import RunnerArguments
 from lockstep.runner.checkpointing import Saving
 from lockstep.runner.interfaces import AnyEvalLoop, AnyHooks, AnyTrainLoop
 from lockstep.runner.prefetch import Prefetch
-from lockstep.runner.switching import check_switch
 from lockstep.strategy import Strategy
 from lockstep.visualization import Visualizers
 from lockstep.weights import Weights, load_weights, save_pretrained
@@ -273,7 +271,6 @@ class TrainRun(Run):
         first_options: all options of each parameter group before a schedule acts.
         begun_with: what the config says of these options and of the schedules, in JSON values.
         saving: writes checkpoints.
-        next_strategy: the strategy under which it goes on after this iteration; None for the present one.
     """
 
     optim_wrapper: OptimWrapper
@@ -282,7 +279,6 @@ class TrainRun(Run):
     initial_lrs: list[Any] = field(default_factory=list)
     first_options: list[dict[str, Any]] = field(default_factory=list)
     begun_with: dict[str, Any] = field(default_factory=dict)
-    next_strategy: Strategy | Mapping[str, Any] | str | None = None
     saving: Saving = field(init=False)
     make_train_loop: InitVar[Callable[[TrainRun], AnyTrainLoop]]
 
@@ -391,75 +387,6 @@ class TrainRun(Run):
             async_save=async_save, on_save_error=on_save_error, when_ended=when_ended,
         )  # fmt: skip
         return directory
-
-    def switch_strategy(self, strategy: Strategy | Mapping[str, Any] | str) -> None:
-        """Go on under another strategy after this iteration, in the same processes and the same process group.
-
-        With accumulation of gradients the switch waits for the end of the window. Then the run saves a checkpoint
-        `iter_N`, from which the job could also go on if the new strategy failed, lets go of the model, builds all its
-        parts anew from the arguments of the Runner, and resumes from the checkpoint. Folder, records and trackers stay
-        the same, and so does this object. To its hooks it is the end of one run and the resumption of it: `close`, then
-        `before_run`, `after_load_checkpoint` and `before_train`. Hooks given as configs are built anew.
-
-        Args:
-            strategy: name, config or object.
-
-        **Collective**: every rank, at the same iteration. **Cost**: one checkpoint is written and read; the old and the
-        new model are never in memory together, unless the user's own code holds the old one.
-
-        Raises:
-            ConfigError: there is no such strategy; the model is a module that the present strategy has changed, the
-                optimizer an object; or the loop is that of a Session.
-
-        **Example (2 ranks)**::
-
-            >>> from contextlib import redirect_stdout
-            >>> from tempfile import TemporaryDirectory
-            >>> from torch.utils.data import DataLoader, TensorDataset
-            >>> from lockstep import Runner
-            >>> from lockstep.dist import barrier, broadcast_object
-            >>> from lockstep.hooks import Hook
-            >>> class Switch(Hook):
-            ...     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-            ...         if runner.iter == 1:
-            ...             runner.switch_strategy("fsdp")
-            >>> loader = DataLoader(TensorDataset(torch.ones(12, 2), torch.ones(12, 1)), batch_size=2)
-            >>> linear = dict(type="torch.nn.Linear", in_features=2, out_features=1)
-            >>> with TemporaryDirectory() as folder, redirect_stdout(None):
-            ...     runner = Runner(
-            ...         linear, broadcast_object(folder), loss=nn.MSELoss(), train_dataloader=loader, visualizer=[],
-            ...         train_cfg=dict(max_epochs=1), custom_hooks=[Switch()], log_level="ERROR",
-            ...     )
-            ...     model = runner.train()
-            ...     barrier()
-            >>> type(runner.strategy).__name__, runner.iter, model.module.weight.full_tensor().shape
-            ('FSDPStrategy', 3, torch.Size([1, 2]))
-        """
-        if not getattr(self.train_loop, "may_switch", True):
-            raise ConfigError(
-                "the strategy must be switched in the training of a Runner, but this loop is a Session's: its own "
-                "variables hold the model. Save, and start it again with the other strategy and resume=True"
-            )
-        check_switch(self.args, self.strategy, strategy)
-        self.next_strategy = strategy
-
-    def release(self) -> None:
-        """Let go of the model and of what holds it; `rebuilt` must follow."""
-        self.hooks.close()
-        self.strategy.close()
-        for name in ("strategy", "model", "optim_wrapper", "train_dataloader"):
-            delattr(self, name)
-        self.param_schedulers, self.val_loop, self.test_loop, self.last_evaluation = [], None, None, None
-        gc.collect()  # wrappers and what they wrap hold each other
-        if torch.accelerator.is_available():
-            torch.accelerator.empty_cache()
-
-    def rebuilt(self, **parts: Any) -> TrainRun:
-        """Return this run with other parts: its fields, as for a new one."""
-        saving = self.saving
-        TrainRun.__init__(self, **{**parts, "agreement": self.agreement})
-        self.saving = saving
-        return self
 
     def _complete(self, *, by_epoch: bool) -> tuple[int, int]:
         """Return how many epochs and iterations are complete, at the end of an epoch or else of an iteration."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -32,7 +31,6 @@ from lockstep.runner.lr_finder import DIVERGENCE, LRSearch, check_range, search_
 from lockstep.runner.parts_of_run import PartsOfRun, not_built, taking
 from lockstep.runner.preemption import answering
 from lockstep.runner.run import Run, TrainRun, Workspace
-from lockstep.runner.switching import StrategySwitch
 from lockstep.strategy import Strategy, build_strategy
 from lockstep.weights import Weights, load_weights
 from lockstep.weights.loading import REVISE_KEYS
@@ -125,7 +123,6 @@ class Runner(PartsOfRun):
         self._workspace: Workspace | None = None
         self._run: Run | None = None
         self._has_trained = False
-        self._is_over = False  # the training
         self._is_shown = False  # whether visualizers have the config
 
     @classmethod
@@ -154,30 +151,9 @@ class Runner(PartsOfRun):
         """
         self._check_can_train("train")
         with self.training() as run:
-            while not self._train(run):
-                self._rebuild(run)
+            self._train(run)
             run.call_hook("after_run")
         return run.model
-
-    def switch_strategy(self, strategy: Strategy | Mapping[str, Any] | str) -> None:
-        """Go on under another strategy, in the same processes: here or in a hook, see `TrainRun.switch_strategy`.
-
-        Before `train()` it replaces the argument `strategy`. **Collective**: every rank, at the same iteration.
-
-        Raises:
-            ConfigError: there is no such strategy, or the run can't be built anew; it then goes on as it is.
-            RuntimeError: the training is over, or `val()` or `test()` have built the model without an optimizer.
-        """
-        if self._run is None:
-            build_strategy(strategy)
-            self.args = replace(self.args, strategy=strategy)
-        elif isinstance(self._run, TrainRun) and not self._is_over:
-            self._run.switch_strategy(strategy)
-        else:
-            raise RuntimeError(
-                "switch_strategy() must be called before or during the training, but this Runner has "
-                f"{'trained' if self._is_over else 'evaluated'} already; make another one with this strategy"
-            )
 
     def find_lr(
         self, start: float = 1e-7, end: float = 1.0, steps: int = 100, divergence: float = DIVERGENCE
@@ -364,39 +340,9 @@ class Runner(PartsOfRun):
                 space.hold.release()
             recording.print_summary(self.run, what, perf_counter() - began)
 
-    def _train(self, run: TrainRun) -> bool:
-        """Train until the end, or until another strategy is asked for; return whether it is the end."""
-        try:
-            with run.saving.at_stop():
-                run.train_loop.run()
-        except StrategySwitch:
-            return False
-        self._is_over = True
-        if run.next_strategy is not None:
-            self.logger.warning("the training has ended before it could go on under another strategy")
-        return True
-
-    def _rebuild(self, run: TrainRun) -> None:
-        """Build the parts of a run anew under the strategy that was asked for, and restore its state.
-
-        **Collective**: every rank.
-        """
-        assert self._workspace is not None
-        directory = run.save_checkpoint(run.checkpoint_dir, f"iter_{run.iter}", epoch=run.epoch, iteration=run.iter)
-        former, done = type(run.strategy).__name__, run.iter
-        self.args = replace(self.args, strategy=run.next_strategy)
-        self._workspace = replace(self._workspace, args=self.args, resume_from=directory, skipped=())
-        run.release()
-        run.hooks, self._run = HookList(), None
-        try:
-            self._train_run(self._workspace, anew=run)
-            self.logger.info("%s instead of %s from iteration %d on", type(run.strategy).__name__, former, done + 1)
-            self._hook_and_load(run)
-            run.call_hook("before_run")
-        except Exception as error:
-            self._run = run
-            error.add_note(f"The state before the switch is saved: start again with resume=True, or from {directory}")
-            raise
+    def _train(self, run: TrainRun) -> None:
+        with run.saving.at_stop():
+            run.train_loop.run()
 
     def _check_can_train(self, verb: str) -> None:
         if self.args.train_dataloader is None:
@@ -411,22 +357,20 @@ class Runner(PartsOfRun):
         space: Workspace,
         make_train_loop: Callable[[TrainRun], AnyTrainLoop] | None = None,
         param_schedulers: list[Any] | None = None,
-        anew: TrainRun | None = None,
     ) -> TrainRun:
-        """Return the run of a rehearsal, or build one, or build the parts of `anew`; see `training`."""
+        """Return the run of a rehearsal, or build one; see `training`."""
         if isinstance(self._run, TrainRun):
             return self._run
         args = self.args
         strategy, model = self._strategy_and_model(training=True)
         optim = self._or_default("optim_wrapper", strategy.own_optim_wrapper or DEFAULT_OPTIM_WRAPPER)
-        optim_wrapper, parts = self._prepare(space, strategy, model, optim, anew)
+        optim_wrapper, parts = self._prepare(space, strategy, model, optim)
         assert optim_wrapper is not None, "a strategy that is given an optimizer returns its wrapper"
         train_dataloader = self._build_loader("train", space, parts["data_shard"])
         if make_train_loop is None:
             train_cfg = self._or_default("train_cfg", DEFAULT_TRAIN_CFG)
             make_train_loop = partial(build.build_train_loop, train_cfg)
-        make_run = self._train_run_type if anew is None else anew.rebuilt
-        run = make_run(
+        run = self._train_run_type(
             **parts, optim_wrapper=optim_wrapper, train_dataloader=train_dataloader, make_train_loop=make_train_loop
         )
         if args.auto_scale_lr is not None:
@@ -451,13 +395,13 @@ class Runner(PartsOfRun):
         return strategy, model
 
     def _prepare(
-        self, space: Workspace, strategy: Strategy, model: nn.Module, optim: Any = None, anew: Run | None = None
+        self, space: Workspace, strategy: Strategy, model: nn.Module, optim: Any = None
     ) -> tuple[OptimWrapper | None, dict[str, Any]]:
         """Return the optim wrapper, if the model is trained, and the parts that every run has."""
         model, optim_wrapper = strategy.prepare(model, optim)
         shard = agree_on_shard(*strategy.data_shard)
         self.logger.info("model: %s", recording.describe_model(model, strategy))
-        visualizer = build.build_visualizer(self.args.visualizer, space.rank) if anew is None else anew.visualizer
+        visualizer = build.build_visualizer(self.args.visualizer, space.rank)
         own = {"strategy": strategy, "model": model, "data_shard": shard, "hooks": HookList(), "visualizer": visualizer}
         return optim_wrapper, {**vars(space), **own}
 

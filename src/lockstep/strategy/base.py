@@ -36,15 +36,12 @@ class Strategy(ABC):
             an optimizer.
         own_schedule: the name of the schedule in the strategy's own config that changes the learning rates, if there is
             one.
-        leaves_module: whether the user's module is as it was once nothing of the strategy is left, except for its
-            weights, so that another strategy can prepare it.
         keeps_memory_format: whether weights may be in `torch.channels_last`; shards and flat buffers are contiguous.
     """
 
     package: ClassVar[str | None] = None
     own_optim_wrapper: Mapping[str, Any] | None = None
     own_schedule: str | None = None
-    leaves_module: bool = False
     keeps_memory_format: ClassVar[bool] = False
 
     @overload
@@ -149,12 +146,6 @@ class Strategy(ABC):
     @abstractmethod
     def load_state(self, model_state: ModelState | None = None, optim_state: OptimState | None = None) -> None:
         """Load states in canonical form; a state that is None is not changed.
-
-        **Collective**: every rank.
-        """
-
-    def close(self) -> None:  # noqa: B027  (most strategies hold nothing)
-        """Release what is held outside of the model that was prepared, which is not used any more.
 
         **Collective**: every rank.
         """

@@ -19,7 +19,6 @@ _WRAPPER = "MMDistributedDataParallel"
 class SingleDeviceStrategy(NativeStrategy):
     """Train on one device of one process."""
 
-    leaves_module = True
     keeps_memory_format = True
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -51,7 +50,6 @@ class DDPStrategy(NativeStrategy):
 
     def __init__(self, model_wrapper: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._wrapper = {"type": _WRAPPER, "broadcast_buffers": False, **(model_wrapper or {}), **kwargs}
-        self.leaves_module = self._wrapper["type"] in (_WRAPPER, "DistributedDataParallel")
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap the model, unless there is no process group or nothing to train."""

@@ -103,26 +103,12 @@ def _torch_schedule(section: Mapping[str, Any] | None) -> Callable[[Optimizer], 
     return partial(schedule, **section.get("params", {}))
 
 
-def destroy_engine(engine: Any) -> None:
-    """Destroy an engine, and empty the list and the cache in which DeepSpeed would go on to hold its model.
-
-    **Source**: `deepspeed.runtime.zero` (0.19). Not needed any more once `destroy` empties them.
-    """
-    engine.destroy()
-    load_engine("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK.clear()
-    coordinator = load_engine("deepspeed.runtime.zero.partitioned_param_coordinator").PartitionedParameterCoordinator
-    cached = vars(coordinator)["_PartitionedParameterCoordinator__params_to_release"]
-    for cell in cached.__closure__:
-        if hasattr(cell.cell_contents, "cache_clear"):
-            cell.cell_contents.cache_clear()
-
-
 def release_engine(wrapper: MMDeepSpeedEngineWrapper) -> nn.Module:
     """Return the module inside a wrapper whose engine only evaluates, and destroy that engine."""
     engine = wrapper.model
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
-    destroy_engine(engine)
+    engine.destroy()
     return wrapper.module
 
 

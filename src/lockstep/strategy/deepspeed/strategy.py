@@ -18,13 +18,7 @@ from lockstep.model import is_model_wrapper
 from lockstep.registry import STRATEGIES
 from lockstep.strategy.base import OptimLike, Prepared
 from lockstep.strategy.deepspeed import config as config_rules
-from lockstep.strategy.deepspeed.engine import (
-    MMDeepSpeedEngineWrapper,
-    destroy_engine,
-    join_engine,
-    release_engine,
-    start_engine,
-)
+from lockstep.strategy.deepspeed.engine import MMDeepSpeedEngineWrapper, join_engine, release_engine, start_engine
 from lockstep.strategy.deepspeed.optim import DeepSpeedOptimWrapper, read_optim
 from lockstep.strategy.deepspeed.state import EngineState
 from lockstep.strategy.engine_strategy import EngineStrategy
@@ -121,11 +115,6 @@ class DeepSpeedStrategy(EngineStrategy):
         )
         wrapper.attach(engine, state)
         return MMDeepSpeedEngineWrapper(model=engine, inputs_to_half=self._inputs_to_half), wrapper
-
-    def close(self) -> None:
-        """Destroy the engine."""
-        if isinstance(self._state, EngineState):
-            destroy_engine(self._state.engine)
 
     def _unwrapped(self, model: nn.Module) -> nn.Module:
         """Return the user's own module, which this strategy may have prepared for evaluation before."""

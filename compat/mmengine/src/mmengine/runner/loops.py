@@ -265,8 +265,6 @@ class _LoopAround(TrainLoop):
         own: the user's loop; its attributes are those of this one.
     """
 
-    may_switch = False
-
     def __init__(self, runner: TrainRun, own: BaseLoop) -> None:
         self.own: Any = own
         super().__init__(

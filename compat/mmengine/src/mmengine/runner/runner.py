@@ -331,9 +331,9 @@ class Runner(BuildsParts, lockstep.runner.Runner):
             make_train_loop = partial(build_train_loop, cfg)
         return super()._train_run(space, make_train_loop, *args, **kwargs)
 
-    def _train(self, run: TrainRun) -> bool:
+    def _train(self, run: TrainRun) -> None:
         getattr(run.train_loop, "prepare_own", lambda: None)()
-        return super()._train(run)
+        super()._train(run)
 
     def _prepare(self, *args: Any, **kwargs: Any) -> Any:
         optim_wrapper, parts = super()._prepare(*args, **kwargs)
