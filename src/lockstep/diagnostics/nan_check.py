@@ -99,10 +99,10 @@ class NaNCheckHook(Hook):
         yield
         own = _first_fault(losses, numbers())
         found = torch.tensor(int(own is not None))
-        telling = all_reduce(found, op="max", async_op=True) if runner.world_size > 1 else None
+        handle = all_reduce(found, op="max", async_op=True) if runner.world_size > 1 else None
         yield
-        if telling is not None:
-            telling.wait()
+        if handle is not None:
+            handle.wait()
         if int(found):
             _raise(own, runner.world_size)
 
@@ -111,13 +111,13 @@ def _raise(own: _Fault | None, world_size: int) -> NoReturn:
     """Raise the same error on every rank. **Collective**: every rank, with the fault that it has found, if any."""
     faults = [(rank, fault) for rank, fault in enumerate(all_gather_object(own)) if fault is not None]
     first = min(fault.iteration for _, fault in faults)
-    told = [
+    values = [
         f"rank {rank} of {world_size}: " + ", ".join(f"{name} = {value:g}" for name, value in fault.values.items())
         for rank, fault in faults
         if fault.iteration == first
     ]
     error = FloatingPointError(
-        f"the loss must be finite, but is not in iteration {first}, counted from 1: {'; '.join(told)}. "
+        f"the loss must be finite, but is not in iteration {first}, counted from 1: {'; '.join(values)}. "
         "Lower the learning rate, clip gradients (clip_grad=dict(max_norm=1.0)), or look at the batch: "
         "torch.autograd.set_detect_anomaly(True) shows where it begins"
     )

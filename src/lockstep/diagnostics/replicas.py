@@ -235,8 +235,8 @@ def _detail(held: Sequence[Held], difference: _Difference) -> str:
     value = {(name, part): value for name, part, value in held}.get(difference.held)
     rank = torch.distributed.get_rank()
     is_asked = rank in (one, other)
-    told: list[Any] = all_gather_object(_blocks(value) if is_asked else None)
-    (form_one, blocks_one), (form_other, blocks_other) = told[one], told[other]
+    by_rank: list[Any] = all_gather_object(_blocks(value) if is_asked else None)
+    (form_one, blocks_one), (form_other, blocks_other) = by_rank[one], by_rank[other]
     if blocks_one is None or blocks_other is None or form_one != form_other:
         return f"It is {form_one} on rank {one}, and {form_other} on rank {other}."
     pairs = zip(blocks_one, blocks_other, strict=True)

@@ -165,7 +165,7 @@ class LoggerHook(Hook):
         self._logged: set[str] = set()
         self._unwritten: deque[_Unwritten] = deque()
         self._gathering: _Gathering | None = None  # of the last record
-        self._unsent: Callable[[int], None] | None = None  # begins to gather it, given the number of iterations
+        self._unsent: Callable[[], None] | None = None  # begins to gather it
         self._epoch = _EpochSums()
         self._rank_times: RankTimes | None = None
         self._work: OwnWork | None = None
@@ -193,7 +193,7 @@ class LoggerHook(Hook):
         """Store the values; make a record when it is due."""
         hub, loop = runner.message_hub, runner.train_loop
         done = loop.iter + 1
-        self._send(done)
+        self._send()
         if self._gathering is not None and done >= self._gathering.read_at:
             self._read_record()
         if self._unwritten and perf_counter() - self._unwritten[0].moment > _BATCH_SECONDS:
@@ -277,22 +277,25 @@ class LoggerHook(Hook):
         self._read_record()
         work, options = self._work, (digest_of(optimizer_options(runner, reads_device=False)), rates)
 
-        def send(now: int) -> None:
+        is_on_cpu = get_device() == "cpu"
+
+        def send() -> None:
             numbers = own()
             waited, found = work.take()  # of what the device has done, since its numbers are here
             if waited is not None:
                 numbers["comm_time"] = waited
-            said = {"numbers": numbers, "options": options, "host": work.host, "samples": found}
-            self._gathering = _Gathering(start_gather_bytes(json.dumps(said).encode()), record, now + _READ_AFTER)
+            message = {"numbers": numbers, "options": options, "host": work.host, "samples": found}
+            handle = start_gather_bytes(json.dumps(message).encode())
+            self._gathering = _Gathering(handle, record, iteration + _READ_AFTER + (not is_on_cpu))
 
-        if get_device() == "cpu":
-            send(iteration)
+        if is_on_cpu:
+            send()
         else:
             self._unsent = send  # after the next iteration, so that nobody waits for the device
 
     def _read_record(self, *, checks_options: bool = True) -> None:
         """Complete the gathering of the last record; on rank 0, that can be written then."""
-        self._send(0)
+        self._send()
         if self._gathering is None:
             return
         (handle, record, _), self._gathering = self._gathering, None
@@ -306,7 +309,7 @@ class LoggerHook(Hook):
 
     def _read_last_record(self) -> None:
         """Do the same at the end of a run, if the numbers arrive in time: where it has failed, others may send none."""
-        self._send(0)
+        self._send()
         end = perf_counter() + _LAST_WAIT_SECONDS
         while self._gathering is not None and not self._gathering.handle.is_completed():
             if perf_counter() > end:
@@ -314,10 +317,10 @@ class LoggerHook(Hook):
             sleep(0.01)
         self._read_record(checks_options=False)  # a run that has failed has an error of its own
 
-    def _send(self, now: int) -> None:
+    def _send(self) -> None:
         if self._unsent is not None:
             send, self._unsent = self._unsent, None
-            send(now)
+            send()
 
     def _tell_of_stragglers(self, runner: TrainRun, by_rank: Sequence[Mapping[str, Any]]) -> None:
         """Compare the ranks' samples; tell of each rank that begins or ceases to be slow."""

@@ -270,14 +270,14 @@ class GatherHandle:
         Handle(self._works, self._comm).wait()
         self._works = []
         every, self._every = self._every, []
-        for rank, said in enumerate(every):
+        for rank, slot in enumerate(every):
             if self._gathered is not None and rank != self._comm.rank:
-                self._gathered[rank] = self._whole(bytes(bytes_of(said)), rank)
+                self._gathered[rank] = self._whole(bytes(bytes_of(slot)), rank)
         return self._gathered
 
-    def _whole(self, said: bytes, rank: int) -> bytes:
-        (length,) = _LENGTH.unpack_from(said)
-        first = said[_LENGTH.size : _LENGTH.size + length]
+    def _whole(self, slot: bytes, rank: int) -> bytes:
+        (length,) = _LENGTH.unpack_from(slot)
+        first = slot[_LENGTH.size : _LENGTH.size + length]
         rest = torch.empty(length - len(first), dtype=torch.uint8, device=_CPU)
         if rest.numel():
             Handle(start_receiving([rest], rank, self._comm, _GATHER_TAG), self._comm).wait()
