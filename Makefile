@@ -24,7 +24,7 @@ JOBS := $(addprefix tests/,benchmarks launchers examples launch cli runner/test_
 	runner/test_preemption.py runner/test_output.py)
 # So do the combinations of what strategies can do, and of optimizers with them.
 LAYOUTS := $(addprefix tests/strategy/test_,fsdp.py fsdp_dtypes.py fsdp_refusals.py optim_state.py tensor_parallel.py \
-	compile.py optimizer_trial.py) $(addprefix tests/model/test_,fsdp.py fsdp_consistency.py)
+	compile.py optimizer_trial.py) $(addprefix tests/model/fsdp/test_,wrapper.py consistency.py)
 
 # So do checkpoints that are damaged, attacked or resumed in another form, and weights in and out.
 CHECKPOINTS := $(addprefix tests/,checkpoint weights runner/test_position.py runner/test_resume_matrix.py \

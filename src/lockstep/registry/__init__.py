@@ -121,7 +121,7 @@ LOOPS = Registry("loop", locations=["lockstep.runner"])
 STRATEGIES = Registry(
     "strategy",
     locations={
-        "lockstep.strategy.ddp": ["SingleDeviceStrategy", "single", "DDPStrategy", "ddp"],
+        "lockstep.strategy.native": ["SingleDeviceStrategy", "single", "DDPStrategy", "ddp"],
         "lockstep.strategy.fsdp": ["FSDPStrategy", "fsdp"],
         "lockstep.strategy.deepspeed": ["DeepSpeedStrategy", "deepspeed"],
         "lockstep.strategy.colossalai": ["ColossalAIStrategy", "colossalai"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, ClassVar, TypeAlias, overload
 
 from torch import nn
@@ -181,6 +182,20 @@ def _refuse_lazy(model: nn.Module) -> None:
                     f"from its first batch ({this_rank()}). Call the model once with a batch, under torch.no_grad(), "
                     "before you hand it in"
                 )
+
+
+def refuse_meta(model: nn.Module) -> None:
+    """Refuse a model whose parameters and buffers have no values yet.
+
+    Raises:
+        ConfigError: one is on the meta device.
+    """
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_meta:
+            raise ConfigError(
+                f"`{name}` must have values, but is on the meta device ({this_rank()}). Use strategy 'fsdp', which "
+                "materializes such a model part by part, or make it on a device"
+            )
 
 
 def build_strategy(strategy: Strategy | Mapping[str, Any] | str | None) -> Strategy:
