@@ -160,7 +160,7 @@ PRIVATE: dict[str, Private] = {
     # Autograd.
     "_C": Private(
         lambda: torch._C.DisableTorchFunctionSubclass,
-        ("groups.py", "model/autograd_graph.py", "model/fsdp_originals.py"),
+        ("groups.py", "model/autograd_graph.py", "model/fsdp/parameters.py"),
     ),
     "_current_graph_task_id": Private(
         lambda: torch._C._current_graph_task_id() == -1 < in_backward_pass(torch._C._current_graph_task_id),
@@ -171,12 +171,12 @@ PRIVATE: dict[str, Private] = {
         lambda: isinstance(node()._sequence_nr(), int),
         ("strategy/gradient_flow.py",),
     ),
-    "_backward_hooks": Private(hooks_kept, ("model/fsdp_originals.py",)),
-    "_post_accumulate_grad_hooks": Private(hooks_kept, ("model/fsdp_originals.py",)),
+    "_backward_hooks": Private(hooks_kept, ("model/fsdp/parameters.py",)),
+    "_post_accumulate_grad_hooks": Private(hooks_kept, ("model/fsdp/parameters.py",)),
     # Tensors.
     "_foreach_copy_": Private(foreach, ("model/averaged.py",)),
     "_foreach_lerp_": Private(foreach, ("model/averaged.py",)),
-    "_cdata": Private(storage_changes, ("model/fsdp_writes.py",)),
+    "_cdata": Private(storage_changes, ("model/written.py",)),
     "_debug_has_internal_overlap": Private(
         lambda: torch._debug_has_internal_overlap(torch.ones(1).expand(2)) == 1, ("dist/validate.py",)
     ),
@@ -188,7 +188,7 @@ PRIVATE: dict[str, Private] = {
         lambda: takes(
             importlib.import_module("torch.distributed._functional_collectives").AsyncCollectiveTensor.wait, "self"
         ),
-        ("model/tensor_parallel.py", "model/tensor_parallel_trial.py"),
+        ("model/tensor_parallel.py", "model/tensor_parallel_plan.py"),
     ),
     # Modules.
     "_modules": Private(
@@ -214,7 +214,7 @@ PRIVATE: dict[str, Private] = {
     "_call_impl": Private(lambda: nn.Identity()._call_impl(1) == 1, ("model/compiling.py",)),
     "_compiled_call_impl": Private(
         called_first,
-        ("model/compiling.py", "model/tensor_parallel_trial.py", "model/wrapper.py", "strategy/own_steps.py"),
+        ("model/compiling.py", "model/tensor_parallel.py", "model/wrapper.py", "strategy/own_steps.py"),
     ),
     # Compiling.
     "torch._dynamo": Private(
@@ -227,7 +227,7 @@ PRIVATE: dict[str, Private] = {
     ),
     "_torchdynamo_orig_callable": Private(
         lambda: torch.compile(callbacks, backend="eager")._torchdynamo_orig_callable is callbacks,  # type: ignore[attr-defined]
-        ("model/tensor_parallel_trial.py",),
+        ("model/tensor_parallel.py",),
     ),
     "_checkpoint_wrapped_module": Private(checkpoint_wrapped, ("model/parts.py",)),
     "torch._inductor": Private(
@@ -245,17 +245,17 @@ PRIVATE: dict[str, Private] = {
     "_comm_hooks": Private(
         lambda: "self._comm_hooks" in inspect.getsource(DistributedDataParallel.__init__), ("model/ddp.py",)
     ),
-    "_get_fsdp_state": Private(lambda: takes(FSDPModule._get_fsdp_state, "self"), ("model/fsdp.py",)),
-    "_lazy_init": Private(lambda: fsdp_state_has("_lazy_init"), ("model/fsdp.py",)),
+    "_get_fsdp_state": Private(lambda: takes(FSDPModule._get_fsdp_state, "self"), ("model/fsdp/wrapper.py",)),
+    "_lazy_init": Private(lambda: fsdp_state_has("_lazy_init"), ("model/fsdp/wrapper.py",)),
     "_root_post_backward_final_callback": Private(
-        lambda: fsdp_state_has("_root_post_backward_final_callback"), ("model/fsdp.py",)
+        lambda: fsdp_state_has("_root_post_backward_final_callback"), ("model/fsdp/wrapper.py",)
     ),
     "_run_policy": Private(
         lambda: takes(wrap.CustomPolicy._run_policy, "self", "root_module", "ignored_modules", "root_kwargs"),
-        ("model/fsdp_policies.py",),
+        ("model/fsdp/units.py",),
     ),
     "_HYBRID_SHARD_ZERO2": Private(
-        lambda: "_HYBRID_SHARD_ZERO2" in ShardingStrategy.__members__, ("model/fsdp_arguments.py",)
+        lambda: "_HYBRID_SHARD_ZERO2" in ShardingStrategy.__members__, ("model/fsdp/arguments.py",)
     ),
     # Optimizers.
     "_step_supports_amp_scaling": Private(

@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 from lockstep import Runner, Session
 from lockstep.hooks import EMAHook, Hook
 from lockstep.model import ExponentialMovingAverage
-from lockstep.model.full_params import gather_full
-from lockstep.model.tensor_parallel_trial import _differences, _Run
+from lockstep.model.shards import gather_full
+from lockstep.model.tensor_parallel import _differences, _Run
 
 EPOCH = 6  # steps on two ranks
 PLAN = {"up": "colwise", "down": "rowwise"}

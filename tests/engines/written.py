@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.functional import normalize
@@ -135,7 +136,7 @@ def _train_alone(kind: type[Plain], write: Write, before: bool) -> list[float]:
     return train_written(kind, build_strategy("single"), write, before=before)
 
 
-def trained_then_clamped(strategy: Strategy) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def _trained_then_clamped(strategy: Strategy) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Return the model's states after two steps, after a clamp, and after an update that changes nothing."""
     torch.manual_seed(3)
     core = Plain()
@@ -150,3 +151,37 @@ def trained_then_clamped(strategy: Strategy) -> tuple[dict[str, Any], dict[str, 
     model.train_step(batch, optim_wrapper)
     states.append(whole(strategy.model_state()))
     return states[0], states[1], states[2]
+
+
+def _train_all(make: Callable[[], Strategy], before: bool) -> list[list[float]]:
+    return [train_written(Plain, make(), write, before=before) for write in WRITES]
+
+
+def check_that_writes_are_followed(size: int, make: Callable[[], Strategy], *, before: bool) -> None:
+    """Check that what is written into the weights between steps is trained on, as in one process."""
+    for losses, write in zip(run_ranks(size, _train_all, make, before)[0], WRITES, strict=True):
+        assert losses == pytest.approx(written_alone(Plain, write, before), abs=1e-5, rel=0), write
+
+
+def _train_writing_forwards(make: Callable[[], Strategy]) -> list[list[float]]:
+    return [train_written(kind, make(), nothing) for kind in (Renormalises, Initialises)]
+
+
+def check_that_forwards_are_followed(size: int, make: Callable[[], Strategy]) -> None:
+    """Check the same of what forward passes write, alike on all ranks."""
+    for losses, kind in zip(
+        run_ranks(size, _train_writing_forwards, make)[0], (Renormalises, Initialises), strict=True
+    ):
+        assert losses == pytest.approx(written_alone(kind, nothing), abs=1e-5, rel=0), kind
+
+
+def check_that_masters_keep_their_bits(strategy: Strategy) -> None:
+    """Check that in half precision only those elements of the float32 weights change that were written."""
+    trained, clamped, after = _trained_then_clamped(strategy)
+    for name, master in trained.items():
+        assert master.dtype == torch.float32
+        bound = torch.tensor(BOUND).bfloat16()
+        expected = torch.where(master.bfloat16().abs() > bound, master.sign() * bound, master)
+        assert torch.equal(clamped[name], expected), name
+        assert torch.equal(after[name], expected), name
+    assert not torch.equal(trained["backbone.weight"], clamped["backbone.weight"])

@@ -20,7 +20,7 @@ from lockstep.device import get_device
 from lockstep.diagnostics.mfu import StepFlops
 from lockstep.dist import get_world_size, init_dist
 from lockstep.hooks import Hook, MemorySnapshotHook, MFUHook
-from lockstep.model.full_params import gather_full
+from lockstep.model.shards import gather_full
 from lockstep.runner import Runner
 from lockstep.strategy import build_strategy
 from lockstep.weights import load_checkpoint

@@ -21,7 +21,7 @@ from transformers import (
 )  # fmt: skip
 from transformers.utils import logging
 
-from lockstep.model.full_params import gather_full
+from lockstep.model.shards import gather_full
 from lockstep.runner import Runner
 
 logging.disable_progress_bar()  # it starts a thread

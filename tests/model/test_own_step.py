@@ -20,7 +20,7 @@ from lockstep.model import (
     steps,
     train_step,
 )
-from lockstep.model.full_params import gather_full
+from lockstep.model.shards import gather_full
 from lockstep.optim import OptimWrapper, OptimWrapperDict
 from lockstep.testing import ranks
 

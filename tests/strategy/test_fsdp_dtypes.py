@@ -15,7 +15,7 @@ from lockstep.checkpoint import load_state, save_state
 from lockstep.dist import all_gather, get_rank
 from lockstep.errors import ConfigError
 from lockstep.model import MMFullyShardedDataParallel, train_step
-from lockstep.model.full_params import gather_full
+from lockstep.model.shards import gather_full
 from lockstep.strategy import FSDPStrategy, SingleDeviceStrategy
 from lockstep.testing import ranks, run_ranks
 

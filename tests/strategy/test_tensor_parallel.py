@@ -21,7 +21,7 @@ from lockstep.errors import ConfigError
 from lockstep.evaluator import BaseMetric
 from lockstep.hooks import EMAHook, Hook
 from lockstep.model import MMFullyShardedDataParallel, train_step
-from lockstep.model.full_params import gather_full
+from lockstep.model.shards import gather_full
 from lockstep.runner import Runner
 from lockstep.strategy import DDPStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
 from lockstep.testing import ranks, run_ranks

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import ConfigError
-from lockstep.model.full_params import gather_full
+from lockstep.model.shards import gather_full
 from lockstep.strategy import FSDPStrategy
 from lockstep.testing import ranks
 

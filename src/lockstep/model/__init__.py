@@ -15,15 +15,13 @@ from lockstep.model.averaged import (
     StochasticWeightAverage,
 )
 from lockstep.model.base import BaseModel, BaseModule
-from lockstep.model.comm_hooks import COMM_HOOKS
 from lockstep.model.compiling import compile_in_place, uncompiled
-from lockstep.model.ddp import MMDistributedDataParallel
+from lockstep.model.ddp import COMM_HOOKS, MMDistributedDataParallel, MMSeparateDistributedDataParallel
 from lockstep.model.image import ImgDataPreprocessor
 from lockstep.model.norm import convert_sync_batchnorm, revert_sync_batchnorm
 from lockstep.model.outside_loss import OutsideLoss, outside_loss
+from lockstep.model.parts import checkpoint_activations
 from lockstep.model.preprocessor import BaseDataPreprocessor
-from lockstep.model.recomputing import checkpoint_activations
-from lockstep.model.separate import MMSeparateDistributedDataParallel
 from lockstep.model.steps import UpdatesParams, parse_losses
 from lockstep.model.wrapper import (
     ModelWrapper,
@@ -37,9 +35,9 @@ from lockstep.model.wrapper import (
 
 if TYPE_CHECKING:
     from lockstep.model.fsdp import MMFullyShardedDataParallel
-    from lockstep.model.fsdp_policies import FSDP_WRAP_POLICIES
+    from lockstep.model.fsdp.units import FSDP_WRAP_POLICIES
 
-_HOMES = {"MMFullyShardedDataParallel": "lockstep.model.fsdp", "FSDP_WRAP_POLICIES": "lockstep.model.fsdp_policies"}
+_HOMES = {"MMFullyShardedDataParallel": "lockstep.model.fsdp", "FSDP_WRAP_POLICIES": "lockstep.model.fsdp.units"}
 
 __all__ = [
     "COMM_HOOKS",

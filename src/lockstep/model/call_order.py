@@ -168,7 +168,7 @@ class CallOrder:
                 cause="an error in the forward pass",
             )
         does = " and ".join(
-            f"{self._told(other)} on {self.ranks_with(other, events)}" for other in dict.fromkeys(events)
+            f"{self._in_words(other)} on {self.ranks_with(other, events)}" for other in dict.fromkeys(events)
         )
         last = f" after `{self._last}`" if self._last else ""
         units = [self._names[other] for other in dict.fromkeys(events) if 0 <= other < _WHOLE]
@@ -187,7 +187,7 @@ class CallOrder:
             raise self._mismatch(events)
         return len(set(events)) == 1
 
-    def _told(self, event: int) -> str:
+    def _in_words(self, event: int) -> str:
         if event <= _BACKWARD:
             return "is left out before a backward pass"
         if event == _END or event >= _WHOLE:

@@ -1,18 +1,21 @@
-"""`MMDistributedDataParallel`: torch's DDP with the training and validation steps of a model."""
+"""torch's DDP with the training and validation steps of a model, around the whole model or each of its parts."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from time import perf_counter
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import GradBucket, ProcessGroup
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.device import Moment, moment
@@ -22,12 +25,80 @@ from lockstep.errors import ConfigError, listed, message_of
 from lockstep.groups import resolve
 from lockstep.model import steps
 from lockstep.model.autograd_graph import after_backward, backward_pass, hides_leaves, leaves_of, nodes_of, reaches_none
-from lockstep.model.comm_hooks import HookConfig, register_comm_hook
-from lockstep.model.drift import OWN_STEP, DriftCheck, refuse_max_norm
-from lockstep.model.wrapper import ModelWrapper, note_no_backward
-from lockstep.registry import MODEL_WRAPPERS
+from lockstep.model.parts import callable_children
+from lockstep.model.wrapper import ModelWrapper, all_entered, note_no_backward
+from lockstep.model.written import OWN_STEP, DriftCheck, refuse_max_norm
+from lockstep.registry import MODEL_WRAPPERS, Registry
 from lockstep.transport.handles import note_running, waiting
 from lockstep.watch.failures import backend_errors_translated
+
+Hook: TypeAlias = Callable[[Any, GradBucket], Future[Tensor]]
+HookConfig: TypeAlias = str | Mapping[str, Any] | Hook
+
+COMM_HOOKS = Registry("communication hook", scope="lockstep")
+"""DDP's communication hooks, by name."""
+
+
+@COMM_HOOKS.register_module()
+def fp16_compress(process_group: ProcessGroup) -> tuple[Any, Hook]:
+    """Send gradients in float16: half the bytes; values above 65504 overflow."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    return process_group, default_hooks.fp16_compress_hook
+
+
+@COMM_HOOKS.register_module()
+def bf16_compress(process_group: ProcessGroup) -> tuple[Any, Hook]:
+    """Send gradients in bfloat16: half the bytes, the range of float32, 8 bits of precision.
+
+    DDP recognises torch's own hook, and refuses it on all backends but NCCL and XCCL (2.13); this one also works on
+    gloo.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    def send(group: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
+        return default_hooks.bf16_compress_hook(group, bucket)
+
+    # DDP compares a hook's annotations with type objects; in this module annotations are strings.
+    send.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
+    return process_group, send
+
+
+@COMM_HOOKS.register_module(name="powerSGD")
+def low_rank(process_group: ProcessGroup, **options: Any) -> tuple[Any, Hook]:
+    """Send each gradient as two matrices of low rank; `options` are those of torch's `PowerSGDState`.
+
+    The compression error is added to the next step's gradients. Each rank keeps its own error, which is not part of
+    checkpoints.
+
+    **Source**: Vogels et al., PowerSGD, NeurIPS 2019; `torch.distributed.algorithms.ddp_comm_hooks` (2.13).
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+
+    return power_sgd.PowerSGDState(process_group, **options), power_sgd.powerSGD_hook
+
+
+def register_comm_hook(wrapper: DistributedDataParallel, comm_hook: HookConfig) -> None:
+    """Make `wrapper` exchange its gradients by `comm_hook`.
+
+    Args:
+        wrapper: the DDP module, before its first backward pass.
+        comm_hook: a name in `COMM_HOOKS`; a dict with such a `type` and its options; or a function for
+            `register_comm_hook`, which gets the process group as its state.
+    """
+    group = wrapper.process_group
+    if isinstance(comm_hook, str | Mapping):
+        cfg = {"type": comm_hook} if isinstance(comm_hook, str) else comm_hook
+        state, hook = COMM_HOOKS.build(cfg, process_group=group)
+    elif callable(comm_hook):
+        state, hook = group, comm_hook
+    else:
+        raise TypeError(
+            "`comm_hook` must be the name of a communication hook, a config dict, a function or None, but is "
+            f"{comm_hook!r} of type {type(comm_hook).__name__}. Names: {', '.join(COMM_HOOKS)}"
+        )
+    wrapper.register_comm_hook(state, hook)
+
 
 _logger = logging.getLogger(__name__)
 
@@ -77,7 +148,7 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
     weights in the forward pass.
 
     **Cost**: besides the gradients, 8 bytes in each of the first three backward passes; and after the first three
-    updates, and after every 500th, 8 bytes for each parameter, see `lockstep.model.drift.DriftCheck`.
+    updates, and after every 500th, 8 bytes for each parameter, see `lockstep.model.written.DriftCheck`.
     """
 
     prepares_backward = True
@@ -387,3 +458,111 @@ class ExchangeClock:
     def _end_wait(self, began: Moment) -> None:
         ended = perf_counter() if isinstance(began, float) else moment(began.device)
         self._waits.append((began, ended))
+
+
+@MODEL_WRAPPERS.register_module()
+class MMSeparateDistributedDataParallel(ModelWrapper):
+    """Wrap each child that has trainable parameters in its own DDP.
+
+    With one DDP around a whole GAN, the generator's step waits for gradients of the discriminator, unless DDP searches
+    the graph in every step (`find_unused_parameters`). With a DDP around each of the two, each waits only for its own
+    gradients. The module's `train_step` runs unchanged; its children are now DDPs (their own attributes are in
+    `.module`).
+
+    Containers without a `forward`, such as `ModuleList`, are not wrapped; their children are.
+
+    Args:
+        module: the model. Each trainable parameter must belong to exactly one child.
+        device_ids: as for DDP; ignored on the CPU.
+        output_device: as for DDP; ignored on the CPU.
+        broadcast_buffers: send rank 0's buffers to the others in each forward pass of training.
+        find_unused_parameters: search the graph of each child's outputs for parameters that get no gradient.
+        **kwargs: further arguments of `MMDistributedDataParallel`, for every child.
+
+    **Collective**: every rank; the parameters of rank 0 are sent to the others.
+
+    Raises:
+        ValueError: a trainable parameter belongs to no child, or to two of them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        broadcast_buffers: bool = False,
+        find_unused_parameters: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        _check_ownership(module)
+        kwargs |= {"device_ids": device_ids, "output_device": output_device}
+        kwargs |= {"broadcast_buffers": broadcast_buffers, "find_unused_parameters": find_unused_parameters}
+        device = _device_of(module, device_ids)
+        self._parallel: list[MMDistributedDataParallel] = []
+        for parent, name, child in callable_children(module):
+            child.to(device)
+            if any(parameter.requires_grad for parameter in child.parameters()):
+                wrapped = MMDistributedDataParallel(child, **kwargs)
+                setattr(parent, name, wrapped)
+                self._parallel.append(wrapped)
+        self.module = module
+        self._drift = DriftCheck(self._replicated, kwargs.get("process_group"), OWN_STEP)
+
+    def step_context(self, optim_wrapper: Any) -> AbstractContextManager[None]:
+        """Return the context of one step; after it, check now and then that replicas are equal; see `DriftCheck`."""
+        return self._drift.step(lambda: True)
+
+    def _replicated(self) -> list[tuple[str, nn.Parameter]]:
+        return [
+            (f"{name}.{own_name}", own)
+            for name, part in self.module.named_modules()
+            if isinstance(part, MMDistributedDataParallel)
+            for own_name, own in part.module.named_parameters()
+            if own_name not in part.parameters_to_ignore
+        ]
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let no child exchange gradients in the forward and backward passes inside."""
+        return all_entered(wrapped.no_sync() for wrapped in self._parallel)
+
+    @contextmanager
+    def evaluation_context(self) -> Iterator[None]:
+        """Let no child send its buffers."""
+        # The module calls its children's DDPs, which would send buffers even without gradients, while ranks may hold
+        # different numbers of validation batches.
+        before = [wrapped.require_forward_param_sync for wrapped in self._parallel]
+        for wrapped in self._parallel:
+            wrapped.require_forward_param_sync = False
+        try:
+            yield
+        finally:
+            for wrapped, required in zip(self._parallel, before, strict=True):
+                wrapped.require_forward_param_sync = required
+
+
+def _check_ownership(module: nn.Module) -> None:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(parameter, []).append(name)
+    owners = Counter(parameter for _, _, part in callable_children(module) for parameter in part.parameters())
+    if orphans := [known[0] for parameter, known in names.items() if not owners[parameter]]:
+        raise ValueError(
+            f"`module` must hold its trainable parameters in children that have a forward, but {type(module).__name__} "
+            f"itself has {', '.join(orphans)}, which would not be averaged over ranks. Move them into a child, or use "
+            "MMDistributedDataParallel"
+        )
+    if shared := ["=".join(known) for parameter, known in names.items() if owners[parameter] > 1]:
+        raise ValueError(
+            "`module` must hold each trainable parameter in one child, but two would both average "
+            f"{', '.join(shared)}. Use MMDistributedDataParallel"
+        )
+
+
+def _device_of(module: nn.Module, device_ids: Sequence[int | torch.device] | None) -> torch.device:
+    first = next(module.parameters(), None)
+    if first is None or first.device.type == "cpu" or not device_ids:
+        return torch.device("cpu") if first is None else first.device
+    chosen = device_ids[0]
+    return chosen if isinstance(chosen, torch.device) else torch.device(first.device.type, chosen)

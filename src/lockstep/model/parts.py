@@ -1,13 +1,15 @@
-"""The parts of a model: classes by name, the owners of parameters, and the modules that can be called."""
+"""The parts of a model: by class, by what they own, those that can be called; and recomputing their activations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from typing import TypeAlias
 
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from lockstep.errors import did_you_mean
+from lockstep.errors import ConfigError, did_you_mean
 
 INSIDE_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """The names under which torch's wrappers keep a module, and so in those of its tensors: `torch.compile`, checkpointing.
@@ -15,6 +17,9 @@ INSIDE_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 They give out the module in no other way (2.13).
 """
 ClassNames: TypeAlias = str | type[nn.Module] | Iterable[str | type[nn.Module]]
+
+Site: TypeAlias = tuple[nn.Module, str]
+"""The module that owns a parameter, and the parameter's name in it."""
 
 
 def classes_in(model: nn.Module, names: ClassNames, *, what: str) -> tuple[type[nn.Module], ...]:
@@ -48,13 +53,19 @@ def classes_in(model: nn.Module, names: ClassNames, *, what: str) -> tuple[type[
     return tuple(found)
 
 
-def owners_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+def owners_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[Site]]:
     """Return, for each parameter, the modules that own it, and its name in each of them."""
-    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    owners: dict[nn.Parameter, list[Site]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(parameter, []).append((module, name))
     return owners
+
+
+def parameter_at(site: Site) -> nn.Parameter:
+    """Return what is there now: the shard, or the gathered parameter."""
+    owner, name = site
+    return owner.get_parameter(name)
 
 
 def is_callable(module: nn.Module) -> bool:
@@ -69,3 +80,74 @@ def callable_children(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Mo
             yield module, name, child
         else:
             yield from callable_children(child)
+
+
+Check: TypeAlias = Callable[[nn.Module], bool] | Iterable[str | type[nn.Module]]
+
+
+def refuse_sparse_gradients(model: nn.Module, where: str, ignored: Collection[nn.Module] = ()) -> None:
+    """Refuse embeddings with sparse gradients.
+
+    Args:
+        model: the model.
+        where: under what, for the message.
+        ignored: modules whose gradients are not sent.
+
+    Raises:
+        ConfigError: on every rank, naming the embedding.
+    """
+    for name, part in model.named_modules():
+        is_sparse = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad
+        if is_sparse and part not in ignored:
+            raise ConfigError(
+                f"`{name}.sparse` must be False under {where}, which sends dense gradients, but is True. Set it to "
+                "False, or use strategy 'ddp'"
+            )
+
+
+def checkpoint_activations(model: nn.Module, check: Check) -> list[str]:
+    """Make parts of a model store only their inputs for the backward pass, and recompute their activations.
+
+    Each part's `forward` is replaced in place; names of parameters and classes do not change.
+
+    Args:
+        model: the model, before it is sharded.
+        check: a function that says whether a module is such a part; or the classes of the parts, or their names. A part
+            inside another one is recomputed with that one.
+
+    Returns:
+        The names of the parts.
+
+    Raises:
+        ValueError: no module is such a part.
+
+    **Cost**: one more forward pass of the parts in each step.
+
+    **Source**: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; `torch.utils.checkpoint` (2.13), the
+    non-reentrant variant.
+    """
+    names = list(_outermost(model, "", _accepting(model, check)))
+    for name in names:
+        part = model.get_submodule(name)
+        part.forward = partial(checkpoint, part.forward, use_reentrant=False)
+    if not names:
+        raise ValueError(
+            "`check` must accept at least one module, but accepts none of those in "
+            f"{type(model).__name__}: {', '.join(sorted({type(m).__name__ for m in model.modules()}))}"
+        )
+    return names
+
+
+def _outermost(module: nn.Module, name: str, accept: Callable[[nn.Module], bool]) -> Iterator[str]:
+    if accept(module):
+        yield name
+        return
+    for child_name, child in module.named_children():
+        yield from _outermost(child, f"{name}.{child_name}" if name else child_name, accept)
+
+
+def _accepting(model: nn.Module, check: Check) -> Callable[[nn.Module], bool]:
+    if isinstance(check, type) or not callable(check):
+        kinds = classes_in(model, check, what="check")
+        return lambda module: isinstance(module, kinds)
+    return check

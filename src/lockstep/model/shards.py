@@ -1,11 +1,20 @@
-"""Sharded tensors and models, told without importing DTensor and FSDP: that takes half as long as importing torch."""
+"""Sharded tensors and models: told apart, gathered in full for a time, brought from one sharding to another.
+
+DTensor and FSDP are imported where something is sharded: that takes half as long as importing torch.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from lockstep.dist import get_rank, get_world_size
+from lockstep.model.parts import Site, owners_of_parameters
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -31,3 +40,133 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
             module.reshard()
+
+
+@contextmanager
+def full_parameters(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
+    """Gather every parameter of a sharded model in full, as a plain parameter in its own dtype.
+
+    Args:
+        model: a model that `fully_shard` has been applied to.
+        writeback: keep the changes made inside; each rank keeps its own shard of its full parameters.
+
+    **Collective**: every rank of the model's mesh. **Cost**: the memory of all parameters, and one all-gather each.
+    """
+    reshard(model)
+    owners = {own: sites for own, sites in owners_of_parameters(model).items() if is_dtensor(own)}
+    full = {own: nn.Parameter(_full(own), requires_grad=own.requires_grad) for own in owners}
+    _put(owners, full)
+    try:
+        yield
+    finally:
+        _put(owners, {own: own for own in owners})
+    if writeback:
+        with torch.no_grad():
+            for sharded, parameter in full.items():
+                sharded.copy_(shard_like(parameter, sharded))
+
+
+def _put(owners: Mapping[nn.Parameter, Sequence[Site]], replacements: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    for parameter, sites in owners.items():
+        for owner, name in sites:
+            setattr(owner, name, replacements[parameter])
+
+
+def shard_like(value: Tensor, like: Any) -> Tensor:
+    """Return `value`, which every rank has in full, sharded like `like`. Nothing is sent."""
+    if not is_dtensor(like):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = value.to(like.device_mesh.device_type)
+    sharded = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return sharded.to(like.device)  # a different device if parameters are offloaded
+
+
+def gather_full(tensor: Any) -> Any:
+    """Return a tensor in full: `tensor` itself if it is not sharded.
+
+    **Collective**: every rank of its mesh.
+    """
+    if not is_dtensor(tensor):
+        return tensor
+    from torch.distributed.tensor import Replicate
+
+    # One axis at a time: torch warns about gathering several at once, if one dim is split twice.
+    placements = list(tensor.placements)
+    for axis in range(len(placements)):
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
+
+
+@torch.no_grad()
+def _full(sharded: Tensor) -> Tensor:
+    full: Tensor = gather_full(sharded)
+    holds_all = full.untyped_storage().data_ptr() == own_shard(sharded).untyped_storage().data_ptr()
+    return full.clone() if holds_all else full  # changes without writeback must not be seen
+
+
+def reshard_as(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a nested state with its tensors sharded like those of `like` under the same keys.
+
+    **Collective**: every rank, if the sharding of a tensor has to change. **Cost**: an all-gather of each such tensor;
+    only one at a time is whole in memory.
+    """
+    resharded = dict(state)
+    for key, value in state.items():
+        other = like.get(key)
+        if isinstance(value, Mapping) and isinstance(other, Mapping):
+            resharded[key] = reshard_as(value, other)
+        elif isinstance(value, Tensor) and isinstance(other, Tensor):
+            resharded[key] = reshard_like(value, other)
+    return resharded
+
+
+def reshard_like(value: Tensor, like: Tensor | None) -> Tensor:
+    """Return a tensor sharded like another one, or whole; if nothing has to change, the tensor itself.
+
+    **Collective**: every rank, if its sharding has to change. **Cost**: an all-gather in that case.
+    """
+    if _sharding(value) == _sharding(like):
+        return value
+    full: Tensor = gather_full(value)
+    return full if like is None else shard_like(full, like)
+
+
+def shard_rows(full: Tensor) -> Tensor:
+    """Shard by rows a tensor that every rank has whole; each rank keeps its own rows.
+
+    They are copied to CPU memory. Meant for states that are gathered one tensor at a time because all would not fit at
+    once.
+    """
+    ranks = get_world_size()
+    if ranks == 1 or full.dim() == 0:
+        return full.detach().to("cpu", copy=True)
+    rows = full.detach().chunk(ranks)
+    own = rows[get_rank()] if get_rank() < len(rows) else full[:0]
+    return _of_rows(own.detach().to("cpu", copy=True), full.shape, full.stride())
+
+
+def template_of_rows(shape: Sequence[int]) -> Tensor:
+    """Return a tensor that is sharded like one of `shard_rows`, but takes no memory; its values are meaningless."""
+    ranks = get_world_size()
+    nothing = torch.zeros(())
+    if ranks == 1 or not shape:
+        return nothing.expand(tuple(shape))
+    most = -(-shape[0] // ranks)
+    rows = max(0, min(most, shape[0] - most * get_rank()))
+    full = torch.empty(*shape, device="meta")
+    return _of_rows(nothing.expand(rows, *shape[1:]), full.shape, full.stride())
+
+
+def _of_rows(own: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (get_world_size(),))
+    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+def _sharding(tensor: Any) -> Any:
+    return (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None

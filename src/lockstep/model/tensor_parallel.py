@@ -1,21 +1,33 @@
-"""Tensor parallelism: several ranks compute a module together, each with a part of its weights."""
+"""Tensor parallelism: several ranks compute a module together, each with a part of its weights; the trial of a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleOutput,
+    RowwiseParallel,
+)
+from torch.utils.checkpoint import checkpoint
 
+from lockstep.dist import all_reduce
 from lockstep.errors import ConfigError
 from lockstep.model.parts import owners_of_parameters
-from lockstep.model.tensor_parallel_plan import Split, owner_of_layer, read_plan, split_of
-from lockstep.model.tensor_parallel_trial import PlanTrial
+from lockstep.model.tensor_parallel_plan import check_layer, read_plan, split_layer, split_of
+from lockstep.tree import tree_leaves
 
 
 class TensorParallel:
@@ -45,10 +57,10 @@ class TensorParallel:
         for name, style in styles.items():
             if model.get_submodule(name) in ignored:
                 raise ConfigError(f"`ignored_modules` must not hold what tensor_parallel splits, but holds `{name}`")
-            _check_module(model, name, split_of(style), mesh.size())
+            check_layer(model, name, split_of(style), mesh.size())
         self._styles = {model.get_submodule(name): style for name, style in styles.items()}
         self._names = {module: name for name, module in model.named_modules()}
-        self._trial = PlanTrial(model, styles, mesh, split_layer, _add_to_plan)
+        self._trial = PlanTrial(model, styles, mesh, _add_to_plan)
         self._ties = [sites for sites in owners_of_parameters(model).values() if len(sites) > 1]
 
     def apply(self, unit: nn.Module) -> None:
@@ -88,78 +100,341 @@ class TensorParallel:
             setattr(owner, name, parameters[0])
 
 
-def split_layer(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
-    """Split a layer that has the same values on all ranks of a mesh; what it returns has arrived. Nothing is sent."""
-    parallelize_module(module, mesh, style, src_data_rank=None)
-    module.register_forward_hook(_wait)
-
-
 def _add_to_plan(pattern: str) -> str:
     return f"Add {{{pattern!r}: 'replicated_with_grad_allreduce'}} to the plan"
 
 
-class _Waited(torch.autograd.Function):
-    """Waits for a tensor whose collective is still in flight, as a differentiable function."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: AsyncCollectiveTensor) -> Tensor:
-        return tensor.wait()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+# Rounding and TF32 make differences of a thousandth of the norm; numbers of other heads differ by a tenth and more.
+_TOLERANCE = 0.01
+# A gradient that is 0 but for rounding, as that of the bias of keys, is compared with this part of a usual one.
+_NEGLIGIBLE = 0.01
 
 
-def _wait(module: nn.Module, args: Any, output: Any) -> Any:
-    """Wait for a module's output, because compiled code loses the gradient of a tensor that is in flight (2.13).
+@dataclass
+class _Region:
+    """The smallest module around some split layers from which nothing comes out in parts.
 
-    The class of such tensors has no public name.
+    Attributes:
+        name: in the model.
+        styles: by the names of layers in the module; "" is the module itself.
+        copy: of the module, with its parameters on the meta device.
+        inputs: positional and keyword arguments of the module's first call; None if there was none, or no copy of them.
     """
-    if not isinstance(output, AsyncCollectiveTensor):
-        return output
-    return _Waited.apply(output)  # type: ignore[no-untyped-call]
+
+    name: str
+    styles: Mapping[str, ParallelStyle]
+    copy: nn.Module | None = None
+    inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
 
-# Names of the number of heads, in models and their configs, by which the outputs of a module are divided.
-_HEADS = (
-    "num_heads", "n_heads", "n_head", "nhead", "num_attention_heads",
-    "num_key_value_heads", "num_kv_heads", "n_kv_heads",
-)  # fmt: skip
+class PlanTrial:
+    """Refuses a plan under which modules compute something else than without it, in the first training step.
 
+    A module may divide what a split layer returns by a fixed number of heads, cut it into queries and keys by `chunk`,
+    or normalise heads by a weight whose gradient each rank then has for its own heads alone. None of these raises an
+    error. So one module of each kind is copied twice, with random weights, and one copy is split. Given the inputs of
+    the module's own first call, both must agree on what they return and on the gradients of inputs and parameters.
 
-def _check_module(model: nn.Module, name: str, split: Split | None, degree: int) -> None:
-    """Refuse a module that can't be split into `degree` equal parts."""
-    module = model.get_submodule(name)
-    parent = owner_of_layer(model, name)
-    if isinstance(parent, nn.MultiheadAttention):
-        raise ConfigError(
-            f"`tensor_parallel` must name modules that are called, but `{name}` is in a torch.nn.MultiheadAttention, "
-            "which reads its weights itself. Leave it out, or use an attention of Linear layers"
-        )
-    if split is None:
-        return
-    if not isinstance(module, nn.Linear | nn.Embedding):
-        raise ConfigError(
-            f"`tensor_parallel` must split Linear and Embedding layers, but `{name}` is a {type(module).__name__}"
-        )
-    attribute = split.attribute(module)
-    size = getattr(module, attribute)
-    if size % degree:
-        raise ConfigError(
-            f"`{name}.{attribute}` must be a multiple of {degree}, the degree of tensor_parallel, to be split "
-            f"'{split.value}', but is {size}. {split.remedy(module)}"
-        )
-    if split is Split.COLUMNS and isinstance(module, nn.Linear):
-        _check_heads(name, parent, degree)
-        if hasattr(parent, "head_dim"):  # an attention module of HuggingFace's models
-            _check_heads(name, getattr(model, "config", None), degree)
+    Let through untried: modules inside compiled ones; modules that have a `forward` of the instance's own, share
+    parameters, need half precision, draw random numbers or can't be copied; that get or return nothing but parts, as
+    under plans that split the sequence; layers around which there is none but the whole model; and models whose
+    `forward` is never called.
 
+    Args:
+        model: its first forward pass with gradients ends the trial.
+        styles: of its layers, by name.
+        mesh: one axis, the ranks that compute together.
+        remedy: what to do about a parameter with the gradient of a part, given a pattern of the name of its module.
 
-def _check_heads(name: str, owner: object, degree: int) -> None:
-    for attribute in _HEADS:
-        heads = getattr(owner, attribute, None)
-        if isinstance(heads, int) and heads % degree:
+    **Collective**: the first forward pass that trains, among the ranks of the mesh. **Cost**: until then, the inputs of
+    one module of each kind. Then, for one kind after the other, a whole and a split copy of it in float32, three
+    forward and two backward passes, and two all_reduce, of a number for each parameter.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        styles: Mapping[str, ParallelStyle],
+        mesh: DeviceMesh,
+        remedy: Callable[[str], str],
+    ) -> None:
+        self._model = model
+        self._mesh = mesh
+        self._remedy = remedy
+        self._regions = _regions_of(model, styles)
+        self._hooks = [model.register_forward_hook(self._end)]
+
+    def copy(self, part: nn.Module) -> None:
+        """Copy the modules of each kind that are in a part of the model, which has values and is not split yet."""
+        inside = set(part.modules())
+        for region in self._regions:
+            module = self._model.get_submodule(region.name)
+            if region.copy is not None or module not in inside or self._runs_compiled(region.name):
+                continue
+            if _may_be_copied(module):
+                with suppress(Exception):  # whatever it needs to be copied is not known here
+                    region.copy = _without_weights(module)
+                    self._hooks.append(module.register_forward_pre_hook(_keeping_inputs(region), with_kwargs=True))
+
+    def _runs_compiled(self, name: str) -> bool:
+        """Return whether a module around this one is compiled, in which a hook would only make another graph."""
+        parts = name.split(".")
+        return any(_is_compiled(self._model.get_submodule(".".join(parts[:end]))) for end in range(len(parts)))
+
+    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        for hook in self._hooks:
+            hook.remove()
+        while self._regions:
+            self._judge(self._regions.pop(0))
+
+    def _judge(self, region: _Region) -> None:
+        device = torch.device(self._mesh.device_type)
+        whole, has_run = None, torch.zeros(1, device=device)
+        with suppress(Exception):  # half precision is needed, or there is no memory for it
+            if region.copy is not None and region.inputs is not None:
+                whole = _Run(_with_random_weights(region.copy, device), region.inputs)
+                others = _Run(whole.module, region.inputs, seed=1).outputs
+                # What draws random numbers draws others for a part.
+                has_run += float(_relative(list(zip(whole.outputs, others, strict=True)))) < _TOLERANCE
+        all_reduce(has_run, "min", self._mesh)  # the other copy communicates
+        if whole is None or not has_run:
+            return
+        differences = torch.zeros(2 + sum(1 for _ in whole.module.parameters()), device=device)
+        try:
+            split = deepcopy(whole.module)
+            for layer, style in region.styles.items():
+                split_layer(split.get_submodule(layer), deepcopy(style), self._mesh)
+            differences = _differences(whole, _Run(split, region.inputs))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # a size does not fit, on any rank, which the module itself says
+            pass
+        all_reduce(differences, "max", self._mesh)
+        self._require_none(region, whole.module, differences.tolist())
+
+    def _require_none(self, region: _Region, whole: nn.Module, differences: list[float]) -> None:
+        names = [name for name, _ in whole.named_parameters()]
+        kind, where = type(whole).__name__, f"`{region.name}`"
+        layers = ", ".join(f"`{layer}`" for layer in region.styles if layer)
+        of_output, of_input, *of_parameters = differences
+        if of_output > _TOLERANCE:
             raise ConfigError(
-                f"`{attribute}` of {type(owner).__name__} must be a multiple of {degree}, the degree of "
-                f"tensor_parallel, because `{name}` is split by heads, but is {heads}. Choose another degree"
+                f"`tensor_parallel` must split {where} so that it returns what it returns as a whole, but a copy of it "
+                f"with random weights differs by {of_output:.0%}. {kind} may divide what a split layer returns by a "
+                f"fixed number of heads, or cut it into several by `chunk` or `split`. Leave {layers} out of the plan"
             )
+        for name, difference in zip(names, of_parameters, strict=True):
+            if difference > _TOLERANCE:
+                owner = f"{region.name}.{name}".rpartition(".")[0]
+                pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", owner)
+                raise ConfigError(
+                    f"`{region.name}.{name}` must get the gradient of all that it is used for under `tensor_parallel`, "
+                    f"but in a trial with random weights it differs by {difference:.0%}: each rank uses it for its own "
+                    f"part of what {kind} computes. {self._remedy(pattern)}, or leave {layers} whole"
+                )
+        if of_input > _TOLERANCE:
+            raise ConfigError(
+                f"`tensor_parallel` must split {where} so that its inputs get their whole gradients, but in a trial "
+                f"with random weights they differ by {of_input:.0%}. Leave {layers} out of the plan"
+            )
+
+
+def _regions_of(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> list[_Region]:
+    """Return the smallest modules around layers that return parts, the first of each kind."""
+    regions: dict[object, _Region] = {}
+    for name, style in styles.items():
+        if not _opens(style):
+            continue
+        around = name.rpartition(".")[0]
+        while around and not (_is_called(model, around) and any(map(_closes, _inside(around, styles).values()))):
+            around = around.rpartition(".")[0]
+        if around:
+            inside = _inside(around, styles)
+            kind = type(model.get_submodule(around)), tuple((layer, type(style)) for layer, style in inside.items())
+            regions.setdefault(kind, _Region(around, inside))
+    return list(regions.values())
+
+
+def _is_called(model: nn.Module, name: str) -> bool:
+    return not isinstance(model.get_submodule(name), nn.ModuleList | nn.ModuleDict)
+
+
+def _inside(around: str, styles: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+    return {name[len(around) + 1 :]: style for name, style in styles.items() if f"{name}.".startswith(f"{around}.")}
+
+
+def _opens(style: ParallelStyle) -> bool:
+    return isinstance(style, ColwiseParallel) and not all(map(_is_whole, style.output_layouts))
+
+
+def _closes(style: ParallelStyle) -> bool:
+    if isinstance(style, RowwiseParallel):
+        return all(map(_is_whole, style.output_layouts))
+    return isinstance(style, PrepareModuleOutput) and all(map(_is_whole, style.desired_output_layouts))
+
+
+def _is_whole(placement: object) -> bool:
+    return isinstance(placement, Replicate)
+
+
+def _may_be_copied(module: nn.Module) -> bool:
+    has_own_forward = any("forward" in vars(part) and not _is_of_class(part) for part in module.modules())
+    has_ties = any(len(sites) > 1 for sites in owners_of_parameters(module).values())
+    return not has_own_forward and not has_ties and not any(isinstance(x, DTensor) for x in module.parameters())
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    forward: Any = module.forward
+    while isinstance(forward, partial) and forward.func is checkpoint:
+        forward = forward.args[0]
+    return hasattr(forward, "_torchdynamo_orig_callable") or module._compiled_call_impl is not None
+
+
+def _is_of_class(module: nn.Module) -> bool:
+    """Return whether what a module has in the place of `forward` is that of its class, compiled or recomputed."""
+    forward: Any = module.forward
+    while (inner := getattr(forward, "_torchdynamo_orig_callable", None)) is not None or (
+        isinstance(forward, partial) and forward.func is checkpoint
+    ):
+        forward = forward.args[0] if inner is None else inner
+    return getattr(forward, "__func__", None) is type(module).forward
+
+
+def _without_weights(module: nn.Module) -> nn.Module:
+    """Return a copy without hooks, for evaluation, whose parameters are in float32 and on the meta device."""
+    memo: dict[int, Any] = {
+        id(value): type(value)()
+        for part in module.modules()
+        for name, value in vars(part).items()
+        if name.endswith("_hooks") and isinstance(value, dict)
+    }
+    for parameter in module.parameters():
+        empty = torch.empty_like(parameter, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+    copy = deepcopy(module, memo).float().eval()
+    for part in copy.modules():
+        vars(part).pop("forward", None)  # a function is not copied: it would compute with the module itself
+    return copy
+
+
+@torch.no_grad()
+def _with_random_weights(copy: nn.Module, device: torch.device) -> nn.Module:
+    """Give a copy weights of a usual size, the same on every rank."""
+    with _seeded(0, device):
+        for parameter, sites in owners_of_parameters(copy).items():
+            drawn = torch.randn(parameter.shape, dtype=parameter.dtype, device=device)
+            if parameter.dim() < 2:
+                drawn = drawn / 10 + (0 if sites[0][1].endswith("bias") else 1)
+            else:
+                drawn /= parameter[0].numel() ** 0.5
+            for owner, name in sites:
+                setattr(owner, name, nn.Parameter(drawn, parameter.requires_grad))
+    return copy.to(device)
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    devices = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(seed)
+        yield
+
+
+def _keeping_inputs(region: _Region) -> Callable[..., None]:
+    """Return a hook that keeps a copy of what a module is called with for the first time in training."""
+
+    # A closure, which copies of the model share.
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or region.inputs is not None:
+            return
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        trains = module.training or torch.is_grad_enabled()  # recomputed modules run without gradients at first
+        if trains and not any(isinstance(tensor, DTensor) for tensor in tensors):
+            with suppress(Exception):  # of an object that can't be copied, such as a cache that has been filled
+                region.inputs = _copied((args, kwargs))
+
+    return keep
+
+
+def _copied(inputs: Any) -> Any:
+    """Return a copy of arguments, with tensors in float32, as leaves of a graph of their own."""
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    return deepcopy(inputs, {id(tensor): _leaf(tensor) for tensor in tensors})
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    leaf = tensor.detach().clone()
+    if leaf.is_floating_point():
+        leaf = leaf.float().requires_grad_(tensor.requires_grad)
+    return leaf
+
+
+class _Run:
+    """A forward pass of a copy, on copies of its inputs.
+
+    Attributes:
+        module: the copy.
+        outputs: the floating-point tensors that it returns.
+    """
+
+    def __init__(self, module: nn.Module, inputs: Any, seed: int = 0) -> None:
+        self.module = module
+        args, kwargs = _copied(inputs)
+        self._leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
+        device = next(module.parameters()).device
+        with _seeded(seed, device), torch.autocast(device.type, enabled=False):
+            leaves = tree_leaves(module(*args, **kwargs))
+        self._returned = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+        self.outputs = [_plain(x.detach()) for x in self._returned]
+
+    def gradients(self, chosen: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the gradients of the inputs and of the parameters, for random gradients of some outputs."""
+        graded = [self._returned[index] for index in chosen if self._returned[index].requires_grad]
+        with _seeded(0, self.outputs[0].device):
+            # Of the shape alone: `randn_like` draws in the order of the strides, which may differ.
+            drawn = [torch.randn(x.shape, dtype=x.dtype, device=x.device) for x in graded]
+        torch.autograd.backward(graded, drawn)
+        return [*map(_gradient, self._leaves)], [*map(_gradient, self.module.parameters())]
+
+
+def _differences(whole: _Run, split: _Run) -> Tensor:
+    """Return how far the split copy is from the whole one: in outputs, in gradients of inputs, of each parameter."""
+    outputs = list(zip(whole.outputs, split.outputs, strict=True))
+    chosen = [index for index, (one, other) in enumerate(outputs) if one.shape == other.shape]
+    if not chosen:  # nothing but parts is returned
+        return torch.zeros(2 + sum(1 for _ in whole.module.parameters()), device=whole.outputs[0].device)
+    inputs, parameters = (
+        [*zip(*pair, strict=True)] for pair in zip(whole.gradients(chosen), split.gradients(chosen), strict=True)
+    )
+    gradients = [one for one, _ in inputs + parameters]
+    usual = _size(gradients) / max(1, sum(one.numel() for one in gradients)) ** 0.5
+    least = [_NEGLIGIBLE * usual * one.numel() ** 0.5 for one, _ in parameters]
+    found = [
+        _relative([outputs[index] for index in chosen]),
+        _relative(inputs),
+        *(_relative([pair], floor) for pair, floor in zip(parameters, least, strict=True)),
+    ]
+    return torch.stack([one.to(usual.device) for one in found])  # there may be no inputs with gradients
+
+
+def _relative(pairs: list[tuple[Tensor, Tensor]], floor: Tensor | float = 0.0) -> Tensor:
+    """Return how far the second tensors are from the first, as a part of their norm, or of a larger one."""
+    difference, size = _size([other - one for one, other in pairs]), _size([one for one, _ in pairs])
+    return difference / torch.clamp(size, min=torch.as_tensor(floor, device=size.device) + 1e-30)
+
+
+def _size(tensors: list[Tensor]) -> Tensor:
+    norms = [torch.linalg.vector_norm(tensor) for tensor in tensors]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    return _plain((torch.zeros_like(tensor) if tensor.grad is None else tensor.grad).detach())
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return a tensor that is whole, and has arrived."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.wait() if isinstance(whole, AsyncCollectiveTensor) else whole

@@ -1,4 +1,4 @@
-"""Reading a tensor-parallel plan: which modules are split, and how."""
+"""A tensor-parallel plan: which layers of a model are split, how, and whether they can be."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from fnmatch import fnmatchcase
 from inspect import getattr_static
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -17,6 +20,7 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    parallelize_module,
 )
 
 from lockstep.errors import ConfigError, did_you_mean, require_known
@@ -252,3 +256,76 @@ def _patterns_for(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if name and any(True for _ in module.parameters(recurse=False))
     ]
+
+
+def split_layer(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
+    """Split a layer that has the same values on all ranks of a mesh; what it returns has arrived. Nothing is sent."""
+    parallelize_module(module, mesh, style, src_data_rank=None)
+    module.register_forward_hook(_wait)
+
+
+class _Waited(torch.autograd.Function):
+    """Waits for a tensor whose collective is still in flight, as a differentiable function."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: AsyncCollectiveTensor) -> Tensor:
+        return tensor.wait()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _wait(module: nn.Module, args: Any, output: Any) -> Any:
+    """Wait for a module's output, because compiled code loses the gradient of a tensor that is in flight (2.13).
+
+    The class of such tensors has no public name.
+    """
+    if not isinstance(output, AsyncCollectiveTensor):
+        return output
+    return _Waited.apply(output)  # type: ignore[no-untyped-call]
+
+
+# Names of the number of heads, in models and their configs, by which the outputs of a module are divided.
+_HEADS = (
+    "num_heads", "n_heads", "n_head", "nhead", "num_attention_heads",
+    "num_key_value_heads", "num_kv_heads", "n_kv_heads",
+)  # fmt: skip
+
+
+def check_layer(model: nn.Module, name: str, split: Split | None, degree: int) -> None:
+    """Refuse a module that can't be split into `degree` equal parts."""
+    module = model.get_submodule(name)
+    parent = owner_of_layer(model, name)
+    if isinstance(parent, nn.MultiheadAttention):
+        raise ConfigError(
+            f"`tensor_parallel` must name modules that are called, but `{name}` is in a torch.nn.MultiheadAttention, "
+            "which reads its weights itself. Leave it out, or use an attention of Linear layers"
+        )
+    if split is None:
+        return
+    if not isinstance(module, nn.Linear | nn.Embedding):
+        raise ConfigError(
+            f"`tensor_parallel` must split Linear and Embedding layers, but `{name}` is a {type(module).__name__}"
+        )
+    attribute = split.attribute(module)
+    size = getattr(module, attribute)
+    if size % degree:
+        raise ConfigError(
+            f"`{name}.{attribute}` must be a multiple of {degree}, the degree of tensor_parallel, to be split "
+            f"'{split.value}', but is {size}. {split.remedy(module)}"
+        )
+    if split is Split.COLUMNS and isinstance(module, nn.Linear):
+        _check_heads(name, parent, degree)
+        if hasattr(parent, "head_dim"):  # an attention module of HuggingFace's models
+            _check_heads(name, getattr(model, "config", None), degree)
+
+
+def _check_heads(name: str, owner: object, degree: int) -> None:
+    for attribute in _HEADS:
+        heads = getattr(owner, attribute, None)
+        if isinstance(heads, int) and heads % degree:
+            raise ConfigError(
+                f"`{attribute}` of {type(owner).__name__} must be a multiple of {degree}, the degree of "
+                f"tensor_parallel, because `{name}` is split by heads, but is {heads}. Choose another degree"
+            )

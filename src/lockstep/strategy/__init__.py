@@ -13,18 +13,16 @@ from lockstep.strategy.base import Strategy, build_strategy
 
 if TYPE_CHECKING:
     from lockstep.strategy.colossalai import ColossalAIModelWrapper, ColossalAIOptimWrapper, ColossalAIStrategy
-    from lockstep.strategy.ddp import DDPStrategy, SingleDeviceStrategy
     from lockstep.strategy.deepspeed import DeepSpeedOptimWrapper, DeepSpeedStrategy, MMDeepSpeedEngineWrapper
     from lockstep.strategy.fsdp import FSDPStrategy
-    from lockstep.strategy.native import NativeStrategy
+    from lockstep.strategy.native import DDPStrategy, NativeStrategy, SingleDeviceStrategy
     from lockstep.strategy.optim_state import read_optim_state, write_optim_state
 
 _HOMES = {
     "colossalai": {"ColossalAIModelWrapper", "ColossalAIOptimWrapper", "ColossalAIStrategy"},
-    "ddp": {"DDPStrategy", "SingleDeviceStrategy"},
     "deepspeed": {"DeepSpeedOptimWrapper", "DeepSpeedStrategy", "MMDeepSpeedEngineWrapper"},
     "fsdp": {"FSDPStrategy"},
-    "native": {"NativeStrategy"},
+    "native": {"DDPStrategy", "NativeStrategy", "SingleDeviceStrategy"},
     "optim_state": {"read_optim_state", "write_optim_state"},
 }
 

@@ -1,31 +1,118 @@
-"""Base class of both engines' strategies, whose states only the engine can assemble."""
+"""What both engines' strategies share: their states, which only the engine can assemble."""
 
 from __future__ import annotations
 
-from collections.abc import Set
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
-from lockstep.strategy.base import ModelState, OptimState, Strategy
+from lockstep.model import is_model_wrapper
+from lockstep.model.shards import gather_full
+from lockstep.strategy.base import ModelState, OptimState, Strategy, refuse_meta
 
 
-class CanonicalState(Protocol):
-    """The canonical states of a model that an engine has sharded; each method is a collective."""
+class EngineState(ABC):
+    """The canonical states of a model that an engine has sharded; each method is a collective.
+
+    Args:
+        core: the user's own module, as the engine has left it.
+        optimizer: the torch optimizer that runs the engine's updates; None for a model that is only evaluated.
+    """
+
+    def __init__(self, core: nn.Module, optimizer: Any) -> None:
+        self._core = core
+        self._optimizer = optimizer
 
     def model_state(self) -> ModelState:
-        """Return the model's state."""
+        """Return the model's state, in the precision in which it is trained."""
+        whole: dict[int, Any] = {}  # tied weights are gathered once
+        state: ModelState = {}
+        for name, own in self._own_state().items():
+            if id(own) not in whole:
+                whole[id(own)] = self._canonical(own)
+            state[name] = whole[id(own)]
+        return state
 
+    @torch.no_grad()
+    def load_model(self, state: ModelState) -> None:
+        """Load a model's state.
+
+        Raises:
+            ConfigError: the state belongs to another model.
+        """
+        present = self._own_state()
+        names = self._state_names(present)
+        missing, surplus = sorted(names - state.keys()), sorted(state.keys() - names)
+        if missing or surplus:
+            raise ConfigError(f"the model's state must fit the model, but lacks {missing} and has {surplus} besides")
+        rest: dict[str, Any] = {}
+        for name in sorted(names):  # the same order on every rank
+            value = gather_full(state[name])
+            if name in present and not self._load_tensor(name, present[name], value):
+                rest[name] = value
+        self._core.load_state_dict(rest, strict=False)
+
+    @abstractmethod
     def optim_state(self) -> OptimState:
-        """Return the optimizer's state."""
+        """Return the optimizer's state by parameter name."""
 
+    @abstractmethod
     def optim_template(self) -> ModelState:
         """Return tensors by parameter name that are sharded as the optimizer's state is to be read."""
 
-    def load_model(self, state: ModelState) -> None:
-        """Load a model's state."""
-
+    @abstractmethod
     def load_optim(self, state: OptimState) -> None:
-        """Load an optimizer's state."""
+        """Load an optimizer's state by parameter name.
+
+        Raises:
+            ConfigError: the state belongs to other parameters or another optimizer.
+        """
+
+    @abstractmethod
+    def _canonical(self, own: Any) -> Any:
+        """Return what the model's state has for an entry of this rank's."""
+
+    @abstractmethod
+    def _load_tensor(self, name: str, own: Any, value: Any) -> bool:
+        """Write a whole tensor into this rank's part of it; return False to leave that to `load_state_dict`."""
+
+    def _own_state(self) -> dict[str, Any]:
+        """Return the entries of the model's state by name, as this rank holds them."""
+        return self._core.state_dict(keep_vars=True)
+
+    def _state_names(self, present: ModelState) -> set[str]:
+        """Return the names in the whole model's state; this rank holds those in `present`."""
+        return set(present)
+
+
+def require_plain(model: nn.Module, engine: str) -> None:
+    """Refuse a model that an engine can't wrap and lay out: one that is wrapped, or has no values yet.
+
+    Raises:
+        ConfigError: it is either.
+    """
+    if is_model_wrapper(model):
+        raise ConfigError(
+            f"`model` must not be wrapped under {engine}, whose engine wraps it, but is a {type(model).__name__}. Give "
+            "the module inside; to train after an evaluation that has changed it, make another Runner"
+        )
+    refuse_meta(model)
+
+
+def check_shape(name: str, value: Tensor, shape: torch.Size) -> None:
+    """Check that a tensor of a model's state has the shape that the model has.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    if value.shape != shape:
+        raise ConfigError(
+            f"`{name}` must have the shape of the model's, {tuple(shape)}, but has {tuple(value.shape)} in the state. "
+            "Load the state of this model"
+        )
 
 
 class EngineStrategy(Strategy):
@@ -34,7 +121,7 @@ class EngineStrategy(Strategy):
     A subclass sets `_state` when a model is prepared, and `_trains` if it is prepared with an optimizer.
     """
 
-    _state: CanonicalState | None = None
+    _state: EngineState | None = None
     _trains = False
 
     def model_state(self) -> ModelState:
@@ -65,19 +152,8 @@ class EngineStrategy(Strategy):
         if optim_state is not None:
             self._prepared(with_optimizer=True).load_optim(optim_state)
 
-    def _prepared(self, *, with_optimizer: bool = False) -> CanonicalState:
+    def _prepared(self, *, with_optimizer: bool = False) -> EngineState:
         if self._state is None or (with_optimizer and not self._trains):
             with_what = " with an optim wrapper" if with_optimizer else ""
             raise RuntimeError(f"{type(self).__name__}.prepare() must be called{with_what} first")
         return self._state
-
-
-def require_names(state: ModelState, names: Set[str]) -> None:
-    """Check that a model's state has an entry of each of these names, and no others.
-
-    Raises:
-        ConfigError: it has not.
-    """
-    missing, surplus = sorted(names - state.keys()), sorted(state.keys() - names)
-    if missing or surplus:
-        raise ConfigError(f"the model's state must fit the model, but lacks {missing} and has {surplus} besides")

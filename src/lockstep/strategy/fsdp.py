@@ -14,7 +14,7 @@ from lockstep.device import get_device
 from lockstep.errors import ConfigError
 from lockstep.model import ModelWrapper, checkpoint_activations, is_model_wrapper, unwrap_model
 from lockstep.model.fsdp import MMFullyShardedDataParallel
-from lockstep.model.fsdp_policies import choose_units
+from lockstep.model.fsdp.units import choose_units
 from lockstep.model.shards import reshard
 from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
 from lockstep.strategy.base import OptimLike, Prepared

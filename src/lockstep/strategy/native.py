@@ -1,4 +1,4 @@
-"""Base class of the strategies that use PyTorch only.
+"""Strategies that use PyTorch only: their base class, a single device, and replicas with averaged gradients.
 
 The modules for states (DTensor, `torch.distributed.checkpoint`) are imported by the first method that reads or writes a
 state: the import takes half as long as that of torch, and a run without checkpoints never needs it.
@@ -7,20 +7,21 @@ state: the import takes half as long as that of torch, and a run without checkpo
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.device import get_device
+from lockstep.dist import get_rank, get_world_size, is_distributed
 from lockstep.errors import ConfigError
-from lockstep.groups import this_rank
 from lockstep.model import is_model_wrapper, unwrap_model
 from lockstep.optim import OptimWrapper, build_optim_wrapper
-from lockstep.strategy.base import ModelState, OptimLike, OptimState, Prepared, Strategy
+from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
+from lockstep.strategy.base import ModelState, OptimLike, OptimState, Prepared, Strategy, refuse_meta
 
 
 class NativeStrategy(Strategy):
@@ -40,12 +41,7 @@ class NativeStrategy(Strategy):
         Raises:
             ConfigError: a parameter or buffer is on the meta device.
         """
-        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-            if tensor.is_meta:
-                raise ConfigError(
-                    f"`{name}` must have values, but is on the meta device ({this_rank()}). Use strategy 'fsdp', which "
-                    "materializes such a model part by part, or make it on a device"
-                )
+        refuse_meta(model)
         with _parameters_kept(torch.device(get_device())) as device:
             return model.to(device)
 
@@ -94,8 +90,8 @@ class NativeStrategy(Strategy):
         """
         from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
+        from lockstep.model.shards import reshard_as
         from lockstep.strategy.optim_state import write_optim_state
-        from lockstep.strategy.resharding import reshard_as
 
         if model_state is not None:
             set_model_state_dict(self.core(), reshard_as(model_state, self.model_state()))
@@ -141,3 +137,51 @@ def _check_updates(optimizer: Optimizer, known: Collection[int]) -> None:
             f"`optimizer` must update parameters of the model, but {kind} updates none of them. Make it from "
             f"model.parameters() of the model that you hand in, or give its config, as in dict(type='{kind}', lr=...)"
         )
+
+
+_WRAPPER = "MMDistributedDataParallel"
+
+
+@STRATEGIES.register_module(name=["SingleDeviceStrategy", "single"])
+class SingleDeviceStrategy(NativeStrategy):
+    """Train on one device of one process."""
+
+    keeps_memory_format = True
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return the model unchanged.
+
+        Raises:
+            ConfigError: there are several ranks, which would train independently of each other.
+        """
+        if get_world_size() > 1:
+            raise ConfigError(
+                "`strategy` must lay the model over all ranks, but is 'single' "
+                f"(rank {get_rank()} of {get_world_size()}). Use 'ddp', or start one process"
+            )
+        return model
+
+
+@STRATEGIES.register_module(name=["DDPStrategy", "ddp"])
+class DDPStrategy(NativeStrategy):
+    """Train a replica of the model on every rank, with averaged gradients.
+
+    Buffers, such as the running statistics of BatchNorm, stay each rank's own during an epoch.
+
+    Args:
+        model_wrapper: config of the wrapper, `MMDistributedDataParallel` by default.
+        **kwargs: arguments of the wrapper, such as `find_unused_parameters`.
+    """
+
+    keeps_memory_format = True
+
+    def __init__(self, model_wrapper: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self._wrapper = {"type": _WRAPPER, "broadcast_buffers": False, **(model_wrapper or {}), **kwargs}
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Wrap the model, unless there is no process group or nothing to train."""
+        trainable = any(parameter.requires_grad for parameter in model.parameters())
+        if not is_distributed() or not trainable:
+            return model
+        wrapped: nn.Module = MODEL_WRAPPERS.build(self._wrapper, module=model)
+        return wrapped

@@ -6,7 +6,7 @@ Writing gives a state to the parameters that were saved with one, and removes it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
 from itertools import chain, islice
 from typing import Any
@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Adagrad, Optimizer, SparseAdam
 
 from lockstep.errors import CheckpointError, ConfigError, listed
+from lockstep.model.shards import reshard_like
 from lockstep.optim.constructor import param_sites
 from lockstep.strategy.base import OptimState
-from lockstep.strategy.resharding import reshard_like
 from lockstep.tree import tree_map
 
 # Keys of every state of the optimizers for which `first_state` does not work.
@@ -76,12 +76,7 @@ def write_optim_state(core: nn.Module, optimizers: Iterable[Optimizer], state: O
     names = {parameter: name for name, parameter in parameters.items()}
     groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
     own = [group for optimizer in optimizers for group in _names_by_group(optimizer, names)]
-    refuse(find_strangers(parameters, own, state))
-    if not state["state"]:  # else its entries tell which kind has saved them
-        _check_kind((group for _, group in groups), state["param_groups"])
-    options = match_groups([group for _, group in groups], own, state["param_groups"])
-    for (optimizer, _), group_names, merged in zip(groups, own, options, strict=True):
-        refuse(find_misfit(optimizer, merged, parameters, {name: entries.get(name) for name in group_names}))
+    options = options_to_load(groups, own, parameters, state)
     of_groups = iter(options)
     for optimizer in optimizers:
         updated = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
@@ -196,22 +191,51 @@ def _quoted(names: Iterable[str]) -> str:
     return listed(map(repr, sorted(names)))
 
 
-def find_strangers(
-    parameters: Mapping[str, nn.Parameter], own: Iterable[Iterable[str]], state: OptimState, known: Iterable[str] = ()
+def options_to_load(
+    groups: Sequence[tuple[Optimizer, Mapping[str, Any]]],
+    names: Sequence[Sequence[str]],
+    parameters: Mapping[str, Tensor],
+    state: OptimState,
+    *,
+    known: Collection[str] = (),
+    agree: Callable[[str | None], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Return the options of each parameter group after loading a state; see `match_groups`.
+
+    Args:
+        groups: the groups, each with its optimizer.
+        names: the names of their parameters.
+        parameters: tensors with the shapes of the model's parameters on this rank, by name.
+        state: the state to load.
+        known: names of parameters that other ranks have.
+        agree: raises an error if its argument, the complaint of this rank about the state, is not None on some rank.
+
+    Raises:
+        ConfigError: the state belongs to another model, another optimizer, or other groups.
+    """
+    agree = _refuse if agree is None else agree
+    agree(_unknown_entries(parameters, names, state, known))
+    if not state["state"]:  # else its entries tell which kind has saved them
+        _check_kind((group for _, group in groups), state["param_groups"])
+    options = match_groups([group for _, group in groups], names, state["param_groups"])
+    complaint = None
+    for (optimizer, _), own, merged in zip(groups, names, options, strict=True):
+        entries = {name: state["state"].get(name) for name in own if name in parameters}
+        complaint = complaint or _unfit_entry(optimizer, merged, parameters, entries)
+    agree(complaint)
+    return options
+
+
+def _unknown_entries(
+    parameters: Mapping[str, Tensor], own: Iterable[Iterable[str]], state: OptimState, known: Collection[str]
 ) -> str | None:
     """Return what is wrong with a state that has entries for parameters that the optimizer does not update.
 
     Entries of parameters that are frozen now are ignored.
-
-    Args:
-        parameters: the model's parameters, by name.
-        own: the names in each group of the optimizer.
-        state: the state to load.
-        known: names of further parameters of the model, which are handled elsewhere.
     """
     held = {name for names in own for name in names}
     others = [name for name in state["state"] if name not in held]
-    unknown = [name for name in others if name not in parameters and name not in set(known)]
+    unknown = [name for name in others if name not in parameters and name not in known]
     if unknown:
         return (
             f"the optimizer's state must be that of this model, but has entries for {listed(map(repr, unknown))}, "
@@ -227,19 +251,13 @@ def find_strangers(
     return None
 
 
-def find_misfit(
+def _unfit_entry(
     optimizer: Optimizer,
     options: Mapping[str, Any],
     parameters: Mapping[str, Tensor],
     entries: Mapping[str, Mapping[str, Any] | None],
 ) -> str | None:
-    """Return what is wrong with entries that another kind of optimizer has saved.
-
-    Args:
-        optimizer: the optimizer that they are loaded into.
-        options: the options of their group after loading.
-        parameters: tensors with the same number of dims as the parameters, by name.
-        entries: the entries by parameter name; None for a parameter without one.
+    """Return what is wrong with entries of a group, with these options, that another kind of optimizer has saved.
 
     Raises:
         CheckpointError: an entry has the right names, but values of another kind, as no optimizer saves them.
@@ -293,7 +311,7 @@ def first_state(optimizer: Optimizer, options: Mapping[str, Any], dim: int) -> d
     return dict(twin.state[parameter])
 
 
-def refuse(complaint: str | None) -> None:
+def _refuse(complaint: str | None) -> None:
     """Raise a ConfigError with the complaint, if there is one."""
     if complaint is not None:
         raise ConfigError(complaint)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.errors import ConfigError, message_of
-from lockstep.model.full_params import gather_full, shard_like
+from lockstep.model.shards import gather_full, shard_like
 
 _STEPS = 3
 # An update may differ by this fraction of the largest one: optimizers round to bfloat16 inside. What is computed from

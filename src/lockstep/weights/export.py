@@ -153,7 +153,7 @@ def save_pretrained(core: nn.Module, state: Mapping[str, Any], out: str | Path, 
         ConfigError: there is no such option.
     """
     require_known("save_pretrained", options, PretrainedOptions.__annotations__)
-    from lockstep.model.full_params import gather_full
+    from lockstep.model.shards import gather_full
 
     location = locate(out)
     run_on_main(partial(check_new, location, file=False))

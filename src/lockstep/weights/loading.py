@@ -144,7 +144,7 @@ def _read(targets: Mapping[str, Tensor], source: Source, origins: Mapping[str, s
         if rows is not None:
             target.to_local().copy_(value)  # type: ignore[attr-defined]
         elif hasattr(target, "placements"):
-            from lockstep.model.full_params import shard_like
+            from lockstep.model.shards import shard_like
 
             target.copy_(shard_like(value, target))
         else:

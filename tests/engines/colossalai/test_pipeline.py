@@ -311,7 +311,7 @@ def test_states_that_do_not_fit_are_refused_on_every_stage():
         state = strategy.model_state()
         state[name] = state[name][:50]
         with pytest.raises(
-            ConfigError, match=rf"`{name}` must have the shape of the model's, but has \(50, 16\) in the state"
+            ConfigError, match=rf"`{name}` must have the shape of the model's, .* but has \(50, 16\) in the state"
         ):
             strategy.load_state(state)
         del state[name]

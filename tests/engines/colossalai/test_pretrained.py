@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lockstep.model.full_params import gather_full
+from lockstep.model.shards import gather_full
 from lockstep.runner import Runner
 from lockstep.testing import run_ranks
 from lockstep.weights import export_checkpoint

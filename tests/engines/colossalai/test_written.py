@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from lockstep.errors import ConfigError, DivergenceError
 from lockstep.strategy import Strategy, build_strategy
-from lockstep.testing import ranks, run_ranks
+from lockstep.testing import ranks
 
 from ..own_steps import SGD, Plain, X, Y
 from ..written import (
-    BOUND,
     BY_RANK,
-    WRITES,
-    Initialises,
-    Renormalises,
+    check_that_forwards_are_followed,
+    check_that_masters_keep_their_bits,
+    check_that_writes_are_followed,
     nothing,
     train_written,
-    trained_then_clamped,
-    written_alone,
 )
 
 PLUGINS: dict[str, dict[str, Any]] = {
@@ -38,29 +35,17 @@ def strategy_of(plugin: str, **options: Any) -> Strategy:
     return build_strategy({"type": "colossalai", **PLUGINS[plugin], **options})
 
 
-def train_all(plugin: str, before: bool) -> list[list[float]]:
-    return [train_written(Plain, strategy_of(plugin), write, before=before) for write in WRITES]
-
-
 @pytest.mark.parametrize("before", [False, True], ids=["after-each", "before"])
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_what_is_written_into_the_weights_is_trained_on(plugin: str, size: int, before: bool):
-    for losses, write in zip(run_ranks(size, train_all, plugin, before)[0], WRITES, strict=True):
-        assert losses == pytest.approx(written_alone(Plain, write, before), abs=1e-5, rel=0), write
-
-
-def train_writing_forwards(plugin: str) -> list[list[float]]:
-    return [train_written(kind, strategy_of(plugin), nothing) for kind in (Renormalises, Initialises)]
+    check_that_writes_are_followed(size, partial(strategy_of, plugin), before=before)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("plugin", ["zero1", "zero2"])
 def test_a_forward_that_writes_the_same_on_all_ranks_is_followed(plugin: str, size: int):
-    for losses, kind in zip(
-        run_ranks(size, train_writing_forwards, plugin)[0], (Renormalises, Initialises), strict=True
-    ):
-        assert losses == pytest.approx(written_alone(kind, nothing), abs=1e-5, rel=0), kind
+    check_that_forwards_are_followed(size, partial(strategy_of, plugin))
 
 
 @ranks(2)
@@ -68,14 +53,7 @@ def test_a_forward_that_writes_the_same_on_all_ranks_is_followed(plugin: str, si
     ("plugin", "options"), [("zero1", {}), ("zero2", {}), ("hybrid", {}), ("hybrid", {"zero_stage": 1})]
 )
 def test_in_half_precision_masters_keep_their_bits_where_nothing_was_written(plugin: str, options: dict):
-    trained, clamped, after = trained_then_clamped(strategy_of(plugin, precision="bf16", **options))
-    for name, master in trained.items():
-        assert master.dtype == torch.float32
-        bound = torch.tensor(BOUND).bfloat16()
-        expected = torch.where(master.bfloat16().abs() > bound, master.sign() * bound, master)
-        assert torch.equal(clamped[name], expected), name
-        assert torch.equal(after[name], expected), name
-    assert not torch.equal(trained["backbone.weight"], clamped["backbone.weight"])
+    check_that_masters_keep_their_bits(strategy_of(plugin, precision="bf16", **options))
 
 
 @ranks(2)

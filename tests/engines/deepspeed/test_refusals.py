@@ -122,7 +122,7 @@ def test_what_deepspeed_can_not_do_here_is_refused_before_training():
     refuse("For mixed precision give the strategy bf16=True", optim={"type": "AmpOptimWrapper", "optimizer": SGD})
     refuse("`model` must not be wrapped.*MMDistributedDataParallel", MMDistributedDataParallel(seeded()))
     with torch.device("meta"):
-        refuse("on the meta device.*use strategy 'fsdp'", seeded())
+        refuse("on the meta device.*Use strategy 'fsdp'", seeded())
     own = {"type": "AdamW", "params": {"lr": 0.1}}
     refuse("`optimizer` must be given once", config={"optimizer": own})
     refuse("`accumulative_counts` .* 4 and 2", optim=optim_config(4), gradient_accumulation_steps=2)

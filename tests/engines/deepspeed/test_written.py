@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,26 +10,19 @@ import torch
 
 from lockstep.engines import load_engine
 from lockstep.errors import ConfigError, DivergenceError
-from lockstep.testing import ranks, run_ranks
+from lockstep.testing import ranks
 
 from ..own_steps import SGD, Plain, X, Y
 from ..training import whole
 from ..written import (
-    BOUND,
     BY_RANK,
-    WRITES,
-    Initialises,
-    Renormalises,
+    check_that_forwards_are_followed,
+    check_that_masters_keep_their_bits,
+    check_that_writes_are_followed,
     nothing,
     train_written,
-    trained_then_clamped,
-    written_alone,
 )
 from .training import strategy_of
-
-
-def train_all(stage: int, before: bool, **options: Any) -> list[list[float]]:
-    return [train_written(Plain, strategy_of(f"zero{stage}", **options), write, before=before) for write in WRITES]
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["after-each", "before"])
@@ -36,34 +30,19 @@ def train_all(stage: int, before: bool, **options: Any) -> list[list[float]]:
 @pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, False), (2, False), (1, True), (2, True)])
 def test_what_is_written_into_the_weights_is_trained_on(stage: int, offload: bool, size: int, before: bool):
     options = {"offload": True} if offload else {}
-    for losses, write in zip(run_ranks(size, train_all, stage, before, **options)[0], WRITES, strict=True):
-        assert losses == pytest.approx(written_alone(Plain, write, before), abs=1e-5, rel=0), write
-
-
-def train_writing_forwards(stage: int) -> list[list[float]]:
-    return [train_written(kind, strategy_of(f"zero{stage}"), nothing) for kind in (Renormalises, Initialises)]
+    check_that_writes_are_followed(size, partial(strategy_of, f"zero{stage}", **options), before=before)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_forward_that_writes_the_same_on_all_ranks_is_followed(stage: int, size: int):
-    for losses, kind in zip(
-        run_ranks(size, train_writing_forwards, stage)[0], (Renormalises, Initialises), strict=True
-    ):
-        assert losses == pytest.approx(written_alone(kind, nothing), abs=1e-5, rel=0), kind
+    check_that_forwards_are_followed(size, partial(strategy_of, f"zero{stage}"))
 
 
 @ranks(2)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_in_half_precision_masters_keep_their_bits_where_nothing_was_written(stage: int):
-    trained, clamped, after = trained_then_clamped(strategy_of(f"zero{stage}", bf16=True))
-    for name, master in trained.items():
-        assert master.dtype == torch.float32
-        bound = torch.tensor(BOUND).bfloat16()
-        expected = torch.where(master.bfloat16().abs() > bound, master.sign() * bound, master)
-        assert torch.equal(clamped[name], expected), name
-        assert torch.equal(after[name], expected), name
-    assert not torch.equal(trained["backbone.weight"], clamped["backbone.weight"])
+    check_that_masters_keep_their_bits(strategy_of(f"zero{stage}", bf16=True))
 
 
 @ranks(2)

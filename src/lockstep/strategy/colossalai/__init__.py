@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.strategy.colossalai.model import ColossalAIModelWrapper
-from lockstep.strategy.colossalai.optim import ColossalAIOptimWrapper
 from lockstep.strategy.colossalai.strategy import ColossalAIStrategy
+from lockstep.strategy.colossalai.wrappers import ColossalAIModelWrapper, ColossalAIOptimWrapper
 
 __all__ = ["ColossalAIModelWrapper", "ColossalAIOptimWrapper", "ColossalAIStrategy"]

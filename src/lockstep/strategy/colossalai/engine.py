@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from lockstep.dist import all_gather
 from lockstep.engines import load_engine
 from lockstep.errors import ConfigError, DistError, did_you_mean
-from lockstep.model.tensor_parallel_plan import read_plan
+from lockstep.model.tensor_parallel_plan import check_layer, read_plan, split_of
 from lockstep.registry.signatures import Arguments
 from lockstep.tree import tree_leaves
 
@@ -102,14 +102,8 @@ def replacements(model: nn.Module, plan: Mapping[str, Any] | None, tp_size: int)
                 f"but `{name}` is a {type(layer).__name__} with {type(style).__name__}. Leave it out, give the plugin "
                 "a `custom_policy`, or use strategy='fsdp'"
             )
-        by_column = isinstance(style, ColwiseParallel)
-        size = layer.out_features if by_column else layer.in_features
-        if size % tp_size:
-            raise ConfigError(
-                f"`{name}.{'out' if by_column else 'in'}_features` must be a multiple of {tp_size}, the degree of "
-                f"tensor_parallel, but is {size}. Leave it out of the plan, or choose another degree"
-            )
-        if by_column:
+        check_layer(model, name, split_of(style), tp_size)
+        if isinstance(style, ColwiseParallel):
             found[name] = "Linear1D_Col", {"gather_output": _is_replicated(style.output_layouts)}
         else:
             found[name] = "Linear1D_Row", {"parallel_input": not _is_replicated(style.input_layouts)}

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from lockstep.device import get_device
 from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError, did_you_mean, require_count
-from lockstep.model.drift import refuse_max_norm
 from lockstep.model.norm import BATCH_NORMS
+from lockstep.model.written import refuse_max_norm
 from lockstep.strategy.colossalai.pipeline import Cutting
-from lockstep.strategy.trainable import check_kinds, refuse_lbfgs, updates_elementwise
+from lockstep.strategy.engine_parameters import check_kinds, refuse_lbfgs, updates_elementwise
 
 _CLASSES: Mapping[str, str] = {
     "ddp": "TorchDDPPlugin",
@@ -195,7 +195,7 @@ class PluginChoice:
         if self.zero_stage == 2:
             raise ConfigError(
                 "`zero_stage` must be 0 or 1 with `pp_size` above 1, but is 2: gradients of many micro-batches add up "
-                "before they are sent, and can't be shards meanwhile. Use zero_stage=1"
+                "whole before they are sent. Use zero_stage=1"
             )
         given = {
             name: options[name] for name in ("num_microbatches", "microbatch_size") if options.get(name) is not None
@@ -203,7 +203,7 @@ class PluginChoice:
         if len(given) == 2:
             raise ConfigError(
                 "`num_microbatches` must not come with `microbatch_size`, but is "
-                f"{options['num_microbatches']} beside {options['microbatch_size']}. Leave one out"
+                f"{options['num_microbatches']} and {options['microbatch_size']}. Leave one out"
             )
         for name, value in given.items():
             require_count(name, value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -11,16 +11,15 @@ from torch import Tensor, nn
 
 from lockstep.dist import all_gather
 from lockstep.errors import ConfigError
-from lockstep.model.full_params import gather_full
+from lockstep.model.shards import gather_full, shard_rows, template_of_rows
 from lockstep.strategy import optim_state as canonical
 from lockstep.strategy.base import ModelState, OptimState
 from lockstep.strategy.colossalai.engine import gather_like, is_split, split_like
-from lockstep.strategy.engine_strategy import require_names
-from lockstep.strategy.masters import Masters, newer
-from lockstep.strategy.resharding import shard_rows, template_of_rows
+from lockstep.strategy.engine_parameters import Masters, newer
+from lockstep.strategy.engine_strategy import EngineState, check_shape
 
 
-class StateTranslator:
+class ColossalAIState(EngineState):
     """Translates the states of one model and its optimizer.
 
     The trained tensor of a parameter (its master) may differ from the one that the model computes with. Tensor
@@ -40,8 +39,7 @@ class StateTranslator:
     """
 
     def __init__(self, core: nn.Module, engine: Any = None, tp_group: Any = None) -> None:
-        self._core = core
-        self._optimizer: Any = getattr(engine, "optim", None)
+        super().__init__(core, getattr(engine, "optim", None))
         self._tp_group = tp_group
         # Trained tensors, by id of the parameter that the model computes with.
         get_masters = getattr(engine, "get_working_to_master_map", dict)
@@ -64,35 +62,6 @@ class StateTranslator:
                 weights = weights[group.rank() * master.numel() :][: master.numel()]
             pairs.append((master[: weights.numel()], weights))
         return Masters("ColossalAI", named, pairs, offloads=offloads)
-
-    def model_state(self) -> ModelState:
-        """Return the model's state, in the precision in which it is trained. **Collective**: every rank."""
-        kept: dict[int, Any] = {}  # tied weights are gathered once
-        state: ModelState = {}
-        for name, own in self._own_state().items():
-            if id(own) not in kept:
-                kept[id(own)] = self._canonical(own)
-            state[name] = kept[id(own)]
-        return state
-
-    @torch.no_grad()
-    def load_model(self, state: ModelState) -> None:
-        """Load a model's state. **Collective**: every rank, if there are DTensors in it.
-
-        Raises:
-            ConfigError: the state belongs to another model.
-        """
-        present = self._own_state()
-        names = self._state_names(present)
-        require_names(state, names)
-        rest: dict[str, Any] = {}
-        for name in sorted(names):  # the same order on every rank
-            value, own = gather_full(state[name]), present.get(name)
-            if isinstance(own, Tensor):
-                self._load_tensor(name, own, value)
-            elif name in present:
-                rest[name] = value
-        self._core.load_state_dict(rest, strict=False)
 
     def optim_state(self) -> OptimState:
         """Return the optimizer's state by parameter name. **Collective**: every rank.
@@ -124,24 +93,25 @@ class StateTranslator:
         Raises:
             ConfigError: the state belongs to other parameters or another optimizer.
         """
+        groups = self._groups()
+        options = canonical.options_to_load(
+            [(self._optimizer, group) for group in groups],
+            [group["params"] for group in groups],
+            self._parameters(),
+            state,
+            known=self._names_elsewhere(),
+            agree=self._agree,
+        )
         named = self._trained()
         names = {trained: name for name, (_, trained) in named.items()}
-        groups = self._groups()
-        options = canonical.match_groups(groups, [group["params"] for group in groups], state["param_groups"])
         order = [[names[trained] for trained in group["params"]] for group in self._optimizer.param_groups]
-        parameters = {name: param for name, (param, _) in named.items()}
-        complaint = self._find_strangers(state)
-        for own_names, group_options in zip(order, options, strict=True):
-            entries = {name: state["state"].get(name) for name in own_names}
-            complaint = complaint or canonical.find_misfit(self._optimizer, group_options, parameters, entries)
-        self._refuse(complaint)
         indices = {name: index for index, name in enumerate(chain(*order))}
         packed: dict[int, dict[str, Any]] = {}
         of_numbers = self._keys_of_numbers(options)
         for name in self._names_to_load(indices):
             entry = {key: gather_full(value) for key, value in state["state"].get(name, {}).items()}
             if entry and name in indices:
-                packed[indices[name]] = self._own_entry(parameters[name], entry, of_numbers)
+                packed[indices[name]] = self._own_entry(named[name][0], entry, of_numbers)
         canonical.write_entries(self._optimizer, packed, options)
 
     def _trained(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -156,10 +126,6 @@ class StateTranslator:
             return owned_state(self._core)
         return self._core.state_dict(keep_vars=True)
 
-    def _state_names(self, present: Mapping[str, Any]) -> set[str]:
-        """Return the names in the whole model's state; this rank holds those in `present`."""
-        return set(present)
-
     def _names_to_load(self, own: Iterable[str]) -> Iterable[str]:
         """Return the names of the parameters whose state is to be loaded; this rank trains those in `own`."""
         return own
@@ -170,11 +136,13 @@ class StateTranslator:
         groups = self._optimizer.param_groups
         return canonical.named_groups(groups, ([names[trained] for trained in group["params"]] for group in groups))
 
-    def _find_strangers(self, state: OptimState) -> str | None:
-        """Return what is wrong with a state that has entries for parameters that the optimizer does not update."""
-        return canonical.find_strangers(
-            dict(self._core.named_parameters()), [group["params"] for group in self._groups()], state
-        )
+    def _parameters(self) -> dict[str, Tensor]:
+        """Return the parameters that this rank holds, by name."""
+        return dict(self._core.named_parameters())
+
+    def _names_elsewhere(self) -> Collection[str]:
+        """Return the names of parameters that other ranks may hold."""
+        return ()
 
     def _keys_of_numbers(self, options: Sequence[Mapping[str, Any]]) -> set[str] | None:
         """Return the keys with one value per element of a parameter in the state; None if they are not known."""
@@ -201,20 +169,20 @@ class StateTranslator:
             return value.shape == param.shape
         return split_like(value.to("meta"), param, self._tp_group).shape == param.shape
 
-    def _refuse(self, complaint: str | None) -> None:
-        """Raise an error with a complaint about the state to load, if there is one."""
-        canonical.refuse(complaint)
+    def _agree(self, complaint: str | None) -> None:
+        """Raise an error with a complaint about the state to load, if there is one on this rank or another."""
+        if complaint is not None:
+            raise ConfigError(complaint)
 
-    def _load_tensor(self, name: str, own: Tensor, value: Tensor) -> None:
+    def _load_tensor(self, name: str, own: Any, value: Any) -> bool:
+        if not isinstance(own, Tensor):
+            return False
         part = split_like(value, own, self._tp_group) if is_split(own) else value
-        if part.shape != own.shape:
-            raise ConfigError(
-                f"`{name}` must have the shape of the model's, but has {tuple(value.shape)} in the state. Load the "
-                "state of this model"
-            )
+        check_shape(name, part, own.shape)
         own.copy_(part)
         if id(own) in self._masters:
             self._masters[id(own)].copy_(self._own_shard(own, value))
+        return True
 
     def _entry(self, param: Tensor, trained: Tensor) -> dict[str, Any]:
         """Return the optimizer's state of a parameter."""

@@ -16,28 +16,25 @@ from lockstep.dataset.random_state import sync_random_state
 from lockstep.device import get_device
 from lockstep.dist import broadcast, init_dist, is_distributed
 from lockstep.errors import ConfigError
-from lockstep.model import is_model_wrapper, outside_loss
-from lockstep.model.drift import BY_RANK, DriftCheck
-from lockstep.model.tensor_parallel import split_layer
+from lockstep.model import outside_loss
+from lockstep.model.tensor_parallel import PlanTrial
 from lockstep.model.tensor_parallel_plan import read_plan, read_request
-from lockstep.model.tensor_parallel_trial import PlanTrial
+from lockstep.model.written import BY_RANK, DriftCheck
 from lockstep.optim import OptimWrapperDict, build_optim_wrapper
 from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
 from lockstep.strategy.base import OptimLike, Prepared
 from lockstep.strategy.colossalai import engine
-from lockstep.strategy.colossalai.optim import ColossalAIOptimWrapper, Drive
-from lockstep.strategy.colossalai.pipeline import Pipeline, check_model
+from lockstep.strategy.colossalai.pipeline import Inventory, Pipeline, PipelineState, Stages, check_model
 from lockstep.strategy.colossalai.plugin import PluginChoice, name_and_options
-from lockstep.strategy.colossalai.stages import Inventory, PipelineStateTranslator, Stages
-from lockstep.strategy.colossalai.state import StateTranslator
-from lockstep.strategy.engine_strategy import EngineStrategy
+from lockstep.strategy.colossalai.state import ColossalAIState
+from lockstep.strategy.colossalai.wrappers import ColossalAIOptimWrapper, Drive
+from lockstep.strategy.engine_parameters import HeldGradients, leave_out_frozen, max_norm_of
+from lockstep.strategy.engine_strategy import EngineStrategy, require_plain
 from lockstep.strategy.gradient_flow import GradientFlow
-from lockstep.strategy.held_gradients import HeldGradients
 from lockstep.strategy.own_steps import WholeParams, called_by, called_from, cast_inputs, cast_parts
-from lockstep.strategy.trainable import leave_out_frozen, max_norm_of
 
 # ColossalAI's optimizer, the translator of its states, and the arguments of the model's wrapper.
-_Laid: TypeAlias = tuple[Any, StateTranslator, dict[str, Any]]
+_Boosted: TypeAlias = tuple[Any, ColossalAIState, dict[str, Any]]
 
 
 @STRATEGIES.register_module(name=["ColossalAIStrategy", "colossalai"])
@@ -104,15 +101,10 @@ class ColossalAIStrategy(EngineStrategy):
             ConfigError: ColossalAI is not installed, or the plugin does not support this model or optimizer.
         """
         engine.require_engine()
-        if is_model_wrapper(model):
-            raise ConfigError(
-                f"`model` must not be wrapped yet under the strategy 'colossalai', but is a {type(model).__name__}"
-            )
-        if any(parameter.is_meta for parameter in model.parameters()):
-            raise ConfigError("`model` must not be on the meta device under the strategy 'colossalai'. Use 'fsdp'")
+        require_plain(model, "ColossalAI")
         model = model.to(torch.device(get_device()))
         if optim_wrapper is None:
-            self._state, self._trains = StateTranslator(model), False
+            self._state, self._trains = ColossalAIState(model), False
             return model, None
         if not is_distributed():
             init_dist("none")
@@ -173,12 +165,12 @@ class ColossalAIStrategy(EngineStrategy):
             raise ConfigError("`compile` must be left out with `pp_size` above 1, but is given. Use strategy='fsdp'")
         return super().compiled_parts(model)
 
-    def _whole(self, plugin: Any, model: nn.Module, optimizer: Optimizer) -> _Laid:
-        """Boost a model that has all its layers on each rank; see `_Laid`."""
+    def _whole(self, plugin: Any, model: nn.Module, optimizer: Optimizer) -> _Boosted:
+        """Boost a model that has all its layers on each rank; see `_Boosted`."""
         if self._plan_is_used:
             styles = read_plan(model, self._plan)
             mesh = DeviceMesh.from_group(plugin.tp_group, get_device())
-            PlanTrial(model, styles, mesh, split_layer, lambda _: "Use strategy 'fsdp'").copy(model)
+            PlanTrial(model, styles, mesh, lambda _: "Use strategy 'fsdp'").copy(model)
         booster, boosted, laid = engine.boost(plugin, model, optimizer)
         no_sync = None if self._choice.zero_stage == 2 else partial(booster.no_sync, boosted, laid)
         options = {"model_wrapper": boosted, "booster": booster, "no_sync": no_sync}
@@ -189,10 +181,10 @@ class ColossalAIStrategy(EngineStrategy):
                     model, _problem_outside_layers, user="forward", owner="the layer that holds it"
                 )
         options["may_go_round"] = self._choice.kind == "ddp"
-        return laid, StateTranslator(model, laid, getattr(plugin, "tp_group", None)), options
+        return laid, ColossalAIState(model, laid, getattr(plugin, "tp_group", None)), options
 
-    def _in_stages(self, plugin: Any, model: nn.Module, optimizer: Optimizer) -> _Laid:
-        """Boost a model in stages; see `_Laid`."""
+    def _in_stages(self, plugin: Any, model: nn.Module, optimizer: Optimizer) -> _Boosted:
+        """Boost a model in stages; see `_Boosted`."""
         if outside_loss(model) is not None:
             raise ConfigError(
                 "`loss` must be None with `pp_size` above 1, because the last stage computes the loss. Let "
@@ -209,7 +201,7 @@ class ColossalAIStrategy(EngineStrategy):
         )
         no_sync = partial(booster.no_sync, boosted, laid)
         options = {"model_wrapper": boosted, "booster": booster, "no_sync": no_sync, "pipeline": pipeline}
-        return laid, PipelineStateTranslator(model, laid, plugin.tp_group, stages), options
+        return laid, PipelineState(model, laid, plugin.tp_group, stages), options
 
     def _sync_replica(self, plugin: Any) -> None:
         """Let the ranks of a replica process the same samples and draw the same random numbers."""
@@ -263,7 +255,7 @@ def _read_tensor_parallel(tensor_parallel: Any, options: Mapping[str, Any]) -> t
     degree = request.degree or options.get("tp_size")
     if degree is None or options.get("tp_size", degree) != degree or "custom_policy" in options:
         raise ConfigError(
-            "`tensor_parallel` must have a degree, the same as `tp_size`, and no `custom_policy` beside it, but is "
+            "`tensor_parallel` must have a degree, the same as `tp_size`, and no `custom_policy` with it, but is "
             f"{tensor_parallel!r} with {dict(options)}"
         )
     return degree, request.plan

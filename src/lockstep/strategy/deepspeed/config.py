@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import ConfigError, nearest, require_one_of
-from lockstep.strategy.trainable import max_norm_of
+from lockstep.strategy.engine_parameters import max_norm_of
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 BATCH = "train_batch_size"

@@ -31,9 +31,10 @@ from lockstep.groups import this_rank
 from lockstep.model import ModelWrapper, steps
 from lockstep.model.autograd_graph import never_compiled, refuse_second_backward
 from lockstep.model.call_order import CallOrder
-from lockstep.model.fsdp_sites import Site
-from lockstep.model.fsdp_writes import LostWrites
+from lockstep.model.parts import Site
+from lockstep.model.written import LostWrites
 from lockstep.registry import MODEL_WRAPPERS
+from lockstep.strategy.engine_parameters import TrainableParams
 from lockstep.strategy.own_steps import (
     GuardedPasses,
     OwnStep,
@@ -43,7 +44,6 @@ from lockstep.strategy.own_steps import (
     cast_inputs,
     cast_parts,
 )
-from lockstep.strategy.trainable import TrainableParams
 
 _RULE = (
     "every rank must call the same layers in the same order at ZeRO stage 3, which gathers their parameters from all"

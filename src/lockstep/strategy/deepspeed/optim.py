@@ -16,17 +16,17 @@ from lockstep.dist import all_reduce, get_rank
 from lockstep.engines import load_engine
 from lockstep.errors import ConfigError, listed
 from lockstep.groups import this_rank
-from lockstep.model.drift import BY_RANK, DriftCheck
+from lockstep.model.written import BY_RANK, DriftCheck
 from lockstep.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from lockstep.optim.clipping import gradient_norm
 from lockstep.registry import OPTIM_WRAPPERS, OPTIMIZERS
 from lockstep.strategy.deepspeed.engine import autocast_of
+from lockstep.strategy.engine_parameters import HeldGradients
 from lockstep.strategy.gradient_flow import GradientFlow
-from lockstep.strategy.held_gradients import HeldGradients
 
 if TYPE_CHECKING:
-    from lockstep.strategy.deepspeed.state import EngineState
-    from lockstep.strategy.masters import Masters
+    from lockstep.strategy.deepspeed.state import DeepSpeedState
+    from lockstep.strategy.engine_parameters import Masters
 
 _logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
     """
 
     _engine: Any = None
-    _state: EngineState | None = None
+    _state: DeepSpeedState | None = None
     _masters: Masters | None = None
     _drift: DriftCheck | None = None  # None where ranks hold no replicas
     _went_back = False
@@ -79,7 +79,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
     # Indices in the flow of the parameters reached in the first window; None after that window.
     _reached: set[int] | None = None
 
-    def attach(self, engine: Any, state: EngineState) -> None:
+    def attach(self, engine: Any, state: DeepSpeedState) -> None:
         """Set the engine that this wrapper controls, and the view of its state."""
         self._engine = engine
         self._state = state
@@ -259,7 +259,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
                 for gradient, other in zip(held, gradients, strict=True):
                     gradient.add_(other)
 
-    def _attached_state(self) -> EngineState:
+    def _attached_state(self) -> DeepSpeedState:
         _ = self.engine
         assert self._state is not None  # comes with the engine
         return self._state

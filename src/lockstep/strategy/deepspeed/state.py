@@ -11,15 +11,14 @@ from torch import Tensor, nn
 from lockstep.dist import get_rank
 from lockstep.engines import load_engine
 from lockstep.errors import ConfigError
-from lockstep.model.full_params import gather_full
+from lockstep.model.shards import gather_full, shard_rows, template_of_rows
 from lockstep.strategy import optim_state as canonical
-from lockstep.strategy.base import ModelState, OptimState
-from lockstep.strategy.engine_strategy import require_names
-from lockstep.strategy.masters import Masters, newer
-from lockstep.strategy.resharding import shard_rows, template_of_rows
+from lockstep.strategy.base import OptimState
+from lockstep.strategy.engine_parameters import Masters, newer
+from lockstep.strategy.engine_strategy import EngineState, check_shape
 
 
-class EngineState:
+class DeepSpeedState(EngineState):
     """A view of an engine's state by parameter names.
 
     ZeRO concatenates the parameters and cuts the result into one piece per rank; checkpoints have no such sharding. So
@@ -41,24 +40,19 @@ class EngineState:
     """
 
     def __init__(self, engine: Any, groups: Sequence[Sequence[str]], *, offloads: bool = False) -> None:
+        # The engine's optimizer wraps the one that runs the updates, from stage 1 on.
+        super().__init__(engine.module, getattr(engine.optimizer, "optimizer", engine.optimizer))
         self.engine = engine
-        self._core: nn.Module = engine.module
         self._stage: int = engine.zero_optimization_stage()
         self._groups = groups
-        self._doors = load_engine("deepspeed.utils")
+        self._utils = load_engine("deepspeed.utils")
         self.masters = _masters_of(engine, offloads=offloads) if self._stage > 0 and groups else None
 
     def model_state(self) -> dict[str, Any]:
         """Return the model's state by canonical names; half-precision weights as their float32 masters."""
         if self._stage == 3 and self.masters is not None:
             self.masters.follow()
-        whole: dict[int, Any] = {}  # tied weights are gathered once
-        state: dict[str, Any] = {}
-        for name, value in self._core.state_dict(keep_vars=True).items():
-            if id(value) not in whole:
-                whole[id(value)] = self._value(value)
-            state[name] = whole[id(value)]
-        return state
+        return super().model_state()
 
     def optim_state(self) -> OptimState:
         """Return the optimizer's state by canonical names; before the first update there are no entries.
@@ -76,7 +70,7 @@ class EngineState:
             if tensors and self._stage < 3:
                 self._link(index)
             for name, parameter in self._trained(names).items():
-                get = self._doors.safe_get_full_optimizer_state
+                get = self._utils.safe_get_full_optimizer_state
                 entry = {key: shard_rows(get(parameter, key)) for key in tensors} | _copied(scalars)
                 if entry:
                     entries[name] = entry
@@ -85,21 +79,6 @@ class EngineState:
     def optim_template(self) -> dict[str, Any]:
         """Return tensors by parameter name that are sharded as the optimizer's state is to be read: by rows."""
         return {name: template_of_rows(_shape(parameter)) for name, parameter in self._core.named_parameters()}
-
-    @torch.no_grad()
-    def load_model(self, state: ModelState) -> None:
-        """Load a model's state, which must be complete."""
-        entries = self._core.state_dict(keep_vars=True)
-        require_names(state, entries.keys())
-        rest: dict[str, Any] = {}
-        done: set[int] = set()
-        for name, value in entries.items():
-            if not isinstance(value, nn.Parameter) or not (self._has_master(value) or _is_partitioned(value)):
-                rest[name] = gather_full(state[name])
-            elif id(value) not in done:
-                done.add(id(value))
-                self._write_parameter(name, value, gather_full(state[name]))
-        self._core.load_state_dict(rest, strict=False)
 
     @torch.no_grad()
     def load_optim(self, state: OptimState) -> None:
@@ -117,10 +96,15 @@ class EngineState:
             return
         self._refuse_swapped()
         entries: Mapping[str, Any] = state["state"]
-        canonical.refuse(canonical.find_strangers(canonical.named_parameters(self._core), self._groups, state))
-        matched = canonical.match_groups(self._optimizer.param_groups, self._groups, state["param_groups"])
+        # At stage 3 a parameter that is not gathered is an empty tensor with one dim.
+        whole: dict[str, Tensor] = {
+            name: torch.empty(_shape(own), device="meta", requires_grad=own.requires_grad)
+            for name, own in canonical.named_parameters(self._core).items()
+        }
+        groups = [(self._optimizer, group) for group in self._optimizer.param_groups]
+        options = canonical.options_to_load(groups, self._groups, whole, state)
         trained = [self._trained(names) for names in self._groups]
-        saved = [self._group_state(*group, entries) for group in zip(matched, trained, strict=True)]
+        saved = [self._group_state(*group, entries) for group in zip(options, trained, strict=True)]
         for index, group in enumerate(saved):
             own = self._optimizer.param_groups[index]
             own.update({key: value for key, value in group.options.items() if key in own})
@@ -132,44 +116,38 @@ class EngineState:
                     else:
                         self._write_moment(parameter, torch.full(_shape(parameter), fill), key)
 
-    @property
-    def _optimizer(self) -> Any:
-        """The torch optimizer that runs the updates."""
-        return getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)
-
     def _has_master(self, parameter: nn.Parameter) -> bool:
         """Return whether the optimizer holds the parameter's master weights."""
         return self._stage > 0 and bool(self._groups) and parameter.requires_grad
 
-    def _value(self, value: Any) -> Any:
+    def _canonical(self, value: Any) -> Any:
         if not isinstance(value, nn.Parameter):
             return value
         if self._has_master(value) and (self._stage == 3 or value.dtype != torch.float32):
-            master = self._doors.safe_get_full_fp32_param(value)
+            master = self._utils.safe_get_full_fp32_param(value)
             return shard_rows(master if self._stage == 3 else newer(master, value.detach()))
         if _is_partitioned(value):
             with load_engine("deepspeed").zero.GatheredParameters(value):
                 return shard_rows(value.detach())
         return value.detach()
 
-    def _write_parameter(self, name: str, parameter: nn.Parameter, value: Tensor) -> None:
-        shape = _shape(parameter)
-        if value.shape != shape:
-            raise ConfigError(f"`{name}` must have shape {tuple(shape)}, but has {tuple(value.shape)}")
+    def _load_tensor(self, name: str, parameter: Any, value: Any) -> bool:
+        if not isinstance(parameter, nn.Parameter) or not (self._has_master(parameter) or _is_partitioned(parameter)):
+            return False
+        check_shape(name, value, _shape(parameter))
         with load_engine("deepspeed").zero.GatheredParameters(parameter, modifier_rank=0):
             parameter.data.copy_(value)
-        if not self._has_master(parameter):
-            return
-        if self._stage == 3:
-            self._doors.safe_set_local_fp32_param(parameter, _own_piece(value, parameter))
-        else:
-            self._doors.safe_set_full_fp32_param(parameter, value.float())
+        if self._has_master(parameter) and self._stage == 3:
+            self._utils.safe_set_local_fp32_param(parameter, _own_piece(value, parameter))
+        elif self._has_master(parameter):
+            self._utils.safe_set_full_fp32_param(parameter, value.float())
+        return True
 
     def _write_moment(self, parameter: nn.Parameter, value: Tensor, key: str) -> None:
         if self._stage == 3:
-            self._doors.safe_set_local_optimizer_state(parameter, _own_piece(value, parameter), key)
+            self._utils.safe_set_local_optimizer_state(parameter, _own_piece(value, parameter), key)
         else:
-            self._doors.safe_set_full_optimizer_state(parameter, value, key)
+            self._utils.safe_set_full_optimizer_state(parameter, value, key)
 
     def _flats(self, index: int) -> list[Tensor]:
         """Return this rank's flat tensors that replace a group's parameters in the optimizer."""
@@ -197,12 +175,9 @@ class EngineState:
         """Return the state to load into a group, from the entries of its parameters.
 
         Raises:
-            ConfigError: the entries belong to another optimizer, or values that must be shared differ.
+            ConfigError: values that must be shared differ.
         """
         entries = {name: state[name] for name in parameters if state.get(name)}
-        # At stage 3 a parameter that is not gathered is an empty tensor with one dim.
-        whole = {name: torch.empty(_shape(parameter), device="meta") for name, parameter in parameters.items()}
-        canonical.refuse(canonical.find_misfit(self._optimizer, options, whole, entries))
         if not entries:
             return _GroupState(options, {}, {})
         name, entry = next(iter(entries.items()))
@@ -231,7 +206,7 @@ class EngineState:
         """Make DeepSpeed link each parameter to its part of the current state; links may be missing or outdated."""
         parameters = list(self._trained(self._groups[index]).values())
         (flat,) = self._flats(index)
-        self._doors.lazy_init_hp_params_optimizer_state(parameters, flat, self._optimizer.state)
+        self._utils.lazy_init_hp_params_optimizer_state(parameters, flat, self._optimizer.state)
 
     def _trained(self, names: Sequence[str]) -> dict[str, nn.Parameter]:
         """Return, by name, those of the named parameters that ZeRO trains: the ones that are not frozen."""

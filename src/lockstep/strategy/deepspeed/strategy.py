@@ -14,16 +14,15 @@ from torch.optim import Optimizer
 from lockstep.device import get_device
 from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError
-from lockstep.model import is_model_wrapper
 from lockstep.registry import STRATEGIES
 from lockstep.strategy.base import OptimLike, Prepared
 from lockstep.strategy.deepspeed import config as config_rules
 from lockstep.strategy.deepspeed.engine import MMDeepSpeedEngineWrapper, join_engine, release_engine, start_engine
 from lockstep.strategy.deepspeed.optim import DeepSpeedOptimWrapper, read_optim
-from lockstep.strategy.deepspeed.state import EngineState
-from lockstep.strategy.engine_strategy import EngineStrategy
+from lockstep.strategy.deepspeed.state import DeepSpeedState
+from lockstep.strategy.engine_parameters import check_kinds, leave_out_frozen, refuse_lbfgs, updates_elementwise
+from lockstep.strategy.engine_strategy import EngineStrategy, require_plain
 from lockstep.strategy.own_steps import cast_inputs, cast_parts
-from lockstep.strategy.trainable import check_kinds, leave_out_frozen, refuse_lbfgs, updates_elementwise
 
 _UNTESTED = "zero_allow_untested_optimizer"
 
@@ -105,7 +104,7 @@ class DeepSpeedStrategy(EngineStrategy):
         )
         groups = _names_by_group(model, optimizer)
         engine = start_engine(model, optimizer, _with_optimizer_rules(config, optimizer))
-        state = EngineState(engine, groups, offloads=config_rules.offloads_optimizer(config))
+        state = DeepSpeedState(engine, groups, offloads=config_rules.offloads_optimizer(config))
         self._state, self._trains = state, True
         clipping = config[config_rules.CLIPPING]
         wrapper = DeepSpeedOptimWrapper(
@@ -120,17 +119,7 @@ class DeepSpeedStrategy(EngineStrategy):
         """Return the user's own module, which this strategy may have prepared for evaluation before."""
         if isinstance(model, MMDeepSpeedEngineWrapper) and not self._trains and not self._changes_model():
             return release_engine(model)
-        if is_model_wrapper(model):
-            raise ConfigError(
-                f"`model` must not be wrapped under DeepSpeed, whose engine wraps it, but is a {type(model).__name__}. "
-                "Give the module inside; to train after an evaluation at stage 3 or in half precision, make another "
-                "Runner"
-            )
-        if any(parameter.is_meta for parameter in model.parameters()):
-            raise ConfigError(
-                f"`model` must have values, but {type(model).__name__} is on the meta device. Make it on the CPU, or "
-                "use strategy 'fsdp', which allocates it unit by unit"
-            )
+        require_plain(model, "DeepSpeed")
         for name, parameter in model.named_parameters():
             if parameter.dim() == 0:
                 raise ConfigError(
@@ -151,7 +140,7 @@ class DeepSpeedStrategy(EngineStrategy):
             config = {key: value for key, value in config.items() if key not in ("fp16", "bf16")}
             config["zero_optimization"] = {"stage": 0}
         engine = start_engine(model, None, config)
-        self._state, self._trains = EngineState(engine, []), False
+        self._state, self._trains = DeepSpeedState(engine, []), False
         return MMDeepSpeedEngineWrapper(model=engine, inputs_to_half=self._inputs_to_half)
 
     def _changes_model(self) -> bool:

@@ -207,7 +207,7 @@ def _filled(own: Any, saved: Any) -> Any:
             f"{tuple(saved.shape)}"
         )
     if hasattr(own, "placements"):
-        from lockstep.model.full_params import shard_like
+        from lockstep.model.shards import shard_like
 
         saved = shard_like(saved.to(own.dtype), own)
     return own.copy_(saved)

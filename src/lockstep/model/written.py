@@ -1,9 +1,10 @@
-"""Weights that are written in a forward pass, with what one rank's own batch makes of them: replicas drift apart."""
+"""Weights that are written where a strategy loses the change, or where replicas drift apart."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,89 @@ from lockstep.calls import unlike_most
 from lockstep.dist import all_gather, all_gather_object, get_world_size
 from lockstep.errors import ConfigError, DivergenceError, counted, ranks_in_words
 from lockstep.groups import GroupLike
+from lockstep.model.parts import Site, parameter_at
 from lockstep.model.shards import own_shard
+
+IN_FORWARD = (
+    "was written in the forward pass, where it is a gathered copy that is released afterwards. Write it between steps, "
+    "where it is the shard, as in a hook after each update"
+)
+DATA_SET = (
+    "was given values by `parameter.data = values`, which changes nothing in a shard. Write it in place, as by "
+    "`parameter.data.copy_(values)`"
+)
+
+
+class LostWrites:
+    """Finds such writes in the forward passes that are looked at.
+
+    A gathered parameter has been written if its version or its checksum changes during the forward pass of its unit: a
+    write through `parameter.data` leaves the version as it is.
+
+    Args:
+        sites: for each unit, where to find its parameters, and their names.
+
+    Attributes:
+        found: by name, what happened to a parameter.
+
+    **Cost**: in a pass that is looked at, two readings of all gathered parameters. `resolve` reads one number for each
+    of them from the device.
+    """
+
+    def __init__(self, sites: Mapping[nn.Module, Mapping[Site, str]]) -> None:
+        self.found: dict[str, str] = {}
+        self._sites = sites
+        self._before: dict[nn.Module, tuple[list[Tensor], list[int], Tensor]] = {}
+        self._changes: list[tuple[list[str], Tensor]] = []
+        shards = {site: parameter_at(site) for own in sites.values() for site in own}
+        self._shards = {site: (shard, _storage(shard)) for site, shard in shards.items()}
+
+    def check_shards(self, unit: nn.Module) -> None:
+        """Find shards whose `data` have been set since the model was sharded. FSDP has not gathered the unit yet."""
+        for site, name, parameter in self._at(unit):
+            shard, storage = self._shards[site]
+            if parameter is shard and _storage(shard) != storage:
+                self.found.setdefault(name, DATA_SET)
+
+    def begin(self, unit: nn.Module) -> None:
+        """Note what the parameters of a unit are. FSDP has gathered the unit."""
+        parameters: list[Tensor] = [parameter for _, _, parameter in self._at(unit)]
+        if parameters and torch.is_grad_enabled():
+            versions = [parameter._version for parameter in parameters]
+            self._before[unit] = parameters, versions, _checksums(parameters)
+
+    def end(self, unit: nn.Module) -> None:
+        """Compare. FSDP has not released the unit yet."""
+        if (before := self._before.pop(unit, None)) is not None:
+            parameters, versions, sums = before
+            names = [name for _, name, _ in self._at(unit)]
+            changed = [own._version != version for own, version in zip(parameters, versions, strict=True)]
+            self.found.update(dict.fromkeys(compress(names, changed), IN_FORWARD))
+            self._changes.append((names, sums != _checksums(parameters)))
+
+    def resolve(self) -> dict[str, str]:
+        """Return what has been found, after a look at the device."""
+        if self._changes:
+            names = [name for names, _ in self._changes for name in names]
+            changed = torch.cat([changed.to(self._changes[0][1].device) for _, changed in self._changes]).tolist()
+            written = zip(names, changed, strict=True)
+            self.found.update({name: IN_FORWARD for name, is_written in written if is_written})
+        self._changes.clear()
+        return self.found
+
+    def _at(self, unit: nn.Module) -> Iterator[tuple[Site, str, nn.Parameter]]:
+        for site, name in self._sites[unit].items():
+            yield site, name, parameter_at(site)
+
+
+def _checksums(parameters: list[Tensor]) -> Tensor:
+    return torch.stack([checksum(parameter) for parameter in parameters])
+
+
+def _storage(shard: Tensor) -> int:
+    """Return the identity of a DTensor's own storage, which holds nothing, but changes if its `data` are set (2.13)."""
+    return int(shard.untyped_storage()._cdata)
+
 
 # Updates after which replicas are compared: the first ones, and then at this interval.
 _FIRST, _INTERVAL = 3, 500

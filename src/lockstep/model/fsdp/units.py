@@ -16,12 +16,34 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import wrap
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, wrap
 
 from lockstep.errors import ConfigError, did_you_mean
-from lockstep.model.parts import callable_children, classes_in, is_callable, owners_of_parameters
+from lockstep.model.parts import Site, callable_children, classes_in, is_callable, owners_of_parameters
 from lockstep.registry import Registry
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Return whether FSDP gathers a module as a unit."""
+    return isinstance(module, FSDPModule)
+
+
+def sites_by_unit(module: nn.Module) -> dict[nn.Module, dict[Site, str]]:
+    """Return, for each unit, where to find its sharded parameters, and their names as seen from `module`."""
+    sites: dict[nn.Module, dict[Site, str]] = {}
+    unit_of: dict[str, nn.Module] = {}
+    names: dict[Tensor, str] = {}
+    for name, part in module.named_modules():
+        unit = part if is_unit(part) else unit_of[name.rpartition(".")[0]]
+        unit_of[name] = unit
+        own = sites.setdefault(unit, {})
+        for key, parameter in part.named_parameters(recurse=False):
+            if hasattr(parameter, "device_mesh"):
+                full_name = names.setdefault(parameter, f"{name}.{key}" if name else key)
+                own[part, key] = full_name
+    return sites
+
 
 FSDP_WRAP_POLICIES = Registry("FSDP wrap policy", scope="lockstep")
 """FSDP's policies for choosing units, by name."""
@@ -195,7 +217,7 @@ def _numel(modules: list[nn.Module]) -> int:
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
-def _keeps_to_itself(module: nn.Module, owners: Mapping[nn.Parameter, list[tuple[nn.Module, str]]]) -> bool:
+def _keeps_to_itself(module: nn.Module, owners: Mapping[nn.Parameter, list[Site]]) -> bool:
     """Return whether no parameter of `module` is shared with a module outside it."""
     inside = set(module.modules())
     return all(owner in inside for parameter in module.parameters() for owner, _ in owners[parameter])
@@ -258,20 +280,20 @@ class _Cut:
     def _sizes(self, module: nn.Module) -> Counter[torch.dtype]:
         """Return how many elements of each dtype belong to `module`, without units and ignored modules inside it."""
         sizes = Counter[torch.dtype]()
-        for parameter in self._own(module).values():
+        for parameter in self._trained_in(module).values():
             sizes[parameter.dtype] += parameter.numel()
         for child in module.children():
             if child not in self._apart:
                 sizes.update(self._sizes(child))
         return sizes
 
-    def _own(self, module: nn.Module) -> dict[str, nn.Parameter]:
+    def _trained_in(self, module: nn.Module) -> dict[str, nn.Parameter]:
         own = module.named_parameters(recurse=False)
         return {name: parameter for name, parameter in own if parameter.requires_grad and parameter.dim()}
 
     def _own_dtype(self, module: nn.Module) -> torch.dtype | None:
         """Return the dtype of the parameters that a module owns directly; None if it owns none."""
-        by_dtype = {parameter.dtype: name for name, parameter in self._own(module).items()}
+        by_dtype = {parameter.dtype: name for name, parameter in self._trained_in(module).items()}
         if len(by_dtype) > 1:
             path = self._names[module]
             named = [f"`{path}.{name}`" if path else f"`{name}`" for name in by_dtype.values()]

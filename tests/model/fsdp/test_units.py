@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import wrap
 
 from lockstep.model import FSDP_WRAP_POLICIES
-from lockstep.model.fsdp_policies import RepeatedBlocks, choose_units
+from lockstep.model.fsdp.units import RepeatedBlocks, choose_units
 
 
 class Block(nn.Module):

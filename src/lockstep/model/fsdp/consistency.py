@@ -18,9 +18,9 @@ from lockstep.dist import all_reduce
 from lockstep.errors import CollectiveMismatchError, ConfigError, listed, message_of
 from lockstep.model.autograd_graph import backward_pass, never_compiled, nodes_of, on_backward
 from lockstep.model.call_order import CallOrder
-from lockstep.model.fsdp_sites import is_unit, parameter_at, sites_by_unit
-from lockstep.model.fsdp_writes import DATA_SET, IN_FORWARD, LostWrites
-from lockstep.model.parts import is_callable
+from lockstep.model.fsdp.units import is_unit, sites_by_unit
+from lockstep.model.parts import is_callable, parameter_at
+from lockstep.model.written import DATA_SET, IN_FORWARD, LostWrites
 
 _FIRST = 6  # passes of each kind that are compared
 _MIXED = "mixed torch.Tensor and DTensor"

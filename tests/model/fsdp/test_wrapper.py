@@ -26,7 +26,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from lockstep.dist import all_gather, get_rank, get_world_size, is_distributed
 from lockstep.model import MMFullyShardedDataParallel, checkpoint_activations, is_model_wrapper, unwrap_model
-from lockstep.model.fsdp_arguments import read_offload, read_precision, read_sharding
+from lockstep.model.fsdp.arguments import read_offload, read_precision, read_sharding
 from lockstep.optim import OptimWrapper
 from lockstep.registry import MODEL_WRAPPERS, BuildError
 from lockstep.testing import ranks
@@ -352,27 +352,6 @@ def test_full_parameters_can_be_read_and_changed():
         model.module.head.bias.fill_(100)
     assert torch.equal(whole(model)["head.bias"], state["head.bias"])
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-@ranks(2)
-def test_full_parameters_may_be_only_the_own_ones_those_of_rank_0_or_come_with_gradients():
-    model = wrapped_net()
-    model(own_part()).backward()
-    alone = seeded()
-    alone(INPUTS).backward()
-    with model.summon_full_params(with_grads=True, offload_to_cpu=True):
-        for name, parameter in alone.named_parameters():
-            gradient = model.module.get_parameter(name).grad
-            assert torch.allclose(gradient, parameter.grad, atol=1e-6), name
-    with model.summon_full_params(rank0_only=True, writeback=False):
-        assert isinstance(model.module.head.weight, DTensor) is (get_rank() == 1)
-    with model.summon_full_params(recurse=False):
-        assert isinstance(model.module.head.weight, DTensor)
-    with (
-        pytest.raises(ValueError, match="`writeback` must be False with `rank0_only`"),
-        model.summon_full_params(rank0_only=True),
-    ):
-        pass
 
 
 @ranks(2)

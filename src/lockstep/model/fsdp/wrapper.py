@@ -18,24 +18,26 @@ from lockstep.dist import get_rank
 from lockstep.dist.consistency import check_call
 from lockstep.errors import ConfigError, did_you_mean, wrong_type
 from lockstep.groups import Comm, resolve, this_rank
-from lockstep.model import fsdp_arguments as arguments
 from lockstep.model import steps
 from lockstep.model.autograd_graph import never_compiled, on_backward
-from lockstep.model.drift import refuse_max_norm
-from lockstep.model.fsdp_arguments import Offload, Precision
-from lockstep.model.fsdp_consistency import Consistency
-from lockstep.model.fsdp_materialize import InitFunction, Materializer, broadcast_from_first
-from lockstep.model.fsdp_mesh import GroupsLike, MeshLike, make_meshes
-from lockstep.model.fsdp_originals import Originals
-from lockstep.model.fsdp_policies import choose_units, cut_by_dtype, directly_callable_parts
-from lockstep.model.fsdp_replicated import ReplicatedParameters
-from lockstep.model.fsdp_sites import is_unit
-from lockstep.model.full_params import full_parameters
+from lockstep.model.fsdp import arguments
+from lockstep.model.fsdp.arguments import GroupsLike, MeshLike, Offload, Precision, make_meshes
+from lockstep.model.fsdp.consistency import Consistency
+from lockstep.model.fsdp.parameters import (
+    InitFunction,
+    Materializer,
+    Originals,
+    ReplicatedParameters,
+    broadcast_from_first,
+)
+from lockstep.model.fsdp.units import choose_units, cut_by_dtype, directly_callable_parts, is_unit
 from lockstep.model.norm import BATCH_NORMS
-from lockstep.model.shards import reshard
+from lockstep.model.parts import refuse_sparse_gradients
+from lockstep.model.shards import full_parameters, reshard
 from lockstep.model.tensor_parallel import TensorParallel
 from lockstep.model.tensor_parallel_plan import read_request
 from lockstep.model.wrapper import ModelWrapper
+from lockstep.model.written import refuse_max_norm
 from lockstep.registry import MODEL_WRAPPERS
 from lockstep.transport.handles import note_running
 
@@ -55,7 +57,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
     The parameters of a unit have one dtype: parts with another dtype become separate units. Parameters of dimension 0
     can't be sharded: every rank keeps them whole, starts with those of the first rank, and averages their gradients. In
     the first passes, and in every fiftieth, the ranks check that they call the same units and get gradients for the
-    same parameters; see `lockstep.model.fsdp_consistency`.
+    same parameters; see `lockstep.model.fsdp.consistency`.
 
     Args:
         module: the module. It is changed in place and can't be copied or pickled any more; its state dict can.
@@ -64,7 +66,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
             pass, `SHARD_GRAD_OP` after the backward pass, `HYBRID_SHARD` and `_HYBRID_SHARD_ZERO2` do the same within
             each node, and `NO_SHARD` keeps them on every rank. By default `FULL_SHARD`, hybrid over a mesh of two axes.
         cpu_offload: keep shards and their gradients in CPU memory, and run the optimizer there.
-        auto_wrap_policy: which parts are units, gathered one at a time; see `lockstep.model.fsdp_policies`. Without a
+        auto_wrap_policy: which parts are units, gathered one at a time; see `lockstep.model.fsdp.units`. Without a
             policy the module is gathered as a whole, which saves memory only between steps.
         backward_prefetch: 'pre', 'post' or a `BackwardPrefetch`; torch now always does 'pre'.
         mixed_precision: a `MixedPrecisionPolicy`, the older `MixedPrecision`, a dict of their arguments, or one dtype
@@ -82,7 +84,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
         reshard_after_forward: as for `fully_shard`, in place of `sharding_strategy`.
         find_unused_parameters: allow the losses of different ranks to depend on different parameters of a unit, as with
             a mixture of experts: a rank contributes zeros for gradients that only other ranks have. See
-            `lockstep.model.fsdp_consistency`.
+            `lockstep.model.fsdp.consistency`.
         tensor_parallel: the number of ranks that together compute the modules named in the model's `_tp_plan`, each
             with a part of their weights; or `dict(degree=2, plan={"*.attn.q": "colwise", ...})`, see
             `lockstep.model.tensor_parallel_plan.read_plan`. FSDP then shards parameters across these groups of ranks.
@@ -145,7 +147,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
         device = arguments.read_device(device_id, module)
         offload = arguments.read_offload(cpu_offload, device.type)
         sharding = arguments.read_sharding(sharding_strategy, reshard_after_forward)
-        _refuse_sparse_gradients(module, ignored)
+        refuse_sparse_gradients(module, "FSDP", ignored)
         refuse_max_norm(module, "under FSDP, which would lose what it writes", ignored)
         units = choose_units(module, policy, ignored)
         self._trains_itself = steps.calls_parts(module)
@@ -264,14 +266,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
             self._set_gradient_sync(before)
 
     @contextmanager
-    def summon_full_params(
-        self,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> Iterator[None]:
+    def summon_full_params(self, writeback: bool = True) -> Iterator[None]:
         """Gather every parameter in full, to read it or change it in place; see `full_parameters`.
 
         No forward or backward pass may begin inside. **Collective**: every rank of the mesh.
@@ -286,7 +281,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
             >>> wrapped.module.bias.full_tensor().tolist()
             [1.0, 1.0]
         """
-        with full_parameters(self.module, recurse, writeback, rank0_only, offload_to_cpu, with_grads):
+        with full_parameters(self.module, writeback=writeback):
             self._is_summoned = True
             try:
                 yield
@@ -367,16 +362,6 @@ def _check_module(module: Any) -> None:
         raise wrong_type("module", "a torch.nn.Module", module)
     if any(isinstance(part, FSDPModule) for part in module.modules()):
         raise ValueError(f"`module` must not be sharded yet, but {type(module).__name__} is, or a part of it")
-
-
-def _refuse_sparse_gradients(module: nn.Module, ignored: Collection[nn.Module]) -> None:
-    for name, part in module.named_modules():
-        is_embedding = part not in ignored and isinstance(part, nn.Embedding | nn.EmbeddingBag)
-        if is_embedding and part.sparse and part.weight.requires_grad:
-            raise ConfigError(
-                f"`{name}.sparse` must be False under FSDP, which can't reduce sparse gradients, but is True. Set it "
-                "to False, or use strategy 'ddp'"
-            )
 
 
 def _shard(

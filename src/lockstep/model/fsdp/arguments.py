@@ -1,0 +1,424 @@
+"""The arguments of torch's older FSDP class, translated for `fully_shard`; and the mesh over which it shards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, get_process_group_ranks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
+
+from lockstep import dist
+from lockstep.device import get_device
+from lockstep.dist import is_main_process
+from lockstep.errors import ConfigError, did_you_mean, require_known, wrong_type
+from lockstep.groups import inherit_timeout
+from lockstep.model.tensor_parallel_plan import Request
+
+_logger = logging.getLogger("lockstep.model.fsdp")
+
+Precision: TypeAlias = MixedPrecision | MixedPrecisionPolicy | Mapping[str, Any] | str | torch.dtype
+Offload: TypeAlias = bool | CPUOffload | OffloadPolicy
+
+_DTYPES = {
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16,
+    "half": torch.float16, "fp32": torch.float32, "float32": torch.float32, "float": torch.float32,
+}  # fmt: skip
+
+
+# Arguments of `MixedPrecision` that `fully_shard` does not have, and what it does in any case.
+_NO_MEANING = {
+    "buffer_dtype": "buffers keep the dtype they have",
+    "keep_low_precision_grads": "gradients have the parameters' dtype",
+}
+
+
+class Sharding(NamedTuple):
+    """What a sharding strategy means.
+
+    Attributes:
+        hybrid: shard over one axis of a mesh and replicate over the other; None if the mesh decides.
+        replicated: keep all parameters on every rank.
+        reshard_after_forward: as for `fully_shard`; None frees all units but the outermost.
+    """
+
+    hybrid: bool | None
+    replicated: bool
+    reshard_after_forward: bool | int | None
+
+
+_SHARDINGS = {
+    ShardingStrategy.FULL_SHARD: Sharding(False, False, None),
+    ShardingStrategy.SHARD_GRAD_OP: Sharding(False, False, False),
+    ShardingStrategy.NO_SHARD: Sharding(None, True, False),
+    ShardingStrategy.HYBRID_SHARD: Sharding(True, False, None),
+    ShardingStrategy._HYBRID_SHARD_ZERO2: Sharding(True, False, False),  # its only name, which configs give
+}
+
+
+def read_sharding(strategy: Any, reshard_after_forward: bool | int | None) -> Sharding:
+    """Return what `sharding_strategy` (an enum, its name, or None) and `reshard_after_forward` mean."""
+    if strategy is None:
+        return Sharding(None, False, reshard_after_forward)
+    if reshard_after_forward is not None:
+        raise ValueError(
+            "`sharding_strategy` and `reshard_after_forward` must not be given both, but are "
+            f"{strategy!r} and {reshard_after_forward!r}: the first implies the second"
+        )
+    if isinstance(strategy, str):
+        names = {kind.name.strip("_").lower(): kind for kind in ShardingStrategy}
+        name = strategy.strip("_").lower()
+        if name not in names:
+            raise ValueError(
+                f"`sharding_strategy` must name a member of ShardingStrategy, but is {strategy!r}"
+                + did_you_mean(strategy, (kind.name for kind in ShardingStrategy))
+            )
+        strategy = names[name]
+    if not isinstance(strategy, ShardingStrategy):
+        raise wrong_type("sharding_strategy", "a ShardingStrategy, its name or None", strategy)
+    return _SHARDINGS[strategy]
+
+
+def read_precision(precision: Precision | None) -> MixedPrecisionPolicy:
+    """Return the policy for a policy, an older `MixedPrecision`, a dict of their arguments, or one dtype.
+
+    One dtype is used for parameters and activations; gradients are then reduced in float32.
+    """
+    if precision is None:
+        return MixedPrecisionPolicy()
+    if isinstance(precision, MixedPrecisionPolicy):
+        return precision
+    if isinstance(precision, str | torch.dtype):
+        return MixedPrecisionPolicy(param_dtype=_dtype("mixed_precision", precision), reduce_dtype=torch.float32)
+    if isinstance(precision, MixedPrecision):
+        precision = {name: value for name, value in vars(precision).items() if not name.startswith("_")}
+    if not isinstance(precision, Mapping):
+        raise wrong_type(
+            "mixed_precision", "a MixedPrecisionPolicy, a MixedPrecision, a dict, a dtype or None", precision
+        )
+    options: dict[str, Any] = {key: value for key, value in precision.items() if key != "type"}
+    require_known(
+        "mixed_precision",
+        options,
+        {field.name for kind in (MixedPrecisionPolicy, MixedPrecision) for field in fields(kind)},
+    )
+    for key, value in options.items():
+        if key.endswith("_dtype") and value is not None:
+            options[key] = _dtype(f"mixed_precision[{key!r}]", value)
+    for name, instead in _NO_MEANING.items():
+        if value := options.pop(name, None):
+            _warn_of_no_meaning(f"mixed_precision.{name}", value, instead)
+    if "cast_root_forward_inputs" in options:
+        casts_root = options.pop("cast_root_forward_inputs")
+        options["cast_forward_inputs"] = options.get("cast_forward_inputs", False) or casts_root
+    return MixedPrecisionPolicy(**options)
+
+
+def read_offload(offload: Offload | None, device_type: str) -> OffloadPolicy:
+    """Return the policy for a policy, an older `CPUOffload`, or a bool."""
+    if isinstance(offload, CPUOffload):
+        offload = offload.offload_params
+    if isinstance(offload, bool) or offload is None:
+        offload = CPUOffloadPolicy() if offload else OffloadPolicy()
+    if not isinstance(offload, OffloadPolicy):
+        raise wrong_type("cpu_offload", "a bool, a CPUOffload, an OffloadPolicy or None", offload)
+    if isinstance(offload, CPUOffloadPolicy) and device_type == "cpu":
+        # Without an accelerator memory can't be pinned; torch would raise.
+        return CPUOffloadPolicy(pin_memory=False)
+    return offload
+
+
+def check_meaningless(backward_prefetch: Any, limit_all_gathers: bool, use_orig_params: bool) -> None:
+    """Check the arguments that have no effect on `fully_shard`, and warn about values that it can't follow.
+
+    Raises:
+        TypeError: `backward_prefetch` has an unknown type.
+        ValueError: `backward_prefetch` is an unknown name.
+    """
+    if isinstance(backward_prefetch, str):
+        name = f"BACKWARD_{backward_prefetch.upper().removeprefix('BACKWARD_')}"
+        if name not in BackwardPrefetch.__members__:
+            raise ValueError(
+                f"`backward_prefetch` must be 'pre', 'post', a BackwardPrefetch or None, but is {backward_prefetch!r}"
+            )
+        backward_prefetch = BackwardPrefetch[name]
+    if backward_prefetch is not None and not isinstance(backward_prefetch, BackwardPrefetch):
+        raise wrong_type("backward_prefetch", "'pre', 'post', a BackwardPrefetch or None", backward_prefetch)
+    if backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+        _warn_of_no_meaning("backward_prefetch", "post", "the next part is gathered before the present one's gradients")
+    if not limit_all_gathers:
+        _warn_of_no_meaning("limit_all_gathers", False, "the memory of gathered parameters is always limited")
+    if not use_orig_params:
+        _warn_of_no_meaning("use_orig_params", False, "parameters always keep their names and shapes")
+
+
+def read_device(device_id: Any, module: nn.Module) -> torch.device:
+    """Return the device to train on: `device_id` if given, else that of the module's parameters."""
+    if device_id is None:
+        first = next(module.parameters(), None)
+        return torch.device(get_device()) if first is None or first.is_meta else torch.device(first.device.type)
+    if isinstance(device_id, bool) or not isinstance(device_id, int | str | torch.device):
+        raise wrong_type("device_id", "an int, a torch.device or None", device_id)
+    if isinstance(device_id, int):
+        # As DDP's device_ids: a script for accelerators also runs without one.
+        device_id = torch.device(get_device(), device_id) if torch.accelerator.is_available() else "cpu"
+    try:
+        device = torch.device(device_id)
+    except RuntimeError as error:
+        raise ValueError(f"`device_id` must be a device that torch knows, but is {device_id!r}") from error
+    if device.type == "cpu":
+        return device
+    here = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+    if device.type != get_device() or device.index not in (None, here):
+        current = get_device() if here is None else f"{get_device()}:{here}"
+        raise ValueError(
+            f"`device_id` must be this process's current device, {current}, but is {device}. init_dist makes each "
+            "rank's own device the current one"
+        )
+    return device
+
+
+def read_ignored(modules: Any, model: nn.Module) -> set[nn.Module]:
+    """Return the modules that FSDP must ignore, with all modules inside them."""
+    if modules is None:
+        return set()
+    if isinstance(modules, str | nn.Module) or not isinstance(modules, Iterable):
+        raise wrong_type("ignored_modules", "a list of modules or None", modules)
+    ignored, inside = list(modules), set(model.modules())
+    for module in ignored:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"`ignored_modules` must hold modules, but holds {module!r} of type {type(module).__name__}"
+            )
+        if module not in inside or module is model:
+            raise ValueError(
+                f"`ignored_modules` must hold modules inside {type(model).__name__}, but holds a "
+                f"{type(module).__name__} that is not inside it"
+            )
+    return {part for module in ignored for part in module.modules()}
+
+
+def _warn_of_no_meaning(name: str, value: object, instead: str) -> None:
+    """Warn, on rank 0, that an argument no longer has an effect."""
+    if is_main_process():
+        _logger.warning("`%s` is %r, which has no meaning any more: %s", name, value, instead)
+
+
+def _dtype(name: str, value: Any) -> torch.dtype:
+    if isinstance(value, torch.dtype):
+        return value
+    if not isinstance(value, str):
+        raise wrong_type(name, "a torch.dtype or the name of one", value)
+    key = value.removeprefix("torch.")
+    if key not in _DTYPES:
+        raise ValueError(f"`{name}` must name a floating dtype, but is {value!r}" + did_you_mean(key, _DTYPES))
+    return _DTYPES[key]
+
+
+MeshLike: TypeAlias = DeviceMesh | Sequence[int]
+GroupsLike: TypeAlias = ProcessGroup | DeviceMesh | Sequence[ProcessGroup]
+
+REPLICATE, SHARD = "replicate", "shard"
+DATA_AXES, TENSOR_AXIS = ("dp_replicate", "dp_shard"), "tp"
+
+
+class Meshes(NamedTuple):
+    """The meshes of a sharded model.
+
+    Attributes:
+        data: the ranks over which samples and parameters are sharded; one axis or two.
+        tensor: the ranks that compute on the same samples together; None without tensor parallelism.
+        whole: all ranks in one mesh.
+    """
+
+    data: DeviceMesh
+    tensor: DeviceMesh | None
+    whole: DeviceMesh
+
+
+def make_meshes(
+    device_type: str,
+    sharding: Sharding,
+    request: Request | None,
+    process_group: GroupsLike | None,
+    device_mesh: MeshLike | None,
+) -> Meshes:
+    """Return the meshes: with the axis `shard`, or the axes `replicate` and `shard`; and with `tp` last if requested.
+
+    Args:
+        device_type: where parameters live during a step.
+        sharding: whether the mesh has two axes, or no shards.
+        request: what `tensor_parallel` asks for. The axes are then `dp_shard` and `tp`, or `dp_replicate`, `dp_shard`
+            and `tp`: neighbouring ranks compute together, because they communicate most.
+        process_group: the ranks to shard over; a pair (to shard over, to replicate over); or a one-axis mesh.
+        device_mesh: the mesh itself, or its shape (replicas, shards).
+
+    Without a mesh or groups, parameters are sharded over all ranks, or within each node if hybrid. Without a default
+    group, this process becomes a group of one.
+
+    **Collective**: every rank.
+
+    Raises:
+        ValueError: the arguments contradict each other, or do not fit the number of ranks.
+        ConfigError: the same for `tensor_parallel`, on every rank.
+    """
+    if not dist.is_distributed():
+        dist.init_dist("none")
+    if request is None:
+        mesh = _data_mesh(device_type, sharding, process_group, device_mesh)
+        return Meshes(mesh, None, mesh)
+    if process_group is not None:
+        raise ConfigError(
+            "`process_group` must not be given with `tensor_parallel`. Give device_mesh=(replicas, shards), or a mesh "
+            f"whose last axis is called {TENSOR_AXIS!r}"
+        )
+    if isinstance(device_mesh, DeviceMesh):
+        whole = _checked(device_type, device_mesh, request.degree)
+    elif request.degree is None:
+        raise ConfigError(
+            "`tensor_parallel` must have the key 'degree', the number of ranks that compute together, or `device_mesh` "
+            f"must be a mesh with an axis called {TENSOR_AXIS!r}"
+        )
+    else:
+        shape = _data_shape(request.degree, device_mesh, sharding)
+        names = (*DATA_AXES[-len(shape) :], TENSOR_AXIS)
+        whole = init_device_mesh(device_type, (*shape, request.degree), mesh_dim_names=names)
+        inherit_timeout(whole)
+    assert whole.mesh_dim_names is not None
+    return Meshes(whole[whole.mesh_dim_names[:-1]], whole[TENSOR_AXIS], whole)
+
+
+def _data_mesh(
+    device_type: str, sharding: Sharding, process_group: GroupsLike | None, device_mesh: MeshLike | None
+) -> DeviceMesh:
+    if device_mesh is not None and process_group is not None:
+        raise ValueError("`process_group` and `device_mesh` must not be given both: they say the same thing")
+    given = device_mesh if device_mesh is not None else process_group
+    if sharding.replicated:
+        if given is not None:
+            raise ValueError(
+                "`sharding_strategy` must shard where a process_group or device_mesh is given, but is NO_SHARD. "
+                "Use MMDistributedDataParallel with that group"
+            )
+        return _grid(device_type, torch.arange(dist.get_world_size()).view(-1, 1))
+    mesh = _whole(device_type, hybrid=bool(sharding.hybrid)) if given is None else _given(device_type, given)
+    if sharding.hybrid not in (None, mesh.ndim == 2):
+        wanted = "two axes (replicas, shards)" if sharding.hybrid else "one axis"
+        raise ValueError(
+            f"`sharding_strategy` must fit the mesh, but it wants {wanted} and the mesh has {mesh.ndim}. Leave one out"
+        )
+    return mesh
+
+
+def _data_shape(degree: int, shape: Any, sharding: Sharding) -> tuple[int, ...]:
+    """Return the lengths of the axes before `tp`: one axis, or replicas and shards."""
+    world_size = dist.get_world_size()
+    if world_size % degree:
+        raise ConfigError(
+            f"the degree of `tensor_parallel` must divide the number of ranks, but is {degree} of {world_size}. Start "
+            f"{max(1, world_size // degree) * degree} ranks, or choose another degree"
+        )
+    ranks = world_size // degree
+    if shape is None:
+        if sharding.hybrid:
+            raise ConfigError(
+                "`device_mesh` must be given as (replicas, shards) for a hybrid `sharding_strategy` with "
+                f"`tensor_parallel`, so that replicas * shards is {ranks}, but is None"
+            )
+        return (ranks, 1) if sharding.replicated else (ranks,)
+    return _checked_shape(shape, degree)
+
+
+def _checked_shape(shape: Any, degree: int = 1) -> tuple[int, int]:
+    """Return the shape (replicas, shards) of all ranks, or of all groups of `degree` ranks."""
+    if len(shape) != 2 or not all(isinstance(length, int) and length > 0 for length in shape):
+        raise ConfigError(f"`device_mesh` must be a mesh or a shape (replicas, shards), but is {shape!r}")
+    world_size = dist.get_world_size()
+    if shape[0] * shape[1] * degree != world_size:
+        wanted = f"{world_size // degree} groups of {degree} ranks each" if degree > 1 else f"{world_size} ranks"
+        raise ConfigError(
+            f"`device_mesh` must be a shape for {wanted}, but is {tuple(shape)} "
+            f"(rank {dist.get_rank()} of {world_size})"
+        )
+    return shape[0], shape[1]
+
+
+def _checked(device_type: str, mesh: DeviceMesh, degree: int | None) -> DeviceMesh:
+    names = mesh.mesh_dim_names or ()
+    if mesh.device_type != device_type or mesh.ndim not in (2, 3) or not names or names[-1] != TENSOR_AXIS:
+        raise ConfigError(
+            f"`device_mesh` must be a mesh of {device_type} devices with one or two axes for the data and a last one "
+            f"called {TENSOR_AXIS!r}, but has {', '.join(names) or 'no names'} on {mesh.device_type}. For example "
+            f"init_device_mesh({device_type!r}, (2, 2), mesh_dim_names={(DATA_AXES[1], TENSOR_AXIS)})"
+        )
+    length = mesh[TENSOR_AXIS].size()
+    if degree not in (None, length):
+        raise ConfigError(
+            f"the degree of `tensor_parallel` must be the length of the mesh's axis {TENSOR_AXIS!r}, {length}, but is "
+            f"{degree}. Leave one out"
+        )
+    return mesh
+
+
+def _whole(device_type: str, *, hybrid: bool) -> DeviceMesh:
+    """Return a mesh of all ranks, in one row, or with a row for each node."""
+    group = dist.get_default_group()
+    assert group is not None
+    if not hybrid:
+        return DeviceMesh.from_group(group, device_type, mesh_dim_names=(SHARD,))
+    nodes: dict[int, list[int]] = {}
+    for rank, node in enumerate(dist.all_gather_object(dist.get_node_rank())):
+        nodes.setdefault(node, []).append(rank)
+    rows = list(nodes.values())
+    if len({len(row) for row in rows}) > 1:
+        raise ValueError(
+            "`sharding_strategy` 'HYBRID_SHARD' must find equally many ranks on every node, but finds "
+            f"{[len(row) for row in rows]}. Give the mesh's shape as device_mesh=(replicas, shards)"
+        )
+    return _grid(device_type, torch.tensor(rows))
+
+
+def _given(device_type: str, given: Any) -> DeviceMesh:
+    if isinstance(given, ProcessGroup):
+        return DeviceMesh.from_group(given, device_type, mesh_dim_names=(SHARD,))
+    if isinstance(given, Sequence) and len(given) == 2:
+        if all(isinstance(item, ProcessGroup) for item in given):
+            shard, replicate = given
+            ranks = torch.tensor(dist.all_gather_object(get_process_group_ranks(shard), group=replicate))
+            return DeviceMesh.from_group([replicate, shard], device_type, mesh=ranks, mesh_dim_names=(REPLICATE, SHARD))
+        if all(isinstance(item, int) for item in given):
+            return _grid(device_type, torch.arange(dist.get_world_size()).view(_checked_shape(given)))
+    if not isinstance(given, DeviceMesh):
+        raise TypeError(
+            "`process_group` must be a ProcessGroup, a pair of them (to shard over, to replicate over) or None, and "
+            f"`device_mesh` a DeviceMesh or its shape (replicas, shards), but there is {given!r}"
+        )
+    if given.device_type != device_type:
+        raise ValueError(
+            f"`device_mesh` must be one of {device_type} devices, but is one of {given.device_type} devices"
+        )
+    if given.ndim > 2:
+        raise ValueError(
+            f"`device_mesh` must have one or two axes (replicas, shards), but has {given.ndim}: "
+            f"{given.mesh_dim_names}. Take a part of it: mesh[name]"
+        )
+    return given
+
+
+def _grid(device_type: str, ranks: Tensor) -> DeviceMesh:
+    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=(REPLICATE, SHARD))
+    inherit_timeout(mesh)
+    return mesh

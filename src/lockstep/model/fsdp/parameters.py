@@ -1,0 +1,331 @@
+"""What FSDP does to the parameters of a model: they get values, are replaced by shards, or stay whole."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
+from itertools import chain
+from typing import Any, TypeAlias
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lockstep.dist import all_reduce, broadcast
+from lockstep.errors import ConfigError
+from lockstep.groups import this_rank
+from lockstep.model.autograd_graph import after_backward, backward_pass, never_compiled, on_backward
+from lockstep.model.fsdp.units import sites_by_unit
+from lockstep.model.parts import Site, owners_of_parameters, parameter_at
+from lockstep.tree import tree_leaves
+
+InitFunction: TypeAlias = Callable[[nn.Module], None]
+
+
+class Materializer:
+    """Gives the parts of a model their values, on their device, just before each is sharded.
+
+    So values are sent from device to device, and only one part at a time is whole there.
+
+    Args:
+        device: the device on which the model is to be.
+        init: called with each module that owns tensors on the meta device; must put those on `device`. By default they
+            are allocated, and `reset_parameters` is called.
+        mesh: the ranks that start with the values of its first rank; with None, each rank keeps its own values.
+    """
+
+    def __init__(self, device: torch.device, init: InitFunction | None, mesh: DeviceMesh | None) -> None:
+        self.device = device
+        self._init = init
+        self._mesh = mesh
+        self._done: set[Tensor] = set()
+        self._moved: dict[Tensor, Tensor] = {}
+
+    def materialize(self, unit: nn.Module, ignored: Collection[Tensor]) -> None:
+        """Give values to a part of the model, except to parameters that are sharded already.
+
+        Args:
+            unit: the part.
+            ignored: tensors that every rank keeps as its own.
+
+        **Collective**: every rank of the mesh, where there is one.
+
+        Raises:
+            ValueError: a module has no `reset_parameters`, or a tensor is still on the meta device.
+        """
+        self._make(unit)
+        self._move(unit, ignored)
+        if self._mesh is not None:
+            tensors = [
+                tensor.detach()
+                for tensor in chain(unit.parameters(), unit.buffers())
+                if not isinstance(tensor, DTensor) and tensor not in self._done and tensor not in ignored
+            ]
+            self._done.update(unit.buffers())
+            broadcast_from_first(tensors, self._mesh)
+
+    @torch.no_grad()
+    def _make(self, unit: nn.Module) -> None:
+        waiting = [module for module in unit.modules() if any(tensor.is_meta for tensor in _own_tensors(module))]
+        if not waiting:
+            return
+        owners = owners_of_parameters(unit)
+        for module in waiting:
+            if self._init is None:
+                _reset(module, self.device)
+            else:
+                self._init(module)
+        for (first_owner, first_name), *others in owners.values():
+            for owner, name in others:
+                setattr(owner, name, getattr(first_owner, first_name))
+        for name, tensor in chain(unit.named_parameters(), unit.named_buffers()):
+            if tensor.is_meta:
+                raise ValueError(
+                    f"`param_init_fn` must put every parameter and buffer of a module on {self.device}, but {name!r} "
+                    f"of {type(unit).__name__} is still on the meta device"
+                )
+
+    @torch.no_grad()
+    def _move(self, unit: nn.Module, ignored: Collection[Tensor]) -> None:
+        for parameter, owners in owners_of_parameters(unit).items():
+            if isinstance(parameter, DTensor) or parameter in ignored or parameter.device.type == self.device.type:
+                continue
+            value = parameter.data.to(self.device)
+            try:
+                parameter.data = value
+            except RuntimeError:  # devices of plug-ins do not allow it (2.13)
+                moved = nn.Parameter(value, parameter.requires_grad)
+                vars(moved).update(vars(parameter))
+                for owner, name in owners:
+                    setattr(owner, name, moved)
+        for module in unit.modules():
+            for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+                if isinstance(buffer, DTensor) or buffer in ignored:
+                    continue
+                if buffer.device.type != self.device.type:  # modules may share it
+                    buffer = self._moved.setdefault(buffer, buffer.to(self.device))
+                    setattr(module, name, buffer)
+
+
+def broadcast_from_first(tensors: list[Tensor], mesh: DeviceMesh) -> None:
+    """Overwrite tensors with those of the first rank of a mesh.
+
+    **Collective**: every rank of the mesh.
+    """
+    # First along the first axis, then along the next, which starts from ranks that already have the values.
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        under_way = [broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors]
+        for handle in under_way:
+            assert handle is not None  # asked for by async_op
+            handle.wait()
+
+
+def _reset(module: nn.Module, device: torch.device) -> None:
+    reset = getattr(module, "reset_parameters", None)
+    if not callable(reset):
+        raise ValueError(
+            f"`param_init_fn` must be given, because {type(module).__name__} is on the meta device and has no "
+            "method reset_parameters. For example: lambda module: module.to_empty(device=..., recurse=False)"
+        )
+    module.to_empty(device=device, recurse=False)
+    reset()
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    return chain(module.parameters(recurse=False), module.buffers(recurse=False))
+
+
+# What is the same for the shard and the original.
+_HARMLESS = frozenset(
+    {"device", "dim", "dtype", "is_floating_point", "ndim", "numel", "requires_grad", "shape", "size"}
+)
+
+
+class Originals:
+    """The parameters of a module before it is sharded.
+
+    FSDP computes with the shard, which the optimizer updates, and with the gathered parameter in forward passes. It no
+    longer uses the original parameter, so that what the user has attached to it would be lost without an error:
+
+    - Hooks of `register_hook` move to the gathered parameter. As under DDP, they get this rank's own gradient in full,
+      before it is averaged. Hooks of `register_post_accumulate_grad_hook` move to the shard, and are called when its
+      gradient is averaged. Handles still remove them, and hooks that are registered on the shard work.
+    - Attributes move to both.
+    - References to the original, as in a list, another optimizer or the closure of a hook, raise a `ConfigError` that
+      names the parameter when something is computed with them.
+
+    Args:
+        module: the module, before anything in it is replaced. Its parameters are not kept in memory.
+
+    Raises:
+        ConfigError: a parameter has a hook of `torch.autograd.graph.register_multi_grad_hook`, which can't be moved.
+
+    **Source**: `torch._utils._rebuild_parameter` (2.13) gives hooks to a new parameter in this way; `foreach_reduce` of
+    FSDP calls the post-accumulate hooks of a shard.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters = [
+            (name, ref(parameter), _Attached(name, parameter)) for name, parameter in module.named_parameters()
+        ]
+
+    def hand_over(self, module: nn.Module) -> None:
+        """Move what is attached to the sharded parameters, and mark the originals that something still refers to."""
+        present = dict(module.named_parameters())
+        moved: dict[Tensor, _Attached] = {}
+        for name, original, attached in self._parameters:
+            parameter, former = present[name], original()
+            if parameter is former:
+                continue
+            moved[parameter] = attached
+            attached.move_to(parameter)
+            parameter._post_accumulate_grad_hooks = attached.hooks_after
+            if former is not None:
+                _mark_replaced(former, name)
+        for unit, sites in sites_by_unit(module).items():
+            _move_when_gathered(
+                unit, {site: moved[parameter] for site in sites if (parameter := parameter_at(site)) in moved}
+            )
+        self._parameters.clear()
+
+
+class _Attached:
+    """What is attached to a parameter. The dicts of hooks stay the same, so that handles work.
+
+    No public function gives out the hooks of a tensor.
+
+    Attributes:
+        hooks: those that run before a gradient is accumulated.
+        hooks_after: those that run after it is.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+        self.hooks: dict[int, Any] = parameter._backward_hooks or OrderedDict()
+        self.hooks_after: dict[int, Any] = parameter._post_accumulate_grad_hooks or OrderedDict()
+        self._attributes = vars(parameter)
+        if any(
+            "register_multi_grad_hook.<locals>" in getattr(hook, "__qualname__", "") for hook in self.hooks.values()
+        ):
+            raise ConfigError(
+                f"`{name}` must have no hook of register_multi_grad_hook under FSDP, where gradients of several "
+                f"parameters do not arrive in one place, but has one ({this_rank()}). Use register_hook on each "
+                "parameter, or strategy 'ddp'"
+            )
+
+    def move_to(self, parameter: nn.Parameter) -> None:
+        parameter._backward_hooks = self.hooks
+        own = vars(parameter)
+        own.update({name: value for name, value in self._attributes.items() if name not in own})
+
+
+def _move_when_gathered(unit: nn.Module, attached: dict[Site, _Attached]) -> None:
+    """Move what is attached to the gathered parameters of a unit, which exist from its first forward pass on."""
+
+    def move(_: nn.Module, args: Any) -> None:
+        handle.remove()
+        for site, own in attached.items():
+            own.move_to(parameter_at(site))
+
+    handle = unit.register_forward_pre_hook(never_compiled(move))
+
+
+class ReplacedParameter(nn.Parameter):
+    """An original parameter that FSDP has replaced by a shard. To compute with it raises a `ConfigError`."""
+
+    _replaced_name: str
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Say what it was."""
+        return f"<the former parameter `{self._replaced_name}`, which FSDP has replaced by a shard>"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise an error, unless the function only asks for what has not changed."""
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__"):  # of a property, which has the name
+            changes, name = name == "__set__", getattr(func.__self__, "__name__", name)
+        else:
+            changes = False
+        if name in _HARMLESS and not changes:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        replaced = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ReplacedParameter))
+        raise ConfigError(
+            f"`{replaced._replaced_name}` must be looked up in the model whenever it is used under FSDP, which has "
+            f"replaced it by a shard, but `{name}` was called on a reference to the former parameter, as a list or a "
+            f"closure may hold ({this_rank()}). Take it from the model where it is used, as in "
+            "model.get_parameter(name), or use strategy 'ddp'"
+        )
+
+
+def _mark_replaced(parameter: nn.Parameter, name: str) -> None:
+    if type(parameter) is nn.Parameter:
+        vars(parameter)["_replaced_name"] = name
+        parameter.__class__ = ReplacedParameter
+
+
+class ReplicatedParameters:
+    """Averages the gradients of whole parameters at the end of each backward pass.
+
+    A gradient that only some ranks have counts as zero on the others; one that no rank has stays None.
+
+    Args:
+        module: the model that contains the parameters.
+        parameters: the parameters, the same on every rank.
+        mesh: the ranks over which gradients are averaged.
+        is_due: returns whether the present backward pass averages gradients at its end.
+
+    **Collective**: every rank of the mesh, in each backward pass that is due. **Cost**: an all_reduce of two numbers
+    for each parameter.
+    """
+
+    def __init__(
+        self, module: nn.Module, parameters: list[nn.Parameter], mesh: DeviceMesh, is_due: Callable[[], bool]
+    ) -> None:
+        self.parameters = parameters
+        self._groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+        self._ranks = mesh.size()
+        self._is_due = is_due
+        self._queued_in = -1
+        if not parameters or not self._groups:
+            return
+        # If the loss depends on none of the parameters, only the model's output shows that a backward pass has begun.
+        # If a part is called without the whole model, only the parameters do.
+        on_backward(module, self._queue)
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._queue)  # type: ignore[no-untyped-call]
+
+    def _queue(self, _: Tensor) -> None:
+        number = backward_pass()
+        if self._queued_in != number:
+            self._queued_in = number
+            after_backward(self._average)
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        if not self._is_due():
+            return
+        by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        for parameter in self.parameters:
+            if parameter.requires_grad:
+                by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        for (dtype, device), alike in by_kind.items():
+            zero = torch.zeros((), dtype=dtype, device=device)
+            gradients = [zero if parameter.grad is None else parameter.grad for parameter in alike]
+            own = [parameter.grad is not None for parameter in alike]
+            precise = torch.promote_types(dtype, torch.float32)
+            # Made on the device: a copy from the host would wait for it.
+            none, one = (make((), dtype=precise, device=device) for make in (torch.zeros, torch.ones))
+            counts = torch.stack([one if has_one else none for has_one in own])
+            sums = torch.stack([torch.stack(gradients).to(precise), counts])
+            for group in self._groups:
+                all_reduce(sums, group=group)
+            means = (sums[0] / self._ranks).to(dtype)
+            anywhere = own if all(own) else (sums[1] != 0).tolist()  # waits for the device, where a gradient is missing
+            for parameter, mean, has_one in zip(alike, means, anywhere, strict=True):
+                if has_one:
+                    parameter.grad = mean.clone()
