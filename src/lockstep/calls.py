@@ -5,12 +5,9 @@ Each group has one `Calls`. A call costs about a microsecond: nothing is formatt
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import os
 import sys
-import zlib
-from array import array
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from hashlib import blake2b
@@ -22,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from lockstep.errors import CollectiveMismatchError, DistError, ranks_in_words
+from lockstep.errors import DistError, ranks_in_words
 
 _KEPT = 2**14  # calls
+_MOST_EXPORTED = 2**12  # calls, as other ranks are told of them
 _MOST_FINGERPRINTS = 2**12
 # Frames that are not the caller's: lockstep's own, torch's, and those of `with`.
 _NOT_OF_CALLERS = (
@@ -64,43 +62,6 @@ class Call(NamedTuple):
         return f"{self.text} at {self.site}"
 
 
-class Failure(NamedTuple):
-    """Why a group can't be used further.
-
-    Attributes:
-        text: which ranks have called what.
-        ranks: `failed_ranks` of the error.
-    """
-
-    text: str
-    ranks: Sequence[int] = ()
-
-    def error(self) -> DistError:
-        """Return the error that says so."""
-        return CollectiveMismatchError(self.text, failed_ranks=self.ranks)
-
-
-class Forked(Failure):
-    """Why a group can't be used in a process that was forked from a rank, such as a data loader's worker.
-
-    Its connections and threads are the rank's: torch would abort the process, or take messages that are the rank's.
-    """
-
-    __slots__ = ()
-
-    @classmethod
-    def of(cls, rank: str) -> Forked:
-        """Return the failure of a process that was forked from a rank."""
-        return cls(
-            f"collectives must be called by the rank itself, but this process was forked from {rank}, as workers of a "
-            "data loader are. Let the worker return what it has, and call the collective where the loader is iterated"
-        )
-
-    def error(self) -> DistError:
-        """Return the error that says so."""
-        return DistError(self.text)
-
-
 class _Kind:
     """Calls that are alike and come from one line.
 
@@ -135,7 +96,7 @@ class Calls:
         event: what marks the last call on a device that gave no `Work`; made at the first one.
         inside: name of the block that this rank runs while the others wait for it; "" outside.
         began: when the last call began.
-        failure: why this group can't be used further; None if it can.
+        failure: the error that says why this group can't be used further; None if it can.
         has_failed: whether a call has raised an error of which other ranks may not know.
     """
 
@@ -146,7 +107,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.resets = -1
-        self.failure: Failure | None = None
+        self.failure: DistError | None = None
         self.has_failed = False
         self.waiting, self.since, self.began = 0, 0.0, 0.0
         self.inside = ""
@@ -221,8 +182,8 @@ class Calls:
     def digest_after(self, number: int) -> int | None:
         """Return the digest after the first `number` calls; None if it is not kept. Any thread may ask."""
         last, recent = self._kept()
-        place = number - last + len(recent) - 1
-        return recent[place][1] if 0 <= place < len(recent) else None
+        index = number - last + len(recent) - 1
+        return recent[index][1] if 0 <= index < len(recent) else None
 
     def call(self, number: int) -> Call:
         """Return a call that is kept, by its number, from 1."""
@@ -230,20 +191,20 @@ class Calls:
         return recent[number - last + len(recent) - 1][0].described()
 
     def export(self) -> dict[str, Any]:
-        """Return the record as JSON's types."""
-        number, recent = self._kept()
-        places = {kind: place for place, kind in enumerate(dict.fromkeys(kind for kind, _ in recent))}
-        packed = array("I", [places[kind] for kind, _ in recent]).tobytes()
+        """Return the record as JSON's types: each kind of call once, and which one each of the last calls is."""
+        number, kept = self._kept()
+        recent = kept[-_MOST_EXPORTED:]
+        kinds = {kind: index for index, kind in enumerate(dict.fromkeys(kind for kind, _ in recent))}
         waiting, since = self.unfinished()
         return {
             "number": number,
             "digest": recent[-1][1] if recent else None,
             "resets": self.resets,
-            "calls": [list(kind.described()) for kind in places],
-            "order": base64.b64encode(zlib.compress(packed, 1)).decode(),
+            "kinds": [kind.described() for kind in kinds],
+            "recent": [kinds[kind] for kind, _ in recent],
             "waiting": waiting,
             "seconds": monotonic() - (since if waiting else self.began),
-            "failure": self.failure,
+            "has_failed": self.failure is not None,
         }
 
     def _kept(self) -> tuple[int, list[tuple[_Kind, int]]]:
@@ -263,7 +224,7 @@ class Record:
         resets: how often its record has begun anew.
         waiting: the call that it waits for, by number, or 0.
         seconds: how long ago it began to wait, or its last call began.
-        failure: why it can't use the group further.
+        has_failed: whether it can't use the group further.
     """
 
     def __init__(self, exported: Mapping[str, Any]) -> None:
@@ -272,18 +233,18 @@ class Record:
         self.resets: int = exported["resets"]
         self.waiting: int = exported["waiting"]
         self.seconds: float = exported["seconds"]
-        self.failure = None if exported["failure"] is None else Failure(*exported["failure"])
-        self._calls = [Call(*one) for one in exported["calls"]]
-        self._order = array("I", zlib.decompress(base64.b64decode(exported["order"])))
-        self.first = self.number - len(self._order) + 1
+        self.has_failed: bool = exported["has_failed"]
+        kinds = [Call(*one) for one in exported["kinds"]]
+        self._recent = [kinds[index] for index in exported["recent"]]
+        self.first = self.number - len(self._recent) + 1
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._recent)
 
     def call(self, number: int) -> Call | None:
         """Return a call by its number, from 1; None if it was not made, or is not kept."""
-        place = number - self.first
-        return self._calls[self._order[place]] if 0 <= place < len(self._order) else None
+        index = number - self.first
+        return self._recent[index] if 0 <= index < len(self._recent) else None
 
 
 def first_difference(records: Sequence[Record]) -> int | None:

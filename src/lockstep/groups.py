@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import GroupMember, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.calls import Calls, Forked
+from lockstep.calls import Calls
 from lockstep.device import get_device
 from lockstep.errors import DistError, TopologyError
 from lockstep.topology import Topology, infer_launcher, read_topology
@@ -56,6 +56,8 @@ class Comm:
         missing_ops: reductions that the backend can't run.
         calls: what this rank has called in the group; None without a process group.
         ranks: the ranks of the group within the default group.
+        group_name: torch's name of the group, the same on all of its ranks; "" where torch does not tell it, as of a
+            backend that is written in Python (2.13), so that the watch leaves the group out.
     """
 
     reference: ReferenceType[ProcessGroup] | None
@@ -67,6 +69,7 @@ class Comm:
     missing_ops: frozenset[str] = frozenset()
     calls: Calls | None = None
     ranks: tuple[int, ...] = (0,)
+    group_name: str = ""
 
     @property
     def pg(self) -> ProcessGroup | None:
@@ -132,7 +135,7 @@ local_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary(
 topologies: WeakKeyDictionary[ProcessGroup, Topology] = WeakKeyDictionary()
 timeouts: WeakKeyDictionary[ProcessGroup, timedelta] = WeakKeyDictionary()
 # For each group whose backend does not serve the CPU: the gloo group beside it, where that has been made.
-gloo_beside: WeakKeyDictionary[ProcessGroup, ReferenceType[ProcessGroup]] = WeakKeyDictionary()
+control_groups: WeakKeyDictionary[ProcessGroup, ReferenceType[ProcessGroup]] = WeakKeyDictionary()
 
 
 def backend_timeout(timeout: timedelta, is_of_device: bool) -> timedelta:
@@ -168,8 +171,10 @@ def known_groups() -> list[Comm]:
 
 
 def recorded_groups() -> list[tuple[Comm, Calls]]:
-    """Return the groups of several ranks that are alive, with the record of their calls; any thread may ask."""
-    return [(x, x.calls) for x in known_groups() if x.calls is not None and x.pg is not None and x.size > 1]
+    """Return the groups of several ranks that the watch knows, with the record of their calls; any thread may ask."""
+    return [
+        (x, x.calls) for x in known_groups() if x.calls is not None and x.group_name and x.pg is not None and x.size > 1
+    ]
 
 
 def forget_groups() -> None:
@@ -343,12 +348,35 @@ def _describe(pg: ProcessGroup) -> Comm:
     if calls is not None and _is_forked:
         if pg.size() == 1:
             return SOLO
-        calls.failure = Forked.of(f"rank {pg.rank()} of {pg.size()}")
+        calls.failure = _forked_error(f"rank {pg.rank()} of {pg.size()}")
     ranks = tuple(torch_dist.get_process_group_ranks(pg))
+    group_name = ""
+    with suppress(RuntimeError):
+        group_name = pg.group_name  # a group that has been destroyed has none any longer
     comm = _resolved[pg] = Comm(
-        ref(pg), pg.rank(), pg.size(), backends, frozenset(devices), device_type, missing, calls, ranks
+        reference=ref(pg),
+        rank=pg.rank(),
+        size=pg.size(),
+        backends=backends,
+        devices=frozenset(devices),
+        device_type=device_type,
+        missing_ops=missing,
+        calls=calls,
+        ranks=ranks,
+        group_name=group_name,
     )
     return comm
+
+
+def _forked_error(rank: str) -> DistError:
+    """Return why a group can't be used in a process that was forked from a rank, such as a data loader's worker.
+
+    Its connections and threads are the rank's: torch would abort the process, or take messages that are the rank's.
+    """
+    return DistError(
+        f"collectives must be called by the rank itself, but this process was forked from {rank}, as workers of a "
+        "data loader are. Let the worker return what it has, and call the collective where the loader is iterated"
+    )
 
 
 _is_forked = False  # from a rank that had groups
@@ -360,8 +388,9 @@ def _leave_groups_to_parent() -> None:
     _is_forked = torch_dist.is_initialized()
     for pg in [pg for pg, comm in _resolved.items() if comm.size == 1]:
         _resolved[pg] = SOLO
-    for comm, calls in recorded_groups():
-        calls.failure = Forked.of(comm.this_rank)
+    for comm in known_groups():
+        if comm.calls is not None:
+            comm.calls.failure = _forked_error(comm.this_rank)
 
 
 def is_forked() -> bool:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from lockstep.dist.pickling import Pickled, dump, load
+from lockstep.dist.pickling import dump, load
 from lockstep.groups import SOLO
 
 from .drawn_objects import LARGE, SHAPES, assert_same, every_array, every_tensor, made, plans
@@ -23,9 +23,8 @@ SEGMENT_BYTES = 64 * 1024
 
 
 def travelled(obj: Any) -> Any:
-    """Return what arrives of an object: segments come in memory of their own."""
-    pickled = dump(obj, SOLO)
-    return load(Pickled(pickled.body, [segment.clone() for segment in pickled.segments], pickled.num_tensors))
+    """Return what arrives of an object: its parts come in memory of their own."""
+    return load([part.clone() for part in dump(obj, SOLO)])
 
 
 @given(plans())
@@ -47,30 +46,29 @@ def test_every_dtype_and_layout_is_put_together_as_it_was(
 @pytest.mark.parametrize("make", [torch.zeros, lambda n, **_: np.zeros(n, np.uint8)], ids=["tensor", "array"])
 def test_from_64_kib_on_data_travel_beside_the_pickle(make: Callable[..., Any]) -> None:
     for nbytes, num_segments in [(SEGMENT_BYTES - 1, 0), (SEGMENT_BYTES, 1), (SEGMENT_BYTES + 1, 1)]:
-        pickled = dump({"mask": make(nbytes, dtype=torch.uint8)}, SOLO)
-        assert len(pickled.segments) == num_segments
-        assert (len(pickled.body) < 1024) == (num_segments == 1)
+        pickled, *segments = dump({"mask": make(nbytes, dtype=torch.uint8)}, SOLO)
+        assert len(segments) == num_segments
+        assert (pickled.numel() < 1024) == (num_segments == 1)
 
 
 @pytest.mark.parametrize("data", [torch.zeros(2**17), np.zeros(2**17), np.zeros((512, 512), order="F")])
 def test_large_contiguous_data_are_not_copied_on_the_way_out(data: Any) -> None:
-    (segment,) = dump([data], SOLO).segments
+    _, segment = dump([data], SOLO)
     address = data.data_ptr() if isinstance(data, Tensor) else data.ctypes.data
     assert segment.data_ptr() == address
 
 
 def test_data_are_built_upon_the_memory_they_arrived_in() -> None:
-    pickled = dump([torch.zeros(2**17), np.zeros(2**17)], SOLO)
-    landing = [segment.clone() for segment in pickled.segments]
-    tensor, array = load(Pickled(pickled.body, landing, pickled.num_tensors))
-    assert [tensor.data_ptr(), array.ctypes.data] == [segment.data_ptr() for segment in landing]
+    landing = [part.clone() for part in dump([torch.zeros(2**17), np.zeros(2**17)], SOLO)]
+    tensor, array = load(landing)
+    assert [tensor.data_ptr(), array.ctypes.data] == [part.data_ptr() for part in landing[1:]]
 
 
 @pytest.mark.parametrize("nbytes", [16, 2 * SEGMENT_BYTES])
 def test_one_tensor_in_two_places_stays_one(nbytes: int) -> None:
     tensor, weight = torch.zeros(nbytes, dtype=torch.uint8), torch.nn.Parameter(torch.zeros(nbytes))
     obj = {"a": tensor, "b": [tensor, weight], "c": weight}
-    assert len(dump(obj, SOLO).segments) == (2 if nbytes >= SEGMENT_BYTES else 0)
+    assert len(dump(obj, SOLO)) == 1 + (2 if nbytes >= SEGMENT_BYTES else 0)
     arrived = travelled(obj)
     assert arrived["a"] is arrived["b"][0]
     assert arrived["b"][1] is arrived["c"]

@@ -15,7 +15,7 @@ import torch
 
 from lockstep.device import get_device
 from lockstep.testing import run_ranks
-from lockstep.watch.watch import let_graphs_be_captured
+from lockstep.watch.interrupt import let_graphs_be_captured
 
 from . import bodies, collectives
 from .fault_job import FAULTS

@@ -5,7 +5,7 @@ from torch.distributed import ReduceOp
 from lockstep.device import cast_data_device, get_data_device, get_device
 from lockstep.dist.broadcast import all_to_all, barrier, broadcast
 from lockstep.dist.consistency import check_collectives, local_main_process_first, main_process_first
-from lockstep.dist.gather import all_gather, gather
+from lockstep.dist.gather import all_gather, gather, scatter
 from lockstep.dist.nested import (
     all_gather_tree,
     all_reduce_dict,
@@ -24,7 +24,6 @@ from lockstep.dist.objects import (
 )
 from lockstep.dist.reduce import all_reduce, reduce, reduce_scatter
 from lockstep.dist.results import collect_results, collect_results_cpu, collect_results_gpu
-from lockstep.dist.scatter import scatter
 from lockstep.dist.world import destroy_dist, infer_launcher, init_dist, init_local_group, is_distributed
 from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerError
 from lockstep.groups import (

@@ -26,7 +26,7 @@ from lockstep.dist.validate import NOT_GIVEN, either, require_list, require_rank
 from lockstep.groups import Comm, GroupLike, resolve
 from lockstep.transport.control import control_group, exchange, report_failure
 from lockstep.transport.handles import Handle, note_running, start, wait_unless_async
-from lockstep.transport.memory import as_native, used_here
+from lockstep.transport.moving import as_native, used_here
 
 
 @overload
@@ -219,12 +219,12 @@ def _exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], comm: Comm, a
         return Handle((), comm)
     parts = [as_native(comm.to_wire(x)).reshape(-1) for x in inputs]
     sizes = [part.numel() for part in parts]
-    home = parts[0].device  # inputs on several devices travel from one
+    device = parts[0].device  # inputs on several devices travel from one
     item_bytes = parts[0].element_size()
     sizes_out = [x.nbytes // item_bytes for x in outputs]
-    received = torch.empty(sum(sizes_out), dtype=parts[0].dtype, device=home)
-    sent = torch.cat([part.to(home) for part in parts])
-    work = start(torch_dist.all_to_all_single, comm, home, received, sent, sizes_out, sizes, async_op=async_op)
+    received = torch.empty(sum(sizes_out), dtype=parts[0].dtype, device=device)
+    sent = torch.cat([part.to(device) for part in parts])
+    work = start(torch_dist.all_to_all_single, comm, device, received, sent, sizes_out, sizes, async_op=async_op)
 
     def finish() -> None:
         for output, part in zip(outputs, torch.split_with_sizes(received, sizes_out), strict=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from types import TracebackType
 from typing import Final, Literal, TypeAlias
 
 from torch import Tensor
@@ -130,7 +129,7 @@ def report_refusals(name: str, comm: Comm) -> AbstractContextManager[None]:
     If they refuse the call on this rank, the other ranks learn of it in their `check_call`, if the mode requires a
     comparison.
     """
-    return _UNREPORTED if _mode == "off" else _Refusals(name, comm)
+    return _UNREPORTED if _mode == "off" else _refusals_reported(name, comm)
 
 
 @contextmanager
@@ -189,21 +188,17 @@ def local_main_process_first() -> Iterator[None]:
         yield
 
 
-class _Refusals(AbstractContextManager[None]):
-    __slots__ = ("_comm", "_name")
-
-    def __init__(self, name: str, comm: Comm) -> None:
-        self._name, self._comm = name, comm
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        calls = self._comm.calls
-        if calls is not None and isinstance(error, TypeError | ValueError):
-            calls.add(self._name, ("refused",), f", refused: {error_in_words(error)}")
-            if _mode == "always" or _is_due(calls.number):
+@contextmanager
+def _refusals_reported(name: str, comm: Comm) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if comm.calls is not None:
+            comm.calls.add(name, ("refused",), f", refused: {error_in_words(error)}")
+            if _mode == "always" or _is_due(comm.calls.number):
                 with suppress(CollectiveMismatchError):  # this rank raises its own error
-                    exchange(self._comm)
+                    exchange(comm)
+        raise
 
 
 def _is_due(number: int) -> bool:

@@ -92,12 +92,12 @@ def synced(call: str, linear: LinearMap, inputs: Sequence[Tensor]) -> tuple[Tens
     """
     comm = linear.comm
     with report_failure(comm):
-        wants = _wish(inputs)
-    said = exchange(comm, bytes([wants]) + call.encode())
-    wishes = [one[0] for one in said]
-    if len({one[1:] for one in said}) > 1 or {_GRADIENT, _GRAD_MODE_OFF} <= set(wishes):
-        raise _mismatch([one[1:].decode() for one in said], wishes, comm)
-    if _GRADIENT in wishes:
+        mode = _mode_of(inputs)
+    received = exchange(comm, bytes([mode]) + call.encode())
+    modes = [one[0] for one in received]
+    if len({one[1:] for one in received}) > 1 or {_GRADIENT, _GRAD_MODE_OFF} <= set(modes):
+        raise _mismatch([one[1:].decode() for one in received], modes, comm)
+    if _GRADIENT in modes:
         return _applied(linear, inputs)
     with torch.no_grad():
         return tuple(linear.apply([x.detach() for x in inputs]))
@@ -174,7 +174,7 @@ def warn_of_lost_gradients(name: str, outcome: str, *, has_sync_grads: bool = Fa
     )
 
 
-def _wish(inputs: Sequence[Tensor]) -> int:
+def _mode_of(inputs: Sequence[Tensor]) -> int:
     if not torch.is_grad_enabled():
         return _GRAD_MODE_OFF
     if not any(x.requires_grad for x in inputs):
@@ -184,10 +184,10 @@ def _wish(inputs: Sequence[Tensor]) -> int:
     return _GRADIENT
 
 
-def _mismatch(calls: Sequence[str], wishes: Sequence[int], comm: Comm) -> CollectiveMismatchError:
+def _mismatch(calls: Sequence[str], modes: Sequence[int], comm: Comm) -> CollectiveMismatchError:
     words = {_NO_GRADIENT: "", _GRADIENT: ", which requires grad", _GRAD_MODE_OFF: ", under no_grad"}
-    table = grouped({rank: call + words[wish] for rank, (call, wish) in enumerate(zip(calls, wishes, strict=True))})
-    kinds = [(call, wish == _GRAD_MODE_OFF) for call, wish in zip(calls, wishes, strict=True)]
+    table = grouped({rank: call + words[mode] for rank, (call, mode) in enumerate(zip(calls, modes, strict=True))})
+    kinds = [(call, mode == _GRAD_MODE_OFF) for call, mode in zip(calls, modes, strict=True)]
     return CollectiveMismatchError(
         f"with sync_grads all ranks must make the same call, all of them under no_grad or none, but call\n{table}",
         failed_ranks=[comm.ranks[rank] for rank in unlike_most(dict(enumerate(kinds)))],

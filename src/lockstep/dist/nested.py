@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, MutableMapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lockstep.calls import grouped, unlike_most
 from lockstep.dist.consistency import check_call, report_refusals
 from lockstep.dist.gradients import ENDS_HERE, STAYS_LOCAL, warn_of_lost_gradients
-from lockstep.dist.packed import all_gather_packed, broadcast_packed
+from lockstep.dist.pickling import all_gather_pickled, broadcast_pickled
 from lockstep.dist.reduce import start_reduction
 from lockstep.dist.validate import NOT_GIVEN, either, require_rank, require_tensor
 from lockstep.errors import CollectiveMismatchError
@@ -132,7 +132,7 @@ def all_gather_tree(data: T, group: GroupLike = None) -> list[T]:
     """
     comm = resolve(group)
     check_call("all_gather_tree", comm, compares=False)
-    return all_gather_packed(data, comm, on_graph=lambda: warn_of_lost_gradients("all_gather_tree", ENDS_HERE))
+    return all_gather_pickled(data, comm, on_graph=lambda: warn_of_lost_gradients("all_gather_tree", ENDS_HERE))
 
 
 def broadcast_tree(data: T, src: int = 0, group: GroupLike = None) -> T:
@@ -151,7 +151,7 @@ def broadcast_tree(data: T, src: int = 0, group: GroupLike = None) -> T:
     src = require_rank("src", src, comm)
     check_call("broadcast_tree", comm, src, compares=False)
     on_graph = partial(warn_of_lost_gradients, "broadcast_tree", ENDS_HERE)
-    return broadcast_packed(data, src, comm, on_graph)  # type: ignore[no-any-return]
+    return broadcast_pickled(data, src, comm, on_graph)  # type: ignore[no-any-return]
 
 
 def all_reduce_params(
@@ -199,12 +199,11 @@ def all_reduce_params(
     limit_bytes = sys.maxsize if bucket_size_mb <= 0 else int(bucket_size_mb * _MIB)
     alone_from = min(_ALONE_MIN_BYTES, limit_bytes) if coalesce else 0
     buckets = _buckets([x for x in tensors if x.nbytes < alone_from], limit_bytes)
-    uniform = [len({x.shape for x in bucket}) == 1 for bucket in buckets]
-    flats = [_join(bucket, alike) for bucket, alike in zip(buckets, uniform, strict=True)]
+    flats = [_joined(bucket) for bucket in buckets]
     refusal = _reduce_together([x for x in tensors if x.nbytes >= alone_from] + flats, name, comm)
     with torch.no_grad():
-        for bucket, flat, alike in zip(buckets, flats, uniform, strict=True):
-            for tensor, reduced in zip(bucket, _part(flat, bucket, alike), strict=True):
+        for bucket, flat in zip(buckets, flats, strict=True):
+            for tensor, reduced in zip(bucket, _parts(flat, bucket), strict=True):
                 tensor.copy_(reduced)
     if refusal is not None:
         raise refusal
@@ -234,7 +233,7 @@ def sync_random_seed(
     comm = resolve(group)
     check_call("sync_random_seed", comm, compares=False)
     # 31 bits: accepted by the generators of numpy and Python, and by data loaders
-    agreed = broadcast_packed(secrets.randbelow(2**31) if seed is None else seed, 0, comm)
+    agreed = broadcast_pickled(secrets.randbelow(2**31) if seed is None else seed, 0, comm)
     if not is_int(agreed) or not 0 <= agreed < 2**63:
         raise ValueError(f"`seed` must be an int from 0 to 2**63 - 1, but is {agreed!r} on rank 0 ({comm.this_rank})")
     return int(agreed)
@@ -299,20 +298,6 @@ def _buckets(tensors: list[Tensor], limit_bytes: int) -> list[list[Tensor]]:
 _Structure: TypeAlias = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
 
 
-class _Bundle(NamedTuple):
-    """The leaves of one dtype, which are reduced as one tensor.
-
-    Attributes:
-        dtype: their dtype.
-        indices: indices of the leaves, in the order that all ranks share.
-        is_uniform: whether all of them have one shape.
-    """
-
-    dtype: torch.dtype
-    indices: tuple[int, ...]
-    is_uniform: bool
-
-
 def _reduce_leaves(
     items: list[tuple[str, Any]], op: object, comm: Comm, dtype: torch.dtype | None = None, *, is_filled: bool = False
 ) -> list[Tensor]:
@@ -326,62 +311,52 @@ def _reduce_leaves(
         name = op_name(op)
         tensors = [_as_tensor(path, leaf, dtype, is_filled) for path, leaf in items]
         structure = tuple([(item[0], x.dtype, x.shape) for item, x in zip(items, tensors, strict=True)])
-        digest, bundles = _plan_of(structure)
-        for bundle in bundles:
-            reduction(name, bundle.dtype)
+        digest, indices_of = _plan_of(structure)
+        for leaf_dtype in indices_of:
+            reduction(name, leaf_dtype)
         is_on_cpu = comm.pg is None or ("cpu" in comm.devices and all(x.is_cpu for x in tensors))
-    said = exchange(comm, bytes([is_on_cpu]) + digest)
-    if any(one[1:] != digest for one in said):
+    received = exchange(comm, bytes([is_on_cpu]) + digest)
+    if any(one[1:] != digest for one in received):
         raise _mismatch(_lines(structure), comm)
-    travels_on = _CPU if all(one[0] for one in said) else comm.comm_device
+    travels_on = _CPU if all(one[0] for one in received) else comm.comm_device
     reduced = list(tensors)
-    for bundle in bundles:
-        members = [tensors[index] for index in bundle.indices]
-        home = members[0].device if comm.pg is None else travels_on
-        joined = _join([x if x.device == home else x.to(home) for x in members], bundle.is_uniform)
+    for leaf_dtype, indices in indices_of.items():
+        members = [tensors[index] for index in indices]
+        device = members[0].device if comm.pg is None else travels_on
+        joined = _joined([x if x.device == device else x.to(device) for x in members])
         # The exchange has compared the calls.
-        start_reduction(joined, None, reduction(name, bundle.dtype), comm, async_op=False).wait()
+        start_reduction(joined, None, reduction(name, leaf_dtype), comm, async_op=False).wait()
         if all(x.is_cpu for x in members):
             joined = joined.cpu()  # in one read of the device
-        for index, result in zip(bundle.indices, _part(joined, members, bundle.is_uniform), strict=True):
+        for index, result in zip(indices, _parts(joined, members), strict=True):
             reduced[index] = result.to(tensors[index].device)
     return reduced
 
 
 @torch.no_grad()
-def _join(tensors: Sequence[Tensor], is_uniform: bool) -> Tensor:
-    """Return one contiguous tensor with all elements of `tensors`, which share dtype and device.
-
-    Args:
-        tensors: at least one.
-        is_uniform: whether they also share their shape.
-    """
-    if is_uniform:
-        return torch.stack(tuple(tensors))  # a fifth of the general case's time, which matters for scalars
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return one flat tensor with all elements of `tensors`, which share dtype and device."""
     return torch.cat([x.reshape(-1) for x in tensors])
 
 
-def _part(joined: Tensor, like: Sequence[Tensor], is_uniform: bool) -> Sequence[Tensor]:
-    """Return the parts that `_join` joined, as views in their original shapes."""
-    if is_uniform:
-        return joined.unbind()
+def _parts(joined: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return what `_joined` has joined, as views in the original shapes."""
     parts = torch.split_with_sizes(joined, [x.numel() for x in like])
     return [one.view(x.shape) for one, x in zip(parts, like, strict=True)]
 
 
 @lru_cache(maxsize=256)
-def _plan_of(structure: _Structure) -> tuple[bytes, list[_Bundle]]:
-    """Return a digest of the structure, and its bundles; usually cached, as training reduces the same ones again."""
+def _plan_of(structure: _Structure) -> tuple[bytes, dict[torch.dtype, list[int]]]:
+    """Return a digest of the structure, and for each dtype the indices of its leaves, in an order that all ranks share.
+
+    It is usually cached, as training reduces the same structures again.
+    """
     digest = hashlib.blake2b(repr(_lines(structure)).encode(), digest_size=_DIGEST_BYTES).digest()
-    by_dtype: dict[torch.dtype, list[int]] = {}
+    indices_of: dict[torch.dtype, list[int]] = {}
     # By path, because the order of a dict may differ between ranks.
     for index in sorted(range(len(structure)), key=lambda index: structure[index][0]):
-        by_dtype.setdefault(structure[index][1], []).append(index)
-    bundles = [
-        _Bundle(dtype, tuple(indices), len({structure[index][2] for index in indices}) == 1)
-        for dtype, indices in sorted(by_dtype.items(), key=lambda item: str(item[0]))
-    ]
-    return digest, bundles
+        indices_of.setdefault(structure[index][1], []).append(index)
+    return digest, dict(sorted(indices_of.items(), key=lambda item: str(item[0])))
 
 
 def _lines(structure: _Structure) -> list[str]:
@@ -392,7 +367,7 @@ def _mismatch(lines: list[str], comm: Comm) -> CollectiveMismatchError:
     """Return the error that lists, for each rank, what not all ranks have. **Collective**: every rank."""
     assert comm.calls is not None  # one process agrees with itself
     number = comm.calls.number
-    gathered = all_gather_packed((lines, comm.calls.call(number).site), comm)
+    gathered = all_gather_pickled((lines, comm.calls.call(number).site), comm)
     structures = [set(structure) for structure, _ in gathered]
     shared = set.intersection(*structures)
     table = {

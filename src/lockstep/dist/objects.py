@@ -1,9 +1,8 @@
-"""Collectives on Python objects; see `packed` for how objects are sent."""
+"""Collectives on Python objects; see `pickling` for how objects are sent."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from numbers import Integral
 from typing import Any, TypeVar, overload
 
@@ -12,10 +11,10 @@ from torch.distributed import GroupMember, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.dist.consistency import alone, check_call
-from lockstep.dist.packed import all_gather_packed, broadcast_packed, gather_packed, scatter_packed
+from lockstep.dist.pickling import all_gather_pickled, broadcast_pickled, gather_pickled, scatter_pickled
 from lockstep.dist.validate import NOT_GIVEN, either, require_rank
 from lockstep.groups import Comm, GroupLike, resolve
-from lockstep.transport.control import GatherHandle
+from lockstep.transport.control import GatherHandle, report_failure
 
 T = TypeVar("T")
 
@@ -74,10 +73,12 @@ def all_gather_object(
     if not is_filling and _is_short(data, obj, group):
         comm = resolve(group if obj is NOT_GIVEN else obj)
         check_call("all_gather_object", comm, compares=False)
-        return all_gather_packed(data, comm)
+        return all_gather_pickled(data, comm)
     comm = resolve(group)
     check_call("all_gather_object", comm, compares=False)
-    data[:] = all_gather_packed(obj, comm, partial(_require_places, "object_list", data, comm))
+    with report_failure(comm):
+        _require_places("object_list", data, comm)
+    data[:] = all_gather_pickled(obj, comm)
     return None
 
 
@@ -131,8 +132,10 @@ def gather_object(  # type: ignore[misc]  # the overloads share places, not name
     dst = require_rank("dst", dst, comm)
     check_call("gather_object", comm, dst, compares=False)
     is_filling = object_gather_list is not None and comm.rank == dst
-    check = partial(_require_places, "object_gather_list", object_gather_list, comm) if is_filling else None
-    gathered = gather_packed(data, dst, comm, copy_own=True, check=check)
+    if is_filling:
+        with report_failure(comm):
+            _require_places("object_gather_list", object_gather_list, comm)
+    gathered = gather_pickled(data, dst, comm, copy_own=True)
     if is_filling:
         object_gather_list[:] = gathered
         return None
@@ -185,7 +188,7 @@ def broadcast_object(obj: T, src: int = 0, group: GroupLike = None) -> T:
     comm = resolve(group)
     src = require_rank("src", src, comm)
     check_call("broadcast_object", comm, src, compares=False)
-    return broadcast_packed(obj, src, comm)  # type: ignore[no-any-return]
+    return broadcast_pickled(obj, src, comm)  # type: ignore[no-any-return]
 
 
 def broadcast_object_list(
@@ -224,7 +227,7 @@ def broadcast_object_list(
         raise TypeError(f"`data` must be a list, but is {type(data).__name__} ({comm.this_rank})")
     src = require_rank("src", src, comm)
     check_call("broadcast_object_list", comm, src, compares=False)
-    received = broadcast_packed(data, src, comm)
+    received = broadcast_pickled(data, src, comm)
     if len(received) != len(data):
         raise ValueError(
             f"`data` must have {len(received)} entries, as on rank {src}, but has {len(data)} ({comm.this_rank})"
@@ -261,8 +264,10 @@ def scatter_object_list(
         )
     src = require_rank("src", src, comm)
     check_call("scatter_object_list", comm, src, compares=False)
-    check = partial(_require_places, "scatter_object_input_list", scatter_object_input_list, comm)
-    scatter_object_output_list[0] = scatter_packed(scatter_object_input_list or (), src, comm, check)
+    if comm.rank == src:
+        with report_failure(comm):
+            _require_places("scatter_object_input_list", scatter_object_input_list, comm)
+    scatter_object_output_list[0] = scatter_pickled(scatter_object_input_list or (), src, comm)
 
 
 def run_on_main(func: Callable[[], T], group: GroupLike = None) -> T:
@@ -296,12 +301,11 @@ def run_on_main(func: Callable[[], T], group: GroupLike = None) -> T:
             f"`func` must be callable, but is {func!r} ({comm.this_rank}). Pass the function, without calling it"
         )
     check_call("run_on_main", comm, compares=False)
-
-    def result() -> T:
-        with alone("run_on_main", comm):
-            return func()
-
-    return broadcast_packed(None, 0, comm, make=result)  # type: ignore[no-any-return]
+    result = None
+    if comm.rank == 0 or comm.is_alone:
+        with report_failure(comm, BaseException), alone("run_on_main", comm):
+            result = func()
+    return broadcast_pickled(result, 0, comm)  # type: ignore[no-any-return]
 
 
 def _is_short(data: object, obj: object, group: GroupLike) -> bool:

@@ -1,96 +1,186 @@
-"""Pickling for all of lockstep.dist: an object becomes a short byte string, with large tensors and arrays as segments.
+"""Objects as bytes, and how these travel between ranks: pickle's protocol 5, large tensors and arrays out of band.
 
-Protocol 5 passes the memory of large arrays out of band (PEP 574). Large tensors travel the same way; torch would copy
-their storage. The sender copies no segment, and received objects use the memory that their segments arrived in.
+An object becomes *parts*, flat tensors of bytes on the CPU: first the pickle, then its *segments*, the memory of each
+large tensor and array, which protocol 5 passes as buffers (PEP 574). The sender copies no segment, and what arrives
+uses the memory in which the segments arrived. Between ranks, parts travel on the control plane.
+
+A rank whose object can't be pickled says so in the exchange that comes first, so all ranks raise together, and the
+group stays usable.
 """
 
 from __future__ import annotations
 
-import ctypes
 import io
 import pickle
+import struct
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from io import BufferedReader
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, TypeAlias
 
 import torch
 from torch import Tensor
 
-from lockstep.errors import message_of
+from lockstep.errors import DistError, error_in_words, message_of
 from lockstep.groups import Comm
-from lockstep.transport.memory import as_bytes, bytes_of
+from lockstep.transport.control import exchange, give_to_all, report_failure, transfer_between_hosts
+from lockstep.transport.moving import bytes_of
+
+Parts: TypeAlias = list[Tensor]
 
 # Below this size, a separate message costs more than a copy.
 _SEGMENT_MIN_BYTES = 64 * 1024
+_TAG = 0x10C4  # of objects for one rank alone; users' own messages have others
 
 
-class Pickled(NamedTuple):
-    """A pickled object and its segments.
+def dump(obj: object, comm: Comm, on_graph: Callable[[], None] | None = None) -> Parts:
+    """Return an object as parts.
 
-    Attributes:
-        body: the pickle.
-        segments: flat uint8 tensors that the pickle refers to by position; views of the object's own memory.
-        num_tensors: how many segments, from the front, are tensors; the others are buffers of arrays.
-        in_graph: whether some tensor other than a parameter requires grad.
-    """
-
-    body: bytes | memoryview
-    segments: list[Tensor]
-    num_tensors: int
-    in_graph: bool = False
-
-
-def dump(obj: object, comm: Comm) -> Pickled:
-    """Pickle an object.
+    Args:
+        obj: the object.
+        comm: the group, for errors.
+        on_graph: called if a tensor in the object, other than a parameter, requires grad.
 
     **Raises**: TypeError if it can't be pickled, chained to the cause, naming this rank of `comm`.
     """
-    stream = io.BytesIO()
-    pickler = _Pickler(stream)
-    try:
-        pickler.dump(obj)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # an object may pickle itself by its own code, which may raise anything
-        raise TypeError(
-            f"the object must be picklable, but {type(obj).__name__} is not: {message_of(error)} ({comm.this_rank})"
-        ) from error
-    return Pickled(stream.getvalue(), pickler.tensors + pickler.buffers, len(pickler.tensors), pickler.in_graph)
+    stream, segments = io.BytesIO(), list[Tensor]()
+    pickler = _Pickler(stream, protocol=5, buffer_callback=partial(_is_kept_in_band, segments))
+    _pickle(obj, pickler, comm)
+    if on_graph is not None and pickler.in_graph:
+        on_graph()
+    return [_borrowed(stream.getbuffer()), *segments]
 
 
-def load(pickled: Pickled) -> Any:
-    """Unpickle an object, using the memory of its segments."""
-    tensors = pickled.segments[: pickled.num_tensors]
-    buffers = [bytes_of(x.cpu()) for x in pickled.segments[pickled.num_tensors :]]
-    return _Unpickler(io.BytesIO(pickled.body), tensors, buffers).load()
+def load(parts: Sequence[Tensor]) -> Any:
+    """Return the object that `dump` has made into parts, built upon the memory of its segments."""
+    pickled, *segments = map(bytes_of, parts)
+    return pickle.loads(pickled, buffers=segments)
 
 
 def dump_to(file: BinaryIO, obj: object, comm: Comm) -> None:
     """Append an object to a file; its large tensors and arrays are written from their own memory. Raises as `dump`."""
-    pickled = dump(obj, comm)
-    segments = [pickle.PickleBuffer(bytes_of(segment.cpu())) for segment in pickled.segments]
-    pickle.dump((pickled.body, segments, pickled.num_tensors), file, protocol=5)
+    _pickle(obj, _Pickler(file, protocol=5), comm)
 
 
 def load_each(file: BufferedReader) -> Iterator[Any]:
     """Yield the objects that `dump_to` has written, in order."""
     while file.peek():
-        body, segments, num_tensors = pickle.load(file)
-        yield load(Pickled(body, [torch.frombuffer(x, dtype=torch.uint8) for x in segments], num_tensors))
+        yield pickle.load(file)
 
 
-# Neither class may refer to itself: both remember every object that went through them, and a cycle would keep these
-# alive until the next garbage collection.
+def all_gather_pickled(obj: object, comm: Comm, on_graph: Callable[[], None] | None = None) -> list[Any]:
+    """Return every rank's object, in rank order, this rank's own as a copy; `on_graph`: as for `dump`.
+
+    **Collective**: every rank.
+    """
+    with report_failure(comm):
+        own = dump(obj, comm, on_graph)
+    every = _share(own, comm)
+    every[comm.rank] = [part.clone() for part in own]
+    return [load_from(rank, parts, comm) for rank, parts in enumerate(every)]
+
+
+def broadcast_pickled(obj: object, src: int, comm: Comm, on_graph: Callable[[], None] | None = None) -> Any:
+    """Return rank `src`'s object, there the object itself; `on_graph`: as for `dump`. **Collective**: every rank."""
+    if comm.rank != src and not comm.is_alone:
+        return load_from(src, _share(None, comm)[src], comm)
+    with report_failure(comm):
+        parts = dump(obj, comm, on_graph)
+    _share(parts, comm)
+    return obj
+
+
+def gather_pickled(obj: object, dst: int, comm: Comm, *, copy_own: bool) -> Iterator[Any] | None:
+    """Give rank `dst` every rank's object, in rank order; None elsewhere.
+
+    All ranks learn the sizes, so that all raise if one object can't be pickled. The objects go only to `dst`, where
+    each is loaded when the iterator reaches it.
+
+    Args:
+        obj: this rank's object.
+        dst: rank within the group.
+        comm: the group.
+        copy_own: whether `dst` gets a copy of its own object; if not, it gets the object itself, which is not pickled.
+
+    **Collective**: every rank.
+    """
+    if comm.is_alone and comm.size > 1:  # the ranks of a fake group
+        return iter([obj] * comm.size) if comm.rank == dst else None
+    is_kept = comm.rank == dst and not copy_own
+    with report_failure(comm):
+        own = dump(None if is_kept else obj, comm)
+    sizes = exchange(comm, sizes_of(own))
+    if comm.rank != dst:
+        transfer_between_hosts([], [(part, dst) for part in own], comm, _TAG).wait()
+        return None
+    every = {rank: places_for(one) for rank, one in enumerate(sizes) if rank != dst}
+    transfer_between_hosts([(part, rank) for rank, parts in every.items() for part in parts], [], comm, _TAG).wait()
+    every[dst] = [part.clone() for part in own]
+    return (obj if is_kept and rank == dst else load_from(rank, every[rank], comm) for rank in range(comm.size))
+
+
+def scatter_pickled(objects: Sequence[object], src: int, comm: Comm) -> Any:
+    """Return on rank i the i-th of `src`'s objects, on `src` the object itself. **Collective**: every rank."""
+    if comm.rank != src:
+        parts = places_for(pickle.loads(exchange(comm)[src])[comm.rank])
+        transfer_between_hosts([(part, src) for part in parts], [], comm, _TAG).wait()
+        return load_from(src, parts, comm)
+    with report_failure(comm):
+        every = [dump(None if rank == src else obj, comm) for rank, obj in enumerate(objects)]
+    exchange(comm, pickle.dumps([sizes_of(parts) for parts in every]))
+    sent = [(part, rank) for rank, parts in enumerate(every) if rank != src for part in parts]
+    transfer_between_hosts([], sent, comm, _TAG).wait()
+    return objects[src]
+
+
+def load_from(rank: int, parts: Sequence[Tensor], comm: Comm) -> Any:
+    """Return the object that a rank has sent.
+
+    **Raises**: DistError if it can't be loaded. All ranks have received everything by now, so only this one is
+    affected.
+    """
+    try:
+        return load(parts)
+    except Exception as error:  # an object may be rebuilt by its own code, which may raise anything
+        raise DistError(
+            f"the object of rank {rank} must be loadable here, but is not: {error_in_words(error)} "
+            f"({comm.this_rank}). Define its class in a module that every rank can import"
+        ) from error
+
+
+def _share(own: Parts | None, comm: Comm) -> list[Parts]:
+    """Return the parts of every rank, none for a rank that has none.
+
+    The pickle is in the exchange that tells the sizes, so that a small object takes no further message.
+    """
+    heads = exchange(comm, b"" if own is None else sizes_of(own) + bytes_of(own[0]))
+    every = [places_for(one) if one else [] for one in heads]
+    for parts, one in zip(every, heads, strict=True):
+        if parts:
+            parts[0] = torch.frombuffer(bytearray(one[-parts[0].numel() :]), dtype=torch.uint8)
+    if own is not None:
+        every[comm.rank] = own
+    give_to_all([parts[1:] for parts in every], comm)
+    return every
+
+
+def sizes_of(parts: Parts) -> bytes:
+    """Return number and sizes of an object's parts, as `places_for` reads them."""
+    return struct.pack(f"<{1 + len(parts)}q", len(parts), *(part.numel() for part in parts))
+
+
+def places_for(head: bytes) -> Parts:
+    """Return memory for the parts of an object; `head` begins with their sizes."""
+    (number,) = struct.unpack_from("<q", head)
+    sizes = struct.unpack_from(f"<{number}q", head, 8)
+    return [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, stream: io.BytesIO) -> None:
-        self.tensors: list[Tensor] = []
-        self.buffers: list[Tensor] = []
-        self.in_graph = False
-        super().__init__(stream, protocol=5, buffer_callback=partial(_keep_in_band, self.buffers))
+    # It remembers every object that went through it, so it must not be part of a reference cycle, which would keep them
+    # alive until the next garbage collection.
+    in_graph = False
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Tensor and obj.layout is torch.strided and not (obj.is_quantized or obj.is_meta):
@@ -100,48 +190,37 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
     def _reduce_tensor(self, data: Tensor) -> tuple[object, tuple[object, ...]]:
+        self.in_graph |= data.requires_grad
         flat = data.detach().resolve_conj().resolve_neg().contiguous()
         accelerator = "" if flat.device.type == "cpu" else flat.device.type
-        head = (flat.dtype, tuple(flat.shape), data.requires_grad, accelerator)
-        self.in_graph |= data.requires_grad
-        if flat.nbytes >= _SEGMENT_MIN_BYTES:
-            self.tensors.append(as_bytes(flat))
-            return _rebuild_from_segment, (len(self.tensors) - 1, *head)
-        on_cpu = flat.cpu()
-        payload = bytearray(ctypes.string_at(on_cpu.data_ptr(), on_cpu.nbytes) if on_cpu.nbytes else b"")
-        return _rebuild_tensor, (payload, *head)
+        buffer = pickle.PickleBuffer(bytes_of(flat.cpu()))
+        return _rebuild_tensor, (buffer, flat.dtype, tuple(flat.shape), data.requires_grad, accelerator)
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, stream: io.BytesIO, tensors: Sequence[Tensor], buffers: Sequence[object]) -> None:
-        super().__init__(stream, buffers=buffers)
-        self._tensors = tensors
+def _pickle(obj: object, pickler: _Pickler, comm: Comm) -> None:
+    try:
+        pickler.dump(obj)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # an object may pickle itself by its own code, which may raise anything
+        raise TypeError(
+            f"the object must be picklable, but {type(obj).__name__} is not: {message_of(error)} ({comm.this_rank})"
+        ) from error
 
-    def find_class(self, module: str, name: str) -> Any:
-        if name == _rebuild_from_segment.__name__ and module == __name__:
-            tensors = self._tensors  # the function must not refer to this object
-            return lambda index, *head: _rebuild_from_segment(tensors[index], *head)
-        return super().find_class(module, name)
 
-
-def _keep_in_band(buffers: list[Tensor], buffer: pickle.PickleBuffer) -> bool:
+def _is_kept_in_band(segments: Parts, buffer: pickle.PickleBuffer) -> bool:
+    """Return whether the pickle holds a buffer itself; if not, add the buffer to the segments."""
     raw = buffer.raw()
-    if raw.nbytes < _SEGMENT_MIN_BYTES:
-        return True
-    buffers.append(_borrowed(raw))
-    return False
+    if raw.nbytes >= _SEGMENT_MIN_BYTES:
+        segments.append(_borrowed(raw))
+    return raw.nbytes < _SEGMENT_MIN_BYTES
 
 
 def _rebuild_tensor(
-    payload: bytearray, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool, accelerator: str
+    buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool, accelerator: str
 ) -> Tensor:
-    flat = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8, device="cpu")
-    return _rebuild_from_segment(flat, dtype, shape, requires_grad, accelerator)
-
-
-def _rebuild_from_segment(
-    flat: Tensor, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool, accelerator: str
-) -> Tensor:
+    is_empty = 0 in shape  # torch makes no tensor of an empty buffer
+    flat = torch.empty(0, dtype=torch.uint8, device="cpu") if is_empty else torch.frombuffer(buffer, dtype=torch.uint8)
     data = flat.view(dtype).reshape(shape)
     # The receiver's own device of that type, whatever the sender's index was: one context per process.
     if accelerator != data.device.type:
@@ -159,7 +238,7 @@ def _set_attributes(data: Tensor, attributes: dict[str, object]) -> None:
 
 
 def _borrowed(raw: memoryview) -> Tensor:
-    """Return a flat uint8 tensor that shares a buffer's memory and keeps it alive."""
+    """Return a flat tensor of bytes that shares a buffer's memory, and keeps it alive."""
     if not raw.readonly:
         return torch.frombuffer(raw, dtype=torch.uint8)
     with warnings.catch_warnings():

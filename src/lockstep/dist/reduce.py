@@ -27,8 +27,7 @@ from lockstep.dist.validate import NOT_GIVEN, either, require_alike, require_lis
 from lockstep.groups import Comm, GroupLike, resolve
 from lockstep.transport.control import report_failure
 from lockstep.transport.handles import Handle, start, wait_unless_async
-from lockstep.transport.memory import used_here
-from lockstep.transport.moving import gather_into
+from lockstep.transport.moving import gather_into, used_here
 from lockstep.transport.reduce_ops import BIT_OPS, TORCH_OPS, OpLike, OpName, Reduction, combine, op_name, reduction
 
 

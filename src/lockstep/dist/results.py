@@ -12,12 +12,11 @@ from typing import Any, Final, TypeAlias, TypeVar
 import torch
 
 from lockstep.dist.consistency import check_call, fail_together
-from lockstep.dist.packed import broadcast_packed, gather_packed
-from lockstep.dist.pickling import dump_to, load_each
+from lockstep.dist.pickling import broadcast_pickled, dump_to, gather_pickled, load_each
 from lockstep.dist.validate import NOT_GIVEN, either
 from lockstep.errors import message_of
 from lockstep.groups import Comm, is_int, resolve
-from lockstep.transport.control import require_no_failure
+from lockstep.transport.control import report_failure, require_no_failure
 
 _Part: TypeAlias = tuple[list[Any], list[int] | None]
 
@@ -75,11 +74,11 @@ def collect_results(
     _check_arguments(size, device)
     size = int(size)
     check_call("collect_results", comm, size, compares=False)
-    with fail_together(comm):
+    with report_failure(comm):
         part = _own_part(results, indices, comm)
     parts: Iterable[_Part] | None
     if tmpdir is None:
-        parts = gather_packed(part, 0, comm, copy_own=False)
+        parts = gather_pickled(part, 0, comm, copy_own=False)
     else:
         parts = _gather_on_disk(part, Path(tmpdir), comm)
     return _agreed(parts, size, comm)
@@ -155,8 +154,8 @@ def _agreed(parts: Iterable[_Part] | None, size: int, comm: Comm) -> list[Any] |
             ordered = _in_order(list(parts), size)
         except Exception as refused:  # loading what arrived may raise anything
             error = refused
-    said = (None, "") if error is None else (type(error).__name__, message_of(error))
-    kind, message = broadcast_packed(said, 0, comm)
+    outcome = (None, "") if error is None else (type(error).__name__, message_of(error))
+    kind, message = broadcast_pickled(outcome, 0, comm)
     if error is not None:
         raise error
     if kind == "ValueError":
@@ -210,11 +209,11 @@ def _gather_on_disk(part: _Part, tmpdir: Path, comm: Comm) -> list[_Part] | None
     """
     folder: Path | None = None
     try:
-        with fail_together(comm):
+        with report_failure(comm):
             if comm.rank == 0:
                 tmpdir.mkdir(parents=True, exist_ok=True)
                 folder = Path(tempfile.mkdtemp(prefix="lockstep-results-", dir=tmpdir.resolve()))
-        shared = Path(broadcast_packed(str(folder), 0, comm))
+        shared = broadcast_pickled(folder, 0, comm)
         with fail_together(comm):
             if comm.rank != 0:
                 _write(part, shared / str(comm.rank), comm)

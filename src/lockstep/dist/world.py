@@ -31,7 +31,8 @@ from lockstep.errors import (
 )
 from lockstep.topology import LauncherName, Topology, environ, read_topology
 from lockstep.watch.ending import end_watch
-from lockstep.watch.watch import end_process, start_watch
+from lockstep.watch.interrupt import end_process
+from lockstep.watch.watch import start_watch
 
 _SECONDS_FOR_THREADS = 0.1
 _STORE_TIMEOUT = timedelta(minutes=5)
@@ -345,7 +346,7 @@ def _destroy(*, ends_at_once: bool = False) -> None:
         if torch_dist.is_initialized():
             _end_group(ends_at_once)
     if difference is not None:
-        raise difference.error()
+        raise difference
 
 
 def _leave() -> None:

@@ -8,19 +8,19 @@ a `GatherHandle` brings the bytes of all to one rank while they go on.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 
 from lockstep.errors import DistError, PeerError, error_in_words
-from lockstep.groups import Comm, gloo_beside
+from lockstep.groups import Comm, control_groups
 from lockstep.transport.handles import Handle, in_backend
-from lockstep.transport.memory import bytes_of
+from lockstep.transport.moving import all_gather_single, bytes_of, transfer
 from lockstep.watch.failures import mismatch
 
 _SLOT_BYTES = 256
@@ -31,14 +31,10 @@ _ROOM_BYTES = _SLOT_BYTES - _HEAD.size
 _PADDED_BYTES = 2**16
 _MOST_FAILURE_BYTES = 480
 _CPU = torch.device("cpu")
-_TAG, _GATHER_TAG = 0x10C4, 0x10C5  # users' own messages have others
+_GATHER_TAG = 0x10C5  # users' own messages have others
 # In what each rank gives to a gathering: the length of its bytes, and as many of them as there is room for.
 _LENGTH = struct.Struct("<q")
 _GATHERED_BYTES = 4096
-# Renamed in torch 2.13; remove the second name when 2.12 is no longer supported.
-all_gather_single: Callable[..., Work | None] = getattr(
-    torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor
-)
 
 
 class _Control:
@@ -60,7 +56,7 @@ class _Control:
                 group = torch_dist.new_group(
                     list(comm.ranks), backend="gloo", timeout=comm.timeout, use_local_synchronization=True
                 )
-            gloo_beside[comm.pg] = ref(group)
+            control_groups[comm.pg] = ref(group)
         self.reference: ReferenceType[ProcessGroup] = ref(group)
         with torch.inference_mode(False):
             self.own = torch.empty(_SLOT_BYTES, dtype=torch.uint8, device=_CPU)
@@ -117,12 +113,12 @@ def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None) -> li
     control.own_bytes[_HEAD.size : _HEAD.size + len(inline)] = inline
     with in_backend(comm):
         all_gather_single(control.every, control.own, group=control.reference())
-    heads = [_HEAD.unpack_from(control.every_bytes, place * _SLOT_BYTES) for place in range(comm.size)]
+    heads = [_HEAD.unpack_from(control.every_bytes, rank * _SLOT_BYTES) for rank in range(comm.size)]
     if any(digest != calls.digest for digest, _, _ in heads):
         raise mismatch(comm, all_know=True)
     found = []
-    for place, (_, _, length) in enumerate(heads):
-        first = place * _SLOT_BYTES + _HEAD.size
+    for rank, (_, _, length) in enumerate(heads):
+        first = rank * _SLOT_BYTES + _HEAD.size
         found.append(bytes(control.every_bytes[first : first + min(length, _ROOM_BYTES)]))
     is_refused = any(failed for _, failed, _ in heads)  # then only what has failed is told to its end
     lengths = [max(length - _ROOM_BYTES, 0) if failed or not is_refused else 0 for _, failed, length in heads]
@@ -146,7 +142,7 @@ def _exchange_rests(own: bytes, lengths: Sequence[int], comm: Comm) -> list[byte
         with in_backend(comm):
             all_gather_single(every, sent, group=control_group(comm))
         whole = memoryview(bytes_of(every)).cast("B")
-        return [bytes(whole[place * longest : place * longest + length]) for place, length in enumerate(lengths)]
+        return [bytes(whole[rank * longest : rank * longest + length]) for rank, length in enumerate(lengths)]
     parts = [torch.empty(length, dtype=torch.uint8, device=_CPU) for length in lengths]
     if own:
         parts[comm.rank] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
@@ -173,22 +169,11 @@ def give_to_all(segments: Sequence[Sequence[Tensor]], comm: Comm) -> None:
             work.wait()
 
 
-def start_sending(segments: Sequence[Tensor], peer: int, comm: Comm, tag: int = _TAG) -> list[Work | None]:
-    """Start to send segments of the CPU to a rank, which calls `start_receiving` with the same sizes and tag."""
-    if comm.is_alone:
-        return []
-    group = control_group(comm)
-    with in_backend(comm):
-        return [torch_dist.isend(one, group_dst=peer, group=group, tag=tag) for one in segments]
-
-
-def start_receiving(segments: Sequence[Tensor], peer: int, comm: Comm, tag: int = _TAG) -> list[Work | None]:
-    """Start to fill segments of the CPU with what a rank sends by `start_sending`."""
-    if comm.is_alone:
-        return []
-    group = control_group(comm)
-    with in_backend(comm):
-        return [torch_dist.irecv(one, group_src=peer, group=group, tag=tag) for one in segments]
+def transfer_between_hosts(
+    receiving: Sequence[tuple[Tensor, int]], sending: Sequence[tuple[Tensor, int]], comm: Comm, tag: int
+) -> Handle:
+    """Do what `transfer` does with tensors of the CPU, on the control plane; a user's own messages have other tags."""
+    return Handle((), comm) if comm.is_alone else transfer(receiving, sending, comm, control_group(comm), tag)
 
 
 @contextmanager
@@ -243,7 +228,7 @@ class GatherHandle:
         self._comm = comm
         self._gathered = [payload] * comm.size if comm.rank == dst else None
         self._every: list[Tensor] = []
-        self._works: list[Work | None] = []
+        self._first = self._rest = Handle((), comm)
         if comm.is_alone:
             return
         size = _GATHERED_BYTES - _LENGTH.size
@@ -252,23 +237,23 @@ class GatherHandle:
         if self._gathered is not None:
             self._every = [torch.empty_like(own) for _ in range(comm.size)]
         with in_backend(comm):
-            self._works = [
-                torch_dist.gather(own, self._every or None, group_dst=dst, group=control_group(comm), async_op=True)
-            ]
+            work = torch_dist.gather(own, self._every or None, group_dst=dst, group=control_group(comm), async_op=True)
+        self._first = Handle((work,), comm)
         if rest and self._gathered is None:
-            self._works += start_sending([torch.frombuffer(bytearray(rest), dtype=torch.uint8)], dst, comm, _GATHER_TAG)
+            rest_of_own = torch.frombuffer(bytearray(rest), dtype=torch.uint8)
+            self._rest = transfer_between_hosts([], [(rest_of_own, dst)], comm, _GATHER_TAG)
 
     def is_completed(self) -> bool:
         """Return whether `wait` would not block, but for what did not fit into the first message."""
-        return all(work is None or work.is_completed() for work in self._works[:1])
+        return self._first.is_completed()
 
     def wait(self) -> list[bytes] | None:
         """Return every rank's bytes on `dst`, in rank order; None elsewhere, when this rank has sent its own.
 
         **Raises**: PeerError if a rank is gone; CollectiveTimeoutError if one did not arrive in time.
         """
-        Handle(self._works, self._comm).wait()
-        self._works = []
+        self._first.wait()
+        self._rest.wait()
         every, self._every = self._every, []
         for rank, slot in enumerate(every):
             if self._gathered is not None and rank != self._comm.rank:
@@ -280,5 +265,5 @@ class GatherHandle:
         first = slot[_LENGTH.size : _LENGTH.size + length]
         rest = torch.empty(length - len(first), dtype=torch.uint8, device=_CPU)
         if rest.numel():
-            Handle(start_receiving([rest], rank, self._comm, _GATHER_TAG), self._comm).wait()
+            transfer_between_hosts([(rest, rank)], [], self._comm, _GATHER_TAG).wait()
         return first + bytes(bytes_of(rest))

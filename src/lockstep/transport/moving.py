@@ -1,19 +1,30 @@
-"""Tensors that move from rank to rank, on the device on which they are."""
+"""The data plane: tensors that move from rank to rank on the device on which they are, by torch's public functions.
+
+The memory of tensors, as it is sent and received, is here, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
-from torch.distributed import P2POp, Work
+from torch.distributed import P2POp, ProcessGroup, Work
 
 from lockstep.device import copy_into
 from lockstep.groups import Comm
-from lockstep.transport.control import all_gather_single
 from lockstep.transport.handles import Handle, in_backend, note_running, start
-from lockstep.transport.memory import as_bytes, as_native, copy_all, is_plain_memory
+
+# Dtypes that every backend moves by name; all others travel as bytes.
+_NATIVE_DTYPES = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
+)  # fmt: skip
+# Renamed in torch 2.13; remove the second name when 2.12 is no longer supported.
+all_gather_single: Callable[..., Work | None] = getattr(
+    torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor
+)
 
 
 def gather_alike(wire: Tensor, comm: Comm) -> list[Tensor]:
@@ -59,10 +70,23 @@ def place_for(output: Tensor, device: torch.device) -> Tensor:
     return torch.empty(output.shape, dtype=output.dtype, device=device)
 
 
-def transfer(receiving: Sequence[tuple[Tensor, int]], sending: Sequence[tuple[Tensor, int]], comm: Comm) -> Handle:
+def transfer(
+    receiving: Sequence[tuple[Tensor, int]],
+    sending: Sequence[tuple[Tensor, int]],
+    comm: Comm,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+) -> Handle:
     """Start to receive contiguous tensors from ranks, and to send some, in one group of messages.
 
     Sizes are equal on both sides.
+
+    Args:
+        receiving: tensors, each with the rank that sends it.
+        sending: tensors, each with the rank that receives it.
+        comm: the group.
+        group: which group of torch's carries them, in place of that of `comm`.
+        tag: kind of messages; those of one kind keep their order.
     """
     moves = [(torch_dist.irecv, x, peer) for x, peer in receiving] + [
         (torch_dist.isend, x, peer) for x, peer in sending
@@ -70,7 +94,9 @@ def transfer(receiving: Sequence[tuple[Tensor, int]], sending: Sequence[tuple[Te
     # Empty ones travel on devices, where all ranks must take part in the first messages of a group.
     moves = [move for move in moves if move[1].numel() or not move[1].is_cpu]
     # A view as bytes is detached: a parameter may be received into.
-    ops = [P2POp(run, as_native(x.detach()), group=comm.pg, group_peer=peer) for run, x, peer in moves]
+    ops = [
+        P2POp(run, as_native(x.detach()), group=group or comm.pg, group_peer=peer, tag=tag) for run, x, peer in moves
+    ]
     works: list[Work] = []
     if ops:
         with in_backend(comm):
@@ -78,3 +104,44 @@ def transfer(receiving: Sequence[tuple[Tensor, int]], sending: Sequence[tuple[Te
         if not ops[0].tensor.is_cpu:  # what goes from rank to rank over gloo can't be asked (torch 2.13)
             note_running(comm, ops[0].tensor.device, works[-1])
     return Handle(works, comm)
+
+
+def copy_all(data: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    """Copy each result into its tensor, as `copy_into` does, unless they are the same tensor."""
+    for one, result in zip(data, results, strict=True):
+        if result is not one:
+            copy_into(one, used_here(result))
+
+
+def used_here(staged: Tensor) -> Tensor:
+    """Return memory of lockstep's own that the present stream reads, and another one may have been given it.
+
+    It is then given to nobody else before that stream has read it.
+    """
+    if not staged.is_cpu:
+        staged.record_stream(torch.accelerator.current_stream(staged.device))
+    return staged
+
+
+def is_plain_memory(data: Tensor) -> bool:
+    """Return whether a tensor's memory holds exactly its values, in order, so that bytes may be written there."""
+    return data.is_contiguous() and not data.is_neg() and not data.is_conj()
+
+
+def as_bytes(data: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor, as a flat uint8 view of the same memory."""
+    # as_strided, because view(dtype) fails for a 0-dim tensor, and for one element of a strided view, which counts as
+    # contiguous whatever its stride.
+    return data.detach().as_strided((data.numel(),), (1,)).view(torch.uint8)
+
+
+def as_native(wire: Tensor) -> Tensor:
+    """Return a contiguous tensor unchanged, or as bytes if not every backend supports its dtype."""
+    return wire if wire.dtype in _NATIVE_DTYPES else as_bytes(wire)
+
+
+def bytes_of(data: Tensor) -> ctypes.Array[ctypes.c_char]:
+    """Return a writable buffer over a contiguous CPU tensor's memory, which it keeps alive."""
+    buffer = (ctypes.c_char * (data.numel() * data.element_size())).from_address(data.data_ptr())
+    buffer._owner = data  # type: ignore[attr-defined]  # the buffer borrows the tensor's memory
+    return buffer

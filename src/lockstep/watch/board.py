@@ -93,7 +93,7 @@ class Board:
             answers[self.rank] = self._state()
         return answers
 
-    def last_words(self, ranks: Iterable[int]) -> dict[int, State]:
+    def last_states(self, ranks: Iterable[int]) -> dict[int, State]:
         """Return the last words of those ranks that have ended."""
         answered = self._read("answered", self._begun(ranks))
         return self._read("state", [rank for rank, last in answered.items() if last == _ENDED])
@@ -104,7 +104,7 @@ class Board:
         answered = self._read("answered", self._begun(others))
         return [rank for rank in others if answered.get(rank) != _ENDED]
 
-    def place(self, rank: int) -> str:
+    def location(self, rank: int) -> str:
         """Return in words where a rank runs."""
         who = self._who.get(rank)
         return f"process {who['pid']} on {who['host']}" if who else "a process that never said where it runs"

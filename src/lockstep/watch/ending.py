@@ -7,12 +7,19 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from lockstep.calls import Failure, Record
-from lockstep.errors import error_in_words
+from lockstep.calls import Record
+from lockstep.errors import CollectiveMismatchError, DistError, error_in_words
 from lockstep.groups import known_groups, recorded_groups
 from lockstep.watch.board import pauses
-from lockstep.watch.watch import Watch, interrupt, take_watch
-from lockstep.watch.words import described, described_if_different, name_of, records_of
+from lockstep.watch.diagnosis import (
+    described,
+    described_if_different,
+    mismatch_as_json,
+    mismatch_from_json,
+    records_of,
+)
+from lockstep.watch.interrupt import interrupt
+from lockstep.watch.watch import Watch, take_watch
 
 _SECONDS_TO_END = 2.0
 _SECONDS_TO_ASK = 0.5  # after which a rank that does not come is asked what it waits for
@@ -20,17 +27,17 @@ _SECONDS_TO_LINGER = 2.0
 _JUDGE = 0  # the rank that compares the calls of all at the end
 
 
-def end_watch() -> Failure | None:
-    """End the watch; return why the calls of the ranks don't agree, if they don't.
+def end_watch() -> DistError | None:
+    """End the watch; return the error that says why the calls of the ranks don't agree, if they don't.
 
     Waits for up to two seconds for the other ranks, unless this one ends because of an error.
     """
     watch = take_watch()
-    if watch is None or watch.is_cut_off:
+    if watch is None:
         return None
     try:
         with suppress(Exception):  # the store may be gone
-            return _LastComparison(watch).compare()
+            return None if watch.is_cut_off else _LastComparison(watch).compare()
         return None
     finally:
         watch.stop()
@@ -47,7 +54,7 @@ class _LastComparison:
         self._watch = watch
         self._groups = recorded_groups()
 
-    def compare(self) -> Failure | None:
+    def compare(self) -> DistError | None:
         """Compare the calls of all ranks for the last time; return how they differ, if they do."""
         watch = self._watch
         error = sys.exception() or getattr(sys, "last_value", None)
@@ -79,24 +86,24 @@ class _LastComparison:
             if board.store.add("left", 0) == board.size or all(board.process(rank) == "gone" for rank in others):
                 return
 
-    def _verdict(self) -> Failure | None:
+    def _verdict(self) -> DistError | None:
         """Return what the first rank says of the calls of all ranks."""
         store = self._watch.store
         failure = self._wait(_SECONDS_TO_END + 0.5, lambda: [] if store.check(["verdict"]) else [_JUDGE])
         verdict = json.loads(store.get("verdict")) if failure is None and store.check(["verdict"]) else None
-        return Failure(*verdict) if verdict else failure
+        return mismatch_from_json(verdict) if verdict else failure
 
-    def _judge(self) -> Failure | None:
+    def _judge(self) -> DistError | None:
         """Compare the calls of all ranks, and tell them; of a failure that was declared they hear by themselves."""
         heard = difference = None
         try:
             heard = self._wait(_SECONDS_TO_END, self._watch.board.missing) if self._groups else None
             difference = None if heard else self._difference()
         finally:
-            self._watch.store.set("verdict", json.dumps(difference))
+            self._watch.store.set("verdict", json.dumps(difference and mismatch_as_json(difference)))
         return heard or difference
 
-    def _wait(self, seconds: float, missing: Callable[[], list[int]]) -> Failure | None:
+    def _wait(self, seconds: float, missing: Callable[[], list[int]]) -> DistError | None:
         """Wait for ranks that are missing, as long as they are there; return what fails meanwhile."""
         board, asked = self._watch.board, False
         for passed in pauses(seconds, board.tick):
@@ -111,15 +118,15 @@ class _LastComparison:
                     return failure
         return None
 
-    def _difference(self) -> Failure | None:
-        states = self._watch.board.last_words(range(1, self._watch.size))
+    def _difference(self) -> CollectiveMismatchError | None:
+        states = self._watch.board.last_states(range(1, self._watch.size))
         if any(state["failed"] for state in states.values()):
             return None
         states[_JUDGE] = self._watch.state(ended=True)
         differences = (described_if_different(comm, records_of(comm, states)) for comm, _ in self._groups)
         return next((one for one in differences if one is not None), None)
 
-    def _awaited(self, ranks: Sequence[int]) -> Failure | None:
+    def _awaited(self, ranks: Sequence[int]) -> DistError | None:
         """Return what some ranks wait for that this one, which ends, never calls."""
         states = self._watch.board.ask(ranks)
         for comm, calls in self._groups:
@@ -127,6 +134,6 @@ class _LastComparison:
                 if record.waiting > calls.number:
                     records = {rank: record, comm.rank: Record(calls.export())}
                     failure = described(comm, dict(sorted(records.items())), [comm.rank])
-                    self._watch.declare(name_of(comm), comm.ranks, failure)
+                    self._watch.declare(comm.group_name, comm.ranks, mismatch_as_json(failure))
                     return failure
         return None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from copy import copy
 
-from lockstep.calls import Failure
-from lockstep.errors import PEER_IS_GONE, DistError, message_of
+from lockstep.errors import PEER_IS_GONE, CollectiveMismatchError, DistError, message_of
 from lockstep.groups import Comm, known_groups, recorded_groups, resolve
-from lockstep.watch.watch import current_watch, interrupt
-from lockstep.watch.words import Absent, absence
+from lockstep.watch.diagnosis import Absent, absence
+from lockstep.watch.interrupt import interrupt
+from lockstep.watch.watch import current_watch
 
 # The backends' messages (torch 2.13) for a connection that timed out, and for a call that was ended from here.
 _SILENT = ("Timed out", "timed out", "timeout", "Timeout")
@@ -25,16 +26,17 @@ def mismatch(comm: Comm, *, all_know: bool = False) -> DistError:
     """
     calls, watch = comm.calls, current_watch()
     assert calls is not None
-    failure = calls.failure
-    if failure is None:
-        failure = Failure(f"ranks of {comm.name} must make the same calls, but their calls differ ({comm.this_rank})")
+    error = calls.failure
+    if error is None:
+        text = f"ranks of {comm.name} must make the same calls, but their calls differ ({comm.this_rank})"
+        error = CollectiveMismatchError(text)
         with suppress(Exception):  # the store may be gone
-            failure = failure if watch is None else watch.explain(comm, calls)
+            error = watch.explain(comm, calls) if watch is not None and comm.group_name else error
     if all_know:
         calls.reset()
     else:
         calls.has_failed = True
-    return failure.error()
+    return copy(error)
 
 
 def translate_error(error: RuntimeError, comm: Comm, *, is_of_torch: bool = False) -> Exception:
@@ -51,20 +53,20 @@ def translate_error(error: RuntimeError, comm: Comm, *, is_of_torch: bool = Fals
     if calls is not None:
         calls.has_failed = True
     if (failure := _known_failure(comm, text)) is not None:
-        return failure.error()
+        return copy(failure)
     is_gone = any(words in text for words in PEER_IS_GONE)
     if not is_gone and not any(words in text for words in _SILENT):
         return DistError(f"{text} ({comm.this_rank})")
     absent, is_cut_off = _absent(comm)
     if calls is not None and calls.failure is not None:
-        return calls.failure.error()
+        return copy(calls.failure)
     return absence(
         comm, absent, f"The backend says: {text}", cause=text, is_gone=is_gone, is_of_torch=is_of_torch,
         is_cut_off=is_cut_off,
     )  # fmt: skip
 
 
-def _known_failure(comm: Comm, text: str) -> Failure | None:
+def _known_failure(comm: Comm, text: str) -> DistError | None:
     """Return why a group can't be used further, or for which group the watch has ended what the backend ran."""
     if comm.calls is None or comm.calls.failure is not None or not any(words in text for words in _ABORTED):
         return None if comm.calls is None else comm.calls.failure
@@ -74,7 +76,7 @@ def _known_failure(comm: Comm, text: str) -> Failure | None:
 def _absent(comm: Comm) -> tuple[list[Absent], bool]:
     """Return the ranks that have not made the last call, and whether the store at which they met is gone."""
     watch, calls = current_watch(), comm.calls
-    if watch is None or calls is None:
+    if watch is None or calls is None or not comm.group_name:
         return [], False
     return watch.absent_in_time(comm, calls, calls.number), watch.is_cut_off
 

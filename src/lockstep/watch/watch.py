@@ -5,14 +5,13 @@ each rank called. The thread sleeps; about four times a second it looks whether 
 long the last call of each group has been unfinished, on the host or on a device.
 
 Keys of a group in the store: `same/g` (digest of its first rank's calls, every second), `failure/g` (why it can't be
-used further), `told/g/n` (what the first rank says of the n-th mismatch), `look/g/...` (which rank looks at a
-call, and which one warns).
+used further), `mismatch/g/n` (what the first rank says of the n-th mismatch), `look/g` (which rank was the last to look
+at a call that does not end, and which call that was).
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import json
 import logging
 import os
@@ -22,28 +21,40 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from datetime import timedelta
 from types import FrameType
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as torch_dist
 from torch.distributed import GroupMember, ProcessGroup, Store
 
-from lockstep.calls import Calls, Failure, Record, short_path
-from lockstep.errors import PEER_IS_GONE, DistError, message_of, ranks_in_words
-from lockstep.groups import Comm, gloo_beside, recorded_groups
+from lockstep.calls import Calls, short_path
+from lockstep.errors import CollectiveMismatchError, DistError, message_of, ranks_in_words
+from lockstep.groups import Comm, recorded_groups
 from lockstep.watch.board import Board, State, pauses
-from lockstep.watch.deadlock import absent_ranks, deadlock, stuck_ranks
-from lockstep.watch.words import Absent, Told, absence, described, lines_of, name_of, records_of
+from lockstep.watch.diagnosis import (
+    Absent,
+    absence,
+    absent_ranks,
+    deadlock,
+    described,
+    lines_of,
+    mismatch_as_json,
+    mismatch_from_json,
+    records_of,
+    stuck_ranks,
+    what_is_known,
+)
+from lockstep.watch.interrupt import end_process, interrupt, let_graphs_be_captured
 
 _SECONDS_TO_LOOK = 1.0  # after which a call is looked at for the first time, then at doubling intervals
 _SECONDS_TO_COMPARE = 1.0
 _SECONDS_TO_CONFIRM = 0.5  # after which ranks that wait for each other are asked again
 _SECONDS_TO_GO_ON = 2.0  # for a main thread whose group has been aborted
+_SECONDS_TO_ASK_AGAIN = 5.0  # a store that has not answered
 _SECONDS_OF_STORE = 10.0  # for one answer; torch would look for five minutes for the file of a FileStore that is gone
-_TAG = 0x10C7  # of a receive that nobody sends for
-_RELAXED = 2  # cudaStreamCaptureModeRelaxed
 _FRAMES = 6
 _LOCKSTEP = os.path.dirname(os.path.dirname(__file__))
 _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, _LOCKSTEP + os.sep)
@@ -112,7 +123,7 @@ class Watch:
         default: `id` of the default group.
         board: where ranks ask each other.
         error: with which this rank ends.
-        is_cut_off: whether the store has not answered.
+        cut_off_since: when the store has not answered, by the monotonic clock; None while it answers.
         looks_for_others: whether a collective has failed here, because of another rank: this one is not late.
     """
 
@@ -120,16 +131,17 @@ class Watch:
         self.default = id(default)
         self.rank, self.size = default.rank(), default.size()
         self.error = ""
-        self.is_cut_off = False
+        self.cut_off_since: float | None = None
         self.looks_for_others = False
         self._beat = _heartbeat_seconds()
         # For each group: when a call began, and after how many seconds of it to look and to warn.
         self._waits: dict[str, tuple[float, float, float]] = {}
         self._compared = time.monotonic()
         self._doubts: set[tuple[str, int]] = set()
-        self._place, self._since = (0, 0), time.monotonic()  # where the main thread is, and since when
+        self._position, self._since = (0, 0), time.monotonic()  # where the main thread is, and since when
         self._aborted: Calls | None = None  # of a group whose call ran on a device
-        self._heard, self._cut_off = -1, 0.0
+        self._heard = -1
+        self._last_looks: dict[str, str] = {}  # for each group, what `look/g` was when this rank has last seen it
         self.store = side_store()
         self.store.set_timeout(timedelta(seconds=_SECONDS_OF_STORE))
         self.board = Board(self.store, self.rank, self.size, self.state)
@@ -138,12 +150,31 @@ class Watch:
         self._thread.start()
         atexit.register(self.stop)
 
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the store does not answer."""
+        return self.cut_off_since is not None
+
     def stop(self) -> None:
         """End the thread, after what it does at present."""
         atexit.unregister(self.stop)
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join(2.0)
+
+    def _cut_off(self) -> None:
+        """Note that the store does not answer; a thread then asks until it does."""
+        if self.cut_off_since is None:
+            self.cut_off_since = time.monotonic()
+            threading.Thread(target=self._ask_again, name="lockstep-ask-again", daemon=True).start()
+
+    def _ask_again(self) -> None:
+        """Ask the store until it answers. Each time may last for as long as its host is stopped or has no network."""
+        while not self._stop.wait(_SECONDS_TO_ASK_AGAIN):
+            with suppress(Exception):  # the connection is broken, or the store is gone
+                self.store.check(["who/0"])
+                self.cut_off_since = None
+                return
 
     def _run(self) -> None:
         while not self._stop.wait(self.board.tick):
@@ -154,20 +185,20 @@ class Watch:
                     self._look_at_store()
                 for comm, calls in recorded_groups():
                     self._look_at_call(comm, calls)
-            except Exception:  # the store is gone, and soon the job
+            except Exception:  # the store is gone, and soon the job; or its host was stopped for a while
                 _logger.debug("the store does not answer", exc_info=True)
-                self.is_cut_off, self._cut_off = True, time.monotonic()
+                self._cut_off()
 
     def _look_at_main_thread(self) -> None:
-        """Note how long the main thread is at one place; end the process if that is a device that hangs."""
+        """Note how long the main thread is at one instruction; end the process if that is a device that hangs."""
         frame, now = _frame_of_main_thread(), time.monotonic()
-        place = (id(frame), -1 if frame is None else frame.f_lasti)
-        if place != self._place:
-            self._place, self._since = place, now
+        position = (id(frame), -1 if frame is None else frame.f_lasti)
+        if position != self._position:
+            self._position, self._since = position, now
         calls = self._aborted
         if calls is None or calls.failure is None or calls.has_failed or now - self._since < _SECONDS_TO_GO_ON:
             return
-        error = calls.failure.error()
+        error = copy(calls.failure)
         error.add_note("\n".join(["The main thread does not go on:", *_stack()]))
         end_process(error)
 
@@ -188,12 +219,12 @@ class Watch:
         number, since = calls.unfinished()
         if not number or calls.failure is not None:
             return
-        name, seconds = name_of(comm), time.monotonic() - since
+        name, seconds = comm.group_name, time.monotonic() - since
         if self._is_overdue(comm, seconds):
             absent = self.absent_in_time(comm, calls, number)
             detail = f"It has not ended for {seconds:.0f} s."
             error = absence(comm, absent, detail, number=number, is_cut_off=self.is_cut_off)
-            self._fail(comm, calls, calls.failure or Told.by(error))
+            self._fail(comm, calls, error)
         if self.is_cut_off:
             return
         begun, look, beat = self._waits.get(name, (0.0, 0.0, 0.0))
@@ -203,17 +234,34 @@ class Watch:
         if seconds < due:
             return
         self._waits[name] = (since, 2 * look if seconds >= look else look, 2 * beat if warns else beat)
-        is_first = self.store.add(f"look/{name}/{calls.resets}/{number}/{due}", 1) == 1
-        if is_first or self.board.gone(comm.ranks):
+        if self._is_first_to_look(name, [calls.resets, number, due]) or self.board.gone(comm.ranks):
             absent = self.find_absent(comm, calls, number)
             if warns and absent and calls.failure is None and calls.unfinished()[0] == number:
                 who = ranks_in_words([one.rank for one in absent])
                 text = f"{who} of {comm.name} in {calls.call(number)}\n{lines_of(absent)}"
                 _logger.warning("waiting %.0f s for %s", seconds, text)
 
+    def _is_first_to_look(self, group: str, what: list[float]) -> bool:
+        """Return whether no other rank looks at a call of a group, or has looked at it later, or at a later call.
+
+        Args:
+            group: name of the group.
+            what: how often its record has begun anew, the call's number, and after how many seconds this is due.
+        """
+        key, own = f"look/{group}", json.dumps([*what, self.rank])
+        last = self._last_looks.get(group, "")
+        for _ in range(2):  # the first time may only tell what others have looked at since
+            found = self.store.compare_set(key, last, own).decode()
+            if found == own or json.loads(found)[:-1] >= what:
+                break
+            last = found
+        self._last_looks[group] = found
+        return found == own
+
     def _is_overdue(self, comm: Comm, seconds: float) -> bool:
         """Return whether a call fails by now; backends of devices would end the process, and name nobody."""
-        is_alone = self.is_cut_off and time.monotonic() - self._cut_off >= _SECONDS_OF_STORE
+        since = self.cut_off_since
+        is_alone = since is not None and time.monotonic() - since >= _SECONDS_OF_STORE
         if is_alone and any(self.board.process(rank) == "gone" for rank in comm.ranks):
             return True
         return comm.timeout is not None and seconds >= comm.timeout.total_seconds()
@@ -221,7 +269,7 @@ class Watch:
     def state(self, *, ended: bool = False) -> dict[str, Any]:
         """Return what this rank does."""
         return {
-            "groups": {name_of(comm): _exported(comm, calls) for comm, calls in recorded_groups()},
+            "groups": {comm.group_name: _exported(comm, calls) for comm, calls in recorded_groups()},
             "stack": [] if ended else _stack(),
             "still": time.monotonic() - self._since,
             "ended": ended,
@@ -231,62 +279,71 @@ class Watch:
 
     # What a mismatch is.
 
-    def hear(self) -> Failure | None:
-        """Return why a group can't be used further, if this rank has heard of it."""
+    def hear(self) -> DistError | None:
+        """Return the error that says why a group can't be used further, if this rank has heard of it."""
         heard = []
         for comm, calls in recorded_groups():
-            key = f"failure/{name_of(comm)}"
+            key = f"failure/{comm.group_name}"
             if calls.failure is None and self.store.check([key]):
-                kind, *told = json.loads(self.store.get(key))
-                error = absence(comm, [Absent(*one) for one in told]) if kind == "gone" else None
-                calls.failure = Failure(*told) if error is None else Told.by(error)
+                kind, *values = json.loads(self.store.get(key))
+                if kind == "gone":
+                    calls.failure = absence(comm, [Absent(*one) for one in values])
+                else:
+                    calls.failure = mismatch_from_json(values)
                 heard.append((comm, calls, calls.failure))
         for one in heard:  # the main thread goes on when all are known
             self._fail(*one)
         return next((calls.failure for _, calls in recorded_groups() if calls.failure is not None), None)
 
-    def explain(self, comm: Comm, calls: Calls) -> Failure:
-        """Return which call is the first that differs between the ranks of a group, all of which call this.
+    def explain(self, comm: Comm, calls: Calls) -> CollectiveMismatchError:
+        """Return the error that names the first call that differs between the ranks of a group, all of which call this.
 
         The first rank asks, and tells the others.
         """
-        key = f"told/{name_of(comm)}/{calls.resets}"
+        key = f"mismatch/{comm.group_name}/{calls.resets}"
         if comm.rank != 0:
             for _ in pauses(2 * self.board.seconds_to_answer, self.board.tick):
                 self.board.answer()
                 if self.store.check([key]):
-                    return Failure(*json.loads(self.store.get(key)))
-        failure = self._difference(comm, self.board.ask(comm.ranks))
+                    return mismatch_from_json(json.loads(self.store.get(key)))
+        error = self._difference(comm, self.board.ask(comm.ranks))
         if comm.rank == 0:
-            self.store.set(key, json.dumps(failure))
-        return failure
+            self.store.set(key, json.dumps(mismatch_as_json(error)))
+        return error
 
-    def _difference(self, comm: Comm, states: Mapping[int, State | None]) -> Failure:
+    def _difference(self, comm: Comm, states: Mapping[int, State | None]) -> CollectiveMismatchError:
         ended = [rank for rank, one in enumerate(comm.ranks) if (states[one] or {}).get("ended")]
         return described(comm, records_of(comm, states), ended)
 
-    def declare(self, group: str, ranks: Sequence[int], failure: Sequence[object], kind: str = "calls") -> None:
-        """Tell the ranks of a group why it can't be used further: by a `Failure`, or what is known of ranks `gone`."""
-        self.store.set(f"failure/{group}", json.dumps([kind, *failure]))
+    def declare(self, group: str, ranks: Sequence[int], values: Sequence[object], kind: str = "calls") -> None:
+        """Tell the ranks of a group why it can't be used further.
+
+        Args:
+            group: its name.
+            ranks: its ranks.
+            values: of a mismatch, as `mismatch_as_json` gives them; or what is known of ranks that are absent.
+            kind: `calls` for a mismatch, `gone` for ranks that are absent.
+        """
+        self.store.set(f"failure/{group}", json.dumps([kind, *values]))
         self.board.notify([rank for rank in ranks if rank != self.rank])
 
-    def _fail(self, comm: Comm, calls: Calls, failure: Failure) -> None:
+    def _fail(self, comm: Comm, calls: Calls, error: DistError) -> None:
         """Let this rank's call in a group fail, and all later ones."""
-        calls.failure = calls.failure or failure
+        calls.failure = calls.failure or error
         if threading.current_thread() is self._thread and calls.unfinished()[0]:
             if not calls.waiting:
                 self._aborted, self._since = calls, time.monotonic()
             interrupt(comm)
 
-    def _fail_all(self, comm: Comm, calls: Calls, failure: Failure) -> None:
+    def _fail_all(self, comm: Comm, calls: Calls, error: CollectiveMismatchError) -> None:
         """Let all ranks of the group fail."""
         if calls.failure is None:
-            self.declare(name_of(comm), comm.ranks, failure)
-            self._fail(comm, calls, failure)
+            self.declare(comm.group_name, comm.ranks, mismatch_as_json(error))
+            self._fail(comm, calls, error)
 
     def _compare(self, comm: Comm, calls: Calls) -> None:
         """Compare the calls so far with those of the first rank of a group."""
-        key = f"same/{name_of(comm)}"
+        key = f"same/{comm.group_name}"
         if comm.rank == 0:
             number, resets = calls.number, calls.resets
             if number:
@@ -320,10 +377,10 @@ class Watch:
             finding = threading.Thread(target=find, name="lockstep-find-absent", daemon=True)
             finding.start()
             finding.join(self.board.seconds_to_answer + 0.4)
-            self.is_cut_off = finding.is_alive()
-        if not self.is_cut_off:
-            return found
-        return self._described(comm, [rank for rank in comm.ranks if self.board.process(rank) == "gone"], {})
+            if not finding.is_alive():
+                return found
+            self._cut_off()
+        return what_is_known([x for x in comm.ranks if self.board.process(x) == "gone"], comm, {}, self.board)
 
     def find_absent(self, comm: Comm, calls: Calls, number: int, *, has_failed: bool = False) -> list[Absent]:
         """Return which ranks of a group have not made a call that this rank has made, and what they do.
@@ -350,9 +407,9 @@ class Watch:
         if not has_failed:
             dead = [x for x, state in others.items() if (state["error"] if state else self.board.process(x) == "gone")]
             if dead:
-                found = self._described(comm, dead, states)
-                self.declare(name_of(comm), comm.ranks, found, "gone")
-                self._fail(comm, calls, Told.by(absence(comm, found, number=number)))
+                found = what_is_known(dead, comm, states, self.board)
+                self.declare(comm.group_name, comm.ranks, found, "gone")
+                self._fail(comm, calls, absence(comm, found, number=number))
                 return []
             self._find_deadlock(states)
         absent = [x for x, state in others.items() if state is None or x not in records or records[x].number < number]
@@ -360,7 +417,7 @@ class Watch:
         # not recorded: whoever is not in one of them is late.
         absent = absent or [x for x, state in others.items() if state and state["ended"]]
         absent = absent or [x for x, state in others.items() if not _is_waiting(state)]
-        return self._described(comm, absent, states)
+        return what_is_known(absent, comm, states, self.board)
 
     def _find_deadlock(self, states: dict[int, State | None]) -> None:
         """Find out whether ranks wait for each other in calls of different groups, and let these fail."""
@@ -372,87 +429,10 @@ class Watch:
         states = self.board.ask(states)
         again = stuck_ranks(states, self.size)
         if all(again.get(rank) == calls for rank, calls in stuck.items()):
-            failure = deadlock(states, stuck, self.size)
+            values = mismatch_as_json(deadlock(states, stuck, self.size))
             for name, members in {(call.group, call.members) for calls in stuck.values() for call in calls}:
-                self.declare(name, members, failure)
+                self.declare(name, members, values)
             self.hear()
-
-    def _described(self, comm: Comm, ranks: Sequence[int], states: Mapping[int, State | None]) -> list[Absent]:
-        """Return what is known of ranks that are absent."""
-        records, found = records_of(comm, states), list[Absent]()
-        for rank in ranks:
-            own, state = comm.ranks.index(rank), states.get(rank)
-            process = self.board.process(rank) if state is None else ""
-            has_ended = process == "gone" or (state is not None and state["ended"])
-            words = self._words(rank, state, process, records.get(own))
-            found.append(Absent(own, words, has_ended, "" if state is None else str(state["error"])))
-        return found
-
-    def _words(self, rank: int, state: State | None, process: str, record: Record | None) -> str:
-        place, last = self.board.place(rank), "no call in this group"
-        if state is None:
-            stopped = f"does not answer, because it is stopped ({place}; kill -CONT continues it)"
-            return {"gone": f"is gone ({place})", "stopped": stopped}.get(process, f"does not answer ({place})")
-        if record is not None and record.number:
-            last = f"last call {record.number}, {record.call(record.number)}, {record.seconds:.0f} s ago"
-        if state["ended"]:
-            cause = f" with {state['error']}" if state["error"] else ""
-            return f"has ended{cause} ({place}); {last}"
-        stack = "".join(f"\n      {line}" for line in state["stack"])
-        return f"{last} ({place}); now in{stack}"
-
-
-def interrupt(comm: Comm) -> None:
-    """Let what the main thread waits for in a group fail, and what the group runs on a device."""
-    pg = comm.pg
-    if pg is None:
-        return
-    beside = gloo_beside.get(pg)
-    gloo = pg if beside is None else beside()
-    if gloo is not None and (beside is not None or "cpu" in comm.devices):
-        # A receive that times out is what ends gloo's waits, by closing all connections of the group. Its `abort` and
-        # `shutdown` don't (torch 2.13). A receive from a rank that is gone fails without that.
-        for step in range(1, comm.size):
-            source = (comm.rank + step) % comm.size
-            try:
-                work = torch_dist.irecv(torch.empty(1, device="cpu"), group=gloo, group_src=source, tag=_TAG)
-                if work is not None:
-                    work.wait(timedelta(milliseconds=1))
-            except RuntimeError as error:
-                if any(words in str(error) for words in PEER_IS_GONE):
-                    continue
-            break
-    if comm.devices - {"cpu"}:
-        # On a device that is stuck it may never return.
-        aborting = threading.Thread(target=_abort, args=(pg,), name="lockstep-abort", daemon=True)
-        aborting.start()
-        aborting.join(_SECONDS_TO_GO_ON)
-
-
-def _abort(pg: ProcessGroup) -> None:
-    with suppress(Exception):  # it has been aborted, or its device has failed
-        pg.abort()
-
-
-def let_graphs_be_captured() -> None:
-    """Let this thread ask events of CUDA while another one captures a graph, which asking would end otherwise.
-
-    Call it before each time. torch has no function for it; it is a setting of the thread, in CUDA's runtime.
-    """
-    if torch.version.cuda is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        with suppress(OSError, AttributeError):  # a runtime of another name
-            runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
-            runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
-
-
-def end_process(error: BaseException) -> NoReturn:
-    """Show an error that nothing can catch, and end the process, whatever its main thread waits for."""
-    sys.excepthook(type(error), error, None)
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(1)
 
 
 def _exported(comm: Comm, calls: Calls) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from lockstep.dist import (
 from lockstep.dist.objects import start_gather_bytes
 from lockstep.testing import ranks
 
-from . import backends  # noqa: F401 - registers `silent`
+from ..dist import backends  # noqa: F401 - registers `silent`
 
 KINDS = pytest.mark.parametrize("backend", ["gloo", "silent"])
 SIZES = pytest.mark.parametrize("numel", [0, 1, 50_000])

@@ -30,7 +30,7 @@ from lockstep.groups import resolve
 from lockstep.testing import ranks
 from lockstep.watch.watch import side_store
 
-from .reference import assert_group_works
+from ..dist.reference import assert_group_works
 
 NUMEL = 70_001
 

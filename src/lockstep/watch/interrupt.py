@@ -1,0 +1,76 @@
+"""How what hangs is ended: calls of a group on the host and on a device, and at last the process."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sys
+import threading
+from contextlib import suppress
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as torch_dist
+from torch.distributed import ProcessGroup
+
+from lockstep.errors import PEER_IS_GONE
+from lockstep.groups import Comm, control_groups
+
+_SECONDS_TO_ABORT = 2.0
+_TAG = 0x10C7  # of a receive that nobody sends for
+_RELAXED = 2  # cudaStreamCaptureModeRelaxed
+
+
+def interrupt(comm: Comm) -> None:
+    """Let what the main thread waits for in a group fail, and what the group runs on a device."""
+    pg = comm.pg
+    if pg is None:
+        return
+    control_group = control_groups.get(pg)
+    gloo = pg if control_group is None else control_group()
+    if gloo is not None and (control_group is not None or "cpu" in comm.devices):
+        # A receive that times out is what ends gloo's waits, by closing all connections of the group. Its `abort` and
+        # `shutdown` don't (torch 2.13). A receive from a rank that is gone fails without that.
+        for step in range(1, comm.size):
+            source = (comm.rank + step) % comm.size
+            try:
+                work = torch_dist.irecv(torch.empty(1, device="cpu"), group=gloo, group_src=source, tag=_TAG)
+                if work is not None:
+                    work.wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if any(words in str(error) for words in PEER_IS_GONE):
+                    continue
+            break
+    if comm.devices - {"cpu"}:
+        # On a device that is stuck it may never return.
+        aborting = threading.Thread(target=_abort, args=(pg,), name="lockstep-abort", daemon=True)
+        aborting.start()
+        aborting.join(_SECONDS_TO_ABORT)
+
+
+def _abort(pg: ProcessGroup) -> None:
+    with suppress(Exception):  # it has been aborted, or its device has failed
+        pg.abort()
+
+
+def let_graphs_be_captured() -> None:
+    """Let this thread ask events of CUDA while another one captures a graph, which asking would end otherwise.
+
+    Call it before each time. torch has no function for it; it is a setting of the thread, in CUDA's runtime.
+    """
+    if torch.version.cuda is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        with suppress(OSError, AttributeError):  # a runtime of another name
+            runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
+            runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
+
+
+def end_process(error: BaseException) -> NoReturn:
+    """Show an error that nothing can catch, and end the process, whatever its main thread waits for."""
+    sys.excepthook(type(error), error, None)
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(1)

@@ -1,0 +1,77 @@
+"""Questions and answers of ranks at the store, and what they cost it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from lockstep.watch.board import Board
+
+
+class Counted:
+    """A store that counts its requests."""
+
+    def __init__(self, store: Any, after: Callable[[str], None] = lambda name: None) -> None:
+        self.store, self.after, self.requests = store, after, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self.store, name)
+
+        def call(*arguments: Any) -> Any:
+            self.requests[name] += 1
+            result = function(*arguments)
+            self.after(name)
+            return result
+
+        return call
+
+    def taken(self) -> int:
+        number = self.requests.total()
+        self.requests.clear()
+        return number
+
+
+@pytest.mark.parametrize("size", [2, 32, 1000])
+def test_requests_do_not_grow_with_the_number_of_ranks(size: int) -> None:
+    met = HashStore()
+    stores = [Counted(met) for _ in range(size)]
+    boards = [Board(store, rank, size, lambda rank=rank: {"rank": rank}) for rank, store in enumerate(stores)]
+    for board in boards:
+        board.answer()  # as at their first look
+    assert [store.taken() for store in stores] == [4] * size
+    for board in boards:
+        board.answer()
+    assert [store.taken() for store in stores] == [1] * size  # nobody has asked
+
+    def answer(name: str) -> None:
+        if name == "multi_set":
+            for board in boards[:-1]:
+                board.answer()
+
+    stores[-1].after = answer
+    assert boards[-1].ask(range(size)) == {rank: {"rank": rank} for rank in range(size)}
+    # Who has begun, and where; a number, the question, a look of its own, who has answered, and what.
+    assert stores[-1].taken() == 7
+    assert [store.taken() for store in stores[:-1]] == [3] * (size - 1)
+    stores[-1].after = lambda name: None
+    for board in boards[1:]:
+        board.end({"rank": board.rank, "ended": True})
+    assert boards[0].missing() == []
+    assert boards[0].last_states(range(1, size)) == {rank: {"rank": rank, "ended": True} for rank in range(1, size)}
+    assert stores[0].taken() <= 5
+    assert [store.taken() for store in stores[1:]] == [1] * (size - 1)
+
+
+def test_a_question_that_another_one_overwrites_is_answered() -> None:
+    store = HashStore()
+    boards = [Board(store, rank, 3, lambda rank=rank: {"rank": rank}) for rank in range(3)]
+    boards[2].answer()
+    first, second = store.add("asks", 1), store.add("asks", 1)
+    store.set("asked/2", str(second))
+    store.set("asked/2", str(first))
+    boards[2].answer()
+    assert boards[2].answered == second

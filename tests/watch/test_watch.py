@@ -1,0 +1,216 @@
+"""The watch: calls that hang on a device, handles that are waited for late, and what it asks of the store."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+
+from lockstep.dist import all_gather, all_reduce, barrier, gather, get_rank, init_dist
+from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, DistError
+from lockstep.groups import resolve
+from lockstep.testing import ranks
+from lockstep.watch.watch import current_watch
+
+from ..dist.reference import assert_group_works
+from .test_board import Counted
+
+HERE = r"\S*test_watch\.py:\d+"
+
+
+def ones() -> torch.Tensor:
+    return torch.ones(2)
+
+
+def raised(call: Callable[[], object], kind: type[DistError] = CollectiveMismatchError) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+# Calls on a device.
+
+
+class Running:
+    """A call that a device has not completed."""
+
+    def __init__(self) -> None:
+        self.is_complete = False
+
+    def is_completed(self) -> bool:
+        return self.is_complete
+
+
+def call_on_device(what: str = "all_reduce", group: torch_dist.ProcessGroup | None = None) -> Running:
+    """Record a call as one that was queued on a device, and has not ended there."""
+    calls = resolve(group).calls
+    assert calls is not None
+
+    def queue() -> Running:
+        calls.add(what, (ones(),))
+        calls.running = (calls.number, time.monotonic(), running := Running())
+        return running
+
+    return queue()
+
+
+def busy_until_failure(seconds: float = 20.0) -> None:
+    begun = time.monotonic()
+    while resolve().calls.failure is None and time.monotonic() - begun < seconds:
+        time.sleep(0.01)
+
+
+@ranks(2, fresh=True)
+def test_a_mismatch_of_calls_on_a_device_is_raised_by_the_next_call() -> None:
+    init_dist("pytorch", timeout=60)
+    all_reduce(ones())
+    call_on_device("all_reduce" if get_rank() == 0 else "reduce")
+    busy_until_failure()
+    text = raised(barrier)
+    assert re.search(r"their call 2 differs:\n  rank 0: all_reduce.*\n  rank 1: reduce", text), text
+
+
+@ranks(3, fresh=True)
+def test_who_is_late_for_a_call_on_a_device_is_named_at_the_timeout() -> None:
+    init_dist("pytorch", timeout=3)
+    all_reduce(ones())
+    barrier()
+    if get_rank() == 1:
+        time.sleep(8)
+        with pytest.raises(DistError):
+            all_reduce(ones())
+        return
+    call_on_device()
+    busy_until_failure()
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        all_reduce(ones())
+    late = r"rank 1 of the default group \(3\) did not take part in call 3, all_reduce\(.*\) at .*, in time"
+    assert re.match(
+        rf"{late} \(rank \d of 3\):\n  rank 1: last call 2, barrier\(\) at {HERE}(.|\n)* now in\n", str(caught.value)
+    )
+    assert caught.value.failed_ranks == (1,)
+
+
+@ranks(2, fresh=True)
+def test_a_call_that_ends_on_its_device_does_not_fail() -> None:
+    init_dist("pytorch", timeout=3)
+    running = call_on_device()
+    time.sleep(2)
+    running.is_complete = True
+    time.sleep(3)
+    assert resolve().calls.running is None
+    assert_group_works()
+
+
+@ranks(2, fresh=True)
+def test_ranks_that_wait_for_each_other_on_devices() -> None:
+    init_dist("pytorch", timeout=60)
+    group = torch_dist.new_group([0, 1])
+    own = None if get_rank() == 0 else group
+    call_on_device(group=own)
+    while resolve(own).calls.failure is None:
+        time.sleep(1)  # at one place, as a rank that waits for its device
+    text = raised(lambda: barrier(own))
+    assert "of the default group (2) waits for rank 1\n" in text
+    assert "of the group of ranks 0, 1 waits for rank 0" in text
+
+
+# The store.
+
+
+@ranks(2, 4, fresh=True)
+def test_requests_of_a_rank_while_it_works_and_while_it_waits() -> None:
+    init_dist("pytorch", timeout=60)
+    barrier()
+    watch = current_watch()
+    watch.store = watch.board.store = store = Counted(watch.store)
+    begun = time.monotonic()
+    time.sleep(3)
+    # Each look at what is asked, and each second two for the calls of the group.
+    seconds = time.monotonic() - begun
+    assert store.taken() <= seconds / watch.board.tick + 2 * seconds + 10
+    if get_rank() == 1:
+        time.sleep(6)
+    barrier()
+    # The others have looked for this rank after 1, 2 and 4 seconds.
+    seconds = time.monotonic() - begun - seconds
+    assert store.taken() <= 3 * (seconds / watch.board.tick + 2 * seconds + 10)
+
+
+@ranks(2, fresh=True)
+def test_a_handle_that_is_waited_for_late_does_not_fail() -> None:
+    init_dist("pytorch", timeout=3)
+    parts = [ones(), ones()]
+    handles = [
+        all_reduce(ones(), async_op=True),
+        all_gather(parts, ones(), async_op=True),
+        barrier(async_op=True),
+        gather(ones(), parts if get_rank() == 0 else None, async_op=True),
+    ]
+    time.sleep(6)
+    for handle in handles:
+        handle.wait()
+    assert_group_works()
+
+
+@ranks(2, fresh=True)
+def test_calls_that_wait_leave_one_key_of_a_group_in_the_store() -> None:
+    init_dist("pytorch", timeout=60)
+    store, keys = current_watch().store, []
+    for _ in range(3):
+        if get_rank() == 1:
+            time.sleep(1.6)
+        barrier()
+        keys.append(store.num_keys())
+    assert keys[0] == keys[2]
+
+
+@ranks(2, fresh=True)
+def test_a_group_that_was_destroyed_does_not_end_the_watch() -> None:
+    init_dist("pytorch", timeout=60)
+    group = torch_dist.new_group([0, 1])
+    barrier(group)
+    torch_dist.destroy_process_group(group)
+    if get_rank() == 1:
+        time.sleep(2)  # rank 0 asks what it does
+    barrier()
+    assert not current_watch().is_cut_off
+
+
+class Silent:
+    """A store that does not answer for a while."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.is_silent = store, True
+
+    def __getattr__(self, name: str) -> Any:
+        if self.is_silent:
+            raise torch_dist.DistStoreError("wait timeout")
+        return getattr(self.store, name)
+
+
+def until(what: Callable[[], bool], seconds: float = 20.0) -> None:
+    begun = time.monotonic()
+    while not what():
+        assert time.monotonic() - begun < seconds
+        time.sleep(0.05)
+
+
+@ranks(2, fresh=True)
+def test_a_store_that_was_silent_for_a_while_is_asked_again() -> None:
+    init_dist("pytorch", timeout=60)
+    barrier()
+    watch = current_watch()
+    watch.store = watch.board.store = store = Silent(watch.store)
+    until(lambda: watch.is_cut_off)
+    store.is_silent = False
+    until(lambda: not watch.is_cut_off)
+    barrier()
+    call_on_device("all_reduce" if get_rank() == 0 else "reduce")
+    busy_until_failure()
+    assert "differs" in raised(barrier)
