@@ -23,7 +23,6 @@ from lockstep.checkpoint.pointer import read_pointer
 from lockstep.checkpoint.search import Found
 from lockstep.checkpoint.values import decode, leaves, tagged
 from lockstep.checkpoint.verify import check, fault_found_by, is_old
-from lockstep.cli.options import whole_number
 from lockstep.errors import ConfigError, counted
 from lockstep.location import Location, locate
 from lockstep.masking import printable
@@ -172,7 +171,7 @@ def compare(
 @checkpoints_app.command()
 def prune(
     directory: Folder,
-    keep: Annotated[int, whole_number(1, help="The number of checkpoints to keep, the newest ones.")],
+    keep: Annotated[int, typer.Option(min=1, metavar="N", help="The number of checkpoints to keep, the newest ones.")],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Remove all checkpoints but the N newest whole ones, and what interrupted saves have left.
@@ -204,7 +203,7 @@ def prune(
 
 
 def _cell(value: object) -> str:
-    """Return a stranger's text for a table: neither markup nor control characters of it have an effect."""
+    """Return text for a table; markup and control characters in it have no effect."""
     from rich.markup import escape
 
     return escape(printable(str(value), lines=False))
