@@ -88,9 +88,9 @@ def test_what_cannot_be_read_is_told(words, says):
         (["launch", "s.py", "--nproc", "3:2"], "1 or more, or a range MIN:MAX of them, but is 3:2"),
         (["train", "c.py", "--nproc", "1:2"], "`--nproc` 1:2 must come with --max-restarts"),
         (["train", "c.py", "--nnodes", "1:2"], "`--nnodes` 1:2 must come with --max-restarts"),
-        (["train", "c.py", "--max-restarts", "-1"], "'--max-restarts': -1 is not in the range x>=0"),
-        (["find-batch-size", "c.py", "--updates", "1"], "'--updates': 1 is not in the range x>=2"),
-        (["checkpoints", "prune", ".", "--keep", "0.5"], "'--keep': '0.5' is not a valid integer"),
+        (["train", "c.py", "--max-restarts", "-1"], "'--max-restarts': must be a whole number, 0 or more, but is -1"),
+        (["find-batch-size", "c.py", "--updates", "1"], "'--updates': must be a whole number, 2 or more, but is 1"),
+        (["checkpoints", "prune", ".", "--keep", "0.5"], "'--keep': must be a whole number, 1 or more, but is 0.5"),
     ],
 )
 def test_a_number_that_an_option_can_not_take_is_shown(words, says):

@@ -23,6 +23,7 @@ from lockstep.checkpoint.pointer import read_pointer
 from lockstep.checkpoint.search import Found
 from lockstep.checkpoint.values import decode, leaves, tagged
 from lockstep.checkpoint.verify import check, fault_found_by, is_old
+from lockstep.cli.options import whole_number
 from lockstep.errors import ConfigError, counted
 from lockstep.location import Location, locate
 from lockstep.masking import printable
@@ -171,7 +172,7 @@ def compare(
 @checkpoints_app.command()
 def prune(
     directory: Folder,
-    keep: Annotated[int, typer.Option(min=1, metavar="N", help="The number of checkpoints to keep, the newest ones.")],
+    keep: Annotated[int, whole_number(1, help="The number of checkpoints to keep, the newest ones.")],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Remove all checkpoints but the N newest whole ones, and what interrupted saves have left.

@@ -27,6 +27,7 @@ from lockstep.cli.options import (
     TrustConfig,
     completing,
     rank_option,
+    whole_number,
 )
 from lockstep.config import Config, ResolvedConfig
 from lockstep.errors import ConfigError, TopologyError, counted
@@ -235,7 +236,7 @@ class FindBatchSize(Job):
     bisect: Annotated[
         bool, typer.Option("--bisect", help="Go on between the largest size that fits and the one that does not.")
     ] = False
-    updates: Annotated[int, typer.Option(min=2, metavar="N", help="Updates of the model with each size.")] = 3
+    updates: Annotated[int, whole_number(2, help="Updates of the model with each size.")] = 3
     memory: Annotated[
         str | None,
         typer.Option(

@@ -34,6 +34,21 @@ def completing(*names: str) -> Callable[[str], list[str]]:
     return lambda incomplete: [name for name in names if name.startswith(incomplete)]
 
 
+def whole_number(at_least: int, **options: Any) -> Any:
+    """Return an option that takes a whole number; any other value is a usage error that shows the value."""
+
+    def parse(value: str) -> int:
+        try:
+            number = int(value)
+        except ValueError:
+            number = at_least - 1
+        if number < at_least:
+            raise typer.BadParameter(f"must be a whole number, {at_least} or more, but is {value}")
+        return number
+
+    return typer.Option(parser=parse, **{"metavar": "N", **options})
+
+
 class Count(int):
     """A number of ranks or nodes; of a range MIN:MAX, its end.
 
@@ -58,6 +73,7 @@ def _count(value: str | int) -> Count:
 
 
 rank_option = partial(typer.Option, rich_help_panel="Ranks")
+_rank_number = partial(whole_number, rich_help_panel="Ranks")
 
 Nproc = Annotated[
     int | None,
@@ -84,7 +100,7 @@ TrustConfig = Annotated[
     ),
 ]
 GraceSeconds = Annotated[
-    int, rank_option(min=0, metavar="SECONDS", help="How long ranks may take to save and end after a signal.")
+    int, _rank_number(0, metavar="SECONDS", help="How long ranks may take to save and end after a signal.")
 ]
 Numa = Annotated[
     str | None,
@@ -93,7 +109,7 @@ Numa = Annotated[
         help="Bind each rank to CPUs near its GPU, as torchrun does.",
     ),
 ]
-MaxRestarts = Annotated[int, rank_option(min=0, metavar="N", help="How often all ranks start again after one failed.")]
+MaxRestarts = Annotated[int, _rank_number(0, help="How often all ranks start again after one failed.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +125,7 @@ class RankOptions:
             help="Machines of the job; call this on each. MIN:MAX: it goes on without machines that are lost.",
         ),
     ] = 1
-    node_rank: Annotated[int, rank_option(min=0, metavar="N", help="Which of the machines this is.")] = 0
+    node_rank: Annotated[int, _rank_number(0, help="Which of the machines this is.")] = 0
     rdzv: Annotated[
         str | None,
         rank_option(
