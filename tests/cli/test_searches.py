@@ -62,7 +62,7 @@ def test_a_rate_is_found_and_drawn(here, folder):
     rate = re.search(r"^rate +(\S+), where the loss falls most steeply$", out, re.MULTILINE).group(1)
     assert f"use     --cfg-options optim_wrapper.optimizer.lr={rate}\n" in out
     picture = Path(re.search(r"^picture (.+)$", out, re.MULTILINE).group(1))
-    assert f"<span>{shown(float(rate))} suggested</span>" in picture.read_text()
+    assert f'"{shown(float(rate))} suggested"' in picture.read_text()
     lines = [json.loads(line) for line in (picture.parent / "metrics.jsonl").read_text().splitlines()]
     assert {line["mode"] for line in lines} == {"lr_search"}
     assert here("train", "line.py", f"optim_wrapper.optimizer.lr={rate}")[0] == 0

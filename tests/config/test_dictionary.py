@@ -7,6 +7,7 @@ from collections import namedtuple
 import pytest
 
 from lockstep.config import ConfigDict
+from lockstep.config.dictionary import leaves
 from lockstep.errors import ConfigError
 
 Pair = namedtuple("Pair", "left right")
@@ -119,3 +120,9 @@ def test_to_dict_is_plain_all_the_way_down():
     assert type(plain) is dict
     assert type(plain["a"]["b"][0]) is dict
     assert plain == {"a": {"b": [{"c": 1}], "d": ({"e": 2},)}}
+
+
+def test_leaves_are_what_has_no_items():
+    found = dict(leaves({"a": {"b": [1, {"c": True}], "empty": {}}, "text": "xy", "none": None}))
+    assert found == {"a.b.0": 1, "a.b.1.c": True, "a.empty": {}, "text": "xy", "none": None}
+    assert list(leaves(3, "key")) == [("key", 3)]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from pathlib import Path
 
 import pytest
 
-from lockstep.logging import MMLogger, open_console, print_log, run_logging
+from lockstep.logging import MMLogger, open_console, print_log, run_logging, warnings_once
 
 
 def test_within_a_run_its_handlers_get_everything_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -41,3 +42,30 @@ def test_outside_of_a_run_it_goes_to_standard_error(tmp_path: Path, capfd: pytes
 def test_a_logger_that_nobody_made_is_refused():
     with pytest.raises(ValueError, match="`logger` must be the name of a logger, but 'nobody' is none"):
         print_log("x", logger="nobody")
+
+
+# What a run prints.
+
+
+def test_a_warning_is_shown_once_although_filters_change():
+    def warn(line: int, file: str = "one.py") -> None:
+        warnings.warn_explicit("the same", UserWarning, file, line)
+        with warnings.catch_warnings():  # makes Python forget what it has shown
+            warnings.simplefilter("ignore")
+
+    distributed = "/lib/torch/distributed/fsdp.py"
+    with warnings.catch_warnings(record=True) as caught, warnings_once(speaks=True):
+        warnings.simplefilter("always")
+        for line in (1, 1, 2, 1):
+            warn(line)
+        warn(1, distributed)
+    assert [(warning.filename, warning.lineno) for warning in caught] == [
+        ("one.py", 1),
+        ("one.py", 2),
+        (distributed, 1),
+    ]
+    with warnings.catch_warnings(record=True) as caught, warnings_once(speaks=False):
+        warnings.simplefilter("always")
+        warn(1)
+        warn(1, distributed)
+    assert [warning.filename for warning in caught] == ["one.py"]

@@ -1,12 +1,25 @@
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 import types
+from importlib import import_module
 
 import pytest
 
-from lockstep.errors import RegistryError
-from lockstep.registry import Library, Registry
+import lockstep.registry
+from lockstep.errors import ConfigError, RegistryError
+from lockstep.registry import (
+    DATA_SAMPLERS,
+    OPTIMIZERS,
+    RUNNERS,
+    BuildError,
+    Library,
+    Registry,
+    in_default_scope,
+    init_default_scope,
+)
 
 
 class Net:
@@ -208,3 +221,235 @@ def test_what_is_not_there_is_told_with_where_it_was_looked_for(key, says):
     registry.register_module("Net", module=dict)
     with pytest.raises(RegistryError, match=says):
         registry[key]
+
+
+# The default scope, and registries that build in a way of their own.
+
+
+@pytest.fixture
+def family() -> tuple[Registry, Registry]:
+    base = Registry("model", scope="base")
+    zoo = Registry("model", scope="zoo", parent=base)
+    base.register_module("Net", module=list)
+    base.register_module("Other", module=set)
+    zoo.register_module("Net", module=dict)
+    return base, zoo
+
+
+def test_names_are_looked_for_in_the_default_scope_first(family: tuple[Registry, Registry]):
+    base, zoo = family
+    assert base["Net"] is list
+    with in_default_scope("zoo"):
+        assert base["Net"] is dict
+        assert base["Other"] is set
+        assert base["base.Net"] is list
+        assert Registry("hook", scope="alone").get("Net") is None
+        with in_default_scope(None):  # as it was
+            assert base["Net"] is dict
+    assert base["Net"] is list
+    assert zoo["Net"] is dict
+    with pytest.raises(RegistryError), in_default_scope("zoo"):
+        raise RegistryError("away")
+    assert base["Net"] is list
+
+
+def test_a_config_names_the_scope_in_which_it_is_built(family: tuple[Registry, Registry]):
+    base, zoo = family
+
+    @zoo.register_module()
+    class Shelf:
+        def __init__(self, part: dict[str, str]) -> None:
+            self.part = base.build(part)
+
+    assert base.build({"type": "Net", "_scope_": "zoo"}) == {}
+    assert base.build({"type": "Shelf", "_scope_": "zoo", "part": {"type": "Net"}}).part == {}
+    assert base.build({"type": "Net"}) == []
+
+
+def test_the_default_scope_can_be_set_for_good(family: tuple[Registry, Registry]):
+    init_default_scope("zoo")
+    try:
+        assert family[0]["Net"] is dict
+    finally:
+        init_default_scope(None)
+
+
+def test_a_registry_may_build_in_its_own_way_and_so_do_its_children():
+    def build(cfg, registry, **defaults):
+        return registry.scope, cfg, defaults
+
+    parent = Registry("thing", scope="base", build_func=build)
+    child = Registry("thing", scope="zoo", parent=parent)
+    assert parent.build({"a": 1}, b=2) == ("base", {"a": 1}, {"b": 2})
+    assert child.build({}) == ("zoo", {}, {})
+
+
+def test_a_runner_is_built_from_a_whole_config():
+    from torch import nn
+
+    from lockstep.runner import Runner
+
+    @RUNNERS.register_module()
+    class OwnRunner(Runner):
+        pass
+
+    cfg = {"model": nn.Linear(1, 1), "work_dir": "nowhere"}
+    assert type(RUNNERS.build(cfg)) is Runner
+    assert type(RUNNERS.build({**cfg, "runner_type": "OwnRunner"})) is OwnRunner
+
+
+STANDARD = {name: value for name, value in vars(lockstep.registry).items() if isinstance(value, Registry)}
+
+
+def test_the_standard_registries_are_there():
+    assert set(STANDARD) == {
+        *("MODELS", "MODEL_WRAPPERS", "OPTIMIZERS", "OPTIM_WRAPPERS", "OPTIM_WRAPPER_CONSTRUCTORS", "PARAM_SCHEDULERS"),
+        *("CONVERTERS", "DATASETS", "DATA_SAMPLERS", "METRICS", "EVALUATOR", "HOOKS", "LOOPS", "STRATEGIES"),
+        *("VISUALIZERS", "VISBACKENDS", "RUNNERS", "FUNCTIONS", "TRANSFORMS", "TASK_UTILS"),
+    }
+    assert set(STANDARD) <= set(lockstep.registry.__all__)
+
+
+@pytest.mark.parametrize("name", STANDARD.keys() - {"TASK_UTILS"})
+def test_their_locations_exist(name):
+    assert STANDARD[name]._locations
+    for location in STANDARD[name]._locations:
+        import_module(location)
+
+
+def test_names_of_torch_resolve_without_being_registered():
+    import torch
+
+    assert OPTIMIZERS["SGD"] is torch.optim.SGD
+    assert OPTIMIZERS["lockstep.AdamW"] is torch.optim.AdamW
+    assert DATA_SAMPLERS["RandomSampler"] is torch.utils.data.RandomSampler
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    assert OPTIMIZERS.build({"type": "SGD", "lr": 0.1}, params=[parameter]).defaults["lr"] == 0.1
+
+
+def test_importing_the_registries_imports_neither_torch_nor_the_rooms_above():
+    code = (
+        "import sys, lockstep.registry\n"
+        "loaded = [m for m in sys.modules if m == 'torch' or m.startswith('lockstep.')]\n"
+        "print(sorted({m.split('.')[1] if '.' in m else m for m in loaded}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['errors', 'registry', 'version']"
+
+
+@pytest.mark.parametrize("name", STANDARD.keys())
+def test_locations_register_the_names_that_stand_beside_them(name):
+    registry = STANDARD[name]
+    for location, names in registry._locations.items():
+        import_module(location)
+        assert set(names) <= registry.module_dict.keys()
+        assert all(registry.module_dict[key].__module__.startswith(location) for key in names)
+
+
+def test_a_strategy_is_imported_when_it_is_asked_for():
+    code = (
+        "import sys\n"
+        "from lockstep import Runner\n"
+        "from lockstep.registry import STRATEGIES\n"
+        "STRATEGIES.get('ddp'), STRATEGIES.get('sdp')\n"
+        "heavy = ('torch.distributed.tensor', 'torch.distributed.fsdp', 'torch.distributed.checkpoint')\n"
+        "print([m for m in heavy if m in sys.modules], STRATEGIES.suggest('fspd'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[] in the registry of scope `lockstep`: did you mean `fsdp`?\n"
+
+
+class Optimizer:
+    def __init__(self, params, lr, momentum=0.0, *, nesterov=False):
+        if lr < 0:
+            raise ValueError("lr must not be negative")
+        self.got = (params, lr, momentum, nesterov)
+
+
+class Wrapper(Optimizer):
+    def __init__(self, scale=1, **kwargs):
+        super().__init__(**kwargs)
+
+
+class Faulty:
+    def __init__(self, size):
+        raise TypeError("something of its own")
+
+
+@pytest.fixture
+def optimizers():
+    registry = Registry("optimizer", scope="zoo")
+    for entry in (Optimizer, Wrapper, Faulty):
+        registry.register_module(entry)
+    return registry
+
+
+@pytest.mark.parametrize("kind", ["Optimizer", "zoo.Optimizer", Optimizer])
+def test_build_by_name_scope_or_class_leaves_the_config_alone(optimizers, kind):
+    cfg = {"type": kind, "lr": 0.1}
+    built = optimizers.build(cfg, params=[1], lr=0.5, momentum=0.9)
+    assert built.got == ([1], 0.1, 0.9, False)
+    assert cfg == {"type": kind, "lr": 0.1}
+
+
+def test_build_calls_functions_and_a_default_type_counts(optimizers):
+    assert optimizers.build({"type": lambda a, b: a + b, "a": 1}, b=2) == 3
+    assert optimizers.build({"lr": 0.1, "params": []}, type="Optimizer").got[1] == 0.1
+
+
+@pytest.mark.parametrize("built", [Optimizer([], 0.1), "Optimizer", None, [{"type": "Optimizer"}]])
+def test_what_is_no_dict_is_refused(optimizers, built):
+    with pytest.raises(TypeError, match=r"`cfg` must be a dict.*an object that exists"):
+        optimizers.build(built)
+
+
+def test_a_missing_misspelt_or_senseless_type(optimizers):
+    with pytest.raises(RegistryError, match=r"must have the key `type`.*\['lr'\]"):
+        optimizers.build({"lr": 0.1})
+    with pytest.raises(RegistryError, match="did you mean `Optimizer`"):
+        optimizers.build({"type": "Optimiser", "lr": 0.1})
+    with pytest.raises(TypeError, match="a name, a class or a function, but is 3"):
+        optimizers.build({"type": 3})
+
+
+@pytest.mark.parametrize(
+    ("cfg", "says"),
+    [
+        (
+            {"type": "Optimizer", "params": [], "lerning_rate": 0.1},
+            "optimizer `Optimizer`: unknown argument `lerning_rate`: did you mean `lr`?; missing argument `lr`",
+        ),
+        (
+            {"type": "Optimizer", "params": [], "lr": 0.1, "momentun": 0.9},
+            "unknown argument `momentun`: did you mean `momentum`?",
+        ),
+        (
+            {"type": "Optimizer", "params": [], "lr": 0.1, "zebra": 1},
+            "unknown argument `zebra`. Known: `lr`, `momentum`, `nesterov`, `params`.",
+        ),
+        ({"type": "Optimizer"}, "missing arguments `params`, `lr`"),
+        (
+            {"type": "Wrapper", "params": [], "lr": 0.1, "momentun": 0.9},
+            "optimizer `Wrapper`: unknown argument `momentun`: did you mean `momentum`?",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(optimizers, cfg, says):
+    with pytest.raises(BuildError, match=re.escape(says)) as caught:
+        optimizers.build(cfg)
+    assert isinstance(caught.value, TypeError)
+    assert isinstance(caught.value, ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "error", "says"),
+    [
+        ({"type": "Optimizer", "params": [], "lr": -1}, ValueError, "lr must not be negative"),
+        ({"type": "Faulty", "size": 1}, TypeError, "something of its own"),
+    ],
+)
+def test_an_error_of_the_constructor_passes_with_a_note(optimizers, cfg, error, says):
+    with pytest.raises(error, match=says) as caught:
+        optimizers.build(cfg)
+    assert type(caught.value) is error
+    assert caught.value.__notes__ == [f"while building the optimizer `{cfg['type']}` with {', '.join(list(cfg)[1:])}"]

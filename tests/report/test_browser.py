@@ -127,6 +127,25 @@ def test_long_curves_can_be_seen_in_logarithms(browse: Browse):
     assert dom.count("<canvas") == dom.count("<figure")
 
 
+def test_a_click_in_the_legend_hides_a_curve_with_its_band(browse: Browse):
+    dom = browse("document.querySelector('.u-series:not(.helper) th').click();", write_long_run)
+    assert dom.count('class="u-series u-off"') == 1
+    assert dom.count('class="u-series helper u-off"') == 2
+
+
+def test_dragging_zooms_in_on_all_plots(browse: Browse):
+    drag = (
+        "const over = document.querySelector('.chart .u-over'), box = over.getBoundingClientRect();"
+        "const at = (kind, x) => new MouseEvent(kind, {bubbles: true, movementX: 1, "
+        "clientX: box.left + x * box.width, clientY: box.top + 9});"
+        "over.dispatchEvent(at('mousemove', 0.5)); over.dispatchEvent(at('mousedown', 0.5));"
+        "over.dispatchEvent(at('mousemove', 1)); over.dispatchEvent(at('mouseup', 1));"
+    )
+    look = move_to(".heatmap", 0.01, 0.5)
+    dom = browse(f"{drag} Promise.resolve().then(() => {{ {look} }});")
+    assert 'data-place="iteration 55, epoch 2"' in dom
+
+
 def test_a_search_reads_out_the_loss_at_the_rate_under_the_pointer(browse: Browse):
     dom = browse(move_to(".search", 0.78, 0.5), write_search)
     assert 'data-place="learning rate 0.1"' in dom

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
-from html import unescape
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.report.figures import Chart, HeatMap, Line, Stretch, chart_html, heatmap_html, line_values, shown
-from lockstep.report.page import highlighted
 
 values = st.floats(-1e6, 1e6, allow_subnormal=False)
 
@@ -136,26 +133,3 @@ def test_gaps_between_records_stay_empty():
 )
 def test_numbers_are_shown_as_one_reads_them(value: float | None, text: str):
     assert shown(value) == text
-
-
-@pytest.mark.parametrize(
-    ("source", "html"),
-    [
-        (
-            "a = 'x < y'  # & so\n",
-            'a = <span class="string">\'x &lt; y\'</span>  <span class="comment"># &amp; so</span>\n',
-        ),
-        ("import a\n", '<span class="keyword">import</span> a\n'),
-        ("a = '''x\ny'''\nb = a\n", "a = <span class=\"string\">'''x\ny'''</span>\nb = a\n"),
-        ("b = [None,\n     2]", 'b = [<span class="number">None</span>,\n     <span class="number">2</span>]'),
-        ("a = (1 <", 'a = (<span class="number">1</span> &lt;'),
-        ("", ""),
-    ],
-)
-def test_source_is_coloured(source: str, html: str):
-    assert highlighted(source) == html
-
-
-@given(st.text(st.characters(exclude_characters="\r")))  # files are read with line ends of one kind
-def test_any_text_can_be_shown(text: str):
-    assert unescape(re.sub(r"</?span[^>]*>", "", highlighted(text))) == text

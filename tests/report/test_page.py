@@ -6,15 +6,19 @@ import json
 import re
 import subprocess
 import sys
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lockstep.errors import ReportError
 from lockstep.report import page_html, read_run, write_page
 from lockstep.report.best import best
+from lockstep.report.page import highlighted
 
 from .samples import rank_row, train_record, val_record, write_run, write_whole_run
 
@@ -273,3 +277,20 @@ def test_slow_ranks_are_listed_with_their_times(tmp_path: Path):
 def test_without_slow_ranks_there_is_no_list(tmp_path: Path):
     page = page_of(write_run(tmp_path / "run", [train_record(10), straggler(20, 1, None)]))
     assert not any("Slow ranks" in text for text in page.texts["h2"])
+
+
+@pytest.mark.parametrize(
+    ("source", "html"),
+    [
+        ("'x < y'  # & so", '<span class="s1">\'x &lt; y\'</span>  <span class="c1"># &amp; so</span>'),
+        ("import os", '<span class="kn">import</span>'),
+        ("[None, 2]", '<span class="kc">None</span><span class="p">,</span> <span class="mi">2</span>'),
+    ],
+)
+def test_source_is_coloured(source: str, html: str):
+    assert html in highlighted(source)
+
+
+@given(st.text(st.characters(exclude_characters="\r\ufeff")))  # files are read with line ends of one kind
+def test_any_text_can_be_shown(text: str):
+    assert unescape(re.sub(r"</?span[^>]*>", "", highlighted(text))).rstrip("\n") == text.rstrip("\n")

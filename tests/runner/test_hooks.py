@@ -21,7 +21,6 @@ from lockstep.dist import all_gather_object, get_rank
 from lockstep.errors import ConfigError
 from lockstep.evaluator import BaseMetric
 from lockstep.hooks import Hook, HookList, LoggerHook, ProgressHook
-from lockstep.hooks.progress import LiveDisplay, PlainDisplay
 from lockstep.logging import HistoryBuffer, JsonLinesSink, MessageHub
 from lockstep.runner import Runner
 from lockstep.testing import ranks
@@ -313,28 +312,6 @@ def test_a_log_shows_plain_lines(tmp_path: Path):
     shown = shown_on(console, ProgressHook(period_seconds=0), runner)
     assert re.fullmatch(r"epoch 2/4  3/4  loss \d\.\d{4}  [\d,]+ samples/s  ETA 0:00:00\n", shown)
     assert "\x1b" not in shown
-
-
-def test_lines_come_no_more_often_than_asked():
-    console = Console(file=StringIO(), width=80)
-    display = PlainDisplay(console, period_seconds=60)
-    display.begin("epoch 1/2", None)
-    for done in range(5):
-        display.show(done, "loss 1")
-    display.close()
-    assert console.file.getvalue() == ""
-
-
-def test_a_live_bar_can_be_shown_again_after_it_was_closed():
-    console = Console(file=StringIO(), force_terminal=True, width=80)
-    display = LiveDisplay(console)
-    for label in ("training", "validating"):
-        display.begin(label, 3)
-        display.show(1, "text")
-    display.close()
-    display.begin("testing", 2)
-    display.close()
-    assert all(label in console.file.getvalue() for label in ("training", "validating", "testing"))
 
 
 @ranks(2)

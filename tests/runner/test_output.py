@@ -80,18 +80,3 @@ def test_a_report_is_written_for_a_name_that_the_locale_lacks(tmp_path: Path) ->
     )
     assert done.returncode == 0, done.stderr
     assert (run / "report.html").stat().st_size > 1000
-
-
-def test_a_name_with_markup_is_shown_as_it_is() -> None:
-    from io import StringIO
-
-    from rich.console import Console
-
-    from lockstep.hooks.progress import LiveDisplay
-
-    shown = StringIO()
-    display = LiveDisplay(Console(file=shown, force_terminal=True, width=80))
-    display.begin("training", 2)
-    display.show(1, "acc[/top1] 0.5")
-    display.close()
-    assert "acc[/top1] 0.5" in shown.getvalue()

@@ -193,7 +193,7 @@ def prune(
 
 
 def _cell(value: object) -> str:
-    """Return a stranger's text for a table: neither markup nor control characters of it have an effect."""
+    """Return text for a table; markup and control characters in it have no effect."""
     from rich.markup import escape
 
     return escape(printable(str(value), lines=False))

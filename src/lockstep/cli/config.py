@@ -11,8 +11,7 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.errors import print_error
-from lockstep.cli.options import CfgOptions, ConfigPath, TrustConfig
+from lockstep.cli.options import CfgOptions, ConfigPath, TrustConfig, print_error
 from lockstep.config import Config, differences, parse_options
 from lockstep.config.config import import_custom
 from lockstep.errors import INPUT_ERRORS, ConfigError, did_you_mean
@@ -26,14 +25,14 @@ def read_config(path: Path, *, trusted: bool = False) -> Config:
 
     From then on, modules in its folder and in the current folder can be imported, as from a script there.
     """
-    import_from_beside(path)
+    import_from_folder_of(path)
     try:
         return Config.fromfile(path, trusted=trusted)
     except FileNotFoundError as error:
         raise ConfigError(str(error)) from None
 
 
-def import_from_beside(path: Path) -> None:
+def import_from_folder_of(path: Path) -> None:
     """Let this process import modules in the folder of the config at `path` and in the current folder."""
     for folder in (os.getcwd(), str(path.resolve().parent)):
         if folder not in sys.path:

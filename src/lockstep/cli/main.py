@@ -12,15 +12,21 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from lockstep.cli.batch_size import FindBatchSize
 from lockstep.cli.checkpoints import checkpoints_app
 from lockstep.cli.config import check, diff, print_config
 from lockstep.cli.doctor import Doctor
-from lockstep.cli.errors import print_error
 from lockstep.cli.export import Export
-from lockstep.cli.jobs import FindLR, Test, Train
-from lockstep.cli.options import GraceSeconds, MaxRestarts, Numa, RankOptions, command
-from lockstep.cli.words import CfgOptionsCommand, ScriptCommand
+from lockstep.cli.jobs import FindBatchSize, FindLR, Test, Train
+from lockstep.cli.options import (
+    CfgOptionsCommand,
+    GraceSeconds,
+    MaxRestarts,
+    Numa,
+    RankOptions,
+    ScriptCommand,
+    command,
+    print_error,
+)
 from lockstep.errors import INPUT_ERRORS, LaunchError, Preempted, nearest
 from lockstep.launch import launch
 from lockstep.launch.worker import end_soon

@@ -1,17 +1,32 @@
-"""Options that several commands share, as dataclasses. A command with many options is a dataclass, see `command`."""
+"""What several commands share: options, as fields of dataclasses; command lines that Typer can't parse; errors.
+
+A command with many options is a dataclass, see `command`.
+"""
 
 from __future__ import annotations
 
 import inspect
+import os
+import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Protocol, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
+from lockstep.errors import message_of
 from lockstep.launch import NUMA_MODES, JobSpec
+from lockstep.masking import mask_text, printable
+from lockstep.topology import topology_if_known
+
+_CFG_OPTIONS = "--cfg-options"
+_ASSIGNMENT = re.compile(r"[A-Za-z_][\w.\-]*=")
+_SECONDS_FOR_RANK_0 = 3.0
 
 
 def completing(*names: str) -> Callable[[str], list[str]]:
@@ -72,7 +87,7 @@ ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A Python, YA
 CfgOptions = Annotated[
     list[str] | None,
     typer.Option(
-        "--cfg-options",
+        _CFG_OPTIONS,
         metavar="KEY=VALUE ...",
         help="Change the config: a.b=1 c.0=[1,2]. The name of this option may be left out.",
     ),
@@ -136,15 +151,11 @@ class RankOptions:
             raise typer.BadParameter(str(error)) from None
 
 
-class Command(Protocol):
-    """A dataclass of options that can be run."""
+def command(options: type[Any]) -> Callable[..., None]:
+    """Return a function that Typer can use as a command: it has one parameter for each field of a dataclass.
 
-    def run(self) -> None:
-        """Run the command."""
-
-
-def command(options: type[Command]) -> Callable[..., None]:
-    """Return a function that Typer can use as a command: it has one parameter for each field of a dataclass."""
+    The function makes the dataclass of what the user has typed, and calls its method `run`.
+    """
 
     def run(**values: Any) -> None:
         options(**values).run()
@@ -156,3 +167,81 @@ def command(options: type[Command]) -> Callable[..., None]:
         [parameter.replace(annotation=hints[parameter.name]) for parameter in parameters]
     )
     return run
+
+
+class CfgOptionsCommand(TyperCommand):
+    """A command that takes changes to a config: ``--cfg-options a.b=1 c=[1,2]``, or just ``a.b=1`` anywhere."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Insert ``--cfg-options`` before each ``key=value`` that is not the value of another option."""
+        takes_value = _options(self)
+        repeated: list[str] = []
+        rest = iter(args)
+        before = ""
+        for arg in rest:
+            if before == _CFG_OPTIONS and not _ASSIGNMENT.match(arg) and not ctx.resilient_parsing:
+                ctx.fail(f"{_CFG_OPTIONS} must be followed by KEY=VALUE, as in train_cfg.max_epochs=3, but by {arg!r}")
+            before = arg
+            if arg == "--":
+                repeated += [arg, *rest]
+            elif _ASSIGNMENT.match(arg):
+                repeated += [_CFG_OPTIONS, arg]
+            elif arg != _CFG_OPTIONS:  # the values that follow are recognised by their own form
+                repeated += [arg, *islice(rest, takes_value.get(arg, False))]
+        return super().parse_args(ctx, repeated)
+
+
+class ScriptCommand(TyperCommand):
+    """A command that runs a script: its own options may come before and after the script's name.
+
+    All other arguments after the name belong to the script, and so does everything after ``--``.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Move the command's own options to the front, and put ``--`` before the script."""
+        takes_value = _options(self)
+        own: list[str] = []
+        script: list[str] = []
+        rest = iter(args)
+        for arg in rest:
+            name, equals, _ = arg.partition("=")
+            if arg == "--":
+                script += rest
+            elif name in takes_value and (not script or name.startswith("--")):
+                own.append(arg)
+                if takes_value[name] and not equals:
+                    value = next(rest, None)
+                    if value is None:
+                        return super().parse_args(ctx, own)  # reports the missing value
+                    own.append(value)
+            elif not script and arg.startswith("-"):
+                own.append(arg)  # help, or unknown: the parser reports it
+            else:
+                script.append(arg)
+        return super().parse_args(ctx, [*own, "--", *script])
+
+
+def _options(command: TyperCommand) -> dict[str, bool]:
+    """Return the names of a command's options, and whether each takes a value."""
+    return {
+        name: not getattr(parameter, "is_flag", False)
+        for parameter in command.params
+        if parameter.param_type_name == "option"
+        for name in parameter.opts
+    }
+
+
+def print_error(error: Exception) -> None:
+    """Print an input error once per node: usually every rank of a job raises the same one."""
+    from rich.console import Console
+    from rich.text import Text
+
+    if topology_if_known(os.environ).local_rank > 0:
+        # Local rank 0 prints the error and exits, and then most launchers stop the others. A rank that is still running
+        # after that has a different error.
+        time.sleep(_SECONDS_FOR_RANK_0)
+    notes = getattr(error, "__notes__", ())
+    text = Text.assemble(
+        ("error: ", "bold red"), printable(mask_text("\n".join([message_of(error), *map(str, notes)])))
+    )
+    Console(stderr=True, soft_wrap=True).print(text)

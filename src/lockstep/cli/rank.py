@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from lockstep.cli.jobs import run_as_rank
+import json
+import os
+from pathlib import Path
 
 if __name__ == "__main__":
-    run_as_rank()
+    asked = json.loads(Path(os.environ.pop("LOCKSTEP_PAYLOAD")).read_text(encoding="utf-8"))
+    if asked["job"] == "Doctor":
+        from lockstep.cli.doctor import look_as_rank
+
+        look_as_rank(asked)
+    else:
+        from lockstep.cli.jobs import run_as_rank
+
+        run_as_rank(asked)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from lockstep.config.config import Config, ResolvedConfig
 from lockstep.config.dictionary import ConfigDict
-from lockstep.config.differences import Difference, differences
 from lockstep.config.options import DictAction, parse_options
 from lockstep.config.python_file import read_base
+from lockstep.config.source_form import Difference, differences
 
 __all__ = [
     "Config",

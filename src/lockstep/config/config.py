@@ -16,11 +16,10 @@ import yaml
 
 from lockstep.config.config_file import DUMPED
 from lockstep.config.dictionary import ConfigDict
-from lockstep.config.inheritance import Source
+from lockstep.config.inheritance import Source, refuse_code
 from lockstep.config.options import set_dotted
 from lockstep.config.python_file import PythonFile, importable
 from lockstep.config.source_form import plain_data, python_source, source_form
-from lockstep.config.trust import refuse_code
 from lockstep.errors import ConfigError
 from lockstep.masking import mask_text, mask_value
 

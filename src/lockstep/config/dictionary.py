@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy, deepcopy
 from typing import Any, Self, TypeAlias
 
@@ -180,6 +180,24 @@ def items_below(value: object) -> dict[str, Any]:
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
     return {str(name): item for name, item in value.items()} if isinstance(value, Mapping) else {}
+
+
+def leaves(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested dicts, lists and tuples by dotted key; what has no items is a leaf.
+
+    Args:
+        value: what to look into.
+        key: its own dotted key.
+
+    Example:
+        >>> list(leaves(dict(model=dict(depths=[2, 4], init={}))))
+        [('model.depths.0', 2), ('model.depths.1', 4), ('model.init', {})]
+    """
+    items = items_below(value)
+    for name, item in items.items():
+        yield from leaves(item, f"{key}.{name}" if key else name)
+    if not items:
+        yield key, value
 
 
 def _deletes(changes: Mapping[Any, Any], error: MakeError, prefix: str) -> bool:

@@ -1,18 +1,22 @@
-"""`_base_` and `read_base()`: how one config file builds upon others, and which file set a key."""
+"""`_base_` and `read_base()`: how one config file builds upon others, which file set a key, and what data may not do.
+
+A YAML or JSON file may run Python files, import modules and name import paths only if its reader trusts it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.config_file import BaseFile, ConfigFile, DataFile
-from lockstep.config.dictionary import ConfigDict, mapped, merged
-from lockstep.config.placeholders import BASE, filled
+from lockstep.config.config_file import BASE, BaseFile, ConfigFile, DataFile, filled
+from lockstep.config.dictionary import ConfigDict, leaves, mapped, merged
 from lockstep.config.python_file import PythonFile
-from lockstep.errors import ConfigError, nearest
+from lockstep.errors import ConfigError, counted, nearest
+from lockstep.registry import is_registered
 from lockstep.registry.registry import SCOPE
 
 _KINDS: dict[str, type[PythonFile] | type[DataFile]] = {
@@ -21,6 +25,13 @@ _KINDS: dict[str, type[PythonFile] | type[DataFile]] = {
     ".yml": DataFile,
     ".json": DataFile,
 }
+# The keys whose values lockstep looks up in a registry.
+_NAMES = ("type", "strategy", "constructor", "collate_fn", "comm_hook", "ema_type", "runner_type")
+_IMPORTS = "custom_imports"
+_REMEDY = (
+    "YAML and JSON files are data: they may only name what is registered. If you trust {these}, say so with "
+    "--trust-config, or trusted=True in Config.fromfile; or write the config in Python, which is a program anyway"
+)
 
 
 def read_file(path: Path) -> ConfigFile:
@@ -169,3 +180,51 @@ def _joined(parts: list[tuple[BaseFile, ConfigDict]], file: ConfigFile) -> Confi
             origin[key] = base.path
         joined.update(part)
     return joined
+
+
+def refuse_code(source: Source) -> None:
+    """Check that no YAML or JSON file among a config and its bases leads to code by itself; import and run nothing.
+
+    Raises:
+        ConfigError: one does; the message lists each place with file, line and key.
+    """
+    if found := list(dict.fromkeys(_code_in(source))):
+        remedy = _REMEDY.format(these="this file" if len({place for place, _ in found}) == 1 else "these files")
+        if len(found) == 1:
+            raise ConfigError(f"{found[0][1]}. {remedy}")
+        lines = "".join(f"\n  {says}" for _, says in found)
+        raise ConfigError(f"{source.file.path} leads to code in {counted(len(found), 'place')}:{lines}\n{remedy}")
+
+
+def _code_in(source: Source) -> Iterator[tuple[str, str]]:
+    """Yield each place where data lead to code: its file, and a sentence."""
+    if not isinstance(source.file, DataFile):
+        for _, base in source.bases:
+            yield from _code_in(base)
+        return
+    if programs := list(_programs(source)):
+        yield from programs
+        return
+    # Only data from here on, so that the merged values can be had without running anything.
+    values = source.values()
+    if values.get(_IMPORTS):
+        yield _sentence(source, _IMPORTS, "imports modules")
+    for key, value in leaves(values):
+        names_code = isinstance(value, str) and key.rpartition(".")[2] in _NAMES
+        # A name without a dot can only be a registered one.
+        if names_code and "." in value and not is_registered(value):
+            yield _sentence(source, key, f"= {value!r} is an import path")
+
+
+def _programs(source: Source) -> Iterator[tuple[str, str]]:
+    """Yield where a YAML or JSON file, or one of its bases, names a Python file as its base."""
+    for base, below in source.bases:
+        if isinstance(below.file, DataFile):
+            yield from _programs(below)
+        else:
+            yield str(source.file.path), str(source.file.error(BASE, f"leads to a program, {base.path}"))
+
+
+def _sentence(source: Source, key: str, says: str) -> tuple[str, str]:
+    where: Any = source.where(key) or str(source.file.path)
+    return where.rpartition(":")[0], f"{where}: `{key}` {says}"

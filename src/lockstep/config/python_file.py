@@ -13,9 +13,8 @@ from traceback import extract_tb
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-from lockstep.config.config_file import BaseFile, ConfigFile, Write
+from lockstep.config.config_file import BASE, BaseFile, ConfigFile, Placeholders, Write
 from lockstep.config.dictionary import ConfigDict
-from lockstep.config.placeholders import BASE, Placeholders
 from lockstep.errors import ConfigError, error_in_words
 
 _MAKERS = ("dict", "ConfigDict")

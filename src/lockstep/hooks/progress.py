@@ -70,12 +70,7 @@ class ProgressHook(Hook):
         if "loss" in means:
             parts.append(f"loss {means['loss']:.4f}")
         parts.append("{metrics}")
-        if means.get("samples_per_second"):
-            parts.append(f"{means['samples_per_second']:,.0f} samples/s")
-        if means.get("tokens_per_second"):
-            parts.append(f"{means['tokens_per_second']:,.0f} tokens/s")
-        if means.get("mfu"):
-            parts.append(f"MFU {100 * means['mfu']:.1f} %")
+        parts += _rates(*(means.get(name) for name in ("samples_per_second", "tokens_per_second", "mfu")))
         if "lr" in means:
             parts.append(f"lr {means['lr']:.3g}")
         self._epoch_line = "  ".join([*parts, f"{perf_counter() - self._epoch_started:.1f} s"])
@@ -137,16 +132,22 @@ class ProgressHook(Hook):
         if "train/time" in scalars:
             # The ranks get equal numbers of samples, so this rank's number stands for all.
             per_second = runner.data_shard.size / scalars["train/time"].mean(_WINDOW)
-            parts.append(f"{scalars['train/samples'].mean(_WINDOW) * per_second:,.0f} samples/s")
-            if "amounts/tokens" in scalars:
-                parts.append(f"{scalars['amounts/tokens'].mean(_WINDOW) * per_second:,.0f} tokens/s")
             peak = runner.message_hub.get_info("peak_flops", 0.0) * runner.world_size
-            if peak and "amounts/flops" in scalars:
-                parts.append(f"MFU {100 * scalars['amounts/flops'].mean(_WINDOW) * per_second / peak:.1f} %")
+            samples, tokens, flops = (
+                scalars[name].mean(_WINDOW) * per_second if name in scalars else None
+                for name in ("train/samples", "amounts/tokens", "amounts/flops")
+            )
+            parts += _rates(samples, tokens, flops / peak if flops and peak else None)
         mean_seconds = (perf_counter() - self._started) / (runner.iter + 1 - self._first_iter)
         left_seconds = mean_seconds * (runner.max_iters - runner.iter - 1)
         parts.append(f"ETA {timedelta(seconds=round(left_seconds))}")
         return "  ".join(parts)
+
+
+def _rates(samples: float | None, tokens: float | None, mfu: float | None) -> list[str]:
+    """Return those of samples per second, tokens per second and MFU that are known, in words."""
+    shown = {"{:,.0f} samples/s": samples, "{:,.0f} tokens/s": tokens, "MFU {:.1f} %": mfu and 100 * mfu}
+    return [form.format(value) for form, value in shown.items() if value]
 
 
 def _epoch_label(runner: Run) -> str:

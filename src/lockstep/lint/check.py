@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Iterator, Sequence
 
 from lockstep.config import Config
-from lockstep.config.dictionary import items_below
+from lockstep.config.dictionary import leaves
 from lockstep.errors import ConfigError, counted, did_you_mean
 from lockstep.lint.parts import Fault
 from lockstep.lint.sections import faults_of
@@ -65,21 +65,13 @@ def _faults(cfg: Config, needed: Collection[str]) -> Iterator[Fault]:
             yield Fault(key, f"is not an argument of Runner, and nothing reads it{hint}")
     for key, says in mispaired(cfg):
         yield Fault(key, says)
-    for key in _masked_keys("", cfg):
-        yield Fault(
-            key, "was masked when the config was saved. Give the secret again, as an option or in a config of yours"
-        )
+    for key, leaf in leaves(cfg):
+        if is_masked(leaf):
+            says = "was masked when the config was saved. Give the secret again, as an option or in a config of yours"
+            yield Fault(key, says)
     for key in needed:
         if cfg.get(key) is None:
             yield Fault(key, "must be given")
-
-
-def _masked_keys(prefix: str, value: object) -> Iterator[str]:
-    for name, item in items_below(value).items():
-        if is_masked(item):
-            yield f"{prefix}{name}"
-        else:
-            yield from _masked_keys(f"{prefix}{name}.", item)
 
 
 def _where(cfg: Config, key: str) -> str:

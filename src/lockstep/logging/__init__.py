@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.logging.console import open_console, run_logging, warnings_once
-from lockstep.logging.loggers import MMLogger, print_log
+from lockstep.logging.loggers import MMLogger, open_console, print_log, run_logging, warnings_once
 from lockstep.logging.meters import HistoryBuffer, MessageHub, read_scalars, start_reading
 from lockstep.logging.sinks import JsonLinesSink
 

@@ -1,17 +1,136 @@
-"""Loggers for code without a Runner: messages of a model or a metric go where the run's own messages go."""
+"""Messages of a run: its console, the handlers that send log messages there and to a file, and loggers for any code."""
 
 from __future__ import annotations
 
 import logging
 import sys
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lockstep.logging.console import file_handler
+from rich.console import Console
+from rich.text import Text
+
 from lockstep.masking import mask_text, printable
+from lockstep.output import outlive_output
 
 _ROOT = "lockstep"
 _USERS = f"{_ROOT}.user"
+_STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red", logging.CRITICAL: "bold red"}
+
+
+def open_console(*, speaks: bool) -> Console:
+    """Return a console on standard output; without `speaks`, it prints nothing."""
+    outlive_output()
+    return _EncodedConsole(quiet=not speaks, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def run_logging(
+    console: Console,
+    file: Path,
+    *,
+    level: int | str = "INFO",
+    file_level: int | str = "INFO",
+    secrets: Collection[str] = (),
+) -> Iterator[logging.Logger]:
+    """Send lockstep's log messages to a console and to a file until the context ends.
+
+    Args:
+        console: shows messages of `level` and above.
+        file: receives messages of `file_level` and above; created at the first one.
+        level: name or number of a logging level.
+        file_level: the same for the file.
+        secrets: strings that are shown as `***`, in addition to what looks like a secret.
+    """
+    logger = logging.getLogger(_ROOT)
+    handlers = [_ConsoleHandler(console, secrets), file_handler(file, secrets)]
+    for handler, handler_level in zip(handlers, (level, file_level), strict=True):
+        handler.setLevel(handler_level)
+        logger.addHandler(handler)
+    before = logger.level, logger.propagate
+    logger.setLevel(min(handler.level for handler in handlers))
+    logger.propagate = False  # a handler on the root logger would print every message twice
+    try:
+        yield logger
+    finally:
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+        for handler in handlers:
+            logger.removeHandler(handler)
+            handler.close()
+
+
+@contextmanager
+def warnings_once(*, speaks: bool) -> Iterator[None]:
+    """Show each warning of the `warnings` module once per process, and torch's on distribution once per job.
+
+    torch changes the filters in each step, so that Python forgets what it has shown.
+
+    Args:
+        speaks: whether this process shows what torch's distributed packages warn of; on the others, it is the same.
+    """
+    shown: set[tuple[str, type[Warning], str, int]] = set()
+    before = warnings.showwarning
+
+    def show(message: Any, category: type[Warning], filename: str, lineno: int, *rest: Any, **named: Any) -> None:
+        key = str(message), category, filename, lineno
+        if key not in shown and (speaks or "/torch/distributed/" not in filename):
+            shown.add(key)
+            before(message, category, filename, lineno, *rest, **named)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
+
+
+class _EncodedConsole(Console):
+    """Draws in ASCII where standard output is; rich takes it for UTF-8."""
+
+    @property
+    def encoding(self) -> str:
+        return (getattr(self.file, "encoding", None) or "utf-8").lower()
+
+
+class _ConsoleHandler(logging.Handler):
+    """Prints through a rich console, above a live progress bar if there is one."""
+
+    def __init__(self, console: Console, secrets: Collection[str]) -> None:
+        super().__init__()
+        self._console = console
+        self._secrets = secrets
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            style = _STYLES.get(record.levelno, "")
+            prefix = f"{record.levelname.lower()}: " if style else ""
+            self._console.print(Text(prefix + printable(mask_text(record.getMessage(), self._secrets)), style=style))
+        except Exception:
+            self.handleError(record)
+
+
+class _MaskingFormatter(logging.Formatter):
+    """Writes messages and tracebacks without secrets."""
+
+    def __init__(self, form: str, date: str, secrets: Collection[str]) -> None:
+        super().__init__(form, date)
+        self._secrets = secrets
+
+    def format(self, record: logging.LogRecord) -> str:
+        # Further lines are indented, so that none looks like a record of its own.
+        return printable(mask_text(super().format(record), self._secrets)).replace("\n", "\n    ")
+
+
+def file_handler(file: Path, secrets: Collection[str] = ()) -> logging.Handler:
+    """Return a handler that writes to a file, which is created at the first message; `secrets` become `***`."""
+    handler = logging.FileHandler(file, encoding="utf-8", delay=True)
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    handler.setFormatter(_MaskingFormatter(form, "%Y-%m-%d %H:%M:%S", secrets))
+    return handler
 
 
 class MMLogger:

@@ -27,7 +27,7 @@ class JsonLinesSink:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: TextIO | None = None
-        self._is_told = False
+        self._has_warned = False
 
     def write(self, record: Mapping[str, Any], *, flush: bool = True) -> None:
         """Append a record; without `flush`, it is readable only after the next record with `flush`."""
@@ -35,7 +35,7 @@ class JsonLinesSink:
             line = _encode(record)
         except (TypeError, ValueError):  # not plain values, which is rare
             line = _encode({key: _plain(value) for key, value in record.items()})
-        with self._told():
+        with self._failure_as_warning():
             if self._file is None:
                 self._file = self.path.open("a", encoding="utf-8")
             self._file.write(f"{line}\n")
@@ -46,18 +46,18 @@ class JsonLinesSink:
         """Close the file; another record opens it again."""
         file, self._file = self._file, None
         if file is not None:
-            with self._told():
+            with self._failure_as_warning():
                 file.close()
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _failure_as_warning(self) -> Iterator[None]:
         """Warn of the first failure: what a training reports must not end it."""
         try:
             yield
         except OSError as error:
-            if not self._is_told:
+            if not self._has_warned:
                 _logger.warning("records can't be written to %s: %s. The run goes on without them", self.path, error)
-            self._is_told = True
+            self._has_warned = True
 
 
 def _plain(value: Any) -> Any:

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from lockstep.report.page import page_html, write_page
-from lockstep.report.records import Run, find_run, read_run
+from lockstep.report.records import RunRecords, find_run, read_run
 
-__all__ = ["Run", "find_run", "page_html", "read_run", "write_page"]
+__all__ = ["RunRecords", "find_run", "page_html", "read_run", "write_page"]

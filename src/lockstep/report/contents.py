@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from lockstep.report.figures import Chart, HeatMap, Line, Point, Stretch
-from lockstep.report.records import MODES, Record, Run, number
+from lockstep.report.records import MODES, Record, RunRecords, number
 
 _PLACE = {"mode", "epoch", "iter"}
 _PARTS_OF_A_STEP = ("time", "data_time", "comm_time")
@@ -25,7 +25,7 @@ _HEATMAPS = {  # how to read them
 }
 
 
-def charts_of(run: Run) -> list[Chart]:
+def charts_of(run: RunRecords) -> list[Chart]:
     """Return the charts of a run: losses, metrics, then throughput, times, learning rates and the rest."""
     names = _names(run.train)
     losses = [name for name in names if "loss" in name]
@@ -46,7 +46,7 @@ def charts_of(run: Run) -> list[Chart]:
     return [chart for chart in charts if chart.lines]
 
 
-def heatmaps_of(run: Run) -> list[HeatMap]:
+def heatmaps_of(run: RunRecords) -> list[HeatMap]:
     """Return heat maps of the times of several ranks; none for a single rank."""
     rows = [(row, _seconds_of(row)) for row in _rows(run)]
     maps = []
@@ -60,12 +60,12 @@ def heatmaps_of(run: Run) -> list[HeatMap]:
     return maps
 
 
-def suggestion_of(run: Run) -> float | None:
+def suggestion_of(run: RunRecords) -> float | None:
     """Return the rate that the run's last search for a learning rate suggests, or None."""
     return number(run.lr_search[-1].get("suggestion")) if run.lr_search else None
 
 
-def search_of(run: Run) -> tuple[Chart, tuple[float, float]] | None:
+def search_of(run: RunRecords) -> tuple[Chart, tuple[float, float]] | None:
     """Return the losses of a run's search over the rate, and the range to show; None if there is no search.
 
     The range leaves out losses so high that the fall would look flat beside them.
@@ -85,7 +85,7 @@ def points_of(records: Sequence[Record], name: str, over: str = "iter") -> list[
     return [(float(record[over]), value) for record in records if (value := number(record.get(name))) is not None]
 
 
-def metric_names(run: Run) -> list[str]:
+def metric_names(run: RunRecords) -> list[str]:
     """Return the names of the metrics of all evaluations."""
     return _names(run.evaluations)
 
@@ -101,13 +101,13 @@ def _names(records: Sequence[Record]) -> list[str]:
     return list(dict.fromkeys(name for name, value in values if name not in _PLACE and number(value) is not None))
 
 
-def _chart(run: Run, title: str, labels: Mapping[str, str], unit: str = "", *, from_zero: bool = False) -> Chart:
+def _chart(run: RunRecords, title: str, labels: Mapping[str, str], unit: str = "", *, from_zero: bool = False) -> Chart:
     """Return a chart of training values; `labels` maps recorded names to the names shown."""
     lines = [Line(label, points) for name, label in labels.items() if (points := points_of(run.train, name))]
     return Chart(title, lines, unit, from_zero=from_zero)
 
 
-def _loss_charts(run: Run, names: Sequence[str]) -> list[Chart]:
+def _loss_charts(run: RunRecords, names: Sequence[str]) -> list[Chart]:
     several = len(names) > 1
     lines = [Line(f"train {name}" if several else "train", points_of(run.train, name)) for name in names]
     for mode in MODES:
@@ -119,7 +119,7 @@ def _loss_charts(run: Run, names: Sequence[str]) -> list[Chart]:
     return [Chart("Loss", lines)]
 
 
-def _metric_charts(run: Run) -> list[Chart]:
+def _metric_charts(run: RunRecords) -> list[Chart]:
     charts = []
     for name in metric_names(run):
         if "loss" in name:
@@ -130,18 +130,18 @@ def _metric_charts(run: Run) -> list[Chart]:
     return charts
 
 
-def _evaluation_lines(run: Run, mode: str, name: str, label: str) -> list[Line]:
+def _evaluation_lines(run: RunRecords, mode: str, name: str, label: str) -> list[Line]:
     """Return the line of one metric, or no line if it was not evaluated in that mode."""
     points = points_of(run.evaluated(mode), name)
     return [Line(label, points, marked=True)] if points else []
 
 
-def _mfu_chart(run: Run) -> Chart:
+def _mfu_chart(run: RunRecords) -> Chart:
     points = [(at, 100 * value) for at, value in points_of(run.train, "mfu")]
     return Chart("Model FLOPs utilization", [Line("all ranks", points)] if points else [], "%", from_zero=True)
 
 
-def _step_chart(run: Run) -> Chart:
+def _step_chart(run: RunRecords) -> Chart:
     """Return a stacked chart of the parts of a step's time, as the mean over ranks."""
     records = [r for r in run.train if all(number(r.get(name)) is not None for name in ("time", "data_time"))]
     is_measured = any("comm_time" in record for record in records)
@@ -157,7 +157,7 @@ def _step_chart(run: Run) -> Chart:
     return Chart("Time of a step", [Line(name, points) for name, points in parts.items()], "ms", stacked=True)
 
 
-def _rows(run: Run) -> list[Record]:
+def _rows(run: RunRecords) -> list[Record]:
     """Return the complete rows of times by rank, all for the same number of ranks."""
     size = 0
     rows = []

@@ -12,14 +12,14 @@ from typing import Any
 from lockstep.report.best import best
 from lockstep.report.contents import metric_names, points_of, suggestion_of
 from lockstep.report.figures import Point, shown, unit_html
-from lockstep.report.records import MODES, Record, Run, number
+from lockstep.report.records import MODES, Record, RunRecords, number
 
 _TILE_METRICS = 2
 _VERSIONS = ("lockstep", "torch", "cuda", "python", "platform")
 _SLOW_PARTS = {"data": "wait for data", "compute": "forward and backward passes", "communication": "communication hook"}
 
 
-def tiles_html(run: Run) -> str:
+def tiles_html(run: RunRecords) -> str:
     """Return the key numbers of a run as HTML tiles."""
     tiles = []
     if (rate := suggestion_of(run)) is not None:
@@ -41,7 +41,7 @@ def tiles_html(run: Run) -> str:
     return f'<dl class="tiles">{"".join(tiles)}</dl>'
 
 
-def evaluations_html(run: Run) -> str:
+def evaluations_html(run: RunRecords) -> str:
     """Return all evaluations as a table, with known best values in bold; an empty string if there are none."""
     if not run.evaluations:
         return ""
@@ -61,7 +61,7 @@ def evaluations_html(run: Run) -> str:
     )
 
 
-def stragglers_html(run: Run) -> str:
+def stragglers_html(run: RunRecords) -> str:
     """Return the slow ranks of a run as an HTML table, in the order in which they were found; "" if there are none."""
     rows = [
         _straggler_row(run, place, record)
@@ -78,7 +78,7 @@ def stragglers_html(run: Run) -> str:
     )
 
 
-def environment_html(run: Run) -> str:
+def environment_html(run: RunRecords) -> str:
     """Return the environment of the run as an HTML list; an empty string if it is not recorded."""
     known = run.environment
     if not known:
@@ -91,7 +91,7 @@ def environment_html(run: Run) -> str:
     return f'<section><h2>Environment</h2><div class="card"><dl class="facts">{terms}</dl></div></section>'
 
 
-def started(run: Run) -> str:
+def started(run: RunRecords) -> str:
     """Return when the run began, or an empty string if that is not recorded."""
     try:
         moment = datetime.fromisoformat(str(run.environment.get("started")))
@@ -100,7 +100,7 @@ def started(run: Run) -> str:
     return f"{moment.day} {moment:%B %Y, %H:%M %Z}".strip()
 
 
-def _metric_tile(run: Run, name: str) -> str:
+def _metric_tile(run: RunRecords, name: str) -> str:
     """Return a tile with the best value of a metric, or with its last one if its name does not show which is best."""
     mode, points = next((mode, points) for mode in MODES if (points := points_of(run.evaluated(mode), name)))
     title, top = name.replace("_", " "), best(name, points)
@@ -114,7 +114,7 @@ def _tile(name: str, value: str, unit: str = "", note: str = "") -> str:
     return f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{unit_html(unit)}</dd>{noted}</div>"
 
 
-def _straggler_row(run: Run, place: int, record: Record) -> str:
+def _straggler_row(run: RunRecords, place: int, record: Record) -> str:
     rank, host = record.get("rank"), record.get("host")
     later = (other for other in run.stragglers[place + 1 :] if other.get("rank") == rank)
     end = next((_plain(other["iter"]) for other in later), "the end")

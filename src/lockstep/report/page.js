@@ -60,6 +60,10 @@
           u.over.querySelector(".u-cursor-x").dataset.place = named(u.posToVal(u.cursor.left, "x"));
           hover?.(u);
         }],
+        // A click in the legend hides a curve; its band goes, too.
+        setSeries: [(u, i, { show }) => {
+          if (show !== undefined && series[i]?.class) u.setSeries(i + 1, { show });
+        }],
       },
     }, data, area);
     const enter = () => {
@@ -124,7 +128,8 @@
       ctx.textBaseline = "top";
       ctx.fillText(text, left(x) + (isLeft ? -8 : 8) * pixel, box.top);
     };
-    const ends = ([low, high]) => [low ?? 0, high ?? 1]; // all values of a chart may not be finite
+    // None of the values may be finite.
+    const ends = ([low, high]) => [fromZero || stacked ? Math.min(0, low ?? 0) : low ?? 0, high ?? 1];
     const linear = { min: { pad: 0.06, soft: 0, mode: fromZero || stacked ? 1 : 3 }, max: { pad: 0.06 } };
     return plot(figure, axes, uPlot.join(tables), {
       series,

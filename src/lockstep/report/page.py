@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from html import escape
 from importlib.resources import files
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,13 @@ from lockstep.errors import ReportError
 from lockstep.report.contents import charts_of, heatmaps_of, search_of, suggestion_of
 from lockstep.report.facts import environment_html, evaluations_html, started, stragglers_html, tiles_html
 from lockstep.report.figures import chart_html, heatmap_html, shown
-from lockstep.report.records import Run, number
+from lockstep.report.records import RunRecords, number
 
 # The browser enforces that the page loads nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-_COLOURED = {  # pygments token types, more specific ones first
-    "Token.Keyword.Constant": "number",
-    "Token.Keyword": "keyword",
-    "Token.Operator.Word": "keyword",
-    "Token.Comment": "comment",
-    "Token.Literal.Number": "number",
-    "Token.Literal.String": "string",
-}
 
 
-def page_html(run: Run) -> str:
+def page_html(run: RunRecords) -> str:
     """Return the report of a run as one page of HTML."""
     charts = [chart_html(chart) for chart in charts_of(run)]
     heatmaps = [heatmap_html(heatmap) for heatmap in heatmaps_of(run)]
@@ -62,7 +53,7 @@ def page_html(run: Run) -> str:
     )
 
 
-def write_page(run: Run, path: Path) -> None:
+def write_page(run: RunRecords, path: Path) -> None:
     """Write the report of a run to a file.
 
     Raises:
@@ -75,27 +66,20 @@ def write_page(run: Run, path: Path) -> None:
 
 
 def highlighted(source: str) -> str:
-    """Return Python source as HTML, with a class for each kind of token that has a colour.
+    """Return Python source as HTML, with pygments' class for each token that has a colour.
 
     Example:
-        >>> highlighted("lr = 1e-3")
-        'lr = <span class="number">1e-3</span>'
+        >>> print(highlighted("lr = 1e-3"), end="")
+        <span class="n">lr</span> <span class="o">=</span> <span class="mf">1e-3</span>
     """
+    from pygments import highlight
+    from pygments.formatters.html import HtmlFormatter
     from pygments.lexers.python import PythonLexer
 
-    tokens = PythonLexer().get_tokens_unprocessed(source)
-    parts = []
-    for kind, group in groupby(tokens, key=lambda token: _colour_class(str(token[1]))):
-        text = escape("".join(token[2] for token in group), quote=False)
-        parts.append(f'<span class="{kind}">{text}</span>' if kind else text)
-    return "".join(parts)
+    return str(highlight(source, PythonLexer(stripnl=False, ensurenl=False), HtmlFormatter(nowrap=True)))
 
 
-def _colour_class(token_type: str) -> str:
-    return next((name for coloured, name in _COLOURED.items() if token_type.startswith(coloured)), "")
-
-
-def _search_html(run: Run) -> tuple[str, dict[str, Any]] | None:
+def _search_html(run: RunRecords) -> tuple[str, dict[str, Any]] | None:
     """Return the picture of a search for a learning rate, and its values for the script; None if there is no search."""
     found = search_of(run)
     if found is None:
@@ -107,7 +91,7 @@ def _search_html(run: Run) -> tuple[str, dict[str, Any]] | None:
     return html, {**values, "range": [low, high], "mark": rate and [rate, f"{mark} suggested"]}
 
 
-def _across(run: Run) -> tuple[int, int]:
+def _across(run: RunRecords) -> tuple[int, int]:
     """Return the first and the last iteration of the axis that all curves share."""
     iterations = [record["iter"] for record in (*run.train, *run.evaluations, *run.ranks)]
     starts = [row["iter"] - row["count"] for row in run.ranks if isinstance(row.get("count"), int)]
@@ -117,13 +101,13 @@ def _across(run: Run) -> tuple[int, int]:
     return low, max([*iterations, low + 1])
 
 
-def _epochs(run: Run) -> list[tuple[int, int]]:
+def _epochs(run: RunRecords) -> list[tuple[int, int]]:
     """Return pairs of an epoch and its last recorded iteration."""
     last = {int(record["epoch"]): record["iter"] for record in run.train if number(record.get("epoch")) is not None}
     return list(last.items())
 
 
-def _header(run: Run) -> str:
+def _header(run: RunRecords) -> str:
     known = run.environment
     size = known.get("world_size")
     ranks = None if size is None else f"{size} rank{'s' if size != 1 else ''}"
@@ -140,7 +124,7 @@ def _section(title: str, note: str, body: str) -> str:
     return f'<section><h2>{title} <small>{note}</small></h2><div class="grid">{body}</div></section>' if body else ""
 
 
-def _config_html(run: Run) -> str:
+def _config_html(run: RunRecords) -> str:
     if not run.config:
         return ""
     return (

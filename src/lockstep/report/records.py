@@ -23,7 +23,7 @@ _NOT_FINITE = {"nan", "inf", "-inf"}
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunRecords:
     """The records of one run, in order.
 
     Attributes:
@@ -79,7 +79,7 @@ def find_run(path: Path) -> Path:
     return max(runs, key=lambda folder: ((folder / _RECORDS).stat().st_mtime, folder.name))
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunRecords:
     """Read the records of a run. Unreadable lines are left out and listed in `faults`.
 
     Raises:
@@ -97,7 +97,7 @@ def read_run(folder: Path) -> Run:
     config = folder / "config.py"
     searches = [record for record in records if record["mode"] == _LR_SEARCH]
     began = max((place for place, record in enumerate(searches) if record["iter"] == 1), default=0)
-    return Run(
+    return RunRecords(
         folder=folder,
         train=[record for record in records if record["mode"] == "train"],
         evaluations=[record for record in records if record["mode"] in MODES],

@@ -9,14 +9,12 @@ from __future__ import annotations
 from lockstep.visualization.aim import AimVisualizer
 from lockstep.visualization.clearml import ClearMLVisualizer
 from lockstep.visualization.comet import CometVisualizer
-from lockstep.visualization.csv_files import CsvVisualizer
 from lockstep.visualization.dvclive import DVCLiveVisualizer
-from lockstep.visualization.local import LocalVisualizer
+from lockstep.visualization.files import CsvVisualizer, LocalVisualizer
 from lockstep.visualization.mlflow import MLflowVisualizer
 from lockstep.visualization.neptune import NeptuneVisualizer
-from lockstep.visualization.protocol import Closes, Opens, ShowsConfig, ShowsImages, ShowsScalars
-from lockstep.visualization.several import Visualizers, build_visualizers
 from lockstep.visualization.tensorboard import TensorBoardVisualizer
+from lockstep.visualization.visualizer import ShowsScalars, Visualizers, build_visualizers
 from lockstep.visualization.wandb import WandbVisualizer
 
 Visualizer = Visualizers
@@ -25,16 +23,12 @@ Visualizer = Visualizers
 __all__ = [
     "AimVisualizer",
     "ClearMLVisualizer",
-    "Closes",
     "CometVisualizer",
     "CsvVisualizer",
     "DVCLiveVisualizer",
     "LocalVisualizer",
     "MLflowVisualizer",
     "NeptuneVisualizer",
-    "Opens",
-    "ShowsConfig",
-    "ShowsImages",
     "ShowsScalars",
     "TensorBoardVisualizer",
     "Visualizer",

@@ -8,8 +8,8 @@ from typing import Any
 from lockstep.config import Config
 from lockstep.config.source_form import plain_data
 from lockstep.registry import VISUALIZERS
+from lockstep.visualization.files import as_picture
 from lockstep.visualization.library import LibraryVisualizer
-from lockstep.visualization.png import as_picture
 
 
 @VISUALIZERS.register_module(name=["AimVisualizer", "AimVisBackend"])

@@ -10,8 +10,8 @@ from typing import Any
 from lockstep.config import Config
 from lockstep.config.source_form import plain_data
 from lockstep.registry import VISUALIZERS
+from lockstep.visualization.files import as_picture, png_bytes
 from lockstep.visualization.library import LibraryVisualizer
-from lockstep.visualization.png import as_picture, png_bytes
 
 
 @VISUALIZERS.register_module(name=["CometVisualizer", "CometVisBackend"])

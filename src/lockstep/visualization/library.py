@@ -1,4 +1,4 @@
-"""What the visualizers share: a folder of their own, or an optional library with a run to end."""
+"""What the visualizers of experiment trackers share: an optional library, and a run of it to end."""
 
 from __future__ import annotations
 
@@ -10,28 +10,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lockstep.errors import ConfigError
-
-
-class FolderVisualizer:
-    """Base class of visualizers that write files of their own.
-
-    Args:
-        save_dir: the folder of the files, by default the run's folder.
-    """
-
-    def __init__(self, save_dir: str | Path | None = None) -> None:
-        self._save_dir = None if save_dir is None else Path(save_dir)
-
-    def open(self, run_dir: Path) -> None:
-        """Set and create the folder; files are created when first written."""
-        if self._save_dir is None:
-            self._save_dir = run_dir
-        self._save_dir.mkdir(parents=True, exist_ok=True)
-
-    def _folder(self) -> Path:
-        if self._save_dir is None:
-            raise RuntimeError(f"{type(self).__name__} must be opened before it is used, or be given a `save_dir`")
-        return self._save_dir
 
 
 class LibraryVisualizer(ABC):

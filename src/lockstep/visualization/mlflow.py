@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from lockstep.config import Config
-from lockstep.config.dictionary import items_below
+from lockstep.config.dictionary import leaves
 from lockstep.config.source_form import plain_data
 from lockstep.registry import VISUALIZERS
+from lockstep.visualization.files import as_picture, png_bytes
 from lockstep.visualization.library import LibraryVisualizer
-from lockstep.visualization.png import as_picture, png_bytes
 
 _PARAMS_PER_CALL = 100  # MLflow's own limit
 _LONGEST_PARAM = 500
@@ -88,27 +88,9 @@ class MLflowVisualizer(LibraryVisualizer):
 
         client = self.opened
         client.log_text(self._run_id, config.pretty_text, "config.py")
-        params = [Param(key, str(value)[:_LONGEST_PARAM]) for key, value in flat_options(config).items()]
+        params = [Param(key, str(value)[:_LONGEST_PARAM]) for key, value in leaves(plain_data(config))]
         for begin in range(0, len(params), _PARAMS_PER_CALL):
             client.log_batch(self._run_id, params=params[begin : begin + _PARAMS_PER_CALL])
 
     def _end(self, client: Any, *, failed: bool) -> None:
         client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
-
-
-def flat_options(config: Config) -> dict[str, Any]:
-    """Return the values of a config by dotted keys; classes by their import names.
-
-    Example:
-        >>> flat_options(Config(dict(model=dict(depths=[2, 4]), seed=None)))
-        {'model.depths.0': 2, 'model.depths.1': 4, 'seed': None}
-    """
-    return dict(_leaves("", plain_data(config)))
-
-
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    items = items_below(value)
-    for key, item in items.items():
-        yield from _leaves(f"{path}.{key}" if path else key, item)
-    if not items:
-        yield path, value

@@ -7,8 +7,8 @@ from typing import Any
 
 from lockstep.config import Config
 from lockstep.registry import VISUALIZERS
+from lockstep.visualization.files import as_picture
 from lockstep.visualization.library import LibraryVisualizer, is_installed
-from lockstep.visualization.png import as_picture
 
 _FLUSH_SECONDS = 10
 # Records come in batches. With the default of 10 events, the training would wait for the writing thread.

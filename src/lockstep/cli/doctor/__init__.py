@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from lockstep.cli.doctor import machine, network
+from lockstep.cli.doctor import machine
 from lockstep.cli.doctor.finding import Finding, as_json, examined, print_table, worst
-from lockstep.cli.errors import print_error
 from lockstep.cli.jobs import check_ranks_found
-from lockstep.cli.options import RankOptions, whole_number
+from lockstep.cli.options import RankOptions, print_error, whole_number
 from lockstep.errors import ConfigError, LockstepError, counted
 from lockstep.launch import launch
 from lockstep.topology import Topology, topology_if_known
@@ -83,8 +82,8 @@ class Doctor(RankOptions):
         """Start ranks that look together, and print what they have found on node 0."""
         with TemporaryDirectory(prefix="lockstep-") as folder:
             file = Path(folder, "found.json")
-            payload = json.dumps({"file": str(file), "timeout": self.timeout})
-            launch(["-m", "lockstep.cli.doctor.rank"], self.job_spec(), payload=payload)
+            payload = json.dumps({"job": "Doctor", "file": str(file), "timeout": self.timeout})
+            launch(["-m", "lockstep.cli.rank"], self.job_spec(), payload=payload)
             if self.node_rank != 0:  # rank 0 has written the file on node 0
                 return
             known = json.loads(file.read_text(encoding="utf-8"))
@@ -133,9 +132,8 @@ def findings_over_ranks(own: Sequence[Finding], timeout: float) -> list[Finding]
         destroy_dist()
 
 
-def look_as_rank() -> None:
+def look_as_rank(asked: Mapping[str, Any]) -> None:
     """Look as a rank that `lockstep doctor` has started; rank 0 writes what was found to the file that it was told."""
-    asked = json.loads(Path(os.environ.pop("LOCKSTEP_PAYLOAD")).read_text(encoding="utf-8"))
     found = findings_over_ranks(_own_findings(os.environ), asked["timeout"])
     at = topology_if_known(os.environ)
     if at.rank == 0:
@@ -148,9 +146,9 @@ def _own_findings(env: Mapping[str, str]) -> list[Finding]:
         "cores": machine.cores,
         "launcher": machine.launcher,
         "variables": machine.variables,
-        "host": network.host,
-        "interfaces": network.interfaces,
-        "port": network.port,
+        "host": machine.host,
+        "interfaces": machine.interfaces,
+        "port": machine.port,
         "shared memory": machine.shared_memory,
         "limits": machine.limits,
     }
@@ -160,9 +158,7 @@ def _own_findings(env: Mapping[str, str]) -> list[Finding]:
 def _torch_findings(env: Mapping[str, str]) -> list[Finding]:
     """Return what this process finds by torch."""
     try:
-        from lockstep.cli.doctor import by_torch
-
-        alone = [] if topology_if_known(env).world_size > 1 else [by_torch.loopback(env)]
-        return [by_torch.accelerators(env), by_torch.backends(env), *alone]
+        alone = [] if topology_if_known(env).world_size > 1 else [machine.loopback(env)]
+        return [machine.accelerators(env), machine.backends(env), *alone]
     except ImportError as error:
         return [Finding("torch", f"cannot be imported: {error}", "fault", "Install it from pytorch.org.")]

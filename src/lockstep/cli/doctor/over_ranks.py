@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as torch_dist
 
-from lockstep.cli.doctor import by_torch
 from lockstep.cli.doctor.finding import Finding, Status, joined
-from lockstep.cli.doctor.machine import affinity, installed, usable_cores
+from lockstep.cli.doctor.machine import affinity, device_of_rank, installed, usable_cores
 from lockstep.dist import all_gather_object, broadcast_object, get_dist_info
 from lockstep.errors import counted, ranks_in_words
 from lockstep.version import __version__
@@ -81,7 +80,7 @@ def _facts() -> dict[str, Any]:
             **{package: installed(package) for package in ("torch", "numpy")},
         },
         "variables": variables,
-        "device": by_torch.device(),
+        "device": device_of_rank(),
         "cores": affinity(),
         "usable": usable_cores(),
         "threads": torch.get_num_threads(),

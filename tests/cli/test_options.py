@@ -7,8 +7,7 @@ import typer
 from typer.testing import CliRunner
 
 from lockstep.cli.main import app
-from lockstep.cli.options import CfgOptions, Nproc
-from lockstep.cli.words import CfgOptionsCommand, ScriptCommand
+from lockstep.cli.options import CfgOptions, CfgOptionsCommand, Nproc, ScriptCommand
 
 
 def invoke(function, cls, words):

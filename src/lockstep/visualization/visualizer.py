@@ -1,19 +1,36 @@
-"""Several visualizers combined into one, and the function that builds those of a run."""
+"""What a visualizer is, several of them combined into one, and the function that builds those of a run."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from lockstep.config import Config
 from lockstep.errors import ConfigError, error_in_words
 from lockstep.registry import VISUALIZERS
-from lockstep.visualization.png import as_picture
-from lockstep.visualization.protocol import Closes, Opens, ShowsConfig, ShowsImages, ShowsScalars
+from lockstep.visualization.files import as_picture
 from lockstep.visualization.tensorboard import TensorBoardVisualizer
+
+
+@runtime_checkable
+class ShowsScalars(Protocol):
+    """What every visualizer must be able to do; it may have more.
+
+    These methods are called if a visualizer has them:
+
+    - ``open(run_dir: Path)``: begin to show the run in this folder, which exists. Before that, as on every rank but 0,
+      a visualizer holds no file, thread or connection.
+    - ``add_config(config: Config)``: show the config of the run.
+    - ``add_image(name: str, image, step: int)``: show an image that belongs to one step, a tensor or array of dtype
+      uint8 (0 to 255), [height, width] or [height, width, 3].
+    - ``close()``: show what is left, and release all resources, at the end of a run, even if the run has failed.
+    """
+
+    def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
+        """Show values that belong to one step."""
 
 
 @VISUALIZERS.register_module(name=["Visualizers", "Visualizer"])
@@ -74,23 +91,21 @@ class Visualizers:
         """
         folder = run_dir if self._save_dir is None else self._save_dir
         folder.mkdir(parents=True, exist_ok=True)
-        for part in self.parts:
-            if isinstance(part, Opens):
-                try:
-                    part.open(folder)
-                except UnicodeEncodeError:  # the locale lacks letters of the folder's name
-                    with self._failure_as_warning(part):
-                        raise
-                except Exception as error:
-                    error.add_note(f"while opening the visualizer {type(part).__name__}")
+        for part, open_part in self._with("open"):
+            try:
+                open_part(folder)
+            except UnicodeEncodeError:  # the locale lacks letters of the folder's name
+                with self._failure_as_warning(part):
                     raise
+            except Exception as error:
+                error.add_note(f"while opening the visualizer {type(part).__name__}")
+                raise
 
     def add_config(self, config: Config) -> None:
         """Show the config of the run."""
-        for part in self.parts:
-            if isinstance(part, ShowsConfig):
-                with self._failure_as_warning(part):
-                    part.add_config(config)
+        for part, add_config in self._with("add_config"):
+            with self._failure_as_warning(part):
+                add_config(config)
 
     def add_scalar(self, name: str, value: float, step: int = 0) -> None:
         """Show one value."""
@@ -104,23 +119,21 @@ class Visualizers:
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
         """Show an image: a tensor or array of dtype uint8, [height, width] or [height, width, 3]."""
-        showing = [part for part in self.parts if isinstance(part, ShowsImages)]
-        if showing:
+        if showing := self._with("add_image"):
             as_picture(image)  # an image that none can show is the caller's error, and raises
-        for part in showing:
+        for part, add_image in showing:
             with self._failure_as_warning(part):
-                part.add_image(name, image, step)
+                add_image(name, image, step)
 
     def close(self) -> None:
         """Close all visualizers, even if closing one of them fails, which is a warning too."""
-        with ExitStack() as closing:
-            for part in self.parts:
-                if isinstance(part, Closes):
-                    closing.callback(self._close, part)
+        for part, close in reversed(self._with("close")):
+            with self._failure_as_warning(part):
+                close()
 
-    def _close(self, part: Any) -> None:
-        with self._failure_as_warning(part):
-            part.close()
+    def _with(self, method: str) -> list[tuple[ShowsScalars, Any]]:
+        """Return the visualizers that have a method, each with that method."""
+        return [(part, getattr(part, method)) for part in self.parts if hasattr(part, method)]
 
     @contextmanager
     def _failure_as_warning(self, part: ShowsScalars) -> Iterator[None]:

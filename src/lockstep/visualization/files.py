@@ -1,0 +1,169 @@
+"""Visualizers that write files of their own: JSON Lines and PNG, or CSV."""
+
+from __future__ import annotations
+
+import csv
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.logging import JsonLinesSink
+from lockstep.registry import VISUALIZERS
+
+
+class FolderVisualizer:
+    """Base class of visualizers that write files of their own.
+
+    Args:
+        save_dir: the folder of the files, by default the run's folder.
+    """
+
+    def __init__(self, save_dir: str | Path | None = None) -> None:
+        self._save_dir = None if save_dir is None else Path(save_dir)
+
+    def open(self, run_dir: Path) -> None:
+        """Set and create the folder; files are created when first written."""
+        if self._save_dir is None:
+            self._save_dir = run_dir
+        self._save_dir.mkdir(parents=True, exist_ok=True)
+
+    def _folder(self) -> Path:
+        if self._save_dir is None:
+            raise RuntimeError(f"{type(self).__name__} must be opened before it is used, or be given a `save_dir`")
+        return self._save_dir
+
+
+@VISUALIZERS.register_module(name=["LocalVisualizer", "LocalVisBackend"])
+class LocalVisualizer(FolderVisualizer):
+    """Writes scalars to `scalars.jsonl`, with their step, and images to `images/NAME_STEP.png`.
+
+    A Runner always writes its records to `metrics.jsonl` and its config to `config.py`; this visualizer also writes
+    what hooks show themselves.
+
+    Args:
+        save_dir: the folder of the files, by default the run's folder.
+        img_save_dir: folder of the images in it.
+        scalar_save_file: name of the file of scalars in it.
+        config_save_file: from MMEngine; has no effect, because a run writes its config.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | Path | None = None,
+        img_save_dir: str = "images",
+        scalar_save_file: str = "scalars.jsonl",
+        config_save_file: str = "config.py",
+    ) -> None:
+        super().__init__(save_dir)
+        self._img_save_dir = img_save_dir
+        self._scalar_save_file = scalar_save_file
+        self._scalars: JsonLinesSink | None = None
+
+    def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
+        """Append a line."""
+        if self._scalars is None:
+            self._scalars = JsonLinesSink(self._folder() / self._scalar_save_file)
+        self._scalars.write({"step": step, **scalar_dict})
+
+    def add_image(self, name: str, image: Any, step: int = 0) -> None:
+        """Write a PNG file; a slash in the name creates a folder."""
+        path = self._folder() / self._img_save_dir / f"{name}_{step}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png_bytes(as_picture(image)))
+
+    def close(self) -> None:
+        """Close the file of scalars."""
+        if self._scalars is not None:
+            self._scalars.close()
+
+
+@VISUALIZERS.register_module()
+class CsvVisualizer(FolderVisualizer):
+    """Writes one row per step: `train/loss` becomes the column `loss` of `train.csv`, `val/...` goes to `val.csv`.
+
+    A name without a slash goes to `scalars.csv`. A name that appears later adds a column; the file is then rewritten.
+
+    Args:
+        save_dir: the folder of the files, by default the run's folder.
+    """
+
+    def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
+        """Append a row to each table that these values belong to."""
+        folder = self._folder()
+        rows: dict[str, dict[str, float]] = {}
+        for name, value in scalar_dict.items():
+            table, _, column = name.partition("/") if "/" in name else ("scalars", "", name)
+            rows.setdefault(table, {"step": step})[column] = value
+        for table, row in rows.items():
+            _append(folder / f"{table}.csv", row)
+
+    def close(self) -> None:
+        """Do nothing: no file stays open from one row to the next."""
+
+
+def _append(path: Path, row: dict[str, float]) -> None:
+    """Add a row to a table, and rewrite the table if it lacks columns."""
+    path.touch()
+    with path.open(encoding="utf-8", newline="") as file:
+        columns = next(csv.reader(file), [])
+    if new := [name for name in row if name not in columns]:
+        columns += new
+        _rewrite(path, columns)
+    with path.open("a", encoding="utf-8", newline="") as file:
+        csv.DictWriter(file, columns).writerow(row)
+
+
+def _rewrite(path: Path, columns: list[str]) -> None:
+    """Rewrite a table with more columns; the new ones are empty in its old rows."""
+    fresh = path.with_suffix(".csv.new")
+    with path.open(encoding="utf-8", newline="") as old, fresh.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(csv.DictReader(old))
+    fresh.replace(path)
+
+
+def as_picture(image: Any) -> Tensor:
+    """Return an image as a uint8 tensor on the CPU.
+
+    Args:
+        image: a tensor, or anything that `torch.as_tensor` accepts, of dtype uint8.
+
+    **Shapes**: `image` is [height, width], [height, width, 1] or [height, width, 3]; the result [height, width, 3].
+    """
+    picture = torch.as_tensor(image).detach().cpu()
+    if picture.dtype != torch.uint8:
+        raise TypeError(
+            f"`image` must be of dtype uint8, but is of {picture.dtype}; "
+            "for values from 0 to 1 use (image * 255).to(torch.uint8)"
+        )
+    shape = tuple(picture.shape)
+    if picture.dim() == 2:
+        picture = picture.unsqueeze(2)
+    if picture.dim() != 3 or picture.shape[2] not in (1, 3) or not picture.numel():
+        raise ValueError(f"`image` must have the shape [height, width] or [height, width, 3], but has {list(shape)}")
+    return picture.expand(-1, -1, 3).contiguous()
+
+
+def png_bytes(picture: Tensor) -> bytes:
+    """Return an image as the bytes of a PNG file.
+
+    **Shapes**: [height, width, 3].
+
+    **Source**: ISO/IEC 15948, with colour type 2 and the filter "none" on each line.
+    """
+    height, width, _ = picture.shape
+    filters = torch.zeros(height, 1, dtype=torch.uint8)
+    lines = torch.cat([filters, picture.reshape(height, 3 * width)], dim=1)
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    body = zlib.compress(bytes(lines.flatten().tolist()))
+    chunks = ((b"IHDR", header), (b"IDAT", body), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, data) for kind, data in chunks)
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -1,0 +1,53 @@
+"""How progress is drawn; what is drawn of a run is in tests/runner/test_hooks.py."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from lockstep.hooks.progress import LiveDisplay, PlainDisplay, _rates
+
+
+def test_lines_come_no_more_often_than_asked():
+    console = Console(file=StringIO(), width=80)
+    display = PlainDisplay(console, period_seconds=60)
+    display.begin("epoch 1/2", None)
+    for done in range(5):
+        display.show(done, "loss 1")
+    display.close()
+    assert console.file.getvalue() == ""
+
+
+def test_a_live_bar_can_be_shown_again_after_it_was_closed():
+    console = Console(file=StringIO(), force_terminal=True, width=80)
+    display = LiveDisplay(console)
+    for label in ("training", "validating"):
+        display.begin(label, 3)
+        display.show(1, "text")
+    display.close()
+    display.begin("testing", 2)
+    display.close()
+    assert all(label in console.file.getvalue() for label in ("training", "validating", "testing"))
+
+
+def test_a_name_with_markup_is_shown_as_it_is() -> None:
+    shown = StringIO()
+    display = LiveDisplay(Console(file=shown, force_terminal=True, width=80))
+    display.begin("training", 2)
+    display.show(1, "acc[/top1] 0.5")
+    display.close()
+    assert "acc[/top1] 0.5" in shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("known", "shown"),
+    [
+        ((None, None, None), []),
+        ((5000.4, None, None), ["5,000 samples/s"]),
+        ((50.0, 51_200.0, 0.4321), ["50 samples/s", "51,200 tokens/s", "MFU 43.2 %"]),
+    ],
+)
+def test_rates_that_are_known_are_shown(known, shown):
+    assert _rates(*known) == shown
