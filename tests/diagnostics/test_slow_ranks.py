@@ -155,6 +155,18 @@ def test_a_wrong_factor_is_refused(factor):
         LoggerHook(slow_factor=factor)
 
 
+def test_a_rank_whose_host_is_as_fast_as_the_others_is_not_called_slow():
+    def rows(**second: Any) -> list[list[Sample]]:
+        ahead = {"host": second.pop("other_host"), "is_host_bound": False}
+        return [
+            [even(place)._replace(**ahead), even(place, **second)._replace(is_host_bound=True)] for place in range(9)
+        ]
+
+    assert watched(rows(compute=0.1, other_host=0.1)) == []  # the other host has begun earlier, and stays ahead
+    assert [slow.part for slow in watched(rows(compute=0.1, other_host=0.02))] == ["compute"]
+    assert [slow.part for slow in watched(rows(data=0.1, other_host=0.1))] == ["data"]
+
+
 def test_samples_that_some_ranks_send_later_are_compared_with_those_of_the_same_iterations():
     watch = StragglerWatch(1.5)
     healthy, slow = [even(place) for place in range(2)], [even(place, compute=0.1) for place in range(2)]

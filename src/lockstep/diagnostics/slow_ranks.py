@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from time import perf_counter
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -51,6 +52,8 @@ class _Iteration(NamedTuple):
     waits: list[tuple[Moment, Moment]]
     data: float
     communication: float
+    host: float
+    is_host_bound: bool
 
 
 class _Times(NamedTuple):
@@ -61,6 +64,8 @@ class _Times(NamedTuple):
     data: float
     compute: float  # NaN if the wait for others is not known
     communication: float
+    host: float
+    is_host_bound: bool
 
     @property
     def work(self) -> float:
@@ -80,6 +85,9 @@ class Sample(NamedTuple):
         work: data and compute together, as much as all but a fifth of the iterations took at least.
         most: the same, as much as all but a fifth took at most.
         sending: as `work`, of communication.
+        host: as `work`, of the host's own clock, which also runs while the host waits for its accelerator; 0 on the
+            CPU.
+        is_host_bound: whether the accelerator had nothing to do until the host gave it work, in most iterations.
     """
 
     end: int
@@ -91,6 +99,8 @@ class Sample(NamedTuple):
     work: float
     most: float
     sending: float
+    host: float = 0.0
+    is_host_bound: bool = False
 
 
 class OwnWork:
@@ -116,13 +126,14 @@ class OwnWork:
         self._size = max(_SAMPLE, math.ceil(interval / _MOST_SAMPLES))
         self._hooked = sum(clock.hooked for clock in self._clocks)
         self._last: Moment | None = None
+        self._last_on_host = 0.0
         self._noted: deque[_Iteration] = deque()
         self._measured: list[_Times] = []
         self.host = socket.gethostname()
 
     def begin(self) -> None:
         """Begin to measure the next iteration."""
-        self._last = moment(self._device)
+        self._last, self._last_on_host = moment(self._device), perf_counter()
 
     def note(self, number: int, hub: MessageHub) -> None:
         """Add the iteration that ends, with its number; without `IterTimerHook` none is measured."""
@@ -130,10 +141,13 @@ class OwnWork:
         waits = [wait for clock in self._clocks for wait in clock.take()]
         if self._last is None or "train/data_time" not in scalars:
             return
-        now, hooked = moment(self._device), sum(clock.hooked for clock in self._clocks)
-        data = float(scalars["train/data_time"].values[-1])
-        self._noted.append(_Iteration(number, self._last, now, waits, data, hooked - self._hooked))
-        self._last, self._hooked = now, hooked
+        data, hooked = float(scalars["train/data_time"].values[-1]), sum(clock.hooked for clock in self._clocks)
+        is_on_cpu, has_caught_up = self._device.type == "cpu", has_passed(self._last)
+        now, on_host = moment(self._device), perf_counter()
+        host = 0.0 if is_on_cpu else on_host - self._last_on_host
+        own = hooked - self._hooked
+        self._noted.append(_Iteration(number, self._last, now, waits, data, own, host, has_caught_up and not is_on_cpu))
+        self._last, self._last_on_host, self._hooked = now, on_host, hooked
 
     def take(self) -> tuple[float | None, list[Sample]]:
         """Return the mean wait for gradients, and samples, of the iterations that have not been returned.
@@ -147,7 +161,8 @@ class OwnWork:
             wait = sum(seconds_between(*wait) for wait in each.waits) if self._clocks else math.nan
             step = seconds_between(each.begin, each.end)
             compute = max(step - each.data - wait - each.communication, 0.0)  # of NaN and 0, the first
-            self._measured.append(_Times(each.number, step, each.data, compute, each.communication))
+            times = _Times(each.number, step, each.data, compute, each.communication, each.host, each.is_host_bound)
+            self._measured.append(times)
             waited.append(wait)
         samples = []
         while len(self._measured) >= self._size:
@@ -174,12 +189,13 @@ def _clock_of(wrapper: DistributedDataParallel) -> ExchangeClock:
 def _sample(rows: Sequence[_Times]) -> Sample:
     count = len(rows)
     half, few = count // 2, count // _SAMPLE
-    _, steps, data, compute, sending = (sorted(column) for column in zip(*rows, strict=True))
+    _, steps, data, compute, sending, host, is_bound = (sorted(column) for column in zip(*rows, strict=True))
     works = sorted(row.work for row in rows)
     own = math.nan if any(map(math.isnan, compute)) else compute[half]
     return Sample(
-        rows[-1].number, count, steps[half], data[half], own, sending[half], works[few], works[-1 - few], sending[few]
-    )
+        rows[-1].number, count, steps[half], data[half], own, sending[half], works[few], works[-1 - few], sending[few],
+        host[few], is_bound[half],
+    )  # fmt: skip
 
 
 class Slow(NamedTuple):
@@ -313,13 +329,20 @@ class StragglerWatch:
         They are the others' median of it, what was lost in each iteration, and what the work takes without that.
         """
         is_known = not any(math.isnan(sample.compute) for sample in samples)
-        usual = _medians_of_others([sample.data + (sample.compute if is_known else 0.0) for sample in samples])
-        most = _medians_of_others([sample.most for sample in samples])
+        works = [sample.data + (sample.compute if is_known else 0.0) for sample in samples]
+        usual, most = _medians_of_others(works), _medians_of_others([sample.most for sample in samples])
         found: dict[int, tuple[Part, float, float, float]] = {}
         for rank, sample in enumerate(samples):
-            lost = sample.work - usual[rank]
+            others = usual[rank]
+            if sample.is_host_bound and self._is_much(sample.work - others, others):
+                # Hosts that are ahead may be no faster: they began earlier. Only a wait for data shows that they are.
+                data = _medians_of_others([each.data for each in samples])[rank]
+                if not self._is_much(sample.data - data, data):
+                    slower = [max(work, each.host) for work, each in zip(works, samples, strict=True)]
+                    others = _medians_of_others(slower)[rank]
+            lost = sample.work - others
             # Without the others' own work, it is compared with what a step would take without the delay.
-            whole = usual[rank] if is_known else max(usual[rank], sample.step - lost)
+            whole = others if is_known else max(others, sample.step - lost)
             if self._is_much(lost, whole) and sample.work > most[rank]:
                 data = _medians_of_others([each.data for each in samples])[rank]
                 compute = _medians_of_others([each.compute for each in samples])[rank]
