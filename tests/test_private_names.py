@@ -281,7 +281,7 @@ PRIVATE: dict[str, Private] = {
     ),
     "_iterator": Private(
         lambda: "_iterator" in vars(DataLoader([0])),
-        ("dataset/position.py", "dataset/sharded_loader.py", "runner/rehearsal.py"),
+        ("dataset/position.py", "dataset/sharded_loader.py", "runner/lr_finder.py"),
     ),
     "_shutdown_workers": Private(
         lambda: takes(

@@ -23,8 +23,8 @@ from lockstep.hooks.stragglers import OwnWork, Sample, StragglerWatch, described
 from lockstep.logging.meters import Scalar, start_reading, weighted_mean
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
+from lockstep.runner.options import digest_of, optimizer_options
 from lockstep.runner.run import Run, TrainRun
-from lockstep.runner.same_options import digest_of, optimizer_options
 
 _PREFIX = "train/"
 # What a hook counts under `amounts/NAME` of the message hub, such as tokens, is recorded as `NAME_per_second`.
