@@ -20,7 +20,7 @@ from lockstep.dataset.rank_aware import asks_for_rank, asks_for_worker
 from lockstep.dist import all_gather_object, get_rank, get_world_size, is_main_process
 from lockstep.errors import ConfigError
 from lockstep.runner import Runner
-from lockstep.runner.uneven_inputs import Passes
+from lockstep.runner.uneven_inputs import EvenBatches
 from lockstep.testing import ranks
 
 NUMBERS = list(range(16))
@@ -172,7 +172,7 @@ def seen(dataset: Any, workers: int, epochs: int = 2) -> list[list[int]]:
     own = []
     for epoch in range(epochs):
         set_epoch(loader, epoch)
-        own.append([int(one) for turn in Passes(loader).turns() if turn.is_own for one in turn.batch])
+        own.append([int(one) for batch in EvenBatches(loader).iterate() if batch.is_own for one in batch.data])
     return own
 
 
@@ -254,21 +254,21 @@ class Placed(Numbered):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", [Numbered, Placed])
 def test_what_a_stream_draws_goes_on_after_a_resume(kind, workers):
-    def passes() -> Passes:
+    def passes() -> EvenBatches:
         context = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
-        return Passes(build_dataloader({"dataset": kind(), "batch_size": 2, **context}, seed=3))
+        return EvenBatches(build_dataloader({"dataset": kind(), "batch_size": 2, **context}, seed=3))
 
-    def texts(turns: Any) -> list[str]:
-        return [str(turn.batch) for turn in turns]
+    def texts(batches: Any) -> list[str]:
+        return [str(batch.data) for batch in batches]
 
     first = passes()
-    turns = first.turns()
-    begun = [next(turns) for _ in range(2)]
+    batches = first.iterate()
+    begun = [next(batches) for _ in range(2)]
     position, states = first.position(0, 2), all_gather_object(first.state())
-    rest = texts(turns)
+    rest = texts(batches)
     again = passes()
-    place = again.place_of(position)
+    place = again.read_position(position)
     again.restore(place, states[get_rank()], states, position["head"], None)
     torch.manual_seed(99)
-    assert texts(again.turns(place)) == rest
+    assert texts(again.iterate(place)) == rest
     assert len(begun) + len(rest) == 16 // 2 // get_world_size()

@@ -28,10 +28,10 @@ for number in (signal.SIGINT, signal.SIGTERM):
 LOADER = """
 import torch
 from torch.utils.data import DataLoader
-from lockstep.runner.data_workers import end_workers_at_exit, spare_workers
+from lockstep.runner.data_workers import end_workers_at_exit, let_workers_outlive_signals
 torch.multiprocessing.set_sharing_strategy("file_system")
 loader = DataLoader(torch.ones(1000, 1000), batch_size=10, num_workers=2)
-spare_workers(loader)
+let_workers_outlive_signals(loader)
 end_workers_at_exit()
 batches = iter(loader)
 kept = [next(batches) for _ in range(5)]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lockstep.errors import ConfigError, TopologyError
 from lockstep.runner import find_batch_size
 from lockstep.runner.batch_size_finder import Trial, search_sizes
-from lockstep.runner.batch_size_trial import told_out_of_memory
+from lockstep.runner.batch_size_trial import out_of_memory_message
 
 pytestmark = pytest.mark.jobs
 
@@ -63,7 +63,7 @@ def test_the_sizes_in_their_order():
 
 def test_where_nothing_fits():
     with pytest.raises(ConfigError, match="not even 1 fits: CUDA out of memory"):
-        search_sizes(lambda size: Trial(size, "out of memory", told="CUDA out of memory"), 4, None, bisect=True)
+        search_sizes(lambda size: Trial(size, "out of memory", message="CUDA out of memory"), 4, None, bisect=True)
 
 
 def caused(error: Exception, cause: Exception) -> Exception:
@@ -84,12 +84,12 @@ def caused(error: Exception, cause: Exception) -> Exception:
     ],
 )
 def test_errors_that_are_about_memory(error):
-    assert told_out_of_memory(error)
+    assert out_of_memory_message(error)
 
 
 def test_errors_that_are_not_about_memory():
-    assert told_out_of_memory(ValueError("shapes (3, 4) and (5, 6)")) is None
-    assert told_out_of_memory(caused(RuntimeError("a"), KeyError("memory"))) is None
+    assert out_of_memory_message(ValueError("shapes (3, 4) and (5, 6)")) is None
+    assert out_of_memory_message(caused(RuntimeError("a"), KeyError("memory"))) is None
 
 
 def never(batch_size: int) -> Any:

@@ -15,7 +15,7 @@ from lockstep.dataset import build_dataloader
 from lockstep.dataset.position import CountedBatches
 from lockstep.dist import all_gather_object, get_world_size
 from lockstep.runner import Runner
-from lockstep.runner.uneven_inputs import Passes
+from lockstep.runner.uneven_inputs import EvenBatches
 from lockstep.testing import ranks
 
 NODES = [1, 9, 2, 3, 1, 4, 2]
@@ -96,10 +96,10 @@ def test_every_graph_counts_alike(kind: str, strategy: Any, tmp_path: Path):
 def test_batches_are_counted_in_each_pass(kind: str, workers: int, persistent: bool):
     more = {"num_workers": workers, "multiprocessing_context": "fork", "persistent_workers": persistent}
     loader = build_dataloader(LOADERS[kind](**(more if workers else {})), seed=0)
-    passes = Passes(loader)
+    even = EvenBatches(loader)
     for _ in range(3):
-        assert [turn.samples for turn in passes.turns()] == [4, 3]
-        next(passes.turns())  # a pass that is left
+        assert [batch.samples for batch in even.iterate()] == [4, 3]
+        next(even.iterate())  # a pass that is left
 
 
 class Stream(IterableDataset[Tensor]):
@@ -112,7 +112,7 @@ class Stream(IterableDataset[Tensor]):
 def test_a_stream_counts_what_it_collates(workers: int):
     context = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
     loader = build_dataloader({"dataset": Stream(), "batch_size": 2, "collate_fn": together, **context}, seed=0)
-    sizes = all_gather_object([turn.samples for turn in Passes(loader).turns()])
+    sizes = all_gather_object([batch.samples for batch in EvenBatches(loader).iterate()])
     assert sizes == ([[2, 2, 2, 1]] if get_world_size() == 1 else [[2, 2], [2, 1]])
 
 

@@ -18,7 +18,7 @@ from lockstep.dist import barrier, get_rank, get_world_size
 from lockstep.errors import ConfigError
 from lockstep.evaluator import BaseMetric
 from lockstep.runner import Runner
-from lockstep.runner.uneven_inputs import Passes, Place
+from lockstep.runner.uneven_inputs import EvenBatches, Position
 from lockstep.testing import ranks
 
 X = torch.linspace(-1, 1, 20).reshape(10, 2)
@@ -48,43 +48,43 @@ class Predictions(BaseMetric):
 def test_whoever_has_run_out_repeats_its_last_batch(batches):
     own = [f"{get_rank()}{index}" for index in range(batches[get_rank()])]
     longest = max(batches[: get_world_size()])
-    passes = Passes(own)
-    assert passes.length == longest
+    even = EvenBatches(own)
+    assert even.length == longest
     for _ in range(2):
-        turns = list(passes.turns())
-        assert [turn.batch for turn in turns] == own + [own[-1]] * (longest - len(own))
-        assert [turn.is_own for turn in turns] == [True] * len(own) + [False] * (longest - len(own))
-        assert [turn.samples for turn in turns] == [1] * len(own) + [0] * (longest - len(own))
+        batches = list(even.iterate())
+        assert [batch.data for batch in batches] == own + [own[-1]] * (longest - len(own))
+        assert [batch.is_own for batch in batches] == [True] * len(own) + [False] * (longest - len(own))
+        assert [batch.samples for batch in batches] == [1] * len(own) + [0] * (longest - len(own))
 
 
 @ranks(2, 4)
 def test_whoever_has_nothing_gets_the_batch_of_another():
     own = [torch.full((3,), 7.0)] if get_rank() == 1 else []
-    (turn,) = Passes(own).turns()
-    assert turn.batch.tolist() == [7.0] * 3
-    assert (turn.samples, turn.mean_samples) == (3 * (get_rank() == 1), 3 / get_world_size())
-    assert turn.is_own == (get_rank() == 1)
-    assert list(Passes([]).turns()) == []
+    (batch,) = EvenBatches(own).iterate()
+    assert batch.data.tolist() == [7.0] * 3
+    assert (batch.samples, batch.mean_samples) == (3 * (get_rank() == 1), 3 / get_world_size())
+    assert batch.is_own == (get_rank() == 1)
+    assert list(EvenBatches([]).iterate()) == []
 
 
 @ranks(2)
 @pytest.mark.parametrize(("samples", "own"), [(8, [[2, 2], [2, 2]]), (7, [[2, 2], [2, 1]])])
 def test_nothing_is_told_where_samplers_know(samples, own):
     loader = build_dataloader({"dataset": range(samples), "batch_size": 2, "sampler": {"round_up": False}}, seed=0)
-    passes = Passes(loader)
+    even = EvenBatches(loader)
     # One after the other: whoever waited for the other would wait for ever.
     for rank in range(2):
         if rank == get_rank():
-            turns = list(passes.turns())
+            batches = list(even.iterate())
         barrier()
-    assert [turn.samples for turn in turns] == own[get_rank()]
-    assert [turn.mean_samples for turn in turns] == [sum(pair) / 2 for pair in zip(*own, strict=True)]
+    assert [batch.samples for batch in batches] == own[get_rank()]
+    assert [batch.mean_samples for batch in batches] == [sum(pair) / 2 for pair in zip(*own, strict=True)]
 
 
 @ranks(2)
 def test_going_on_inside_a_pass_that_is_over_for_some():
-    passes = Passes([1, 2, 3] if get_rank() == 0 else [4])
-    assert [turn.batch for turn in passes.turns(Place(turns=2))] == [3]
+    even = EvenBatches([1, 2, 3] if get_rank() == 0 else [4])
+    assert [batch.data for batch in even.iterate(Position(batches=2))] == [3]
 
 
 @ranks(2)
@@ -142,7 +142,7 @@ class Broken(Dataset[Tensor]):
 def test_an_error_in_a_worker_ends_the_workers_at_once():
     before = set(active_children())
     with pytest.raises(KeyError, match="image_5"):
-        list(Passes(DataLoader(Broken(), batch_size=2, num_workers=2, multiprocessing_context="fork")).turns())
+        list(EvenBatches(DataLoader(Broken(), batch_size=2, num_workers=2, multiprocessing_context="fork")).iterate())
     assert set(active_children()) <= before  # although the error still holds their iterator
 
 

@@ -386,7 +386,7 @@ def check_shard(sampler: Any, shard: tuple[int, int]) -> None:
 def _sharded(loader: DataLoader[Any], seed: int, evaluation: bool, shard: tuple[int, int]) -> DataLoader[Any]:
     sampler, batch_size = drawn_from(loader)
     in_samples = is_torchs(loader.batch_sampler, BatchSampler)
-    # Batches are not repeated to give each rank equally many: `Passes` handles unequal numbers of batches.
+    # Batches are not repeated to give each rank equally many: `EvenBatches` handles unequal numbers of batches.
     split = shard_sampler(sampler, seed, shard, round_up=in_samples and not evaluation, batch_size=batch_size)
     sharded = with_sampler(loader, split)
     if loader.generator is None:

@@ -353,7 +353,7 @@ def _not_averaged(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> s
 
 
 def _buffers(run: TrainRun, core: nn.Module, group: str) -> Iterator[Held]:
-    lengths = run.train_loop.passes.lengths
+    lengths = run.train_loop.even_batches.lengths
     # A rank that has run out of batches does not update its statistics while it waits for the others.
     are_even = lengths is not None and min(lengths) == max(lengths)
     left_out = {

@@ -21,8 +21,8 @@ from lockstep.hooks.arguments import check_local
 from lockstep.logging.meters import Scalar, start_reading, weighted_mean
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
+from lockstep.runner.options import digest_of, optimizer_options
 from lockstep.runner.run import Run, TrainRun
-from lockstep.runner.same_options import digest_of, optimizer_options
 from lockstep.transport.control import GatherHandle
 
 _PREFIX = "train/"

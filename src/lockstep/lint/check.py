@@ -12,7 +12,7 @@ from lockstep.lint.parts import Fault
 from lockstep.lint.sections import faults_of
 from lockstep.masking import is_masked
 from lockstep.registry import in_default_scope
-from lockstep.runner.arguments import ARGUMENTS, CONFIG_KEYS, misfits, mispaired
+from lockstep.runner.arguments import ARGUMENTS, CONFIG_KEYS, invalid_arguments, missing_arguments
 
 _KNOWN = {**ARGUMENTS, **CONFIG_KEYS}
 _REMEDY = ". Remove it, or begin its name with an underscore if it is for somebody else"
@@ -54,7 +54,9 @@ def find_faults(cfg: Config, needed: Collection[str] = ("model",)) -> list[Fault
 
 def _faults(cfg: Config, needed: Collection[str]) -> Iterator[Fault]:
     # A missing folder or model may be provided later.
-    unfit = {key: says for key, says in misfits(cfg) if key not in ("model", "work_dir") or cfg[key] is not None}
+    unfit = {
+        key: says for key, says in invalid_arguments(cfg) if key not in ("model", "work_dir") or cfg[key] is not None
+    }
     for key, value in cfg.items():
         if key in unfit:
             yield Fault(key, unfit[key])
@@ -63,7 +65,7 @@ def _faults(cfg: Config, needed: Collection[str]) -> Iterator[Fault]:
         elif key not in cfg.helpers and not str(key).startswith("_"):
             hint = did_you_mean(key, ARGUMENTS, _REMEDY)
             yield Fault(key, f"is not an argument of Runner, and nothing reads it{hint}")
-    for key, says in mispaired(cfg):
+    for key, says in missing_arguments(cfg):
         yield Fault(key, says)
     for key, leaf in leaves(cfg):
         if is_masked(leaf):

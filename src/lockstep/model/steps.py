@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
+from numbers import Real
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor, nn
@@ -54,19 +55,10 @@ def calls_parts(module: nn.Module) -> bool:
 
 def preprocess(core: nn.Module, data: Any, *, training: bool) -> Any:
     """Apply the model's `data_preprocessor` to a batch, or only move the batch to the model's device."""
-    return preprocessing_of(core)(data, training)
-
-
-def preprocessing_of(core: nn.Module) -> Callable[[Any, bool], Any]:
-    """Return the model's `data_preprocessor`, or a function that only moves a batch to the model's device."""
-    preprocessor: Callable[[Any, bool], Any] | None = getattr(core, "data_preprocessor", None)
-    if preprocessor is not None:
-        return preprocessor
+    if (preprocessor := getattr(core, "data_preprocessor", None)) is not None:
+        return preprocessor(data, training)
     parameter = next(core.parameters(), None)
-    if parameter is None:
-        return lambda data, training: data
-    device = parameter.device
-    return lambda data, training: move_to_device(data, device)
+    return data if parameter is None else move_to_device(data, parameter.device)
 
 
 def call_forward(model: nn.Module, core: nn.Module, batch: Any, mode: Mode) -> Any:
@@ -130,6 +122,35 @@ def parse_losses(losses: Any) -> tuple[Tensor, dict[str, Tensor]]:
     total = sum(parts[1:], start=parts[0])
     log_vars = {name: value.detach().clone() for name, value in values.items()}  # of a parameter, before its update
     return total, {**log_vars, "loss": total.detach()}
+
+
+def values_to_log(outputs: Any) -> dict[str, Any]:
+    """Return the values to log from a training step, perhaps the model's own.
+
+    Tensors are copied: a parameter, a buffer or an output of a CUDA graph is written again in the next step, and all of
+    them are read much later.
+    """
+    if outputs is None:
+        return {}
+    if type(outputs) is not dict and not isinstance(outputs, Mapping):
+        raise TypeError(
+            "`train_step` must return a dict of values to log, as in {'loss': loss.detach()}, or None, but returned a "
+            f"{type(outputs).__name__}"
+        )
+    values = dict(outputs)
+    for name, value in outputs.items():
+        if isinstance(value, Tensor):
+            if value.numel() == 1:
+                values[name] = value.detach().clone()
+                continue
+        elif isinstance(value, int | float):
+            continue
+        elif isinstance(value, Real):  # of numpy
+            values[name] = float(value)
+            continue
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise TypeError(f"`train_step` must return numbers and scalar tensors to log, but returned {what} as {name!r}")
+    return values
 
 
 def _scalar(loss: Tensor) -> Tensor:

@@ -133,20 +133,18 @@ def train_step(model: nn.Module, data: Any, optim_wrapper: UpdatesParams) -> dic
     """
     core = unwrap_model(model)
     if model is core:
-        return _DefaultStep(model, core)(data, optim_wrapper)
-    with backend_errors_translated(), driving(model, optim_wrapper):
+        return _default_train_step(model, core, data, optim_wrapper)
+    if (bind := getattr(optim_wrapper, "bind", None)) is not None:  # a strategy has done so already
+        bind(model)
+    try:
         if not steps.defines_step(core, "train_step"):
-            return _DefaultStep(model, core)(data, optim_wrapper)
+            return _default_train_step(model, core, data, optim_wrapper)
         own: Callable[..., dict[str, Tensor]] = core.train_step  # type: ignore[assignment]
         with forwarded(core, model):
             return own(data, optim_wrapper)
-
-
-def driving(model: nn.Module, optim_wrapper: Any) -> AbstractContextManager[Any]:
-    """Return the context in which `model` prepares the backward passes that the optim wrapper runs, if it must."""
-    prepares = isinstance(model, ModelWrapper) and model.prepares_backward
-    drive = getattr(optim_wrapper, "driven_by", None) if prepares else None
-    return nullcontext() if drive is None else drive(model)
+    except RuntimeError:
+        with backend_errors_translated():  # entered here alone, because every step would pay for it
+            raise
 
 
 @contextmanager
@@ -179,36 +177,35 @@ def forwarded(core: nn.Module, wrapper: Callable[..., Any]) -> Iterator[None]:
         restore()
 
 
-class _DefaultStep:
-    """The training step of a module that defines none; what does not change during training is looked up once."""
+def _default_train_step(
+    model: nn.Module, core: nn.Module, data: Any, optim_wrapper: UpdatesParams
+) -> dict[str, Tensor]:
+    """Train a module that defines no step of its own."""
+    parse: ParseLosses = getattr(core, "parse_losses", None) or steps.parse_losses
+    if getattr(optim_wrapper, "needs_closure", False):
+        return _step_by_closure(model, core, data, optim_wrapper, parse)
+    with optim_wrapper.optim_context(model):
+        losses = losses_of(model, core, steps.preprocess(core, data, training=True))
+    loss, log_vars = parse(losses)
+    optim_wrapper.update_params(loss)
+    return log_vars
 
-    def __init__(self, model: nn.Module, core: nn.Module) -> None:
-        self._model, self._core = model, core
-        self._preprocess = steps.preprocessing_of(core)
-        self._parse: ParseLosses = getattr(core, "parse_losses", None) or steps.parse_losses
 
-    def __call__(self, data: Any, optim_wrapper: UpdatesParams) -> dict[str, Tensor]:
-        if getattr(optim_wrapper, "needs_closure", False):
-            return self._step_by_closure(data, optim_wrapper)
-        with optim_wrapper.optim_context(self._model):
-            losses = losses_of(self._model, self._core, self._preprocess(data, True))
-        loss, log_vars = self._parse(losses)
-        optim_wrapper.update_params(loss)
-        return log_vars
+def _step_by_closure(
+    model: nn.Module, core: nn.Module, data: Any, optim_wrapper: Any, parse: ParseLosses
+) -> dict[str, Tensor]:
+    """Train with an optimizer that may evaluate the loss several times; the first evaluation is logged."""
+    batch = steps.preprocess(core, data, training=True)
+    logged: list[dict[str, Tensor]] = []
 
-    def _step_by_closure(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
-        """Train with an optimizer that may evaluate the loss several times; the first evaluation is logged."""
-        batch = self._preprocess(data, True)
-        logged: list[dict[str, Tensor]] = []
+    def evaluate() -> Tensor:
+        with optim_wrapper.optim_context(model):
+            loss, log_vars = parse(losses_of(model, core, batch))
+        logged.append(log_vars)
+        return loss
 
-        def evaluate() -> Tensor:
-            with optim_wrapper.optim_context(self._model):
-                loss, log_vars = self._parse(losses_of(self._model, self._core, batch))
-            logged.append(log_vars)
-            return loss
-
-        optim_wrapper.update_by_closure(evaluate)
-        return logged[0]
+    optim_wrapper.update_by_closure(evaluate)
+    return logged[0]
 
 
 def predict_step(model: nn.Module, data: Any) -> Any:
@@ -231,7 +228,7 @@ def train_step_of(model: nn.Module) -> Callable[[Any, UpdatesParams], dict[str, 
     """Return the training step of `model`: its own `train_step`, or else `train_step`."""
     if hasattr(model, "train_step") or is_model_wrapper(model):
         return step_of(model, "train_step", train_step)
-    return _DefaultStep(model, model)
+    return partial(_default_train_step, model, model)
 
 
 def is_model_wrapper(model: nn.Module) -> bool:

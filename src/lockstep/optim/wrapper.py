@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import Any
 
@@ -38,7 +38,9 @@ class OptimWrapper:
     optim_wrapper.update_params(loss)
     ```
 
-    Subclasses for mixed precision override `optim_context`, `backward` and `step`.
+    It owns an update: the forward pass runs in `optim_context`; `update_params` calls `scale_loss` and `backward`, and
+    at the end of a window `step`, which clips, and `zero_grad`. Mixed precision and engines override these; a model
+    wrapper prepares backward passes, see `bind`.
 
     An optimizer with `train` and `eval`, as schedule-free ones have, trains other weights than it evaluates: the loops
     of a Runner and of a Session, and saves, call them; see `set_mode`.
@@ -82,7 +84,7 @@ class OptimWrapper:
         self._grad_norm: Tensor | None = None
         self._windows = Windows(accumulative_counts)
         self._no_sync: Callable[[], AbstractContextManager[Any]] | None = None
-        self._driver: ModelWrapper | None = None  # its train_step is running
+        self._model: ModelWrapper | None = None  # that prepares backward passes
 
     def initialize_count_status(self, model: nn.Module, init_counts: int = 0, max_counts: int | None = None) -> None:
         """Set how many batches there have been and will be, so that a shorter last window is averaged correctly.
@@ -134,17 +136,12 @@ class OptimWrapper:
         """
         self._windows.own, self._windows.mean = own, mean
 
-    @contextmanager
-    def driven_by(self, model: ModelWrapper) -> Iterator[None]:
-        """Run each backward pass in the model wrapper's `backward_context(loss, syncs=...)`.
+    def bind(self, model: nn.Module) -> None:
+        """Run each backward pass in the model wrapper's `backward_context(loss, syncs=...)`, if it prepares them.
 
         There the wrapper prepares the exchange of this loss's gradients, whatever was called to compute the loss.
         """
-        former, self._driver = self._driver, model
-        try:
-            yield
-        finally:
-            self._driver = former
+        self._model = model if isinstance(model, ModelWrapper) and model.prepares_backward else None
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return the context for the forward pass: `no_sync` if no update follows.
@@ -152,7 +149,7 @@ class OptimWrapper:
         `update_params` also runs the following backward pass in `no_sync`: DDP checks for it in the forward pass, FSDP
         in the backward pass.
         """
-        self._no_sync = None if self.should_sync() else getattr(self._driver or model, "no_sync", None)
+        self._no_sync = None if self.should_sync() else getattr(self._model or model, "no_sync", None)
         return _NO_CONTEXT if self._no_sync is None else self._no_sync()
 
     def update_params(
@@ -231,8 +228,8 @@ class OptimWrapper:
                 "count for nothing, multiply its loss by 0"
             )
         try:
-            driver = self._driver
-            with _NO_CONTEXT if driver is None else driver.backward_context(loss, syncs=self.should_sync()):
+            model = self._model
+            with _NO_CONTEXT if model is None else model.backward_context(loss, syncs=self.should_sync()):
                 loss.backward(**kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError:
             with backend_errors_translated():  # entered here alone, because every step would pay for it
@@ -257,6 +254,11 @@ class OptimWrapper:
     def should_update(self) -> bool:
         """Return whether the last counted batch ends a window."""
         return self.accumulative_counts == 1 or self._windows.is_complete
+
+    @property
+    def has_open_window(self) -> bool:
+        """Whether gradients of a window wait for the batches that complete it."""
+        return self.accumulative_counts > 1 and not self._windows.is_complete
 
     def left_out(self, model: nn.Module) -> list[str]:
         """Return the names of parameters of `model` that require a gradient but are in no parameter group."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.errors import did_you_mean, wrong_type
-from lockstep.model import ModelWrapper
 from lockstep.model.wrapper import all_entered
 from lockstep.optim.wrapper import OptimWrapper
 from lockstep.registry import OPTIM_WRAPPERS
@@ -101,11 +100,10 @@ class OptimWrapperDict(OptimWrapper):
         for wrapper in self.values():
             wrapper.count_samples(own, mean)
 
-    @contextmanager
-    def driven_by(self, model: ModelWrapper) -> Iterator[None]:
-        """Run the backward passes of all wrappers in the model wrapper's `backward_context`."""
-        with all_entered(wrapper.driven_by(model) for wrapper in self.values()):
-            yield
+    def bind(self, model: nn.Module) -> None:
+        """Run the backward passes of all wrappers in the model wrapper's `backward_context`, if it prepares them."""
+        for wrapper in self.values():
+            wrapper.bind(model)
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[None]:
         """Enter the contexts of all wrappers, for a forward pass that several of them use."""
@@ -117,6 +115,11 @@ class OptimWrapperDict(OptimWrapper):
     step = _refused("step")
     should_sync = _refused("should_sync")
     should_update = _refused("should_update")
+
+    @property
+    def has_open_window(self) -> bool:
+        """Whether gradients of some wrapper wait for the batches that complete its window."""
+        return any(wrapper.has_open_window for wrapper in self.values())
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients of all optimizers."""

@@ -10,9 +10,22 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
+from functools import wraps
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Concatenate,
+    Literal,
+    NamedTuple,
+    ParamSpec,
+    TypeAlias,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)  # fmt: skip
 
 from torch import nn
 
@@ -27,6 +40,7 @@ Content: TypeAlias = Literal[
 ]  # fmt: skip
 
 ConfigDict: TypeAlias = Mapping[str, Any]
+P = ParamSpec("P")
 
 RESUME_OPTIONS = ("config", "checkpoint")
 MATMUL_PRECISIONS = ("highest", "high", "medium")
@@ -125,9 +139,9 @@ class RunnerArguments:
 
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in ARGUMENTS}
-        for name, says in misfits(given):
+        for name, says in invalid_arguments(given):
             raise TypeError(f"`{name}` {says}")
-        for name, says in mispaired(given):
+        for name, says in missing_arguments(given):
             raise ConfigError(f"`{name}` {says}")
         object.__setattr__(self, "work_dir", on_disk(self.work_dir))
 
@@ -202,15 +216,36 @@ _OTHER_WORDS = {
 
 def unknown_argument(names: Iterable[str], owner: str = "Runner") -> TypeError | None:
     """Return the error for arguments that a Runner doesn't have, with what is probably meant; None if it has all."""
-    told = []
+    problems = []
     for name in names:
         if name not in ARGUMENTS:
             meant = f": it is {_OTHER_WORDS[name]}" if name in _OTHER_WORDS else did_you_mean(name, ARGUMENTS)
-            told.append(f"a {owner} has no argument `{name}`{meant}")
-    return TypeError("\n".join(told)) if told else None
+            problems.append(f"a {owner} has no argument `{name}`{meant}")
+    return TypeError("\n".join(problems)) if problems else None
 
 
-def misfits(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def taking(
+    arguments: Callable[P, RunnerArguments],
+) -> Callable[[Callable[[Any, RunnerArguments], None]], Callable[Concatenate[Any, P], None]]:
+    """Let a method that takes all arguments as one object be called with separate arguments."""
+
+    def decorate(method: Callable[[Any, RunnerArguments], None]) -> Callable[Concatenate[Any, P], None]:
+        @wraps(RunnerArguments.__init__)
+        def init(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            if (unknown := unknown_argument(kwargs)) is not None:
+                raise unknown
+            try:
+                given = arguments(*args, **kwargs)
+            except TypeError as error:  # Python names the class of the arguments
+                raise TypeError(str(error).replace("RunnerArguments.__init__()", "Runner()")) from None
+            method(self, given)
+
+        return init
+
+    return decorate
+
+
+def invalid_arguments(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the arguments of a Runner that have the wrong type or form: the name of each, and what it must be.
 
     Args:
@@ -219,7 +254,7 @@ def misfits(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, argument in ARGUMENTS.items():
         if name in given and argument.types and not isinstance(given[name], argument.types):
             yield name, f"must be {argument.must_be}, but is {given[name]!r} of {type(given[name]).__name__}"
-    if isinstance(given.get("model"), type) and (says := unmade_model(given["model"])) is not None:
+    if isinstance(given.get("model"), type) and (says := fault_of_model_class(given["model"])) is not None:
         yield "model", says
     word = given.get("resume_options", "config")
     if isinstance(word, str) and word not in RESUME_OPTIONS:
@@ -229,13 +264,13 @@ def misfits(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "log_level", f"must be a level of logging, but is {level!r}{did_you_mean(level, levels)}"
 
 
-def unmade_model(kind: type) -> str | None:
+def fault_of_model_class(kind: type) -> str | None:
     """Return what is wrong with a class as a model, if it can't be called without arguments.
 
     Example:
-        >>> unmade_model(nn.Linear)
+        >>> fault_of_model_class(nn.Linear)
         'must be a module, but is the class Linear. Make one of it: Linear(...) with its arguments'
-        >>> unmade_model(nn.Identity)
+        >>> fault_of_model_class(nn.Identity)
     """
     try:
         inspect.signature(kind).bind()
@@ -245,14 +280,14 @@ def unmade_model(kind: type) -> str | None:
     return None
 
 
-def mispaired(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def missing_arguments(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the arguments that others need and that are missing: the name of each, and what it must be."""
     for mode in ("val", "test"):
         loader, evaluator = (f"{mode}_{part}" for part in ("dataloader", "evaluator"))
-        beside = [name for name in (evaluator, f"{mode}_cfg") if given.get(name) is not None]
-        if beside and given.get(loader) is None:
-            yield loader, f"must be given with `{beside[0]}`, but is None"
-        if given.get(loader) is not None and evaluator not in beside and given.get("loss") is None:
+        given_with = [name for name in (evaluator, f"{mode}_cfg") if given.get(name) is not None]
+        if given_with and given.get(loader) is None:
+            yield loader, f"must be given with `{given_with[0]}`, but is None"
+        if given.get(loader) is not None and evaluator not in given_with and given.get("loss") is None:
             yield evaluator, f"must be given with `{loader}`, but is None. For example dict(type='Accuracy')"
 
 

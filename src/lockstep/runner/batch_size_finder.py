@@ -41,14 +41,14 @@ class Trial:
         outcome: whether it fits.
         memory_mib: peak memory of the rank that needed most; None if it does not fit.
         samples_per_second: of all ranks, in the last update; None if it does not fit.
-        told: the message of the rank that ran out of memory.
+        message: the message of the rank that ran out of memory.
     """
 
     batch_size: int
     outcome: Outcome
     memory_mib: float | None = None
     samples_per_second: float | None = None
-    told: str = ""
+    message: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ def search_sizes(
             high = size
     if low == 0:
         raise ConfigError(
-            f"`train_dataloader.batch_size` must be at least 1, but not even 1 fits: {trials[-1].told}\nUse "
+            f"`train_dataloader.batch_size` must be at least 1, but not even 1 fits: {trials[-1].message}\nUse "
             "accumulative_counts, activation checkpointing, bfloat16, strategy fsdp or a smaller model"
         )
     return BatchSizeSearch(low, "memory" if high is not None else ended_by, trials, nproc)
@@ -252,8 +252,10 @@ class TrialRanks:
             asked = {"make_runner": self._make_runner, "size": size, "updates": self._updates, "memory": memory}
             Path(folder, "asked").write_bytes(pickle.dumps(_main_module()) + pickle.dumps(asked))
             failure = self._failure_of(folder)
-            told = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(Path(folder).glob("rank_*.json"))]
-        found = _summary(size, [Trial(**one) for one in told], self._nproc, failure)
+            results = [
+                json.loads(file.read_text(encoding="utf-8")) for file in sorted(Path(folder).glob("rank_*.json"))
+            ]
+        found = _summary(size, [Trial(**one) for one in results], self._nproc, failure)
         self._on_trial(found)
         return found
 
@@ -268,20 +270,20 @@ class TrialRanks:
         return None
 
 
-def _summary(size: int, told: list[Trial], nproc: int, failure: LaunchError | None) -> Trial:
+def _summary(size: int, results: list[Trial], nproc: int, failure: LaunchError | None) -> Trial:
     """Return the result of a trial from those of its ranks.
 
     Raises:
         LaunchError: a rank failed for another reason than memory.
     """
     for outcome in ("out of memory", "too few samples"):
-        if found := [one for one in told if one.outcome == outcome]:
+        if found := [one for one in results if one.outcome == outcome]:
             return min(found, key=lambda one: one.batch_size)
     if failure is not None and "was ended by SIGKILL" in str(failure):
-        return Trial(size, "out of memory", told="a rank was ended by SIGKILL, as the system does to free memory")
-    if failure is not None or len(told) < nproc:
-        raise failure or LaunchError(f"{counted(nproc - len(told), 'rank')} ended without a result")
-    memory, speed = [one.memory_mib or 0.0 for one in told], [one.samples_per_second or 0.0 for one in told]
+        return Trial(size, "out of memory", message="a rank was ended by SIGKILL, as the system does to free memory")
+    if failure is not None or len(results) < nproc:
+        raise failure or LaunchError(f"{counted(nproc - len(results), 'rank')} ended without a result")
+    memory, speed = [one.memory_mib or 0.0 for one in results], [one.samples_per_second or 0.0 for one in results]
     return Trial(size, "fits", max(memory) or None, min(speed))
 
 

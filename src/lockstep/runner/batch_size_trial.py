@@ -24,7 +24,7 @@ from lockstep.dist import all_gather_object
 from lockstep.errors import ConfigError, error_in_words, with_causes
 from lockstep.runner.batch_size_finder import TRYING, MakeRunner, Trial
 from lockstep.runner.loops import NO_BATCHES
-from lockstep.runner.rehearsal import rehearse
+from lockstep.runner.lr_finder import rehearse
 from lockstep.runner.run import TrainRun
 
 # What libraries say that have run out of memory, besides torch.OutOfMemoryError and MemoryError.
@@ -52,9 +52,9 @@ def main() -> None:
         with (folder / f"printed_{os.environ['RANK']}").open("w") as printed, redirect_stdout(printed):
             found = try_size(folder, **asked)
     except Exception as error:
-        if (told := told_out_of_memory(error)) is None:
+        if (message := out_of_memory_message(error)) is None:
             raise
-        _write(file, Trial(asked["size"], "out of memory", told=told))
+        _write(file, Trial(asked["size"], "out of memory", message=message))
         os._exit(1)  # at once, because the others wait for this rank
     _write(file, found)
 
@@ -96,7 +96,7 @@ def try_size(folder: Path, make_runner: MakeRunner, size: int, updates: int, mem
     return Trial(size, "fits", None if peak is None else peak / 2**20, rate)
 
 
-def told_out_of_memory(error: BaseException | None) -> str | None:
+def out_of_memory_message(error: BaseException | None) -> str | None:
     """Return the message of an error, or of its cause, that says that memory has run out; None if none does."""
     for one in with_causes(error):
         text = error_in_words(one)

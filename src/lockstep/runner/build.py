@@ -29,10 +29,9 @@ from lockstep.model.steps import defines_step
 from lockstep.optim import OptimWrapperDict, ParamScheduler, build_param_schedulers
 from lockstep.registry import EVALUATOR, LOOPS, MODELS
 from lockstep.runner.arguments import DEFAULT_HOOKS, RunnerArguments, default_hook_fault
-from lockstep.runner.data_workers import end_workers_at_exit, spare_workers
-from lockstep.runner.eval_loops import EvalLoop
+from lockstep.runner.data_workers import end_workers_at_exit, let_workers_outlive_signals
 from lockstep.runner.hook import Hook
-from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TrainLoop
+from lockstep.runner.loops import EpochBasedTrainLoop, EvalLoop, IterBasedTrainLoop, TrainLoop
 from lockstep.runner.run import Run, TrainRun, Workspace
 from lockstep.strategy import Strategy
 from lockstep.visualization import Visualizers, build_visualizers
@@ -169,7 +168,7 @@ def _refuse_own_steps(loop: TrainLoop | EvalLoop) -> None:
 
 def _warn_of_sync_norms(run: Run, loop: TrainLoop) -> None:
     """Warn that SyncBatchNorms also normalise over stand-ins, if there will or may be some."""
-    lengths, core = loop.passes.lengths, unwrap_model(run.model)
+    lengths, core = loop.even_batches.lengths, unwrap_model(run.model)
     names = [name for name, module in core.named_modules() if is_synced(module)]
     if names and run.world_size > 1 and (lengths is None or min(lengths) < max(lengths)):
         _logger.warning(
@@ -217,7 +216,7 @@ def build_loader(mode: Literal["train", "val", "test"], loader: Any, space: Work
         raise
     end_workers_at_exit()
     if space.args.stop_signals:
-        spare_workers(built)
+        let_workers_outlive_signals(built)
     return built
 
 

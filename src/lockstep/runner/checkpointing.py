@@ -14,7 +14,7 @@ from lockstep.dataset.random_state import random_state
 from lockstep.errors import Preempted
 from lockstep.location import Location, RemotePath
 from lockstep.model import unwrap_model
-from lockstep.runner.agreement import Agreement, Request
+from lockstep.runner.preemption import Agreement, Request
 from lockstep.weights import describe_model
 
 SAVE_FILE = "save_now"
@@ -211,7 +211,7 @@ class Saving:
             checkpoint["optimizer"] = run.strategy.optim_state()
         run.call_hook("before_save_checkpoint", checkpoint=checkpoint)
         meta = checkpoint.pop("meta")
-        own = {"random": random_state(), "data": run.train_loop.passes.state()}
+        own = {"random": random_state(), "data": run.train_loop.even_batches.state()}
         checkpoint["ranks"] = {str(run.rank): own}  # the state of this rank alone
         return checkpoint, meta
 

@@ -20,10 +20,10 @@ from lockstep.errors import message_of
 _SECONDS_TO_END = (0.1, 0.5, 1.0)  # of workers, after a SIGTERM each
 
 
-def spare_workers(loader: Any) -> None:
+def let_workers_outlive_signals(loader: Any) -> None:
     """Let the workers of a `DataLoader` outlive a signal that is sent to all processes of a job, as Slurm does."""
-    if isinstance(loader, DataLoader) and getattr(loader.worker_init_fn, "func", None) is not _outlive:
-        loader.worker_init_fn = partial(_outlive, loader.worker_init_fn)
+    if isinstance(loader, DataLoader) and getattr(loader.worker_init_fn, "func", None) is not _init_worker:
+        loader.worker_init_fn = partial(_init_worker, loader.worker_init_fn)
 
 
 @cache
@@ -85,13 +85,13 @@ def _end_workers() -> None:
             process.join(max(0.0, deadline - time.monotonic()))
 
 
-def _outlive(worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
+def _init_worker(worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _outlive_one)
+    signal.signal(signal.SIGTERM, _ignore_first)
     if worker_init_fn is not None:
         worker_init_fn(worker)
 
 
-def _outlive_one(number: int, frame: FrameType | None) -> None:
+def _ignore_first(number: int, frame: FrameType | None) -> None:
     """Let the next signal end the process: torch and Python end a worker that is slow to stop by SIGTERM."""
     signal.signal(number, signal.SIG_DFL)

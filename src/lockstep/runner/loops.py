@@ -1,27 +1,33 @@
-"""The training loops: fetch a batch, take a step, call the hooks."""
+"""The loops of a run: fetch a batch, take a step, call the hooks."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from numbers import Real
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
 
-from torch import Tensor
+import torch
 
-from lockstep.dataset import set_epoch
+from lockstep.dataset import batch_size_of, set_epoch
+from lockstep.dataset.position import CountedBatches
+from lockstep.dataset.sampler import DealingSampler, drawn_from
+from lockstep.dataset.stream import check_alike
+from lockstep.device import get_device
 from lockstep.errors import ConfigError, require_count
+from lockstep.evaluator import Evaluator
 from lockstep.groups import resolve
 from lockstep.launch.worker import iteration_teller
-from lockstep.model import train_step_of, unwrap_model
-from lockstep.model.compiling import begin_compiled_step
+from lockstep.model import ModelWrapper, predict_step, step_of, train_step_of, unwrap_model
+from lockstep.model.compiling import begin_compiled_step, kept_outputs
+from lockstep.model.steps import values_to_log
 from lockstep.model.wrapper import note_no_backward
-from lockstep.optim import OptimWrapperDict
 from lockstep.registry import LOOPS
-from lockstep.runner.run import TrainRun
-from lockstep.runner.same_options import check_same_options
-from lockstep.runner.seeds import part_ranks
-from lockstep.runner.uneven_inputs import BEGINNING, Passes, Place, Turn, buffers_kept
+from lockstep.runner.options import check_same_options
+from lockstep.runner.run import Run, TrainRun
+from lockstep.runner.seeds import part_ranks, random_state_kept
+from lockstep.runner.uneven_inputs import BEGINNING, Batch, EvenBatches, Position, buffers_kept
 
 CountSamples: TypeAlias = Callable[[Any], int]
 
@@ -61,9 +67,9 @@ class TrainLoop(ABC):
         self.runner = runner
         self.dataloader = dataloader
         self.batch_size_of = batch_size_of
-        self.passes = Passes(dataloader, batch_size_of)
-        self.epoch_length = self.passes.length
-        lengths = self.passes.lengths or [0]
+        self.even_batches = EvenBatches(dataloader, batch_size_of)
+        self.epoch_length = self.even_batches.length
+        lengths = self.even_batches.lengths or [0]
         if min(lengths) < max(lengths):
             runner.logger.info(
                 "the ranks have between %d and %d batches per pass: those that run out wait for the others, repeating "
@@ -88,23 +94,23 @@ class TrainLoop(ABC):
         """Train until the end."""
 
     def position(self, epoch: int, iteration: int) -> dict[str, Any]:
-        """Return the position in the data after so many complete epochs and iterations; see `Passes.position`."""
-        return self.passes.position(epoch, iteration - self.epoch_begin if epoch == self.epoch else 0)
+        """Return the position in the data after so many complete epochs and iterations; see `EvenBatches.position`."""
+        return self.even_batches.position(epoch, iteration - self.epoch_begin if epoch == self.epoch else 0)
 
-    def restore(self, iteration: int, position: Mapping[str, Any]) -> Place | None:
+    def restore(self, iteration: int, position: Mapping[str, Any]) -> Position | None:
         """Continue after so many iterations, at a position in the data that `position` returned.
 
         Returns:
-            The place in the present epoch; None if the position can't be found, so that its epoch begins anew.
+            The position in the present epoch; None if it can't be found here, so that its epoch begins anew.
         """
-        place, deal = self.passes.place_of(position), self.passes.deal
+        begin, order = self.even_batches.read_position(position), self.even_batches.global_order
         self.iter = iteration
-        self.epoch = 0 if deal is not None and deal.is_endless else position["epoch"]
-        self._begin = place or BEGINNING
-        self.epoch_begin = iteration - self._begin.turns
-        left = self.passes.turns_after(self._begin)
+        self.epoch = 0 if order is not None and order.is_endless else position["epoch"]
+        self._begin = begin or BEGINNING
+        self.epoch_begin = iteration - self._begin.batches
+        left = self.even_batches.batches_after(self._begin)
         self.epoch_end = None if left is None else iteration + left
-        return place
+        return begin
 
     def _complete_epoch(self) -> None:
         """Count the present epoch, and begin the next one."""
@@ -161,52 +167,52 @@ class TrainLoop(ABC):
         self.runner.optim_wrapper.warn_of_open_window()
         self.runner.set_optimizer_mode(training=False)
 
-    def _turns(self) -> Iterator[Turn]:
-        """Return the turns of the present pass; between two updates, the training may stop or save."""
-        wrapper = self.runner.optim_wrapper
-        wrappers = list(wrapper.values()) if isinstance(wrapper, OptimWrapperDict) else [wrapper]
-        may_act = (
-            wrappers[0].should_update if len(wrappers) == 1 else lambda: all(one.should_update() for one in wrappers)
-        )
-        return self.runner.agreement.points(self._checked(self.passes.turns(self._begin)), may_act)
+    def _act_if_asked(self) -> None:
+        """Let the ranks stop or save here, if that was asked for and no gradients wait for their update."""
+        if not self.runner.optim_wrapper.has_open_window:
+            self.runner.agreement.act_if_asked()
 
-    def _checked(self, turns: Iterable[Turn]) -> Iterator[Turn]:
-        """Yield the turns, and raise an error if there are more of them than the length of the loader says."""
-        for turn in turns:
-            if self.max_epochs is not None and self.epoch_end is not None and self.iter >= self.epoch_end:
-                expected = self.epoch_end - self.epoch_begin
-                raise wrong_length(expected, f"has another one in epoch {self.epoch + 1}")
-            yield turn
+    def _too_many_batches(self) -> ConfigError:
+        """Return the error for an epoch that has more batches than the length of the loader says."""
+        expected = (self.epoch_end or 0) - self.epoch_begin
+        return wrong_length(expected, f"has another one in epoch {self.epoch + 1}")
 
-    def _endless_turns(self) -> Iterator[Turn]:
-        """Return the turns of the present pass and of those after it."""
+    def _endless_batches(self) -> Iterator[Batch]:
+        """Yield the batches of the present pass and of those after it."""
         while True:
             set_epoch(self.dataloader, self.epoch)
-            empty = self._begin == BEGINNING
-            for turn in self._turns():
-                empty = False
-                yield turn
-            if empty:
+            is_empty = self._begin == BEGINNING
+            for batch in self.even_batches.iterate(self._begin):
+                is_empty = False
+                yield batch
+            if is_empty:
                 raise no_batches(self.dataloader)
             self._complete_epoch()
 
-    def _run_iter(self, batch_idx: int, turn: Turn) -> None:
-        runner, data_batch, optim_wrapper = self.runner, turn.batch, self.runner.optim_wrapper
-        self.samples = turn.samples
-        optim_wrapper.begin_iteration(self.iter)
-        optim_wrapper.count_samples(turn.samples, turn.mean_samples)
-        runner.hooks.call("before_train_iter", runner, batch_idx=batch_idx, data_batch=data_batch)
-        before, moved = optim_wrapper.inner_count, runner.prefetch(data_batch)
+    def _run_iter(self, batch_idx: int, batch: Batch) -> None:
+        """Take a training step on a batch, and call the hooks before and after it."""
+        runner = self.runner
+        self._begin_iter(batch_idx, batch)
+        moved = runner.prefetch(batch.data)
         begin_compiled_step()
-        if turn.is_own:
-            outputs = self._step(moved, optim_wrapper)
-        else:
-            with buffers_kept(runner.model):  # a stand-in changes neither gradients nor running statistics
-                outputs = self._step(moved, optim_wrapper)
-        if optim_wrapper.inner_count == before:
+        # A repeated batch changes neither gradients nor running statistics.
+        with nullcontext() if batch.is_own else buffers_kept(runner.model):
+            outputs = self._step(moved, runner.optim_wrapper)
+        self._end_iter(batch_idx, batch, values_to_log(outputs))
+
+    def _begin_iter(self, batch_idx: int, batch: Batch) -> None:
+        runner = self.runner
+        self.samples = batch.samples
+        runner.optim_wrapper.begin_iteration(self.iter)
+        runner.optim_wrapper.count_samples(batch.samples, batch.mean_samples)
+        runner.hooks.call("before_train_iter", runner, batch_idx=batch_idx, data_batch=batch.data)
+        self._backward_passes = runner.optim_wrapper.inner_count
+
+    def _end_iter(self, batch_idx: int, batch: Batch, outputs: dict[str, Any]) -> None:
+        runner = self.runner
+        if runner.optim_wrapper.inner_count == self._backward_passes:
             note_no_backward(resolve(None))
-        outputs = _values_to_log(outputs)
-        runner.hooks.call("after_train_iter", runner, batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
+        runner.hooks.call("after_train_iter", runner, batch_idx=batch_idx, data_batch=batch.data, outputs=outputs)
         self.iter += 1
         self._tell_iteration(self.iter)
         runner.saving.collect()
@@ -219,7 +225,7 @@ class TrainLoop(ABC):
         loop = self.runner.val_loop
         if done and loop is not None and loop.at_iter != self.iter and self._is_validation_due(done, last):
             self.runner.logger.info("validating first: the checkpoint was saved just before a validation")
-            with self.passes.drawing_on():
+            with self.even_batches.drawing_on():
                 loop.run()
 
     def _validate_if_due(self, done: int, last: int) -> None:
@@ -241,7 +247,7 @@ class EpochBasedTrainLoop(TrainLoop):
 
     Args:
         runner: the run; its model is trained.
-        dataloader: this rank's shard of the data, with a length. Ranks may hold unequal amounts; see `Passes`.
+        dataloader: this rank's shard of the data, with a length. Ranks may hold unequal amounts; see `EvenBatches`.
         max_epochs: number of passes.
         val_begin: the epoch after which the first validation may come.
         val_interval: number of epochs from one validation to the next; the last epoch always ends in one.
@@ -263,23 +269,23 @@ class EpochBasedTrainLoop(TrainLoop):
         batch_size_of: CountSamples | None = None,
     ) -> None:
         super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals, batch_size_of)
-        if self.passes.length is None:
+        if self.even_batches.length is None:
             raise ConfigError(
                 "`train_dataloader` must have a length to be counted in epochs, but "
                 f"{type(dataloader).__name__} has none. Use train_cfg=dict(by_epoch=False, "
                 "max_iters=...)"
             )
-        if self.passes.length == 0:
+        if self.even_batches.length == 0:
             raise no_batches(dataloader)
         require_count("max_epochs", max_epochs)
         self.max_epochs: int = max_epochs
         self.max_iters = self.max_epochs * self.epoch_length
 
-    def restore(self, iteration: int, position: Mapping[str, Any]) -> Place | None:
+    def restore(self, iteration: int, position: Mapping[str, Any]) -> Position | None:
         """Continue after so many iterations, at a position in the data; `max_iters` is as the rest of it needs."""
-        place = super().restore(iteration, position)
+        begin = super().restore(iteration, position)
         self.max_iters = max(iteration, self._iters_until(self.max_epochs))
-        return place
+        return begin
 
     def run(self) -> None:
         """Train until `max_epochs`, validating in between."""
@@ -288,7 +294,7 @@ class EpochBasedTrainLoop(TrainLoop):
         self.runner.call_hook("before_train")
         if self.iter == self.epoch_begin:
             self._make_up_validation(self.epoch, self.max_epochs)
-            self._has_begun |= self.passes.draw_on()  # ranks that go on draw different numbers already
+            self._has_begun |= self.even_batches.draw_on()  # ranks that go on draw different numbers already
         while self.epoch < self.max_epochs and not self.stop_training:
             begin, end = self.epoch_begin, self.epoch_end
             self._run_epoch()
@@ -312,8 +318,12 @@ class EpochBasedTrainLoop(TrainLoop):
     def _run_epoch(self) -> None:
         self.runner.call_hook("before_train_epoch")
         self._begin_training()
-        for batch_idx, turn in enumerate(self._turns(), start=self._begin.turns):
-            self._run_iter(batch_idx, turn)
+        self._act_if_asked()
+        for batch_idx, batch in enumerate(self.even_batches.iterate(self._begin), start=self._begin.batches):
+            if self.iter == self.epoch_end:
+                raise self._too_many_batches()
+            self._run_iter(batch_idx, batch)
+            self._act_if_asked()
         self.runner.call_hook("after_train_epoch")
         self._complete_epoch()
 
@@ -352,18 +362,123 @@ class IterBasedTrainLoop(TrainLoop):
         """Train until `max_iters`, validating in between."""
         self._prepare()
         self._tell_if_complete(self.max_iters - self.iter, f"{self.iter} of {self.max_iters} iterations")
-        turns = self._endless_turns()
+        batches = self._endless_batches()
         self.runner.call_hook("before_train")
         self._make_up_validation(self.iter, self.max_iters)
         self.runner.call_hook("before_train_epoch")
         self._begin_training()
         while self.iter < self.max_iters and not self.stop_training:
-            self._run_iter(self.iter, next(turns))
-            if self.runner.val_loop is not None:
-                self._validate_if_due(self.iter, self.max_iters)
+            self._act_if_asked()
+            self._run_iter(self.iter, next(batches))
+            self._validate_if_due(self.iter, self.max_iters)
         self._end_training()
         self.runner.call_hook("after_train_epoch")
         self.runner.call_hook("after_train")
+
+
+@dataclass(eq=False, repr=False)
+class EvalLoop:
+    """One pass through a dataset for evaluation.
+
+    Args:
+        runner: the run; its model predicts.
+        dataloader: this rank's shard of the data.
+        evaluator: the metrics.
+        fp16: let the model compute in half precision, in the operations for which autocast considers it safe.
+        dtype: the half precision: `"float16"`, the default on accelerators, or `"bfloat16"`, the default on the CPU.
+            Giving it implies `fp16=True`.
+
+    Attributes:
+        metrics: the results of the last pass.
+        at_iter: how many iterations of training were complete at the last pass; None before the first.
+    """
+
+    mode: ClassVar[str]
+    # Training draws the same random numbers with or without validations in between.
+    keeps_random_state: ClassVar[bool] = True
+
+    runner: Run
+    dataloader: Any
+    evaluator: Evaluator
+    fp16: bool = False
+    dtype: str | torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        self.metrics: dict[str, Any] = {}
+        self.at_iter: int | None = None
+        self._dtype = _half(self.dtype) if self.fp16 or self.dtype is not None else None
+        dataset = getattr(self.dataloader, "dataset", None)
+        self._size = len(dataset) if isinstance(dataset, Sized) else None
+        rank, size = self.runner.rank, self.runner.world_size
+        is_dealt = isinstance(drawn_from(self.dataloader)[0], DealingSampler)  # from the same dataset on all ranks
+        if self._size == 0 and (size == 1 or is_dealt):
+            raise ConfigError(
+                f"`{self.mode}_dataloader` must have samples, but its dataset has none (rank {rank} of {size})"
+            )
+        self.evaluator.set_dataset_meta(getattr(dataset, "metainfo", None))
+
+    @torch.no_grad()
+    def run(self) -> dict[str, Any]:
+        """Return the metrics, the same on every rank."""
+        runner, mode = self.runner, self.mode
+        runner.set_optimizer_mode(training=False)
+        runner.call_hook(f"before_{mode}")
+        runner.call_hook(f"before_{mode}_epoch")
+        runner.model.eval()
+        autocast = nullcontext() if self._dtype is None else torch.autocast(get_device(), dtype=self._dtype)
+        kept = random_state_kept() if self.keeps_random_state else nullcontext()
+        with kept, autocast, runner.agreement.evaluation():
+            if runner.iter == 0:  # else the training has done so
+                part_ranks(runner.args.randomness, runner.seed, runner.data_shard.rank)
+            self._predict()
+        self.metrics = self.evaluator.evaluate(self._size)
+        self.at_iter = runner.iter
+        runner.last_evaluation = self
+        runner.call_hook(f"after_{mode}_epoch", metrics=self.metrics)
+        runner.call_hook(f"after_{mode}")
+        return self.metrics
+
+    def _predict(self) -> None:
+        runner, mode = self.runner, self.mode
+        step = step_of(runner.model, f"{mode}_step", predict_step)
+        for batch_idx, batch in enumerate(self._batches()):
+            runner.agreement.act_if_asked(may_save=False)
+            data_batch = batch.data
+            if batch.is_own:
+                runner.call_hook(f"before_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch)
+            moved = runner.prefetch(data_batch)
+            begin_compiled_step()
+            if not batch.is_own:
+                step(moved)  # the other ranks need this rank's forward pass
+                continue
+            outputs = kept_outputs(step(moved))
+            if runner.data_shard.is_first:
+                self.evaluator.count_samples(batch.samples)
+                self.evaluator.process(data_samples=outputs, data_batch=data_batch)
+            runner.call_hook(f"after_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
+        check_alike(self.dataloader)
+
+    def _batches(self) -> Iterator[Batch]:
+        """Yield this rank's batches, and stand-ins if the model's forward pass needs all ranks; see `EvenBatches`."""
+        model = self.runner.model
+        if self.runner.world_size > 1 and isinstance(model, ModelWrapper) and model.forward_is_collective:
+            return EvenBatches(self.dataloader).iterate()
+        return _own_batches(CountedBatches(self.dataloader))
+
+
+@LOOPS.register_module()
+class ValLoop(EvalLoop):
+    """One pass through the validation data."""
+
+    mode = "val"
+
+
+@LOOPS.register_module()
+class TestLoop(EvalLoop):
+    """One pass through the test data."""
+
+    __test__ = False  # pytest would take it for a test because of its name
+    mode = "test"
 
 
 def wrong_length(expected: int, what: str) -> ConfigError:
@@ -381,35 +496,6 @@ def no_batches(loader: Any, name: str = "train_dataloader") -> ConfigError:
     return ConfigError(NO_BATCHES.replace("train_dataloader", name) + why)
 
 
-def _values_to_log(outputs: Any) -> dict[str, Any]:
-    """Return the values to log from a training step, perhaps the model's own.
-
-    Tensors are copied: a parameter, a buffer or an output of a CUDA graph is written again in the next step, and all of
-    them are read much later.
-    """
-    if outputs is None:
-        return {}
-    if type(outputs) is not dict and not isinstance(outputs, Mapping):
-        raise TypeError(
-            "`train_step` must return a dict of values to log, as in {'loss': loss.detach()}, or None, but returned a "
-            f"{type(outputs).__name__}"
-        )
-    values = dict(outputs)
-    for name, value in outputs.items():
-        if isinstance(value, Tensor):
-            if value.numel() == 1:
-                values[name] = value.detach().clone()
-                continue
-        elif isinstance(value, int | float):
-            continue
-        elif isinstance(value, Real):  # of numpy
-            values[name] = float(value)
-            continue
-        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise TypeError(f"`train_step` must return numbers and scalar tensors to log, but returned {what} as {name!r}")
-    return values
-
-
 def _intervals(first: int, later: Sequence[tuple[int, int]] | None) -> list[tuple[int, int]]:
     """Return pairs of the epoch or iteration from which on an interval between validations holds, and the interval."""
     require_count("val_interval", first)
@@ -423,3 +509,22 @@ def _intervals(first: int, later: Sequence[tuple[int, int]] | None) -> list[tupl
             raise ConfigError(f"`dynamic_intervals` must be in order of time, but are {list(later or ())}")
         steps.append((item[0], item[1]))
     return steps
+
+
+def _own_batches(batches: CountedBatches) -> Iterator[Batch]:
+    """Yield this rank's batches; if reading fails, end the workers first, which the error would keep alive."""
+    try:
+        for batch in batches:
+            size = batch_size_of(batch) if batches.samples is None else batches.samples
+            yield Batch(batch, size, size, True)
+    except Exception:
+        batches.shut_down()
+        raise
+
+
+def _half(dtype: str | torch.dtype | None) -> torch.dtype:
+    known = {"float16": torch.float16, "fp16": torch.float16, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
+    found = torch.get_autocast_dtype(get_device()) if dtype is None else known.get(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise ConfigError(f"`dtype` must be 'float16' or 'bfloat16', but is {dtype!r}")
+    return found

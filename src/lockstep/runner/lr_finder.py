@@ -1,21 +1,37 @@
-"""The search for a learning rate: updates at rising rates, and the rate at which the loss falls most steeply."""
+"""The search for a learning rate: updates at rising rates, and the rate at which the loss falls most steeply.
+
+The updates are those of the training (`rehearse`), before it begins: with the strategy, accumulation, mixed precision
+and clipping of the run, but without hooks and schedules. The search for a batch size makes such updates, too.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from lockstep.dataset import batch_size_of, position_of, restore_position, set_epoch
+from lockstep.dataset.random_state import random_state, set_random_state
+from lockstep.dataset.rank_aware import parts_of
+from lockstep.dist import all_gather_object
 from lockstep.errors import ConfigError, require_count
+from lockstep.model import train_step_of, unwrap_model
 from lockstep.optim import OptimWrapperDict
-from lockstep.runner.rehearsal import rehearse, run_kept
+from lockstep.runner.loops import NO_BATCHES
 from lockstep.runner.run import TrainRun
+from lockstep.runner.seeds import part_ranks
+from lockstep.runner.uneven_inputs import Batch, buffers_kept
+from lockstep.tree import tree_map
 
 LR_SEARCH = "lr_search"  # the mode of its records
 DIVERGENCE = 4.0  # as in fastai's and Lightning's finders
@@ -138,10 +154,10 @@ def smooth(losses: Sequence[float], width: float) -> list[float]:
         >>> smooth([1.0, 1.0, math.inf], 0.5)
         [1.0, 1.0, inf]
     """
-    known = [(place, loss) for place, loss in enumerate(losses) if math.isfinite(loss)]
+    known = [(step, loss) for step, loss in enumerate(losses) if math.isfinite(loss)]
     means = []
-    for place, loss in enumerate(losses):
-        weights = [math.exp(-0.5 * ((place - other) / width) ** 2) for other, _ in known]
+    for step, loss in enumerate(losses):
+        weights = [math.exp(-0.5 * ((step - other) / width) ** 2) for other, _ in known]
         total = sum(weight * value for weight, (_, value) in zip(weights, known, strict=True))
         means.append(total / sum(weights) if math.isfinite(loss) else loss)
     return means
@@ -170,9 +186,9 @@ def _diverges(losses: Sequence[float], divergence: float) -> bool:
     if not math.isfinite(losses[-1]):
         return True
     mean, means = 0.0, []
-    for count, loss in enumerate(losses, start=1):
+    for number, loss in enumerate(losses, start=1):
         mean = _DECAY * mean + (1 - _DECAY) * loss
-        means.append(mean / (1 - _DECAY**count))
+        means.append(mean / (1 - _DECAY**number))
     lowest = min(means)
     return means[-1] - lowest > (divergence - 1) * abs(lowest)
 
@@ -226,3 +242,109 @@ def _record(run: TrainRun, found: LRSearch) -> None:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class Update(NamedTuple):
+    """One update of the parameters.
+
+    Attributes:
+        loss: the mean over its samples, on all ranks; the same on every rank. None if a training step returns none.
+        batch_size: samples in this rank's first batch.
+    """
+
+    loss: float | None
+    batch_size: int
+
+
+def rehearse(run: TrainRun) -> Generator[Update]:
+    """Train, and yield after each update, for as long as it is asked for more.
+
+    It goes through the data from the beginning of the epoch that is next. Code that receives an update may change
+    learning rates before the following one.
+
+    **Collective**: every rank, equally often. **Cost**: per update one all_gather_object of two numbers, and a wait
+    for the device.
+
+    With several optimizers, each iteration counts as an update.
+
+    Raises:
+        ConfigError: there are no batches.
+    """
+    wrapper, step = run.optim_wrapper, train_step_of(run.model)
+    wrapper.initialize_count_status(run.model)
+    part_ranks(run.args.randomness, run.seed, run.data_shard.rank)
+    run.model.train()
+    run.set_optimizer_mode(training=True)
+    total, samples, batch_size, has_loss = 0.0, 0, 0, True
+    for index, batch in enumerate(_endless_batches(run)):
+        wrapper.begin_iteration(index)
+        wrapper.count_samples(batch.samples, batch.mean_samples)
+        batch_size = batch_size or batch_size_of(batch.data)
+        with nullcontext() if batch.is_own else buffers_kept(run.model):
+            outputs = step(batch.data, wrapper)
+        if batch.samples:
+            loss: Any = (outputs or {}).get("loss")
+            has_loss = has_loss and isinstance(loss, Tensor | int | float)
+            total += batch.samples * float(loss) if has_loss else 0.0
+            samples += batch.samples
+        if isinstance(wrapper, OptimWrapperDict) or wrapper.should_update():
+            sums = all_gather_object((total, samples, has_loss))
+            mean = sum(own for own, *_ in sums) / (sum(own for _, own, _ in sums) or 1)
+            yield Update(mean if all(known for *_, known in sums) else None, batch_size)
+            total, samples, batch_size = 0.0, 0, 0
+
+
+@contextmanager
+def run_kept(run: TrainRun) -> Iterator[None]:
+    """Restore at the end, unless there is an error, what training changes in a run that has just been built.
+
+    That is what a checkpoint holds (model, optimizer, loss scale, random state, position in the data), and buffers that
+    are not persistent. A sampler or dataset with a state of its own is restored if a checkpoint can do so.
+
+    **Collective**: every rank. **Cost**: memory for a copy of this rank's part of the parameters and of the optimizer's
+    state.
+    """
+    strategy, wrapper, loader, core = run.strategy, run.optim_wrapper, run.train_dataloader, unwrap_model(run.model)
+    model_state, optim_state = tree_map(_copied, strategy.model_state()), tree_map(_copied, strategy.optim_state())
+    scale, modes = (
+        tree_map(_copied, wrapper.extra_state()),
+        [(module, module.training) for module in run.model.modules()],
+    )
+    generators = [(generator, generator.get_state()) for generator in _generators(loader)]
+    random, position = random_state(), position_of(loader)
+    with buffers_kept(core):
+        yield
+    strategy.load_state(model_state, optim_state)
+    wrapper.load_extra_state(scale)
+    for module, mode in modes:
+        module.training = mode
+    if getattr(loader, "_iterator", None) is not None:
+        loader._iterator = None  # persistent workers would go on with the random numbers that they have drawn
+    set_epoch(loader, run.epoch)
+    for generator, state in generators:
+        generator.set_state(state)
+    restore_position(loader, position)
+    set_random_state(random)
+
+
+def _endless_batches(run: TrainRun) -> Iterator[Batch]:
+    even = copy(run.train_loop.even_batches)  # that of the training stays where it is
+    for epoch in count(run.epoch):
+        set_epoch(run.train_dataloader, epoch)
+        empty = True
+        for batch in even.iterate():
+            empty = False
+            yield batch
+        if empty:
+            raise ConfigError(NO_BATCHES)
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    batches = getattr(loader, "batch_sampler", None)
+    parts = [loader, *parts_of(getattr(loader, "sampler", None)), *parts_of(batches)]
+    found = [getattr(part, "generator", None) for part in parts]
+    return [one for one in found if isinstance(one, torch.Generator)]
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value

@@ -1,28 +1,33 @@
-"""Options of the optimizer, and its schedules, in a run that resumes: as the config says now, or as they were saved."""
+"""The options of optimizers and schedules: the same on every rank, and in a run that resumes those that are to hold.
+
+Replicas and shards rely on equal options. A run that resumes has them as the config says now, or as they were saved.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lockstep.dist import all_gather, all_gather_object
 from lockstep.errors import CheckpointError, ConfigError, listed
 from lockstep.location import Location
-from lockstep.optim import FormulaScheduler, ParamScheduler, ReduceOnPlateauLR, TorchScheduler
+from lockstep.model import ModelWrapper
+from lockstep.optim import FormulaScheduler, OptimWrapperDict, ParamScheduler, ReduceOnPlateauLR, TorchScheduler
 from lockstep.optim.build_schedulers import step_quietly
 from lockstep.runner.run import TrainRun
 
 _logger = logging.getLogger(__name__)
-# What is no option: the parameters, how an update is computed, what schedules of torch note, and which of its weights a
-# schedule-free optimizer shows.
-_NO_OPTIONS = frozenset(
-    {"params", "param_names", "fused", "foreach", "capturable", "differentiable"}
-    | {"initial_lr", "max_lr", "min_lr", "train_mode"}
-)
+# Which implementation computes an update may depend on a rank's device.
+_HOW_COMPUTED = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
+# What schedules of torch note, and which of its weights a schedule-free optimizer shows.
+_NO_OPTIONS = _HOW_COMPUTED | {"initial_lr", "max_lr", "min_lr", "train_mode"}
 _MOST_COUNTS = 10**8  # of a schedule that is computed anew
 _PROGRESS = frozenset({"last_epoch", "_step_count", "_last_lr", "base_lrs"})
 
@@ -127,7 +132,7 @@ class ResumedOptions:
                         _set(group, key, first)
         if self.replays:
             self._replay()
-        _logger.info("%s", self._said())
+        _logger.info("%s", self._summary())
         if not self.takes_config and self.begun_with is not None:
             run.begun_with = dict(self.begun_with)
 
@@ -178,7 +183,7 @@ class ResumedOptions:
         if (most := max(counts, default=0)) > _MOST_COUNTS:
             raise CheckpointError(f"{self.origin} says that a schedule has counted to {most}")
 
-    def _said(self) -> str:
+    def _summary(self) -> str:
         changes = sorted({f"{key} {old} -> {new}" for group in self.changed for key, (old, new) in group.items()})
         if self.has_new_schedules:
             changes.append("the schedules")
@@ -243,15 +248,15 @@ def _descriptions(run: TrainRun) -> Iterator[str]:
     schedulers: list[Any] = list(run.param_schedulers)
     for index, scheduler in enumerate(schedulers):
         if isinstance(scheduler, ParamScheduler):
-            said: Any = scheduler
+            described: Any = scheduler
             is_config = len(configs) == len(run.param_schedulers) and isinstance(configs[index], Mapping)
             if is_config and not scheduler.by_epoch and epochs is not None:
-                said = f"{dict(configs[index])} in {epochs} epochs"
+                described = f"{dict(configs[index])} in {epochs} epochs"
         elif isinstance(scheduler, LRScheduler):
-            said = f"{type(scheduler).__name__} {_constants(scheduler.state_dict())}"
+            described = f"{type(scheduler).__name__} {_constants(scheduler.state_dict())}"
         else:
-            said = type(scheduler).__name__
-        yield re.sub(r" at 0x[0-9a-f]+", "", str(said))
+            described = type(scheduler).__name__
+        yield re.sub(r" at 0x[0-9a-f]+", "", str(described))
 
 
 def _constants(value: Any) -> Any:
@@ -283,3 +288,74 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
         group[key].fill_(value)
     else:
         group[key] = value.clone() if isinstance(value, Tensor) else value
+
+
+def check_same_options(run: TrainRun) -> None:
+    """Compare what each rank updates its weights by: options of the optimizer, schedules, accumulation, clipping.
+
+    **Collective**: every rank. **Cost**: 8 bytes from every rank.
+
+    Raises:
+        ConfigError: on every rank, naming what differs and its values.
+    """
+    if not run.distributed:
+        return
+    own = {**optimizer_options(run, reads_device=True), **dict(_schedules(run))}
+    digests = all_gather(torch.tensor(digest_of(own)))
+    if all(torch.equal(digests[0], other) for other in digests[1:]):
+        return
+    by_rank: list[dict[str, str]] = all_gather_object(own)
+    names = dict.fromkeys(name for options in by_rank for name in options)
+    name = next(name for name in names if len({options.get(name) for options in by_rank}) > 1)
+    values = [f"{options.get(name, 'missing')} on rank {rank}" for rank, options in enumerate(by_rank)]
+    raise ConfigError(
+        f"{name} must be the same on all ranks, because each rank updates its own weights by it, but is "
+        f"{listed(values, most=8)}. Set it in the same way on every rank"
+    )
+
+
+def optimizer_options(run: TrainRun, *, reads_device: bool) -> dict[str, str]:
+    """Return the options of all optimizers as text, by names for messages; of a pipeline's stage, none.
+
+    Args:
+        run: the run.
+        reads_device: also read options that are tensors on a device, and wait for it.
+    """
+    if isinstance(run.model, ModelWrapper) and run.model.is_stage:
+        return {}  # stages have different parameters, so that they may have different groups
+    found: dict[str, str] = {}
+    wrapper = run.optim_wrapper
+    for part in wrapper.values() if isinstance(wrapper, OptimWrapperDict) else [wrapper]:
+        kind = type(part.optimizer).__name__
+        found[f"`accumulative_counts` of the wrapper of {kind}"] = str(part.accumulative_counts)
+        found[f"`clip_grad` of the wrapper of {kind}"] = _text(part.clip_grad, reads_device)
+        for number, group in enumerate(part.param_groups):
+            for key, value in group.items():
+                if key not in _HOW_COMPUTED:
+                    found[f"`{key}` of parameter group {number} of {kind}"] = _text(value, reads_device)
+    return found
+
+
+def digest_of(options: Mapping[str, str]) -> int:
+    """Return a number of 63 bits that depends on all options."""
+    digest = hashlib.blake2b(repr([*options.items()]).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _schedules(run: TrainRun) -> Iterator[tuple[str, str]]:
+    for number, schedule in enumerate(run.param_schedulers):
+        if isinstance(schedule, ParamScheduler):
+            for key, value in vars(schedule).items():
+                name = f"`{key.strip('_')}` of schedule {number}, {type(schedule).__name__},"
+                yield name, _text(value, reads_device=False)
+
+
+def _text(value: Any, reads_device: bool) -> str:
+    """Return a value as text that is the same in every process; of an object, only its class."""
+    if isinstance(value, Tensor):
+        return repr(value.tolist()) if reads_device or value.device.type == "cpu" else "a tensor"
+    if isinstance(value, Mapping):
+        return repr({key: _text(item, reads_device) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        return repr([_text(item, reads_device) for item in value])
+    return repr(value) if isinstance(value, bool | int | float | str | None) else type(value).__name__

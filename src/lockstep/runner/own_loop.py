@@ -16,16 +16,15 @@ from lockstep.dataset import set_epoch
 from lockstep.device import get_device
 from lockstep.errors import ConfigError
 from lockstep.evaluator.evaluator import plain_value
-from lockstep.groups import resolve
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.compiling import begin_compiled_step
 from lockstep.model.preprocessor import move_to_device
-from lockstep.model.wrapper import driving, forwarded, note_no_backward
+from lockstep.model.wrapper import forwarded
 from lockstep.optim import OptimWrapper
 from lockstep.runner.loops import DEFAULT_INTERVAL, TrainLoop, no_batches
 from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import random_state_kept
-from lockstep.runner.uneven_inputs import Passes, Turn, buffers_kept
+from lockstep.runner.uneven_inputs import Batch, EvenBatches, buffers_kept
 from lockstep.tree import tree_map
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -55,10 +54,10 @@ class OwnLoop(TrainLoop):
 
     def __init__(self, run: TrainRun) -> None:
         super().__init__(run, run.train_dataloader, 1, 1, None, None)
-        if self.passes.length == 0:
+        if self.even_batches.length == 0:
             raise no_batches(self.dataloader, "dataloader")
         # Without a length, iterations are counted, as in an iteration-based loop of a Runner.
-        self.max_epochs = None if self.passes.length is None else 0
+        self.max_epochs = None if self.even_batches.length is None else 0
         if self.max_epochs is None:
             self.val_interval = DEFAULT_INTERVAL
         self.max_iters = 0
@@ -119,8 +118,8 @@ class OwnLoop(TrainLoop):
         self._begin_training()
         if self.iter < count:
             with run.saving.at_stop():
-                yield from self._batches(self._endless_turns(), self.iter)
-        self._save_what_was_asked_for()
+                yield from self._batches(self._endless_batches(), self.iter)
+        self._save_requested(self.iter + 1)
         self._warn_of_missing_steps("the training")
         self._end_training()
         run.call_hook("after_train_epoch")
@@ -135,7 +134,7 @@ class OwnLoop(TrainLoop):
         self.runner.call_hook("before_train_epoch")
         self._begin_training()
         with self.runner.saving.at_stop():
-            yield from self._batches(self._turns(), self._begin.turns)
+            yield from self._batches(self.even_batches.iterate(self._begin), self._begin.batches)
         self.runner.set_optimizer_mode(training=False)  # for a validation of the user's own
         if not self.runner.param_schedulers:
             self._end_epoch()
@@ -145,48 +144,47 @@ class OwnLoop(TrainLoop):
         self.iter = self.epoch_end or 0
         self._complete_epoch()
 
-    def _batches(self, turns: Iterator[Turn], start: int) -> Iterator[Any]:
-        run, hooks = self.runner, self.runner.hooks
-        is_endless = self.max_epochs is None
-        device = torch.device(get_device())
+    def _batches(self, batches: Iterator[Batch], start: int) -> Iterator[Any]:
+        """Yield each batch for one iteration of the user's code."""
+        run, is_endless, device = self.runner, self.max_epochs is None, torch.device(get_device())
         is_plain = unwrap_model(run.model) is run.model and type(run.optim_wrapper) is OptimWrapper
         nothing: AbstractContextManager[None] = nullcontext()
-        for batch_idx, turn in enumerate(turns, start=start):
-            self.samples, self.counts, self._values = turn.samples, turn.is_own, {}
-            run.optim_wrapper.begin_iteration(self.iter)
-            run.optim_wrapper.count_samples(turn.samples, turn.mean_samples)
-            hooks.call("before_train_iter", run, batch_idx=batch_idx, data_batch=turn.batch)
-            self._is_stepping, before = True, run.optim_wrapper.inner_count
+        self._act_if_asked()
+        for batch_idx, batch in enumerate(batches, start=start):
+            if not is_endless and self.iter == self.epoch_end:
+                raise self._too_many_batches()
+            self.counts, self._values = batch.is_own, {}
+            self._begin_iter(batch_idx, batch)
+            self._is_stepping = True
             try:
-                with nothing if is_plain else self._led(), nothing if turn.is_own else buffers_kept(run.model):
-                    moved = move_to_device(run.prefetch(turn.batch), device)
+                with nothing if is_plain else self._led(), nothing if batch.is_own else buffers_kept(run.model):
+                    moved = move_to_device(run.prefetch(batch.data), device)
                     begin_compiled_step()
                     yield moved
             finally:
                 self._is_stepping = False
-            if run.optim_wrapper.inner_count == before:
-                note_no_backward(resolve(None))
-            hooks.call("after_train_iter", run, batch_idx=batch_idx, data_batch=turn.batch, outputs=self._values)
-            self._save_what_was_asked_for()
             self._iterated = True
-            self.iter += 1
-            self._tell_iteration(self.iter)
-            run.saving.collect()
+            self._end_iter(batch_idx, batch, self._values)
             if is_endless and (self.iter >= self.max_iters or self.stop_training):
                 return
+            self._act_if_asked()
+
+    def _end_iter(self, batch_idx: int, batch: Batch, outputs: dict[str, Any]) -> None:
+        super()._end_iter(batch_idx, batch, outputs)
+        self._save_requested(self.iter)
 
     def evaluation_batches(self, loader: Any) -> Iterator[Any]:
         """Yield equally many batches on every rank; training then draws the same random numbers as without."""
         model, device = self.runner.model, torch.device(get_device())
         context = model.evaluation_context() if isinstance(model, ModelWrapper) else nullcontext()
         set_epoch(loader, 0)
-        turns = Passes(loader).turns()
-        if not self._is_stepping:  # in the midst of an iteration nothing can be saved
-            turns = self.runner.agreement.points(turns, trains=False)
+        may_stop = not self._is_stepping  # in the midst of an iteration nothing can be saved
         with self.runner.saving.at_stop(), random_state_kept(), self.runner.evaluated(), context:
-            for turn in turns:
-                self.counts = turn.is_own
-                moved = move_to_device(self.runner.prefetch(turn.batch), device)
+            for batch in EvenBatches(loader).iterate():
+                if may_stop:
+                    self.runner.agreement.act_if_asked(may_save=False)
+                self.counts = batch.is_own
+                moved = move_to_device(self.runner.prefetch(batch.data), device)
                 begin_compiled_step()
                 yield moved
         self.counts = True
@@ -221,10 +219,11 @@ class OwnLoop(TrainLoop):
             self.runner.checkpoint_dir, name or f"iter_{done}", epoch=self.epoch, iteration=done, async_save=async_save
         )
 
-    def _save_what_was_asked_for(self) -> None:
+    def _save_requested(self, done: int) -> None:
+        """Save the checkpoints for which `save` was called in an iteration, after `done` iterations."""
         while self._to_save:
             name, async_save = self._to_save.pop(0)
-            self._save(name, self.iter + 1, async_save)
+            self._save(name, done, async_save)
 
     def _warn_of_missing_steps(self, where: str) -> None:
         """Warn, once, if iterations have made no backward pass through the optim wrapper."""
@@ -241,7 +240,7 @@ class OwnLoop(TrainLoop):
     def _end_epoch(self) -> None:
         vars(self).update(self._counts_before)
         self._counts_before = {}
-        self._save_what_was_asked_for()  # in an iteration that was left by `break`
+        self._save_requested(self.iter + 1)  # in an iteration that was left by `break`
         self._warn_of_missing_steps(f"epoch {self.epoch}")
         self._is_open = False
         self.iter = self.epoch_end or 0  # also where the epoch was left early
@@ -259,7 +258,7 @@ class OwnLoop(TrainLoop):
                 return _in_float32(model(*args, **kwargs))
 
         step = model.step_context(optim_wrapper) if isinstance(model, ModelWrapper) else nullcontext()
-        with step, driving(model, optim_wrapper), forwarded(core, call):
+        with step, forwarded(core, call):
             yield
 
 

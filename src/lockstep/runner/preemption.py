@@ -1,50 +1,283 @@
-"""Stopping a training at a signal: on all ranks after the same iteration, so that it can be saved and resumed.
+"""Stopping or saving a training when that is asked for at any moment: on all ranks after the same iteration.
 
-A signal may reach any rank at any moment.
+A signal may reach any rank, a file in the work_dir may ask for a checkpoint, and a save in the background may fail. The
+ranks agree on where to act through the store at which they met, not by a collective: an iteration costs a counter, and
+nothing is sent before something is asked. Each rank counts the points that it passes, which are iterations of the
+training and batches of validations, and announces a point before it begins it. When something is asked, each rank
+publishes the point that it announced last, and waits before the next one. All go on to the highest of these points, and
+act there. Since a rank announces a point before it asks, none goes beyond it. Requests are answered one after the
+other, in rounds.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import Literal, NamedTuple
 
 from lockstep.dist import get_dist_info
-from lockstep.errors import ConfigError, DistError, did_you_mean
+from lockstep.errors import ConfigError, Preempted, did_you_mean
 from lockstep.launch.worker import STOPPED_FILE
-from lockstep.runner.agreement import Agreement, Request
+from lockstep.watch.watch import side_store
 
-if TYPE_CHECKING:
-    from lockstep.runner.run import TrainRun
-
+_FOR_EVER = timedelta(days=365)
+_SECONDS_TO_AGREE = 60.0
+_POLL_SECONDS = 0.01
+_EVALUATION = 2**32  # more than an evaluation has batches
+_NEVER = 2**62
 _NO_FD = -1
 _END = 0  # no signal has this number
 _logger = logging.getLogger("lockstep.runner")
 
 
-@contextmanager
-def answering(run: TrainRun) -> Iterator[None]:
-    """Let signals stop a training, and a file in the work_dir ask for a checkpoint.
+class Request(NamedTuple):
+    """What all ranks are to do.
 
-    **Collective**: every rank. **Cost**: three threads that sleep, and a connection to the store.
-
-    Raises:
-        ConfigError: `stop_signals` names a signal that does not exist.
+    Attributes:
+        action: `stop` the training, or `save` a checkpoint.
+        reason: who asks for it.
     """
-    with ExitStack() as opened:
-        try:
-            opened.enter_context(run.agreement.opened(run.saving.save_now))
-        except DistError as error:
-            run.logger.debug("the ranks can't agree on where to stop or to save: %s", error)
-        opened.enter_context(stopping_at(run.args.stop_signals, run.agreement))
-        opened.enter_context(run.saving.watching(run.agreement))
+
+    action: Literal["stop", "save"]
+    reason: str
+
+
+class Agreement:
+    """Lets a training stop, or save, on all ranks at the same point.
+
+    Attributes:
+        point: the point that this rank has announced last.
+        has_acted: whether the ranks have done what was asked for last.
+    """
+
+    def __init__(self) -> None:
+        self._save: Callable[[str], None] | None = None
+        self.point = 0
+        self._request: Request | None = None
+        self._last = _NEVER  # the last point before the ranks act
+        self._is_agreed = threading.Event()
+        self._ranks: _Ranks | None = None
+        self.has_acted = threading.Event()
+
+    def act_if_asked(self, *, may_save: bool = True) -> None:
+        """Do here what was asked for, on all ranks; they call this equally often, unless within `evaluation`.
+
+        Args:
+            may_save: a checkpoint can be saved here, as between two iterations of a training. Otherwise the ranks may
+                only stop.
+
+        Raises:
+            Preempted: the training stops here.
+        """
+        self.point += 1
+        if self._request is not None:
+            self._act(may_save=may_save)
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Let the points inside differ in number between the ranks; what follows begins on all ranks or on none."""
+        before = self.point
         yield
+        self.point = before + _EVALUATION
+        if self._request is not None:
+            self._act(may_save=False)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anything can be asked."""
+        return self._save is not None
+
+    @contextmanager
+    def opened(self, save: Callable[[str], None]) -> Iterator[None]:
+        """Let the ranks agree while they train.
+
+        Args:
+            save: saves a checkpoint on all ranks; it is told who asks for it.
+
+        **Collective**: every rank. **Cost**: a thread that sleeps, and a connection to the store.
+
+        Raises:
+            DistError: the ranks have no store that they can share.
+        """
+        rank, world_size = get_dist_info()
+        if world_size > 1:
+            self._ranks = _Ranks(rank, world_size, self)
+        self._save = save
+        try:
+            yield
+        finally:
+            if self._ranks is not None:
+                self._ranks.close()
+            self._save = self._ranks = self._request = None  # evaluations may follow
+
+    def ask(self, request: Request) -> None:
+        """Ask all ranks to do something. Any thread of any rank may; it waits until nothing else is to be done."""
+        if self._ranks is not None:
+            self._ranks.ask(request)
+            return
+        while self._request is not None:
+            if self.is_stopping:
+                return
+            time.sleep(_POLL_SECONDS)
+        if self.is_open:
+            self.settle(self.begin(request))
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the ranks are about to stop."""
+        request = self._request
+        return request is not None and request.action == "stop"
+
+    def begin(self, request: Request) -> int:
+        """Let this rank wait before its next point, and return the one that it has announced last."""
+        self._last = _NEVER
+        self._is_agreed.clear()
+        self.has_acted.clear()
+        self._request = request
+        return self.point
+
+    def settle(self, last: int | None) -> None:
+        """Let this rank go on, up to the point `last`, and act there; or not at all."""
+        if last is None:
+            self._request = None
+            self.has_acted.set()
+        else:
+            self._last = last
+        self._is_agreed.set()
+
+    def _act(self, *, may_save: bool) -> None:
+        """Learn which point is the last one before the ranks act; if it has passed, do what is asked."""
+        self._is_agreed.wait()
+        request = self._request
+        if request is None or self.point <= self._last:
+            return
+        if request.action == "stop":
+            raise Preempted(request.reason)
+        if may_save and self._save is not None:
+            try:
+                self._save(request.reason)
+            finally:
+                self._request = None
+                self.has_acted.set()
+
+
+class _Ranks:
+    """The agreement of several ranks, made by a thread of each that waits at the store.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        agreement: what this rank does.
+    """
+
+    _count = 0  # agreements that this process has prepared, the same on every rank
+
+    def __init__(self, rank: int, world_size: int, agreement: Agreement) -> None:
+        type(self)._count += 1
+        self._prefix = f"agreement_{self._count}"
+        self._closed = f"{self._prefix}/closed"  # rank 0 decides no more
+        self._rank, self._world_size = rank, world_size
+        self._agreement = agreement
+        self._closing = threading.Event()
+        self._round = 0
+        self._store = side_store()
+        self._thread = threading.Thread(target=self._listen, name="lockstep-agreement", daemon=True)
+        self._thread.start()
+
+    def ask(self, request: Request) -> None:
+        """Ask all ranks for it in the next round that nobody has claimed, but not after a stop."""
+        with suppress(Exception):  # the store is gone, and so is the job
+            store = side_store()  # the other connection waits
+            while not self._closing.is_set():
+                number = self._round
+                if store.add(f"{self._prefix}/{number}/claims", 1) == 1:
+                    for rank in range(self._world_size):
+                        store.set(self._key("asked", rank, number), json.dumps(request))
+                    return
+                while number == self._round and not self._closing.is_set():
+                    if self._agreement.is_stopping:
+                        return
+                    time.sleep(_POLL_SECONDS)
+
+    def close(self) -> None:
+        """End the thread; this rank announces no further point."""
+        self._closing.set()
+        with suppress(Exception):
+            store = side_store()
+            store.set(self._key("asked", self._rank, self._round), "")
+            self._thread.join(1.0)
+            if self._rank == 0:
+                store.set(self._closed, "")
+
+    def _key(self, name: str, rank: int, number: int) -> str:
+        return f"{self._prefix}/{number}/{name}/{rank}"
+
+    def _listen(self) -> None:
+        with suppress(Exception):
+            while True:
+                asked = self._key("asked", self._rank, self._round)
+                self._store.wait([asked], _FOR_EVER)
+                request = self._store.get(asked).decode()
+                if self._closing.is_set() or not request:
+                    self._conclude(self._agreement.point, "the training has ended")  # somebody may be asking just now
+                    return
+                self._agree(Request(*json.loads(request)))
+                while not self._agreement.has_acted.wait(_POLL_SECONDS):
+                    if self._closing.is_set():
+                        return
+                self._round += 1
+
+    def _agree(self, request: Request) -> None:
+        """Learn after which point all ranks act, and let this one go on up to there."""
+        last: int | None = None
+        try:
+            last = self._conclude(self._agreement.begin(request), request.reason)
+            if last is not None and self._rank == 0:
+                what = "training stops" if request.action == "stop" else "a checkpoint is saved"
+                level = logging.WARNING if request.action == "stop" else logging.INFO
+                _logger.log(level, "%s: %s as soon as the present iteration is complete", request.reason, what)
+        finally:
+            self._agreement.settle(last)
+
+    def _conclude(self, own: int, reason: str) -> int | None:
+        """Publish this rank's point, and return the highest one; None if the ranks don't act, because one is silent.
+
+        Rank 0 decides which it is, so that all ranks do the same.
+        """
+        self._store.set(self._key("point", self._rank, self._round), str(own))
+        verdict = self._key("verdict", 0, self._round)
+        if self._rank == 0:
+            last = self._highest(reason)
+            self._store.set(verdict, "" if last is None else str(last))
+            return last
+        while not self._store.check([verdict]):
+            if self._closing.is_set() or self._store.check([self._closed]):
+                return None
+            time.sleep(_POLL_SECONDS)
+        found = self._store.get(verdict).decode()
+        return int(found) if found else None
+
+    def _highest(self, reason: str) -> int | None:
+        points = [self._key("point", rank, self._round) for rank in range(self._world_size)]
+        deadline = time.monotonic() + _SECONDS_TO_AGREE
+        while not self._store.check(points):
+            if self._closing.is_set():
+                return None
+            if time.monotonic() > deadline:
+                silent = [str(rank) for rank, point in enumerate(points) if not self._store.check([point])]
+                _logger.warning("%s: training goes on, because rank %s does not answer", reason, ", ".join(silent))
+                return None
+            time.sleep(_POLL_SECONDS)
+        return max(int(self._store.get(point)) for point in points)
 
 
 @contextmanager

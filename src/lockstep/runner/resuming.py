@@ -317,7 +317,7 @@ def _restore_position(
 ) -> None:
     """Let the loop continue at the saved position, and say what is otherwise than if the run had never stopped."""
     loop = run.train_loop
-    place, passes, order = loop.restore(iteration, position), loop.passes, loop.passes.deal
+    place, passes, order = loop.restore(iteration, position), loop.even_batches, loop.even_batches.global_order
     begin = BEGINNING if place is None else place
     data, random = (None, None) if own is None else (own["data"], own["random"])
     passes.restore(begin, data, [one["data"] for one in states], position["head"], random)

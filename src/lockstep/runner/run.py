@@ -2,7 +2,7 @@
 
 A `Runner` builds one and passes it to loops, hooks and checkpoints: it is the `runner` argument of a hook. `Workspace`
 holds what exists before anything is built, `Run` adds what every run has, and `TrainRun` what training needs in
-addition.
+addition. Hooks and loops refer to their run, and the run to them, by the protocols that come first here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Protocol, Unpack
 from weakref import ref
 
 import torch
@@ -32,11 +32,10 @@ from lockstep.logging import JsonLinesSink, MessageHub
 from lockstep.model import unwrap_model
 from lockstep.model.shards import reshard
 from lockstep.optim import OptimWrapper, ParamScheduler
-from lockstep.runner.agreement import Agreement
 from lockstep.runner.arguments import RunnerArguments
 from lockstep.runner.checkpointing import Saving
-from lockstep.runner.interfaces import AnyEvalLoop, AnyHooks, AnyTrainLoop
-from lockstep.runner.prefetch import Prefetch
+from lockstep.runner.preemption import Agreement
+from lockstep.runner.uneven_inputs import EvenBatches, Position, Prefetch
 from lockstep.strategy import Strategy
 from lockstep.visualization import Visualizers
 from lockstep.weights import Weights, load_weights, save_pretrained
@@ -44,6 +43,60 @@ from lockstep.weights.export import PretrainedOptions
 from lockstep.weights.loading import REVISE_KEYS
 
 _logger = logging.getLogger("lockstep.runner")
+
+
+class AnyHooks(Protocol):
+    """The hooks of a run; implemented by `HookList`."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+    def __len__(self) -> int: ...
+    def register(self, hook: Any, priority: str | int | None = None) -> None:
+        """Add a hook, or the config of one, which is called from now on."""
+
+    def call(self, point: str, run: Any, **kwargs: Any) -> None:
+        """Call every hook of a `Run` at `point`."""
+
+    def close(self) -> None:
+        """Let every hook release what it holds."""
+
+
+class AnyTrainLoop(Protocol):
+    """The interface of a training loop for the run, its hooks and its checkpoints; see `TrainLoop`."""
+
+    dataloader: Any
+    even_batches: EvenBatches
+    epoch: int
+    iter: int
+    max_epochs: int | None
+    max_iters: int
+    epoch_length: int | None
+    epoch_begin: int
+    epoch_end: int | None
+    val_begin: int
+    val_interval: int
+    samples: int
+    stop_training: bool
+
+    def run(self) -> None:
+        """Train until the end."""
+
+    def position(self, epoch: int, iteration: int) -> dict[str, Any]:
+        """Return the position in the data after so many complete epochs and iterations, in JSON values."""
+
+    def restore(self, iteration: int, position: Mapping[str, Any]) -> Position | None:
+        """Continue there; None says that the present epoch begins anew."""
+
+
+class AnyEvalLoop(Protocol):
+    """A loop that validates or tests; see `EvalLoop`."""
+
+    dataloader: Any
+    evaluator: Evaluator
+    metrics: dict[str, Any]
+    at_iter: int | None
+
+    def run(self) -> dict[str, Any]:
+        """Return the metrics, the same on every rank."""
 
 
 @dataclass(kw_only=True, eq=False)

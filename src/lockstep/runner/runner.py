@@ -4,41 +4,48 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
 from lockstep.dataset import DataShard, agree_on_shard
 from lockstep.device import get_device
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, DistError
 from lockstep.location import locate, require_disk
 from lockstep.logging import MessageHub, run_logging, warnings_once
 from lockstep.masking import secrets_in
 from lockstep.model import unwrap_model
 from lockstep.optim import OptimWrapper
 from lockstep.registry import RUNNERS, in_default_scope
-from lockstep.runner import build, options, recording, resuming, start
-from lockstep.runner.arguments import DEFAULT_OPTIM_WRAPPER, DEFAULT_TRAIN_CFG, RunnerArguments
+from lockstep.runner import build, options, resuming, start
+from lockstep.runner.arguments import DEFAULT_OPTIM_WRAPPER, DEFAULT_TRAIN_CFG, RunnerArguments, taking
 from lockstep.runner.data_workers import note_on_workers
 from lockstep.runner.hook import Hook, HookList
-from lockstep.runner.interfaces import AnyEvalLoop, AnyTrainLoop
 from lockstep.runner.lr_finder import DIVERGENCE, LRSearch, check_range, search_lr
-from lockstep.runner.parts_of_run import PartsOfRun, not_built, taking
-from lockstep.runner.preemption import answering
-from lockstep.runner.run import Run, TrainRun, Workspace
+from lockstep.runner.preemption import stopping_at
+from lockstep.runner.run import AnyEvalLoop, AnyTrainLoop, Run, TrainRun, Workspace
 from lockstep.strategy import Strategy, build_strategy
 from lockstep.weights import Weights, load_weights
 from lockstep.weights.loading import REVISE_KEYS
 from lockstep.weights.safetensors_file import MAX_SHARD_SIZE
 
+_BEFORE_A_RUN = {
+    **dict.fromkeys(("epoch", "iter", "max_iters"), 0),
+    **dict.fromkeys(("max_epochs", "val_loop", "test_loop", "last_evaluation"), None),
+}
+if TYPE_CHECKING:
+    _AttributesOfRun = TrainRun
+else:
+    _AttributesOfRun = object  # a Runner has them by `__getattr__`
+
 
 @RUNNERS.register_module()
-class Runner(PartsOfRun):
+class Runner(_AttributesOfRun):
     """Trains, validates and tests a model.
 
     The constructor only checks the arguments. `train()`, `val()` and `test()` join the ranks, build the parts of a
@@ -96,7 +103,7 @@ class Runner(PartsOfRun):
         stop_signals: signals that ask the training to stop, sent to any rank: all ranks complete the same iteration,
             save it, and end with exit code 75. An empty list leaves the signals as they are.
         prefetch_to_device: copy batches to an accelerator on a stream of their own, during the step before; see
-            `lockstep.runner.prefetch.Prefetch`.
+            `lockstep.runner.uneven_inputs.Prefetch`.
         channels_last: convert the weights of convolutions to `torch.channels_last`, and so what they compute; under
             `single` and `ddp`.
 
@@ -138,8 +145,21 @@ class Runner(PartsOfRun):
     def run(self) -> Run:
         """The run that train(), val() or test() has built, which loops and hooks receive."""
         if self._run is None:
-            raise not_built("run")
+            raise _not_built("run")
         return self._run
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return an attribute of the run; before there is one, its initial value."""
+            if not (hasattr(TrainRun, name) or name in TrainRun.__dataclass_fields__):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            built = self._run or self._workspace
+            if hasattr(built, name):
+                return getattr(built, name)
+            if name in _BEFORE_A_RUN:
+                return _BEFORE_A_RUN[name]
+            raise _not_built(name)
 
     def train(self) -> nn.Module:
         """Train, validate when due, and return the model.
@@ -151,7 +171,8 @@ class Runner(PartsOfRun):
         """
         self._check_can_train("train")
         with self.training() as run:
-            self._train(run)
+            with run.saving.at_stop():
+                run.train_loop.run()
             run.call_hook("after_run")
         return run.model
 
@@ -194,7 +215,7 @@ class Runner(PartsOfRun):
             run = self._train_run(space)
             self._has_trained = True
             self._hook_and_load(run)
-            recording.write_environment(run)
+            start.write_environment(run)
             yield run
             self._has_trained = False
 
@@ -216,7 +237,7 @@ class Runner(PartsOfRun):
             run = self._train_run(space, make_train_loop, param_schedulers)
             self._has_trained = True
             self._begin(run)
-            with answering(run), run.saving.until_complete():
+            with _answering(run), run.saving.until_complete():
                 yield run
 
     def val(self) -> dict[str, Any]:
@@ -321,14 +342,14 @@ class Runner(PartsOfRun):
         ):
             self.logger.info(
                 "%s, seed %d, folder %s",
-                recording.describe_ranks(space.world_size, get_device()), space.seed, space.run_dir,
+                start.describe_ranks(space.world_size, get_device()), space.seed, space.run_dir,
             )  # fmt: skip
             for key, meant in self.args.misspelt.items():
                 self.logger.warning("the config's key `%s` means nothing here: did you mean `%s`?", key, meant)
             try:
                 yield space
             except Exception as error:
-                error.add_note(recording.describe_position(self._run or space))
+                error.add_note(start.describe_position(self._run or space))
                 loaders = (self.args.train_dataloader, self.args.val_dataloader, self.args.test_dataloader)
                 if (note := note_on_workers(error, *loaders)) is not None:
                     error.add_note(note)
@@ -338,11 +359,7 @@ class Runner(PartsOfRun):
                     self._run.close()
                 space.records.close()
                 space.hold.release()
-            recording.print_summary(self.run, what, perf_counter() - began)
-
-    def _train(self, run: TrainRun) -> None:
-        with run.saving.at_stop():
-            run.train_loop.run()
+            start.print_summary(self.run, what, perf_counter() - began)
 
     def _check_can_train(self, verb: str) -> None:
         if self.args.train_dataloader is None:
@@ -400,7 +417,7 @@ class Runner(PartsOfRun):
         """Return the optim wrapper, if the model is trained, and the parts that every run has."""
         model, optim_wrapper = strategy.prepare(model, optim)
         shard = agree_on_shard(*strategy.data_shard)
-        self.logger.info("model: %s", recording.describe_model(model, strategy))
+        self.logger.info("model: %s", start.describe_model(model, strategy))
         visualizer = build.build_visualizer(self.args.visualizer, space.rank)
         own = {"strategy": strategy, "model": model, "data_shard": shard, "hooks": HookList(), "visualizer": visualizer}
         return optim_wrapper, {**vars(space), **own}
@@ -432,8 +449,8 @@ class Runner(PartsOfRun):
     def _begin(self, run: Run) -> None:
         """Complete the run, open its records, and call `before_run`."""
         self._hook_and_load(run)
-        recording.write_environment(run)
-        recording.begin_records(run, adds_config=not self._is_shown)
+        start.write_environment(run)
+        start.begin_records(run, adds_config=not self._is_shown)
         self._is_shown = True
         run.call_hook("before_run")
 
@@ -463,6 +480,29 @@ class Runner(PartsOfRun):
             self.logger.info("`%s` is not given; by default it is %s", name, dict(default))
             return default
         return given
+
+
+@contextmanager
+def _answering(run: TrainRun) -> Iterator[None]:
+    """Let signals stop a training, and a file in the work_dir ask for a checkpoint.
+
+    **Collective**: every rank. **Cost**: three threads that sleep, and a connection to the store.
+
+    Raises:
+        ConfigError: `stop_signals` names a signal that does not exist.
+    """
+    with ExitStack() as opened:
+        try:
+            opened.enter_context(run.agreement.opened(run.saving.save_now))
+        except DistError as error:
+            run.logger.debug("the ranks can't agree on where to stop or to save: %s", error)
+        opened.enter_context(stopping_at(run.args.stop_signals, run.agreement))
+        opened.enter_context(run.saving.watching(run.agreement))
+        yield
+
+
+def _not_built(name: str) -> AttributeError:
+    return AttributeError(f"`{name}` is built by train(), val() or test(), and none of them has built it yet")
 
 
 FlexibleRunner = Runner

@@ -21,7 +21,7 @@ from lockstep.model import unwrap_model
 from lockstep.model.steps import parse_losses
 from lockstep.optim import OptimWrapper
 from lockstep.runner.arguments import unknown_argument
-from lockstep.runner.data_workers import spare_workers
+from lockstep.runner.data_workers import let_workers_outlive_signals
 from lockstep.runner.own_loop import OwnLoop
 from lockstep.runner.run import TrainRun
 from lockstep.runner.runner import Runner
@@ -209,7 +209,7 @@ class Session:
         run = self.run
         loader = build_dataloader(dataloader, seed=run.seed, evaluation=True, shard=run.data_shard[:2])
         if run.args.stop_signals:
-            spare_workers(loader)
+            let_workers_outlive_signals(loader)
         return PreparedLoader(loader, partial(self._prepared().evaluation_batches, loader))
 
     def epochs(self, count: int) -> Iterator[int]:

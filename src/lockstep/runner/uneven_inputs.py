@@ -1,4 +1,4 @@
-"""Iteration over data in lockstep, even if the ranks hold different numbers of batches."""
+"""The batches of a rank: as many as every other rank takes, even if the ranks hold unequal amounts; on its device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import count, islice
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.dataset import (
@@ -30,46 +30,49 @@ from lockstep.dataset.rank_aware import parts_of
 from lockstep.dataset.sampler import TOLD, drawn_from
 from lockstep.dataset.stream import StreamLoader, orders_differ
 from lockstep.dist import all_gather, all_gather_object, broadcast_object, get_rank, get_world_size
+from lockstep.model.preprocessor import move_to_device
 from lockstep.runner.seeds import random_state_kept
+from lockstep.tree import tree_map
 
 _logger = logging.getLogger(__name__)
 _NONE = object()
 _UNKNOWN = -1
 
 
-class Turn(NamedTuple):
+class Batch(NamedTuple):
     """One iteration of a pass.
 
     Attributes:
-        batch: this rank's batch, or a stand-in if this rank has run out.
+        data: this rank's batch, or a stand-in if this rank has run out.
         samples: how many of its samples count; 0 for a stand-in.
         mean_samples: the mean of `samples` over the ranks.
         is_own: whether the batch is this rank's own, not a stand-in.
     """
 
-    batch: Any
+    data: Any
     samples: int
     mean_samples: float
     is_own: bool
 
 
-class Place(NamedTuple):
-    """A place in an epoch.
+class Position(NamedTuple):
+    """A position in an epoch.
 
     Attributes:
-        turns: number of turns before it, among them those that other ranks or other batches took before a resume.
+        batches: number of batches before it on each rank; among them those before a resume, on other ranks or of other
+            sizes.
         items: number of items of the global order before it, on all ranks together.
     """
 
-    turns: int = 0
+    batches: int = 0
     items: int = 0
 
 
-BEGINNING = Place()
+BEGINNING = Position()
 
 
-class Passes:
-    """Passes through a data loader, in which all ranks take the same number of turns.
+class EvenBatches:
+    """The batches of a data loader, pass by pass, in which all ranks take equally many.
 
     A rank that has run out repeats its last batch until the others have finished, because their forward and backward
     passes may need it. A rank without any batch receives one from another rank. (`SyncBatchNorm` also normalises over
@@ -88,18 +91,18 @@ class Passes:
 
     Attributes:
         lengths: batches of each rank in a pass; None if that is not known.
-        length: turns in a pass, as many as the rank with the most batches has; None if that is not known.
-        deal: how one global order is split over the ranks, so that a pass can begin anywhere in it; None if it is not
-            known, and a pass begins after so many turns.
+        length: batches of every rank in a pass, as many as the rank with the most has; None if that is not known.
+        global_order: the order of all samples, and how it is split over the ranks, so that a pass can begin anywhere in
+            it; None if it is not known, and a pass begins after so many batches.
         is_resumable: whether a pass can go on in the middle; not if a sampler says `resumable = False`.
 
     **Example (2 ranks)**::
 
         >>> from lockstep.dist import get_rank
-        >>> turns = list(Passes(["ab", "cd"] if get_rank() == 0 else ["e"]).turns())
-        >>> [turn.batch for turn in turns] == (["ab", "cd"], ["e", "e"])[get_rank()]
+        >>> batches = list(EvenBatches(["ab", "cd"] if get_rank() == 0 else ["e"]).iterate())
+        >>> [batch.data for batch in batches] == (["ab", "cd"], ["e", "e"])[get_rank()]
         True
-        >>> [turn.samples for turn in turns] == ([1, 1], [1, 0])[get_rank()]
+        >>> [batch.samples for batch in batches] == ([1, 1], [1, 0])[get_rank()]
         True
     """
 
@@ -110,30 +113,32 @@ class Passes:
         own = amount_of(loader) if count is None else None
         self._is_stream = isinstance(loader, StreamLoader)
         compares = self._is_stream and loader.dataset.compares
-        told = all_gather_object(
+        gathered = all_gather_object(
             (own, length_of(loader), global_order_of(loader), _shard_of(loader), _layout_of(loader), compares)
         )
-        amounts, lengths, deals, self._shards, layouts, compare = (list(column) for column in zip(*told, strict=True))
+        amounts, lengths, orders, self._shards, layouts, compare = (
+            list(column) for column in zip(*gathered, strict=True)
+        )
         self._compares = all(compare)
         self._layout = [self._world_size, *(layouts[:1] if layouts.count(layouts[0]) == len(layouts) else layouts)]
         self._amounts: list[Amount] | None = None if None in amounts else amounts
         self.lengths: list[int] | None = None if None in lengths else lengths
         self.length = None if self.lengths is None else max(self.lengths)
         self.is_resumable = all(getattr(part, "resumable", True) for part in parts_of(drawn_from(loader)[0]))
-        self.deal = deals[0] if self.is_resumable and all(deal == deals[0] for deal in deals) else None
+        self.global_order = orders[0] if self.is_resumable and all(order == orders[0] for order in orders) else None
         self._begin = BEGINNING
         self._resumption: _Resumption | None = None
         self._stand_in: Any = _NONE
         self._drawn: Drawn | None = None  # in the last pass
         self._all_have_a_batch = False
 
-    def turns(self, begin: Place = BEGINNING) -> Iterator[Turn]:
-        """Yield the turns of one pass, beginning at `begin`."""
+    def iterate(self, begin: Position = BEGINNING) -> Iterator[Batch]:
+        """Yield the batches of one pass, beginning at `begin`."""
         self._begin = begin
         batches, amounts, first = self._opened(begin)
         try:
             if self._world_size > 1 and (amounts is None or len(set(amounts)) > 1):
-                yield from self._turns_in_step(batches, amounts, first)
+                yield from self._in_step(batches, amounts, first)
                 return
             amount = None if amounts is None else amounts[self._rank]
             size, full = (0, 0) if amount is None else (amount.batch_size, amount.samples // amount.batch_size)
@@ -142,88 +147,88 @@ class Passes:
                     samples = size
                 else:
                     samples = self._size_of(batch, batches) if amount is None else amount.size_of(index)
-                yield Turn(batch, samples, samples, True)
+                yield Batch(batch, samples, samples, True)
         except Exception:
             if not getattr(self._loader, "persistent_workers", False):
                 # Else its workers live as long as the error is held, and then take torch five seconds each to end.
                 batches.shut_down()
             raise
 
-    def position(self, epoch: int, turns: int) -> dict[str, Any]:
-        """Return the position after `turns` turns of an epoch, in JSON values and the same on every rank.
+    def position(self, epoch: int, batches: int) -> dict[str, Any]:
+        """Return the position after so many batches of an epoch, in JSON values and the same on every rank.
 
         Returns:
             `epoch`, `samples` and `total`, counted in `unit`: the number of samples of the epoch's global order that
             all ranks together have taken, and of those that there are; `head`: what tells this order from another one;
-            `batches`: the number of turns; `layout`: what must be the same if `samples` is None, which means that there
+            `batches`: their number; `layout`: what must be the same if `samples` is None, which means that there
             is no global order; `held_by`: the rank whose own state says where the stream is.
         """
-        deal, samples = self.deal, None
-        if deal is not None:
-            begin = self._begin if turns else BEGINNING
-            samples = begin.items + (turns - begin.turns) * deal.global_batch
-            if deal.is_endless and deal.total:
-                passes, samples = divmod(samples, deal.total)
+        order, samples = self.global_order, None
+        if order is not None:
+            begin = self._begin if batches else BEGINNING
+            samples = begin.items + (batches - begin.batches) * order.global_batch
+            if order.is_endless and order.total:
+                passes, samples = divmod(samples, order.total)
                 epoch += passes
-            elif deal.total is not None:
-                samples = min(samples, deal.total)
+            elif order.total is not None:
+                samples = min(samples, order.total)
         return {
             "epoch": epoch,
-            "batches": turns,
+            "batches": batches,
             "samples": samples,
-            "unit": None if deal is None else deal.unit,
-            "total": None if deal is None else deal.total,
-            "global_batch": None if deal is None else deal.global_batch,
-            "head": head_of(self._loader) if turns else [],
+            "unit": None if order is None else order.unit,
+            "total": None if order is None else order.total,
+            "global_batch": None if order is None else order.global_batch,
+            "head": head_of(self._loader) if batches else [],
             "layout": self._layout,
-            "held_by": self._shards.index(deal.shards - 1) if deal is not None and self._is_stream else None,
+            "held_by": self._shards.index(order.shards - 1) if order is not None and self._is_stream else None,
         }
 
-    def place_of(self, position: Mapping[str, Any]) -> Place | None:
-        """Return the place at a position that `position` returned in any job; None if it can't be found here."""
-        deal, samples = self.deal, position["samples"]
-        if deal is not None and samples is not None and position["unit"] == deal.unit:
-            if deal.is_endless:
-                samples += position["epoch"] * (deal.total or 0)
-            return Place(position["batches"], samples)
+    def read_position(self, position: Mapping[str, Any]) -> Position | None:
+        """Return the position that `position` returned in any job; None if it can't be found here."""
+        order, samples = self.global_order, position["samples"]
+        if order is not None and samples is not None and position["unit"] == order.unit:
+            if order.is_endless:
+                samples += position["epoch"] * (order.total or 0)
+            return Position(position["batches"], samples)
         if position["batches"] == 0:
             return BEGINNING
         if not self.is_resumable:
             return None
-        return Place(position["batches"]) if deal is None and position["layout"] == self._layout else None
+        return Position(position["batches"]) if order is None and position["layout"] == self._layout else None
 
-    def turns_after(self, place: Place) -> int | None:
-        """Return the number of turns from `place` to the end of its epoch; None if that is not known."""
-        if self.deal is not None:
-            left: int | None = self.deal.batches_after(place.items)
+    def batches_after(self, position: Position) -> int | None:
+        """Return the number of batches from `position` to the end of its epoch; None if that is not known."""
+        if self.global_order is not None:
+            left: int | None = self.global_order.batches_after(position.items)
             return left
-        return None if self.length is None else max(0, self.length - place.turns)
+        return None if self.length is None else max(0, self.length - position.batches)
 
     def state(self) -> dict[str, Any]:
         """Return this rank's own state in the present pass, in JSON values and tensors."""
-        by_place = self.deal is not None and not self._is_stream
+        by_place = self.global_order is not None and not self._is_stream
         return {"position": None if by_place else position_of(self._loader)}
 
     def restore(
         self,
-        begin: Place,
+        begin: Position,
         own: Mapping[str, Any] | None,
         states: Sequence[Mapping[str, Any]],
         head: Sequence[int],
         random: Mapping[str, Any] | None,
     ) -> None:
-        """Let the next call of `turns`, which must begin at `begin`, use what was saved beside that place.
+        """Let the next call of `iterate`, which must begin at `begin`, use what was saved with that position.
 
         Args:
-            begin: the place.
+            begin: the position.
             own: what `state` returned on the same rank, from a job with as many ranks; None without one.
             states: what it returned on any ranks of that job, in any layout.
             head: that of the position.
-            random: the state of the random generators at that place, which they are given once the loader is there:
+            random: the state of the random generators there, which they are given once the loader is there:
                 before a pass begins, since beginning may draw a number, or else before it yields a batch.
         """
         known = [state["position"] for state in states if state.get("position") is not None]
-        position = None if own is None or self.deal is not None else own["position"]
+        position = None if own is None or self.global_order is not None else own["position"]
         self._begin, self._resumption = begin, _Resumption(position, known, head, random)
 
     def draw_on(self) -> bool:
@@ -262,22 +267,22 @@ class Passes:
             return int(self._count(batch))  # perhaps a tensor
         return batch_size_of(batch) if batches.samples is None else batches.samples
 
-    def _opened(self, begin: Place) -> tuple[CountedBatches, list[Amount] | None, int]:
+    def _opened(self, begin: Position) -> tuple[CountedBatches, list[Amount] | None, int]:
         """Return the batches from `begin` on, the ranks' amounts, and the number of the first of these batches."""
         resumption, self._resumption = self._resumption or _Resumption(), None
-        loader, amounts, first, discarded = self._loader, self._amounts, begin.turns, 0
+        loader, amounts, first, discarded = self._loader, self._amounts, begin.batches, 0
         if begin == BEGINNING and resumption.random is not None:
             set_random_state(resumption.random)
-        if self.deal is not None:
+        if self.global_order is not None:
             first = 0
             if begin.items:
                 loader = begun_at(loader, begin.items, resumption.head, resumption.states)
             if begin.items and amounts is not None:
-                amounts = [self.deal.amount_after(begin.items, shard) for shard in self._shards]
-        elif begin.turns and not restore_position(loader, resumption.position):
-            loader = without_batches(loader, begin.turns)
+                amounts = [self.global_order.amount_after(begin.items, shard) for shard in self._shards]
+        elif begin.batches and not restore_position(loader, resumption.position):
+            loader = without_batches(loader, begin.batches)
             if loader is None:
-                loader, discarded = self._loader, begin.turns
+                loader, discarded = self._loader, begin.batches
         batches = CountedBatches(loader, self._drawn)
         self._drawn = batches.drawn
         if discarded:
@@ -291,37 +296,37 @@ class Passes:
             set_random_state(resumption.random)
         return batches, amounts, first
 
-    def _turns_in_step(self, batches: CountedBatches, amounts: Sequence[Amount] | None, first: int) -> Iterator[Turn]:
+    def _in_step(self, batches: CountedBatches, amounts: Sequence[Amount] | None, first: int) -> Iterator[Batch]:
         for index in count(first):
             batch = next(batches, _NONE)
             if amounts is not None:
                 sizes: Sequence[int | None] = [amount.size_of(index) or None for amount in amounts]
             else:
                 own = _UNKNOWN if batch is _NONE else self._size_of(batch, batches)
-                sizes = self._told_sizes(own, compares=self._compares and index < first + TOLD)
+                sizes = self._exchanged_sizes(own, compares=self._compares and index < first + TOLD)
             if all(size is None for size in sizes):
                 return
             is_own = batch is not _NONE
             if is_own:
                 self._stand_in = batch
-            self._serve([size is not None for size in sizes])
+            self._ensure_stand_in([size is not None for size in sizes])
             known = [size or 0 for size in sizes]
-            yield Turn(self._stand_in, known[self._rank], sum(known) / self._world_size, is_own)
+            yield Batch(self._stand_in, known[self._rank], sum(known) / self._world_size, is_own)
 
-    def _told_sizes(self, own: int, *, compares: bool) -> list[int | None]:
+    def _exchanged_sizes(self, own: int, *, compares: bool) -> list[int | None]:
         """Return the number of samples in each rank's batch; None for ranks that have run out.
 
         With `compares`, the ranks also compare the first samples of the stream.
         """
         row = [own, *[*self._loader.head, *[_UNKNOWN] * TOLD][:TOLD]] if compares else [own]
-        told = [row.tolist() for row in all_gather(torch.tensor(row))]
-        for rank, (_, *head) in enumerate(told):
-            if any(now != then for now, then in zip(head, told[0][1:], strict=True) if _UNKNOWN not in (now, then)):
+        rows = [row.tolist() for row in all_gather(torch.tensor(row))]
+        for rank, (_, *head) in enumerate(rows):
+            if any(now != then for now, then in zip(head, rows[0][1:], strict=True) if _UNKNOWN not in (now, then)):
                 raise orders_differ(self._loader.dataset.dataset, f"between rank 0 and rank {rank}")
-        return [None if size == _UNKNOWN else size for size, *_ in told]
+        return [None if size == _UNKNOWN else size for size, *_ in rows]
 
-    def _serve(self, held: list[bool]) -> None:
-        """Make sure that every rank has a batch to take its turn with; needed at the first turn only."""
+    def _ensure_stand_in(self, held: list[bool]) -> None:
+        """Make sure that every rank has a batch to repeat; needed at the first one only."""
         if not self._all_have_a_batch and not all(held):
             batch = broadcast_object(self._stand_in if held[self._rank] else None, src=held.index(True))
             if not held[self._rank]:
@@ -344,6 +349,42 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
         for module, buffers in held:
             module._buffers.clear()
             module._buffers.update(buffers)
+
+
+class Prefetch:
+    """Copies batches to an accelerator on a stream of their own.
+
+    What the device has been given before goes on; what it is given afterwards waits for the copy. So the batch of a
+    step arrives during the step before, as long as no step lets the host wait for the device. No batch is taken from
+    the loader earlier than without this: its position, and the random numbers that it draws, stay those of the step.
+
+    Args:
+        device: the accelerator.
+
+    **Cost**: memory for the batches of the steps that the host is ahead of the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.Stream(device)
+
+    def __call__(self, batch: Any) -> Any:
+        """Return the batch on the device; what has a `.to` of its own is copied on the present stream."""
+        copies: list[Tensor] = []
+
+        def copied(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or not leaf.is_cpu:
+                return leaf
+            copies.append(leaf.to(self._device, non_blocking=True))
+            return copies[-1]
+
+        with self._stream:
+            moved = tree_map(copied, batch)
+        present = torch.accelerator.current_stream()
+        present.wait_stream(self._stream)
+        for copy in copies:
+            copy.record_stream(present)  # else the memory might be given to a later batch too early
+        return move_to_device(moved, self._device)
 
 
 def _shard_of(loader: Any) -> int:
@@ -369,7 +410,7 @@ def _described(loader: Any) -> str:
 
 
 class _Resumption(NamedTuple):
-    """What the first pass uses besides the place at which it begins; see `Passes.restore`."""
+    """What the first pass uses besides the position at which it begins; see `EvenBatches.restore`."""
 
     position: Any = None
     states: Sequence[Mapping[str, Any]] = ()

@@ -107,6 +107,8 @@ class Strategy(ABC):
             options = compile if isinstance(compile, Mapping) else {}
             compile_in_place(built, self.compiled_parts(built), options)
         parallelized, wrapper = self.parallelize(built, optim_wrapper)
+        if wrapper is not None:
+            wrapper.bind(parallelized)
         if param_scheduler is None:
             return parallelized, wrapper
         if wrapper is None or len(wrapper.optimizers) != 1:

@@ -16,10 +16,9 @@ import lockstep.runner
 from lockstep.dataset import batch_size_of, set_epoch
 from lockstep.model import predict_step, step_of
 from lockstep.runner import build
-from lockstep.runner.eval_loops import EvalLoop
-from lockstep.runner.loops import TrainLoop, no_batches
+from lockstep.runner.loops import EvalLoop, TrainLoop, no_batches
 from lockstep.runner.run import TrainRun
-from lockstep.runner.uneven_inputs import Turn, buffers_kept
+from lockstep.runner.uneven_inputs import Batch, buffers_kept
 from mmengine.registry import LOOPS
 from mmengine.runner.base_loop import BaseLoop, note_metrics
 
@@ -45,7 +44,7 @@ class _OpenTrainLoop(TrainLoop):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._turn: Turn | None = None
+        self._batch: Batch | None = None
         self._own = own_methods(self, "run", "run_epoch", "run_iter")
 
     @property
@@ -90,21 +89,21 @@ class _OpenTrainLoop(TrainLoop):
         if "run_epoch" not in self._own:
             super()._check_length(done, expected)  # type: ignore[misc]
 
-    def _run_iter(self, batch_idx: int, turn: Turn) -> None:
-        """Run an iteration: the subclass's own, if it has one, on the batch of a turn."""
+    def _run_iter(self, batch_idx: int, fetched: Batch) -> None:
+        """Run an iteration: the subclass's own, if it has one."""
         if "run_iter" not in self._own:
-            super()._run_iter(batch_idx, turn)
+            super()._run_iter(batch_idx, fetched)
             return
-        self._turn = turn
-        self._call_own_iter(batch_idx, turn)
-        self._turn = None
+        self._batch = fetched
+        self._call_own_iter(batch_idx, fetched)
+        self._batch = None
 
-    def _call_own_iter(self, batch_idx: int, turn: Turn) -> None:
+    def _call_own_iter(self, batch_idx: int, fetched: Batch) -> None:
         runner, before = self.runner, self.iter
-        self.samples = turn.samples
-        runner.optim_wrapper.count_samples(turn.samples, turn.mean_samples)
-        with nullcontext() if turn.is_own else buffers_kept(runner.model):
-            self._own_iter(batch_idx, turn.batch)
+        self.samples = fetched.samples
+        runner.optim_wrapper.count_samples(fetched.samples, fetched.mean_samples)
+        with nullcontext() if fetched.is_own else buffers_kept(runner.model):
+            self._own_iter(batch_idx, fetched.data)
         self.iter = before + 1
         self._tell_iteration(self.iter)
         runner.saving.collect()
@@ -113,12 +112,12 @@ class _OpenTrainLoop(TrainLoop):
         raise NotImplementedError
 
     def _plain_iter(self, batch_idx: int, batch: Any) -> None:
-        """Run an iteration as lockstep does, on a batch that may not be that of a turn."""
-        turn = self._turn
-        if turn is None:
+        """Run an iteration as lockstep does, on a batch that may not be the one that the loop has fetched."""
+        fetched = self._batch
+        if fetched is None:
             samples = batch_size_of(batch)
-            turn = Turn(batch, samples, float(samples), True)
-        TrainLoop._run_iter(self, batch_idx, turn._replace(batch=batch))
+            fetched = Batch(batch, samples, float(samples), True)
+        TrainLoop._run_iter(self, batch_idx, fetched._replace(data=batch))
 
 
 @LOOPS.register_module()
@@ -208,11 +207,12 @@ class _OpenEvalLoop(EvalLoop):
             super()._predict()
             return
         runner = self.runner
-        for batch_idx, turn in enumerate(runner.agreement.points(self._turns(), trains=False)):
-            if turn.is_own:
-                self.run_iter(batch_idx, turn.batch)
+        for batch_idx, fetched in enumerate(self._batches()):
+            runner.agreement.act_if_asked(may_save=False)
+            if fetched.is_own:
+                self.run_iter(batch_idx, fetched.data)
             else:  # the other ranks need this rank's forward pass
-                step_of(runner.model, f"{self.mode}_step", predict_step)(turn.batch)
+                step_of(runner.model, f"{self.mode}_step", predict_step)(fetched.data)
 
 
 @LOOPS.register_module()
@@ -297,7 +297,7 @@ class _LoopAround(TrainLoop):
 
     def position(self, epoch: int, iteration: int) -> dict[str, Any]:
         """Return the position at the beginning of an epoch: within one it is not known."""
-        return self.passes.position(epoch, 0)
+        return self.even_batches.position(epoch, 0)
 
     def run(self) -> Any:
         """Let the user's loop train."""

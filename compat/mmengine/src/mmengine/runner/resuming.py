@@ -109,13 +109,13 @@ class MMEngineFile:
         restore_run(run, meta, partial(self._load, run, meta), Path(self.path))
 
     def _position(self, run: TrainRun) -> dict[str, Any]:
-        """Return the position in the data, as `Passes.position` does."""
+        """Return the position in the data, as `EvenBatches.position` does."""
         loop, done = run.train_loop, self._meta["iter"]
         if loop.max_epochs is not None:
-            return loop.passes.position(self._meta["epoch"], 0)
+            return loop.even_batches.position(self._meta["epoch"], 0)
         length = loop.epoch_length
         epoch, batches = divmod(done, length) if length else (0, done)
-        return {**loop.passes.position(epoch, batches), "head": []}
+        return {**loop.even_batches.position(epoch, batches), "head": []}
 
     def _load(self, run: TrainRun, meta: dict[str, Any], wanted: dict[str, Any], layout: Any) -> dict[str, Any]:
         """Fill the tensors of `wanted`, as `lockstep.checkpoint.load_state` does from a checkpoint of lockstep."""

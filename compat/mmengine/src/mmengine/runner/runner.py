@@ -22,9 +22,8 @@ from lockstep.registry import in_default_scope
 from lockstep.runner import build, start
 from lockstep.runner.arguments import DEFAULT_HOOKS
 from lockstep.runner.hook import HookList
-from lockstep.runner.interfaces import AnyTrainLoop
 from lockstep.runner.loops import DEFAULT_INTERVAL
-from lockstep.runner.run import Run, TrainRun, Workspace
+from lockstep.runner.run import AnyTrainLoop, Run, TrainRun, Workspace
 from lockstep.strategy import Strategy, build_strategy
 from lockstep.weights import find_checkpoint
 from mmengine.config import Config
@@ -331,9 +330,12 @@ class Runner(BuildsParts, lockstep.runner.Runner):
             make_train_loop = partial(build_train_loop, cfg)
         return super()._train_run(space, make_train_loop, *args, **kwargs)
 
-    def _train(self, run: TrainRun) -> None:
-        getattr(run.train_loop, "prepare_own", lambda: None)()
-        super()._train(run)
+    @contextmanager
+    def training(self, *args: Any, **kwargs: Any) -> Iterator[TrainRun]:
+        """Build a run that trains; a loop of the user's own is prepared here. See `lockstep.runner.Runner.training`."""
+        with super().training(*args, **kwargs) as run:
+            getattr(run.train_loop, "prepare_own", lambda: None)()
+            yield run
 
     def _prepare(self, *args: Any, **kwargs: Any) -> Any:
         optim_wrapper, parts = super()._prepare(*args, **kwargs)
