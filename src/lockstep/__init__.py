@@ -27,9 +27,11 @@ _HOMES = {
     "init_dist": "lockstep.dist",
     "get_dist_info": "lockstep.dist",
 }
-_ROOMS = frozenset({"checkpoint", "config", "dataset", "device", "dist", "errors", "evaluator", "hooks", "lint",
-                    "logging", "model", "optim", "registry", "runner", "strategy", "structures", "testing", "topology",
-                    "tree", "visualization", "weights"})  # fmt: skip
+_PACKAGES = frozenset({
+    "checkpoint", "config", "dataset", "device", "diagnostics", "dist", "errors", "evaluator", "hooks", "lint",
+    "logging", "model", "optim", "registry", "runner", "strategy", "structures", "testing", "topology", "tree",
+    "visualization", "weights",
+})  # fmt: skip
 
 __all__ = ["Config", "Registry", "Runner", "Session", "__version__", "get_dist_info", "init_dist"]
 
@@ -37,10 +39,10 @@ __all__ = ["Config", "Registry", "Runner", "Session", "__version__", "get_dist_i
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
-    if name in _ROOMS:
+    if name in _PACKAGES:
         return import_module(f"lockstep.{name}")
     raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_ROOMS})
+    return sorted({*globals(), *_HOMES, *_PACKAGES})

@@ -62,7 +62,7 @@ class Call(NamedTuple):
         return f"{self.text} at {self.site}"
 
 
-class _Kind:
+class _CallKind:
     """Calls that are alike and come from one line.
 
     Attributes:
@@ -119,9 +119,9 @@ class Calls:
         self.resets += 1
         self.number = self.digest = 0
         self.running: tuple[int, float, Work | torch.Event] | None = None
-        self._kinds: dict[_Key, _Kind] = {}
+        self._kinds: dict[_Key, _CallKind] = {}
         self._seen: set[int] = set()
-        self._recent: deque[tuple[_Kind, int]] = deque(maxlen=_KEPT)  # with the digest after it
+        self._recent: deque[tuple[_CallKind, int]] = deque(maxlen=_KEPT)  # with the digest after it
 
     def add(self, name: str, arguments: tuple[object, ...], detail: str = "") -> bool:
         """Record a call, and return whether it is the first of its kind in this group, as it is then on every rank.
@@ -148,7 +148,7 @@ class Calls:
             if len(self._kinds) >= 4 * _KEPT:
                 self._kinds.clear()
             what = (name, *[(x.dtype, x.shape) if isinstance(x, Tensor) else x for x in arguments])
-            kind = self._kinds[key] = _Kind(frame.f_code, frame.f_lasti, what, detail)
+            kind = self._kinds[key] = _CallKind(frame.f_code, frame.f_lasti, what, detail)
             is_new = kind.fingerprint not in self._seen and len(self._seen) < _MOST_FINGERPRINTS
             if is_new:
                 self._seen.add(kind.fingerprint)
@@ -207,7 +207,7 @@ class Calls:
             "has_failed": self.failure is not None,
         }
 
-    def _kept(self) -> tuple[int, list[tuple[_Kind, int]]]:
+    def _kept(self) -> tuple[int, list[tuple[_CallKind, int]]]:
         """Return the number of calls, and the last ones, while the main thread may go on."""
         while True:
             number, recent = self.number, list(self._recent)

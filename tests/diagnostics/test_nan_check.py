@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import find_last_checkpoint
-from lockstep.diagnostics.nan_check import _Fault, _first_fault, _losses_in
+from lockstep.diagnostics.nan_check import _first_fault, _losses_in, _NonFinite
 from lockstep.dist import all_gather_object, get_rank
 from lockstep.hooks import NaNCheckHook
 from lockstep.logging import read_scalars
@@ -81,7 +81,7 @@ def seen(*values: Any) -> list[tuple[int, dict[str, Any]]]:
     return [(place // 2 + 1, {f"loss_{place}": value}) for place, value in enumerate(values)]
 
 
-def fault_in(values: list[tuple[int, dict[str, Any]]]) -> _Fault | None:
+def fault_in(values: list[tuple[int, dict[str, Any]]]) -> _NonFinite | None:
     losses = _losses_in(values)
     return _first_fault(losses, read_scalars(value for _, _, value in losses))
 

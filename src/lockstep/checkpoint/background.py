@@ -45,7 +45,7 @@ class BackgroundSaver:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._job: _Job | None = None
+        self._job: _BackgroundSave | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -90,7 +90,7 @@ class BackgroundSaver:
         except BaseException:
             plan.discard()
             raise
-        self._job = _Job(plan, exchange, when_failed)
+        self._job = _BackgroundSave(plan, exchange, when_failed)
 
     def wait(self) -> None:
         """Wait until the save in progress has ended, if there is one; then another one can begin.
@@ -134,7 +134,7 @@ class BackgroundSaver:
         return self._memory[:size]
 
 
-class _Job:
+class _BackgroundSave:
     """One save in the background, as one rank sees it; its thread begins at once.
 
     Attributes:

@@ -41,7 +41,7 @@ from lockstep.checkpoint.manifest import (
     dump_manifest,
 )
 from lockstep.checkpoint.pointer import PointerDraft
-from lockstep.checkpoint.together import Exchange, on_all_then_main
+from lockstep.checkpoint.together import Exchange, run_then_complete
 from lockstep.checkpoint.values import encode, merge
 from lockstep.dist import is_main_process
 from lockstep.errors import ConfigError
@@ -167,7 +167,7 @@ def plan_save(
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     planner = DefaultSavePlanner(flatten_state_dict=False)
-    items, path, outline = on_all_then_main(
+    items, path, outline = run_then_complete(
         _failure(directory),
         partial(_plan_locally, planner, state, meta),
         partial(_share_out, planner, directory, last_of),
@@ -178,7 +178,7 @@ def plan_save(
 def write_and_publish(plan: Plan, exchange: Exchange | None = None) -> None:
     """Do what is planned on every rank, with `exchange` between the ranks; leave nothing if that fails on one."""
     try:
-        on_all_then_main(plan.failure, partial(write_share, plan), partial(publish, plan), plan.discard, exchange)
+        run_then_complete(plan.failure, partial(write_share, plan), partial(publish, plan), plan.discard, exchange)
     except BaseException:
         plan.discard()
         raise

@@ -72,7 +72,7 @@ class CollectiveExchange:
         return output[0]
 
 
-def on_all_then_main(
+def run_then_complete(
     what: str,
     on_all: Callable[[], T],
     on_main: Callable[[list[T]], Sequence[U]],
@@ -119,7 +119,7 @@ def on_all_then_main(
 def on_all(what: str, step: Callable[[], T]) -> T:
     """Run a step on every rank, and return its own result; if it fails on one, all ranks raise.
 
-    **Collective**: every rank; see `on_all_then_main`.
+    **Collective**: every rank; see `run_then_complete`.
     """
     result, error = _attempt(step)
     failures = all_gather_object(None if error is None else Failure.of(error))

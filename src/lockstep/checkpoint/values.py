@@ -185,22 +185,22 @@ def leaves(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, node
 
 
-class Kind(NamedTuple):
+class StoredKind(NamedTuple):
     """A kind of value: in words, and a test for it."""
 
     words: str
     fits: Callable[[Any], bool]
 
-    def or_none(self) -> Kind:
+    def or_none(self) -> StoredKind:
         """Return the kind that is also fitted by None."""
-        return Kind(f"{self.words} or null", lambda node: node is None or self.fits(node))
+        return StoredKind(f"{self.words} or null", lambda node: node is None or self.fits(node))
 
 
 class Whole(dict[str, Any]):
     """Forms by key, all of which must be there."""
 
 
-Form: TypeAlias = Kind | Mapping[str, Any] | list[Any]
+Form: TypeAlias = StoredKind | Mapping[str, Any] | list[Any]
 
 
 def require_plain_name(name: object) -> str:
@@ -225,7 +225,7 @@ def check_form(node: Any, form: Form, path: str) -> None:
     Raises:
         ValueError: it has another one; the message names the keys that lead to what differs.
     """
-    if isinstance(form, Kind):
+    if isinstance(form, StoredKind):
         if not form.fits(node):
             raise ValueError(f"`{path}` must be {form.words}, but is {reprlib.repr(node)}")
     elif isinstance(form, list):
@@ -315,20 +315,20 @@ def _is_option(node: Any) -> bool:
     return node is None or isinstance(node, bool) or any(kind.fits(node) for kind in (NUMBER, TEXT, TENSOR))
 
 
-TEXT = Kind("a string", lambda node: isinstance(node, str))
-FLAG = Kind("true or false", lambda node: isinstance(node, bool))
-COUNT = Kind("a number of things", is_count)
-WHOLE_NUMBER = Kind("a whole number", lambda node: type(node) is int and abs(node) < 1 << 64)
-NUMBER = Kind("a number", lambda node: _is_number(node) or tagged(node)[0] == "$float")
-TENSOR = Kind("a tensor", lambda node: tagged(node)[0] == "$tensor")
+TEXT = StoredKind("a string", lambda node: isinstance(node, str))
+FLAG = StoredKind("true or false", lambda node: isinstance(node, bool))
+COUNT = StoredKind("a number of things", is_count)
+WHOLE_NUMBER = StoredKind("a whole number", lambda node: type(node) is int and abs(node) < 1 << 64)
+NUMBER = StoredKind("a number", lambda node: _is_number(node) or tagged(node)[0] == "$float")
+TENSOR = StoredKind("a tensor", lambda node: tagged(node)[0] == "$tensor")
 
 DESCRIPTION: Form = {
     "tied": [[TEXT]],
     "pretrained": [
         Whole(
             prefix=TEXT,
-            stem=Kind("the name of a file, without a folder", _is_plain_name),
-            files=Kind(
+            stem=StoredKind("the name of a file, without a folder", _is_plain_name),
+            files=StoredKind(
                 "files of JSON by their names, without folders",
                 lambda node: (
                     isinstance(node, dict)
@@ -336,7 +336,7 @@ DESCRIPTION: Form = {
                     and isinstance(node.get("config.json", {}), dict)
                 ),
             ),
-            names=Kind(
+            names=StoredKind(
                 "names by name or null",
                 lambda node: node is None or (isinstance(node, dict) and all(map(TEXT.fits, node.values()))),
             ),
@@ -345,10 +345,10 @@ DESCRIPTION: Form = {
 }
 """The form of what `lockstep.weights.describe_model` returns, which a checkpoint has as `weights` in its metadata."""
 
-_OPTION = Kind("a plain value, or a list of them", _is_option)
+_OPTION = StoredKind("a plain value, or a list of them", _is_option)
 # numpy takes any place in the words of its generator, and reads memory beyond them.
-_PLACE = Kind("a place in 624 words", lambda node: is_count(node) and node <= 624)
-_RATE = Kind("a number or a tensor", lambda node: NUMBER.fits(node) or TENSOR.fits(node))
+_PLACE = StoredKind("a place in 624 words", lambda node: is_count(node) and node <= 624)
+_RATE = StoredKind("a number or a tensor", lambda node: NUMBER.fits(node) or TENSOR.fits(node))
 _WINDOWS: Form = Whole(backward_passes=COUNT, per_iteration=COUNT.or_none(), open=COUNT, updates=COUNT)
 
 _META: Form = {

@@ -16,7 +16,7 @@ import yaml
 
 from lockstep.config.config_file import DUMPED
 from lockstep.config.dictionary import ConfigDict
-from lockstep.config.inheritance import Source, refuse_code
+from lockstep.config.inheritance import ConfigSource, refuse_code
 from lockstep.config.options import set_dotted
 from lockstep.config.python_file import PythonFile, importable
 from lockstep.config.source_form import plain_data, python_source, source_form
@@ -103,7 +103,7 @@ class Config(ConfigDict):
             raise ConfigError(
                 f"{given}: leads to a Python file, {path}, which would be run. Name that file itself, if you trust it"
             )
-        source = Source.read(path)
+        source = ConfigSource.read(path)
         if not trusted:
             refuse_code(source)
         cfg = cls(source.values(), filename=path, text=source.text())
@@ -215,9 +215,9 @@ class Config(ConfigDict):
             self[key] = value  # also where it has fewer keys than before
         self._changed |= options.keys()
 
-    def _source(self) -> Source | None:
+    def _source(self) -> ConfigSource | None:
         try:
-            return None if self._filename is None else Source.read(Path(self._filename))
+            return None if self._filename is None else ConfigSource.read(Path(self._filename))
         except (OSError, ConfigError):  # the file or one of its bases was moved or removed
             return None
 
@@ -283,7 +283,7 @@ class ResolvedConfig:
         source, lost = source_form(cfg)
         if lost or cfg.filename is None:
             return None
-        files = Source.read(Path(cfg.filename)).files()
+        files = ConfigSource.read(Path(cfg.filename)).files()
         imports: dict[str, None] = {}
         for file in files:
             if (statements := file.imports()) is None:

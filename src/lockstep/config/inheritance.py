@@ -56,7 +56,7 @@ def read_file(path: Path) -> ConfigFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ConfigSource:
     """A config file and its bases.
 
     Attributes:
@@ -65,10 +65,10 @@ class Source:
     """
 
     file: ConfigFile
-    bases: list[tuple[BaseFile, Source]]
+    bases: list[tuple[BaseFile, ConfigSource]]
 
     @classmethod
-    def read(cls, path: Path, children: tuple[ConfigFile, ...] = ()) -> Source:
+    def read(cls, path: Path, children: tuple[ConfigFile, ...] = ()) -> ConfigSource:
         """Read the file at `path` and its bases, without running them.
 
         Args:
@@ -84,7 +84,7 @@ class Source:
         return cls(file, [(base, cls._read_base(base, (*children, file))) for base in file.bases()])
 
     @classmethod
-    def _read_base(cls, base: BaseFile, children: tuple[ConfigFile, ...]) -> Source:
+    def _read_base(cls, base: BaseFile, children: tuple[ConfigFile, ...]) -> ConfigSource:
         path = base.path.resolve()
         chain = [child.path for child in children]
         if path in chain:
@@ -182,7 +182,7 @@ def _joined(parts: list[tuple[BaseFile, ConfigDict]], file: ConfigFile) -> Confi
     return joined
 
 
-def refuse_code(source: Source) -> None:
+def refuse_code(source: ConfigSource) -> None:
     """Check that no YAML or JSON file among a config and its bases leads to code by itself; import and run nothing.
 
     Raises:
@@ -196,7 +196,7 @@ def refuse_code(source: Source) -> None:
         raise ConfigError(f"{source.file.path} leads to code in {counted(len(found), 'place')}:{lines}\n{remedy}")
 
 
-def _code_in(source: Source) -> Iterator[tuple[str, str]]:
+def _code_in(source: ConfigSource) -> Iterator[tuple[str, str]]:
     """Yield each place where data lead to code: its file, and a sentence."""
     if not isinstance(source.file, DataFile):
         for _, base in source.bases:
@@ -216,7 +216,7 @@ def _code_in(source: Source) -> Iterator[tuple[str, str]]:
             yield _sentence(source, key, f"= {value!r} is an import path")
 
 
-def _programs(source: Source) -> Iterator[tuple[str, str]]:
+def _programs(source: ConfigSource) -> Iterator[tuple[str, str]]:
     """Yield where a YAML or JSON file, or one of its bases, names a Python file as its base."""
     for base, below in source.bases:
         if isinstance(below.file, DataFile):
@@ -225,6 +225,6 @@ def _programs(source: Source) -> Iterator[tuple[str, str]]:
             yield str(source.file.path), str(source.file.error(BASE, f"leads to a program, {base.path}"))
 
 
-def _sentence(source: Source, key: str, says: str) -> tuple[str, str]:
+def _sentence(source: ConfigSource, key: str, says: str) -> tuple[str, str]:
     where: Any = source.where(key) or str(source.file.path)
     return where.rpartition(":")[0], f"{where}: `{key}` {says}"

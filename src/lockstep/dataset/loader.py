@@ -22,10 +22,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lockstep.dataset.rank_aware import asks_for_rank, differing_parts, is_rank_aware, overlapping_parts
 from lockstep.dataset.sampler import (
-    DealingSampler,
     DefaultSampler,
     InfiniteSampler,
     ShardedSampler,
+    ShardingSampler,
     WorkerSeeds,
     drawn_from,
     is_torchs,
@@ -261,7 +261,7 @@ class _Order(NamedTuple):
     def _sharded(self, sampler: Any, *, round_up: bool, batch_size: int = 1) -> Any:
         if self.split is False:
             return sampler
-        if isinstance(sampler, DealingSampler):
+        if isinstance(sampler, ShardingSampler):
             self._check_alike(None)
         elif self.split is True or not is_rank_aware(sampler):
             self._check_alike(sampler)

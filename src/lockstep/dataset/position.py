@@ -16,10 +16,10 @@ from torch.utils import data
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lockstep.dataset.sampler import (
-    DealingSampler,
     DefaultSampler,
     InfiniteSampler,
     ShardedSampler,
+    ShardingSampler,
     WorkerSeeds,
     drawn_from,
     is_torchs,
@@ -162,9 +162,9 @@ class GlobalOrder(NamedTuple):
         return -(-left // self.shards) if self.round_up else len(range(shard, left, self.shards))
 
 
-def begins_anywhere(sampler: Any) -> TypeGuard[DealingSampler]:
+def begins_anywhere(sampler: Any) -> TypeGuard[ShardingSampler]:
     """Return whether a sampler can begin inside its order: not if a user's subclass has an `__iter__` of its own."""
-    return isinstance(sampler, DealingSampler) and type(sampler).__iter__.__module__.startswith("lockstep.")
+    return isinstance(sampler, ShardingSampler) and type(sampler).__iter__.__module__.startswith("lockstep.")
 
 
 def global_order_of(loader: Any) -> GlobalOrder | None:
@@ -175,7 +175,7 @@ def global_order_of(loader: Any) -> GlobalOrder | None:
     """
     if isinstance(loader, StreamLoader):
         shard = loader.dataset
-        if not shard.deals_out:
+        if not shard.splits_samples:
             return None
         return GlobalOrder("samples", shard.shard[1], shard.batch_size, length_of(shard.dataset), loader.drop_last)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
@@ -303,7 +303,7 @@ def begun_at(
         loader.begin_at(position, states)
         return loader
     sampler, _ = drawn_from(loader)
-    if isinstance(sampler, DealingSampler):
+    if isinstance(sampler, ShardingSampler):
         sampler.begin_at(position, head)
         return loader  # type: ignore[no-any-return]
     # Torch's DistributedSampler draws the same orders as a DefaultSampler with its seed.
@@ -317,7 +317,7 @@ def begun_at(
 def head_of(loader: Any) -> list[int]:
     """Return the first items of the present pass's global order, or checksums of them, to know it again by."""
     sampler, _ = drawn_from(loader)
-    return sampler.head if isinstance(sampler, DealingSampler) else []
+    return sampler.head if isinstance(sampler, ShardingSampler) else []
 
 
 def without_batches(loader: Any, count: int) -> Any:

@@ -30,12 +30,12 @@ from lockstep.errors import ConfigError, counted
 from lockstep.registry import DATA_SAMPLERS
 
 _logger = logging.getLogger(__name__)
-TOLD = 8  # as many items of an order say whether it is the same
+HEAD_LENGTH = 8  # as many items of an order say whether it is the same
 # Torch's samplers that draw only from their `generator`.
 _BY_GENERATOR = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
-class DealingSampler(Sampler[Any]):
+class ShardingSampler(Sampler[Any]):
     """Base class of samplers that split items over the ranks round-robin.
 
     A pass may begin inside the global order, at any position; from there on its items are split anew.
@@ -77,7 +77,7 @@ class DealingSampler(Sampler[Any]):
 
     def _note_head(self, items: Sequence[Any]) -> None:
         """Keep what tells this order from another one, and compare it with that of the run that is resumed."""
-        self.head = [item if isinstance(item, int) else crc32(repr(item).encode()) for item in items[:TOLD]]
+        self.head = [item if isinstance(item, int) else crc32(repr(item).encode()) for item in items[:HEAD_LENGTH]]
         if any(now != then for now, then in zip(self.head, self._expected, strict=False)):
             self._expected = ()
             _logger.warning(
@@ -104,7 +104,7 @@ class DealingSampler(Sampler[Any]):
 
 
 @DATA_SAMPLERS.register_module()
-class DefaultSampler(DealingSampler):
+class DefaultSampler(ShardingSampler):
     """A sampler that splits one global order of the samples over the ranks round-robin.
 
     The global order depends only on `seed` and the epoch. Rank r of n takes the samples at positions r, r + n, r + 2n
@@ -148,7 +148,7 @@ class DefaultSampler(DealingSampler):
 
     def __iter__(self) -> Iterator[int]:
         order, begin = _global_order(self.size, self.seed + self.epoch if self.shuffle else None), self._take_begin()
-        self._note_head(order[:TOLD])
+        self._note_head(order[:HEAD_LENGTH])
         if self.round_up:
             order += order[: -max(0, len(order) - begin) % self.world_size]
         return iter(order[begin + self.rank :: self.world_size])
@@ -173,7 +173,7 @@ class DefaultSampler(DealingSampler):
 
 
 @DATA_SAMPLERS.register_module()
-class InfiniteSampler(DealingSampler):
+class InfiniteSampler(ShardingSampler):
     """A sampler that splits an endless sequence of orders of the dataset over the ranks round-robin.
 
     The sequence depends only on `seed`. Rank r of n takes the samples at positions r, r + n, r + 2n ... of it, across
@@ -328,7 +328,7 @@ def length_of(items: Any) -> int | None:
     return None
 
 
-class ShardedSampler(DealingSampler):
+class ShardedSampler(ShardingSampler):
     """A sampler that splits what another sampler or batch sampler draws over the ranks round-robin.
 
     Every rank draws the whole order, which is the same on each. While the other sampler draws, the global generators of
@@ -404,7 +404,7 @@ class ShardedSampler(DealingSampler):
             # Items before the beginning are drawn, but their samples are not read.
             wanted = min(size, left_out) or size
             drawn = draw(wanted)
-            if len(head) < max(self.world_size, TOLD):
+            if len(head) < max(self.world_size, HEAD_LENGTH):
                 head += drawn
                 self._note_head(head)
             if left_out == 0:

@@ -17,13 +17,13 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lockstep.dataset.random_state import portable, seed_generators, separate_random_state, set_random_state
 from lockstep.dataset.rank_aware import asks_for_rank, asks_for_worker, differing_attributes
-from lockstep.dataset.sampler import TOLD
+from lockstep.dataset.sampler import HEAD_LENGTH
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError, counted, listed
 from lockstep.tree import tree_map
 
 _logger = logging.getLogger(__name__)
-_MOST_TOLD = 64  # values and letters of a sample
+_MOST_COMPARED = 64  # values and letters of a sample
 
 
 def _pinned(leaf: Any) -> Any:
@@ -109,8 +109,8 @@ class StreamShard(IterableDataset[Any]):
         self.batch_size = batch_size
         self._asks_for_parts = split and hasattr(dataset, "split_over")
         # Whether the samples are split here, and not by the dataset itself.
-        self.deals_out = split and not self._asks_for_parts
-        self.compares = compares and self.deals_out
+        self.splits_samples = split and not self._asks_for_parts
+        self.compares = compares and self.splits_samples
         # Whether the dataset can report its position and resume there.
         self.has_position = all(hasattr(dataset, name) for name in ("state_dict", "load_state_dict"))
         # In shared memory, so that persistent workers see it change.
@@ -132,7 +132,7 @@ class StreamShard(IterableDataset[Any]):
     @property
     def how(self) -> str:
         """How the stream is split, in words."""
-        if self.deals_out:
+        if self.splits_samples:
             return "each goes through all samples and keeps its shard"
         return "by its split_over" if self._asks_for_parts else "by itself"
 
@@ -167,7 +167,7 @@ class StreamShard(IterableDataset[Any]):
         # The loader asks worker 0 for the next batch; in a stream that splits itself, another one may have its turn.
         self._worker = (own + begin.batches) % workers
         self._head, self._random = [], {}
-        if not self.deals_out:
+        if not self.splits_samples:
             self._open(begin.workers.get(str(self._worker)), workers)
             return self._whole(iter(self._source))
         with separate_random_state(self._random):
@@ -201,8 +201,8 @@ class StreamShard(IterableDataset[Any]):
 
     def _note(self, sample: Any) -> None:
         self._taken += 1
-        if len(self._head) < TOLD and self.compares:
-            self._head.append(crc32(repr(list(islice(_texts_in(sample), _MOST_TOLD))).encode()))
+        if len(self._head) < HEAD_LENGTH and self.compares:
+            self._head.append(crc32(repr(list(islice(_texts_in(sample), _MOST_COMPARED))).encode()))
 
     def _open(self, position: Mapping[str, Any] | None, workers: int) -> None:
         """Open this worker's source at `position`, or at its beginning if that is None."""
@@ -283,7 +283,7 @@ class StreamLoader(DataLoader[Any]):
             TypeError: the dataset has no length, or splits itself.
         """
         whole = self.dataset.dataset
-        if not isinstance(whole, Sized) or not self.dataset.deals_out:
+        if not isinstance(whole, Sized) or not self.dataset.splits_samples:
             raise TypeError(f"the number of batches of {type(whole).__name__} is not known in advance")
         rank, ranks = self.dataset.shard
         samples, size = len(range(rank, len(whole), ranks)), self.dataset.batch_size
@@ -302,7 +302,7 @@ class StreamLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's position in its pass, after the last batch that was taken."""
         workers, furthest = dict(self._at.workers), self._at.furthest
-        if self.dataset.deals_out:
+        if self.dataset.splits_samples:
             known = [*workers.items(), *([] if furthest is None else [("0", furthest)])]
             workers = dict(sorted(known, key=lambda one: int(one[1]["taken"]))[-1:])
             workers = {
@@ -323,7 +323,7 @@ class StreamLoader(DataLoader[Any]):
                 or batch size.
         """
         layout, batches = list(state_dict["layout"]), state_dict["batches"]
-        if self.dataset.deals_out:
+        if self.dataset.splits_samples:
             _, ranks, _, batch_size = layout
             self.begin_at(state_dict.get("begin", 0) + batches * batch_size * ranks, [state_dict])
             return
@@ -401,14 +401,14 @@ def _texts_in(sample: Any) -> Iterator[str]:
     if isinstance(sample, Mapping):
         sample = list(sample.values())
     if isinstance(sample, str | bytes | int):
-        yield repr(sample[:_MOST_TOLD] if isinstance(sample, str | bytes) else sample)
+        yield repr(sample[:_MOST_COMPARED] if isinstance(sample, str | bytes) else sample)
     elif isinstance(sample, list | tuple):
-        for item in sample[:_MOST_TOLD]:
+        for item in sample[:_MOST_COMPARED]:
             yield from _texts_in(item)
     elif isinstance(sample, Tensor | np.ndarray):
         is_whole = str(sample.dtype).removeprefix("torch.") in ("int16", "int32", "int64")
         if is_whole:
-            yield repr(sample.reshape(-1)[:_MOST_TOLD].tolist())
+            yield repr(sample.reshape(-1)[:_MOST_COMPARED].tolist())
 
 
 def _with_position(collate_fn: Callable[[Any], Any], dataset: StreamShard, in_batches: bool, samples: Any) -> _Made:

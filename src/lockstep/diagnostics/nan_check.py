@@ -18,7 +18,7 @@ from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
 
 
-class _Fault(NamedTuple):
+class _NonFinite(NamedTuple):
     """The first iteration of a rank whose loss was not finite."""
 
     iteration: int
@@ -107,7 +107,7 @@ class NaNCheckHook(Hook):
             _raise(own, runner.world_size)
 
 
-def _raise(own: _Fault | None, world_size: int) -> NoReturn:
+def _raise(own: _NonFinite | None, world_size: int) -> NoReturn:
     """Raise the same error on every rank. **Collective**: every rank, with the fault that it has found, if any."""
     faults = [(rank, fault) for rank, fault in enumerate(all_gather_object(own)) if fault is not None]
     first = min(fault.iteration for _, fault in faults)
@@ -134,10 +134,10 @@ def _losses_in(seen: list[tuple[int, Mapping[str, Any]]]) -> list[tuple[int, str
     ]
 
 
-def _first_fault(losses: list[tuple[int, str, Any]], numbers: list[float]) -> _Fault | None:
+def _first_fault(losses: list[tuple[int, str, Any]], numbers: list[float]) -> _NonFinite | None:
     """Return the first iteration with a value that is not finite, and all such values in it."""
     bad = [(loss, number) for loss, number in zip(losses, numbers, strict=True) if not math.isfinite(number)]
     if not bad:
         return None
     first = bad[0][0][0]
-    return _Fault(first, {name: number for (iteration, name, _), number in bad if iteration == first})
+    return _NonFinite(first, {name: number for (iteration, name, _), number in bad if iteration == first})

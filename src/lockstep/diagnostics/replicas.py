@@ -52,7 +52,7 @@ class Held(NamedTuple):
     value: Any
 
 
-class _Difference(NamedTuple):
+class _BitDifference(NamedTuple):
     """A tensor or value that is not the same on all ranks that hold it.
 
     Attributes:
@@ -184,7 +184,7 @@ def _differ(held: Sequence[Held], digests: Sequence[int]) -> bool:
     return any(seen.setdefault(part, digest) != digest for part, digest in pairs)
 
 
-def _differences(held: Sequence[Held], digests: Sequence[int]) -> list[_Difference]:
+def _differences(held: Sequence[Held], digests: Sequence[int]) -> list[_BitDifference]:
     """Return what differs, in order. **Collective**: every rank."""
     own = {(name, part): digest for (name, part, _), digest in zip(held, digests, strict=True)}
     everywhere: list[Mapping[tuple[str, str], int]] = all_gather_object(own)
@@ -201,12 +201,12 @@ def _differences(held: Sequence[Held], digests: Sequence[int]) -> list[_Differen
         if len(by_digest) > 1:
             usual = max(by_digest.values(), key=len)  # of several, the one with the lowest rank
             unusual = sorted(rank for ranks in by_digest.values() if ranks is not usual for rank in ranks)
-            found.append(_Difference(key, usual, unusual, by_digest.get(None, [])))
+            found.append(_BitDifference(key, usual, unusual, by_digest.get(None, [])))
     return found
 
 
 def _message(
-    held: Sequence[Held], found: Sequence[_Difference], world_size: int, iteration: int, equal_after: int | None
+    held: Sequence[Held], found: Sequence[_BitDifference], world_size: int, iteration: int, equal_after: int | None
 ) -> str:
     """Return the same text on every rank. **Collective**: every rank."""
     first = found[0]
@@ -226,7 +226,7 @@ def _message(
     )
 
 
-def _detail(held: Sequence[Held], difference: _Difference) -> str:
+def _detail(held: Sequence[Held], difference: _BitDifference) -> str:
     """Return the first element that differs between one usual and one unusual rank. **Collective**: every rank."""
     if difference.lacking:
         lacking = difference.lacking

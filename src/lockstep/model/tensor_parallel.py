@@ -194,8 +194,8 @@ class PlanTrial:
         whole, has_run = None, torch.zeros(1, device=device)
         with suppress(Exception):  # half precision is needed, or there is no memory for it
             if region.copy is not None and region.inputs is not None:
-                whole = _Run(_with_random_weights(region.copy, device), region.inputs)
-                others = _Run(whole.module, region.inputs, seed=1).outputs
+                whole = _TrialRun(_with_random_weights(region.copy, device), region.inputs)
+                others = _TrialRun(whole.module, region.inputs, seed=1).outputs
                 # What draws random numbers draws others for a part.
                 has_run += float(_relative(list(zip(whole.outputs, others, strict=True)))) < _TOLERANCE
         all_reduce(has_run, "min", self._mesh)  # the other copy communicates
@@ -206,7 +206,7 @@ class PlanTrial:
             split = deepcopy(whole.module)
             for layer, style in region.styles.items():
                 split_layer(split.get_submodule(layer), deepcopy(style), self._mesh)
-            differences = _differences(whole, _Run(split, region.inputs))
+            differences = _differences(whole, _TrialRun(split, region.inputs))
         except torch.OutOfMemoryError:
             raise
         except Exception:  # a size does not fit, on any rank, which the module itself says
@@ -371,7 +371,7 @@ def _leaf(tensor: Tensor) -> Tensor:
     return leaf
 
 
-class _Run:
+class _TrialRun:
     """A forward pass of a copy, on copies of its inputs.
 
     Attributes:
@@ -399,7 +399,7 @@ class _Run:
         return [*map(_gradient, self._leaves)], [*map(_gradient, self.module.parameters())]
 
 
-def _differences(whole: _Run, split: _Run) -> Tensor:
+def _differences(whole: _TrialRun, split: _TrialRun) -> Tensor:
     """Return how far the split copy is from the whole one: in outputs, in gradients of inputs, of each parameter."""
     outputs = list(zip(whole.outputs, split.outputs, strict=True))
     chosen = [index for index, (one, other) in enumerate(outputs) if one.shape == other.shape]

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 from lockstep.errors import ConfigError, did_you_mean, require_known
 
 
-class Request(NamedTuple):
+class PlanRequest(NamedTuple):
     """What `tensor_parallel` asks for.
 
     Attributes:
@@ -56,7 +56,7 @@ class Split(Enum):
         return f"Split it '{other.value}_rep', leave it out, or choose another degree or {self.attribute(module)}"
 
 
-def read_request(tensor_parallel: Any) -> Request | None:
+def read_request(tensor_parallel: Any) -> PlanRequest | None:
     """Return the request for a degree, or for a dict of `degree` and `plan`; None for None.
 
     Raises:
@@ -65,8 +65,8 @@ def read_request(tensor_parallel: Any) -> Request | None:
     if tensor_parallel is None:
         return None
     given = tensor_parallel if isinstance(tensor_parallel, Mapping) else {"degree": tensor_parallel}
-    require_known("tensor_parallel", given, Request._fields)
-    degree, plan = request = Request(**given)
+    require_known("tensor_parallel", given, PlanRequest._fields)
+    degree, plan = request = PlanRequest(**given)
     if degree is not None and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):
         raise ConfigError(
             "`tensor_parallel` must be a number of ranks, at least 1, or a dict(degree=..., plan=...), but is "

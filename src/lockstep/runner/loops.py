@@ -12,7 +12,7 @@ import torch
 
 from lockstep.dataset import batch_size_of, set_epoch
 from lockstep.dataset.position import CountedBatches
-from lockstep.dataset.sampler import DealingSampler, drawn_from
+from lockstep.dataset.sampler import ShardingSampler, drawn_from
 from lockstep.dataset.stream import check_alike
 from lockstep.device import get_device
 from lockstep.errors import ConfigError, require_count
@@ -410,7 +410,7 @@ class EvalLoop:
         dataset = getattr(self.dataloader, "dataset", None)
         self._size = len(dataset) if isinstance(dataset, Sized) else None
         rank, size = self.runner.rank, self.runner.world_size
-        is_dealt = isinstance(drawn_from(self.dataloader)[0], DealingSampler)  # from the same dataset on all ranks
+        is_dealt = isinstance(drawn_from(self.dataloader)[0], ShardingSampler)  # from the same dataset on all ranks
         if self._size == 0 and (size == 1 or is_dealt):
             raise ConfigError(
                 f"`{self.mode}_dataloader` must have samples, but its dataset has none (rank {rank} of {size})"

@@ -189,7 +189,7 @@ class Session:
             raise TypeError(f"`model` must be a torch.nn.Module or a dict of modules, but is {model!r}{remedy}")
         if isinstance(model, Mapping | nn.ModuleDict):
             model = Parts(dict(model.items()))
-        vars(model)["train_step"] = _OwnStep(calls_parts=isinstance(model, Parts))
+        vars(model)["train_step"] = _SessionStep(calls_parts=isinstance(model, Parts))
         hooks = {"param_scheduler": None, **(self._options.get("default_hooks") or {})}
         options = {**self._options, "default_hooks": hooks}
         runner = Runner(model, train_dataloader=dataloader, optim_wrapper=optim, **options)
@@ -393,7 +393,7 @@ _SET_HERE = {"model", "optim_wrapper", "train_dataloader", "train_cfg", "param_s
 
 
 @dataclass
-class _OwnStep:
+class _SessionStep:
     """Stands for the training step of a model that a session trains: to a strategy, it is a step of the user's own.
 
     Attributes:

@@ -27,7 +27,7 @@ from lockstep.dataset import (
 from lockstep.dataset.position import CountedBatches, Drawn
 from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.dataset.rank_aware import parts_of
-from lockstep.dataset.sampler import TOLD, drawn_from
+from lockstep.dataset.sampler import HEAD_LENGTH, drawn_from
 from lockstep.dataset.stream import StreamLoader, orders_differ
 from lockstep.dist import all_gather, all_gather_object, broadcast_object, get_rank, get_world_size
 from lockstep.model.preprocessor import move_to_device
@@ -303,7 +303,7 @@ class EvenBatches:
                 sizes: Sequence[int | None] = [amount.size_of(index) or None for amount in amounts]
             else:
                 own = _UNKNOWN if batch is _NONE else self._size_of(batch, batches)
-                sizes = self._exchanged_sizes(own, compares=self._compares and index < first + TOLD)
+                sizes = self._exchanged_sizes(own, compares=self._compares and index < first + HEAD_LENGTH)
             if all(size is None for size in sizes):
                 return
             is_own = batch is not _NONE
@@ -318,7 +318,7 @@ class EvenBatches:
 
         With `compares`, the ranks also compare the first samples of the stream.
         """
-        row = [own, *[*self._loader.head, *[_UNKNOWN] * TOLD][:TOLD]] if compares else [own]
+        row = [own, *[*self._loader.head, *[_UNKNOWN] * HEAD_LENGTH][:HEAD_LENGTH]] if compares else [own]
         rows = [row.tolist() for row in all_gather(torch.tensor(row))]
         for rank, (_, *head) in enumerate(rows):
             if any(now != then for now, then in zip(head, rows[0][1:], strict=True) if _UNKNOWN not in (now, then)):

@@ -58,14 +58,14 @@ _SECONDS_OF_STORE = 10.0  # for one answer; torch would look for five minutes fo
 _FRAMES = 6
 _LOCKSTEP = os.path.dirname(os.path.dirname(__file__))
 _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, _LOCKSTEP + os.sep)
-_ROOMS = tuple(os.path.join(_LOCKSTEP, room, "") for room in ("dist", "transport", "watch"))
+_FOLDERS = tuple(os.path.join(_LOCKSTEP, room, "") for room in ("dist", "transport", "watch"))
 # Where torch's collectives and backward passes, and lockstep's collectives, wait for other ranks.
 _WAITING = (
     os.path.join("torch", "distributed") + os.sep,
     os.path.join("torch", "autograd") + os.sep,
     os.path.join("torch", "nn", "parallel") + os.sep,
-    *_ROOMS,
-    *map(short_path, _ROOMS),
+    *_FOLDERS,
+    *map(short_path, _FOLDERS),
 )
 _HEARTBEAT = "LOCKSTEP_HEARTBEAT"
 

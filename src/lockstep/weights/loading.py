@@ -18,7 +18,7 @@ from lockstep.model import unwrap_model
 from lockstep.model.parts import INSIDE_WRAPPERS
 from lockstep.strategy import Strategy
 from lockstep.weights.description import sized_on_loading, tied_names
-from lockstep.weights.source import Source, find_checkpoint, open_source
+from lockstep.weights.source import WeightSource, find_checkpoint, open_source
 
 REVISE_KEYS = ((r"^module\.", ""),)
 _logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ def _filled(core: nn.Module, own: Mapping[str, Any], weights: Weights, *, strict
 
 
 @torch.no_grad()
-def _read(targets: Mapping[str, Tensor], source: Source, origins: Mapping[str, str], path: Location) -> None:
+def _read(targets: Mapping[str, Tensor], source: WeightSource, origins: Mapping[str, str], path: Location) -> None:
     """Fill tensors in place, one after the other."""
     for name, target in targets.items():
         rows = _own_rows(target)

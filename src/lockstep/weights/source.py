@@ -27,7 +27,7 @@ _ADAPTER = "adapter_config.json"
 _HOLDERS = ("state_dict", "model")  # of a state dict in a file of `torch.save`
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Weights that are read one by one."""
 
     @property
@@ -154,7 +154,7 @@ def check_weights(location: Location, argument: str) -> None:
     raise ConfigError(f"{wanted} is a folder without a complete checkpoint in it, or {_FILES[0]}. {there}")
 
 
-def open_source(location: Location) -> Source:
+def open_source(location: Location) -> WeightSource:
     """Open the weights at a path that is no checkpoint.
 
     Raises:
@@ -174,7 +174,7 @@ def open_source(location: Location) -> Source:
     raise ConfigError(f"{location} has changed while it was read")
 
 
-def _file(location: Location) -> Source:
+def _file(location: Location) -> WeightSource:
     if not location.is_file():
         raise ConfigError(f"{location} must be a file of weights, but is not there. Copy all files of the folder")
     if location.suffix == ".safetensors":

@@ -26,7 +26,7 @@ from lockstep.device import get_device
 from lockstep.dist import is_main_process
 from lockstep.errors import ConfigError, did_you_mean, require_known, wrong_type
 from lockstep.groups import inherit_timeout
-from lockstep.model.tensor_parallel_plan import Request
+from lockstep.model.tensor_parallel_plan import PlanRequest
 
 _logger = logging.getLogger("lockstep.model.fsdp")
 
@@ -252,7 +252,7 @@ class Meshes(NamedTuple):
 def make_meshes(
     device_type: str,
     sharding: Sharding,
-    request: Request | None,
+    request: PlanRequest | None,
     process_group: GroupsLike | None,
     device_mesh: MeshLike | None,
 ) -> Meshes:

@@ -147,11 +147,11 @@ class MMDeepSpeedEngineWrapper(ModelWrapper):
         cast_parts(self.module, dtype)
         self._order = _watch_calls(self.module) if self.forward_is_collective else None
         self._guards = GuardedPasses()
-        self._placeholders: Placeholders | None = None
+        self._placeholders: MetaPlaceholders | None = None
         if self.forward_is_collective:
             uses = WholeParams(self.module, _problem_of_placeholders, user="forward", owner="the module that holds it")
             self._guards = GuardedPasses(GatheredWrites(self.module), uses)
-            self._placeholders = Placeholders(self.module)
+            self._placeholders = MetaPlaceholders(self.module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model through the engine, which also runs the backward pass.
@@ -259,7 +259,7 @@ def _watch_calls(module: nn.Module) -> CallOrder:
     return order
 
 
-class Placeholders:
+class MetaPlaceholders:
     """Notices what is written into parameters at stage 3 while they are not gathered, and would be lost.
 
     A write in place through `parameter.data` is not seen.
