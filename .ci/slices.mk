@@ -14,9 +14,9 @@ SLICE_CHECKPOINTS := tests/checkpoint/test_saving.py tests/checkpoint/test_attac
 	tests/weights/test_export.py::test_each_form_holds_what_was_trained tests/weights/test_loading.py
 
 # Units of FSDP and ranks that use different ones, dtypes, tensor parallelism, a compiled model, states of optimizers.
-SLICE_LAYOUTS := tests/model/test_fsdp.py::test_no_sync_reduces_nothing_until_the_window_ends \
-	tests/model/test_fsdp_consistency.py::test_ranks_that_use_different_layers_of_one_shape_are_refused \
-	tests/model/test_fsdp_consistency.py::test_a_parameter_without_gradient_on_every_rank_has_none_and_others_get_zeros \
+SLICE_LAYOUTS := tests/model/fsdp/test_wrapper.py::test_no_sync_reduces_nothing_until_the_window_ends \
+	tests/model/fsdp/test_consistency.py::test_ranks_that_use_different_layers_of_one_shape_are_refused \
+	tests/model/fsdp/test_consistency.py::test_a_parameter_without_gradient_on_every_rank_has_none_and_others_get_zeros \
 	tests/strategy/test_fsdp.py::test_a_checkpoint_of_one_strategy_is_loaded_by_another \
 	tests/strategy/test_fsdp_dtypes.py::test_units_are_cut_by_dtype_and_scalars_stay_whole \
 	tests/strategy/test_fsdp_refusals.py tests/strategy/test_optimizer_trial.py \

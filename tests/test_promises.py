@@ -56,3 +56,12 @@ def names_in(file: Path) -> set[str]:
     """Return the names of the tests at the top level of a file."""
     body = ast.parse(file.read_text()).body
     return {node.name for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+
+
+def test_what_ci_runs_exists() -> None:
+    """The tests that .ci/slices.mk names; CI itself would only tell after half an hour."""
+    named = re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", (ROOT / ".ci" / "slices.mk").read_text())
+    assert len(named) > 40
+    assert [
+        one for one in named if not (ROOT / one[0]).is_file() or (one[1] and one[1] not in names_in(ROOT / one[0]))
+    ] == []

@@ -15,7 +15,7 @@ from lockstep import Runner, Session
 from lockstep.hooks import EMAHook, Hook
 from lockstep.model import ExponentialMovingAverage
 from lockstep.model.shards import gather_full
-from lockstep.model.tensor_parallel import _differences, _Run
+from lockstep.model.tensor_parallel import _differences, _TrialRun
 
 EPOCH = 6  # steps on two ranks
 PLAN = {"up": "colwise", "down": "rowwise"}
@@ -138,7 +138,7 @@ def trial(device: str) -> list[float]:
     torch.manual_seed(0)
     layer = nn.Linear(2, 3)
     inputs = (torch.ones(4, 2, device=device),), {}
-    runs = [_Run(copy.deepcopy(layer).to(device), inputs) for _ in range(2)]
+    runs = [_TrialRun(copy.deepcopy(layer).to(device), inputs) for _ in range(2)]
     return _differences(*runs).tolist()
 
 

@@ -21,7 +21,7 @@ from lockstep.diagnostics.slow_ranks import OwnWork, RankTimes, Sample, Slow, St
 from lockstep.dist import get_rank
 from lockstep.hooks import LoggerHook
 from lockstep.logging import MessageHub
-from lockstep.model import MMDistributedDataParallel
+from lockstep.model import MMDistributedDataParallel, MMSeparateDistributedDataParallel
 from lockstep.testing import ranks
 
 
@@ -240,6 +240,21 @@ class Pausing(nn.Module):
         return self.layer(x).sum()
 
 
+class Holding(nn.Module):
+    """Holds a part that takes longer on rank 1."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x)
+
+
+def separately(module: nn.Module) -> MMSeparateDistributedDataParallel:
+    return MMSeparateDistributedDataParallel(Holding(module))
+
+
 def measured(model: nn.Module, syncs: Callable[[int], bool] = lambda number: True) -> tuple[float | None, list[Sample]]:
     """Return what a rank measures of its work in some iterations."""
     work, hub = OwnWork(model, interval=ITERATIONS), MessageHub()
@@ -258,7 +273,7 @@ def measured(model: nn.Module, syncs: Callable[[int], bool] = lambda number: Tru
 
 
 @ranks(2)
-@pytest.mark.parametrize("kind", [MMDistributedDataParallel, DistributedDataParallel])
+@pytest.mark.parametrize("kind", [MMDistributedDataParallel, DistributedDataParallel, separately])
 def test_ranks_wait_for_the_slowest(kind: Any):
     waited, samples = measured(kind(Pausing()))
     assert [(sample.end, sample.iterations) for sample in samples] == [(5, 5), (10, 5)]

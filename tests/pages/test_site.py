@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 SITE = ROOT / "site"
 # Nobody imports these.
 NOT_DOCUMENTED = {
-    "__main__", "calls", "cli", "engines", "groups", "location", "masking", "output", "transport", "tree", "version",
-    "watch",
+    "__main__", "calls", "cli", "diagnostics", "engines", "groups", "location", "masking", "output", "transport",
+    "tree", "version", "watch",
 }  # fmt: skip
 
 

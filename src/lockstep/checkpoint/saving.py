@@ -298,11 +298,14 @@ def _share_out(
     except ValueError as error:
         raise ConfigError(f"metadata must have the form that readers expect, but {error}") from error
     draft = make_draft(directory)
-    if not isinstance(draft.folder, RemotePath):
-        needed, free = sum(_size_of(item) for plan in shared for item in plan.items), _free(draft.folder)
-        if needed > free:
-            draft.discard()
-            raise _no_space(needed, free, draft.folder)
+    try:
+        if not isinstance(draft.folder, RemotePath):
+            needed, free = sum(_size_of(item) for plan in shared for item in plan.items), _free(draft.folder)
+            if needed > free:
+                raise _no_space(needed, free, draft.folder)
+    except BaseException:
+        draft.discard()
+        raise
     outline = Outline(draft, last_of, meta, values, tensors)
     return [
         (plan.items, draft.folder / f"rank_{rank}{draft.ending}", outline if rank == 0 else None)

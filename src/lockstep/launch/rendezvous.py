@@ -76,6 +76,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         self._heartbeats: _Heartbeats | None = None
         self._closed: tuple[int, int] | None = None
         self._members: Sequence[int] = range(job.nnodes)
+        self._here: set[int] = set()  # on node 0: the nodes that have come to the present attempt
         self._is_member = True
         self.attempt = -1
 
@@ -245,7 +246,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         if self._heartbeats is None:
             return []
         alive = self._heartbeats.alive(nodes)
-        here = alive - set(absent)
+        self._here = here = alive - set(absent)
         may_be_starting = self.attempt == 0 and time.monotonic() < since + _SECONDS_FOR_MORE
         if len(here) < (self._job.least_nnodes or 0) or may_be_starting:
             return [node for node in nodes if node not in here]
@@ -253,9 +254,8 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
 
     def _begin(self, attempt: PrefixStore) -> None:
         """On node 0: begin an attempt, with a new store for the ranks, and say which nodes take part."""
-        nodes = range(self._job.nnodes)
-        alive = set(nodes) if self._heartbeats is None else self._heartbeats.alive(nodes)
-        here = [node for node in sorted(alive) if attempt.check([f"node_{node}"])]
+        # Those that were there when the wait for them ended; a second look at the heartbeats might find fewer.
+        here = sorted(range(self._job.nnodes) if self._heartbeats is None else self._here)
         self._ranks_store = self._serve(0)
         tokens = {node: attempt.get(f"node_{node}").decode() for node in here}
         attempt.set(_MEMBERS, json.dumps((self._ranks_store.port, tokens)))

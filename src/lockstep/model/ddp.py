@@ -24,7 +24,15 @@ from lockstep.dist.consistency import check_call
 from lockstep.errors import ConfigError, listed, message_of
 from lockstep.groups import resolve
 from lockstep.model import steps
-from lockstep.model.autograd_graph import after_backward, backward_pass, hides_leaves, leaves_of, nodes_of, reaches_none
+from lockstep.model.autograd_graph import (
+    after_backward,
+    backward_pass,
+    hides_leaves,
+    leaves_of,
+    nodes_of,
+    on_backward,
+    reaches_none,
+)
 from lockstep.model.parts import callable_children
 from lockstep.model.wrapper import ModelWrapper, all_entered, note_no_backward
 from lockstep.model.written import OWN_STEP, DriftCheck, refuse_max_norm
@@ -504,6 +512,7 @@ class MMSeparateDistributedDataParallel(ModelWrapper):
             child.to(device)
             if any(parameter.requires_grad for parameter in child.parameters()):
                 wrapped = MMDistributedDataParallel(child, **kwargs)
+                on_backward(wrapped, wrapped.clock.follow)  # nobody enters its `backward_context`
                 setattr(parent, name, wrapped)
                 self._parallel.append(wrapped)
         self.module = module

@@ -117,6 +117,7 @@ class Saving:
         try:
             yield
         except BaseException:
+            self._pending = None  # nobody may take it for complete
             self._background.abandon()
             raise
         self.finish()

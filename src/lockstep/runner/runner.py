@@ -152,6 +152,8 @@ class Runner(_AttributesOfRun):
 
         def __getattr__(self, name: str) -> Any:
             """Return an attribute of the run; before there is one, its initial value."""
+            if name == "run":  # Python asks here, too, when the property has raised
+                raise _not_built(name)
             if not (hasattr(TrainRun, name) or name in TrainRun.__dataclass_fields__):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             built = self._run or self._workspace
