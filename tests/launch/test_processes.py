@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch.ledger import RankRecord
-from lockstep.launch.processes import MemoryKills, RankProcesses
+from lockstep.launch.processes import OomKills, RankProcesses
 
 FAILS = "print(flush=True)\nraise SystemExit(3)"
 COMPUTES = "print(flush=True)\nwhile True: pass"
@@ -87,7 +87,7 @@ def test_a_rank_that_the_kernel_kills_for_lack_of_memory_is_named_with_the_reaso
 def test_a_kill_is_not_taken_for_lack_of_memory():
     if not Path("/proc/vmstat").exists():
         pytest.skip("this system does not say")
-    kills = MemoryKills()
+    kills = OomKills()
     process = subprocess.Popen(["sleep", "60"])
     process.kill()
     process.wait()

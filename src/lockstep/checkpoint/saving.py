@@ -254,6 +254,7 @@ def publish(plan: Plan, written: Sequence[dict[str, Any] | None]) -> list[None]:
             draft.publish(content, {name: file.size for name, file in manifest.files.items()})
         if pointer is not None:
             pointer.publish()
+        stack.pop_all()  # the draft of the pointer is the pointer now
     return [None] * len(written)
 
 

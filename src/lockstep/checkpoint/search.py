@@ -31,7 +31,7 @@ from lockstep.masking import printable
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointFolder:
     """A folder that is a checkpoint, or what is left of one.
 
     Attributes:
@@ -42,7 +42,7 @@ class Found:
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """What its manifest says; None if there is none that can be read."""
+        """The contents of its manifest; None if it is missing or unreadable."""
         with suppress(ConfigError):
             return read_manifest(self.directory)
         return None
@@ -59,7 +59,7 @@ class Found:
 
 def written_at(directory: Location) -> float:
     """Return when a checkpoint was written, in seconds since 1970; 0 if there is none."""
-    return Found(directory).time
+    return CheckpointFolder(directory).time
 
 
 def find_last_checkpoint(work_dir: Location) -> Location | None:
@@ -72,7 +72,7 @@ def find_last_checkpoint(work_dir: Location) -> Location | None:
     return directory if directory is not None and is_checkpoint(directory) else None
 
 
-def find_checkpoints(roots: Sequence[Location]) -> list[Found]:
+def find_checkpoints(roots: Sequence[Location]) -> list[CheckpointFolder]:
     """Return the checkpoints among these folders, the folders in them and those in these, the newest one first.
 
     Links to folders are not followed. In a bucket, a folder without a manifest is none: its save has not ended.
@@ -81,7 +81,7 @@ def find_checkpoints(roots: Sequence[Location]) -> list[Found]:
     for root in roots:
         runs = _folders_in(root)
         folders.update(dict.fromkeys([root, *runs, *(folder for run in runs for folder in _folders_in(run))]))
-    found = [Found(folder) for folder in folders if _is_candidate(folder)]
+    found = [CheckpointFolder(folder) for folder in folders if _is_candidate(folder)]
     return sorted(found, key=lambda one: one.time, reverse=True)
 
 
@@ -96,11 +96,11 @@ def candidates(work_dir: Location, roots: Sequence[Location] = ()) -> Iterator[t
         work_dir: the work_dir.
         roots: further folders that hold its checkpoints.
     """
-    first: list[Found] = []
+    first: list[CheckpointFolder] = []
     for root in (work_dir, *(root for root in roots if isinstance(root, RemotePath))):
         try:
             if (pointed := read_pointer(root, roots)) is not None:
-                first.append(Found(pointed))
+                first.append(CheckpointFolder(pointed))
         except ConfigError as error:
             yield root / POINTER_FILE, str(error)
     if len(first) > 1:
@@ -144,7 +144,7 @@ def check(directory: Location) -> Manifest:
 
 
 def fault_found_by(examine: Callable[..., object], directory: Location, *share: int) -> str | None:
-    """Return what `check` or `verify` finds wrong with a checkpoint; None if it is nothing."""
+    """Return what `check` or `verify` finds wrong with a checkpoint; None if nothing is wrong."""
     try:
         examine(directory, *share)
     except (ConfigError, OSError) as error:
@@ -175,7 +175,7 @@ def verify(directory: Location, share: int = 0, shares: int = 1) -> int:
 
 
 def read_block(file: PlainFile, block: Block, into: memoryview) -> None:
-    """Read a block of a file that `open_plainly` has opened into memory of its size.
+    """Read a block into `into`, which has the block's size.
 
     Raises:
         CheckpointError: the bytes do not have its checksum.

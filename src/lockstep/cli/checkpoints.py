@@ -19,7 +19,7 @@ from lockstep.checkpoint import find_checkpoints, remove, remove_dead_drafts, ve
 from lockstep.checkpoint.drafts import drafts_in, folder_of, is_owned
 from lockstep.checkpoint.files import sizes_in
 from lockstep.checkpoint.pointer import read_pointer
-from lockstep.checkpoint.search import Found, check, fault_found_by
+from lockstep.checkpoint.search import CheckpointFolder, check, fault_found_by
 from lockstep.checkpoint.values import decode, leaves, tagged
 from lockstep.cli.options import whole_number
 from lockstep.errors import ConfigError, counted
@@ -199,7 +199,7 @@ def _cell(value: object) -> str:
     return escape(printable(str(value), lines=False))
 
 
-def _found_in(directory: Location) -> list[Found]:
+def _found_in(directory: Location) -> list[CheckpointFolder]:
     if not directory.is_dir():
         raise ConfigError(
             f"`DIR` must be a folder, but {directory} {'is a file' if directory.exists() else 'does not exist'}"
@@ -217,7 +217,7 @@ def _last_of(directory: Location) -> tuple[Location | None, list[str]]:
         return None, [str(error)]
 
 
-def _facts(found: Found) -> list[str]:
+def _facts(found: CheckpointFolder) -> list[str]:
     """Return strategy, epoch, iteration, ranks, and the bytes of the model, of the optimizer and of all."""
     manifest = found.manifest
     if manifest is None:

@@ -87,7 +87,8 @@ class Config(ConfigDict):
             filename: the file.
             use_predefined_variables: for compatibility with MMEngine; placeholders are always filled in.
             import_custom_modules: import the modules that `custom_imports` names.
-            use_environment_variables: for compatibility with MMEngine; placeholders for these raise an error.
+            use_environment_variables: for compatibility with MMEngine; placeholders for environment variables raise
+            an error.
             lazy_import: for compatibility with MMEngine; ignored, the contents of the file decide.
             format_python_code: for compatibility with MMEngine; ignored, output is always formatted.
             trusted: let YAML and JSON files do what Python files can.
@@ -148,7 +149,7 @@ class Config(ConfigDict):
 
     @property
     def helpers(self) -> set[str]:
-        """The keys that the files' own code has read, and that need no other use."""
+        """The keys that only serve the config files themselves, such as `batch_size = 8` for later lines."""
         source = self._source()
         return set() if source is None else source.helpers()
 
@@ -165,9 +166,9 @@ class Config(ConfigDict):
     def dump(self, file: str | PathLike[str] | None = None) -> str:
         """Return the config as text, and write it to `file`, whose suffix chooses the format.
 
-        Python source gives an equal config when it is read again. YAML and JSON have no classes and tuples: they hold
-        import paths and lists instead. Python and YAML files begin with a comment that lockstep wrote them. Secrets are
-        written as they are; see `masked`.
+        Python source gives an equal config when it is read again. YAML and JSON have neither classes nor tuples: they
+        hold import paths and lists instead. Python and YAML files begin with a comment that lockstep wrote them.
+        Secrets are written as they are; see `masked`.
 
         Raises:
             ConfigError: the suffix is unknown.
@@ -212,7 +213,7 @@ class Config(ConfigDict):
         for key, value in options.items():
             set_dotted(changed, key, value)
         for key, value in changed.items():
-            self[key] = value  # also where it has fewer keys than before
+            self[key] = value  # assigned, not merged, so that keys that `_delete_` removes are gone
         self._changed |= options.keys()
 
     def _source(self) -> ConfigSource | None:

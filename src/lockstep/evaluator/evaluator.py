@@ -57,12 +57,15 @@ class TorchMetric(BaseMetric):
         return dict(_named(type(self.metric).__name__, computed))
 
     def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
-        """Return an empty dict: `evaluate` computes the values."""
+        """Return an empty dict; required by BaseMetric, but not called, because `evaluate` computes the values."""
         return {}
 
 
 def _gather(state: Tensor, group: Any = None) -> list[Tensor]:
-    """Return the states of all ranks that are not empty (if all are, one): empty ones may have another dtype."""
+    """Return the non-empty states of all ranks, or one empty state if there are no others.
+
+    Empty ones are left out because they may have another dtype.
+    """
     parts = all_gather(state)
     return [part for part in parts if part.numel()] or parts[:1]
 
@@ -148,7 +151,7 @@ class Evaluator:
 
 
 def plain_value(value: Any) -> Any:
-    """Return what a metric has computed without types of torch and numpy: one element as a number, several as lists.
+    """Return a metric's value as plain Python: a tensor or array of one element as a number, a larger one as lists.
 
     Example:
         >>> import torch

@@ -30,7 +30,7 @@ from lockstep.errors import LaunchError, Preempted, counted
 from lockstep.launch.job import JobSpec
 from lockstep.launch.ledger import Ledger, RankRecord, awaits_cause
 from lockstep.launch.notices import say
-from lockstep.launch.processes import MemoryKills, RankProcesses, iteration_file
+from lockstep.launch.processes import OomKills, RankProcesses, iteration_file
 from lockstep.launch.rendezvous import JobEndedError, NodeFailedError, NodesRendezvous
 from lockstep.launch.sessions import Guard
 from lockstep.launch.worker import ITERATION_FILE, RESUME_SINCE, STOPPED_FILE
@@ -150,7 +150,7 @@ class _Agent(LocalElasticAgent):
         self._log_dir = log_dir
         self._processes: RankProcesses | None = None
         self._since: dict[str, float] = {}  # when a rank was first seen to have failed, or to have been preempted
-        self._memory_kills = MemoryKills()
+        self._memory_kills = OomKills()
         self._failed_iteration: int | None = None
         self._failed_alike = ""
         self.has_trained = False  # whether a rank had trained when a signal stopped the job
@@ -177,7 +177,7 @@ class _Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._setup.stopped.unlink(missing_ok=True)
         self._since.clear()
-        self._memory_kills = MemoryKills()
+        self._memory_kills = OomKills()
         pids: dict[int, int] = super()._start_workers(worker_group)
         self._guard.watch(pids.values())
         assert self._pcontext is not None  # torch's agent shows its processes and their files in no other way (2.13)

@@ -59,7 +59,7 @@ class RankProcesses:
 
     @property
     def has_trained(self) -> bool:
-        """Whether a rank has begun to train, and has an iteration behind it."""
+        """Whether any rank has completed an iteration."""
         return any(read_iteration(iteration_file(record.error_file)) for record in self.records)
 
     def note_stacks(self) -> None:
@@ -80,7 +80,7 @@ class RankProcesses:
             record.stack = _own_frames(file.read_text(errors="replace"))
 
     def send(self, number: signal.Signals, *, to_reported: bool = True) -> None:
-        """Send a signal to the sessions of all ranks that run, and let those continue that are stopped.
+        """Send a signal to the sessions of all ranks that run; wake stopped ones by SIGCONT, so that they handle it.
 
         Args:
             number: the signal.
@@ -114,7 +114,11 @@ class RankProcesses:
         return True
 
     def close(self, seconds: float) -> None:
-        """End what is left of the ranks' sessions, after all ranks have ended; `seconds` is for ending at SIGTERM."""
+        """End what is left of the ranks' sessions, after all ranks have ended.
+
+        Args:
+            seconds: the grace period between SIGTERM and SIGKILL.
+        """
         if not self._is_closed:
             end_sessions({record.pid for record in self.records}, seconds)
         self._is_closed = True
@@ -140,7 +144,7 @@ def _note_end(record: RankRecord) -> None:
         return
     try:
         ended = os.waitid(os.P_PID, record.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # somebody has reaped it: its exit code is not known
+    except ChildProcessError:  # Somebody has reaped it. 0, because only another code or a report counts as failure.
         record.ended, record.status = time.time(), 0
         return
     if ended is not None:
@@ -151,7 +155,8 @@ def _note_end(record: RankRecord) -> None:
 def _note_state(record: RankRecord) -> None:
     """Note whether a rank that runs is stopped, computes, or waits.
 
-    A single look may find a rank that computes while it waits for another of its threads, or for a core.
+    One sample is not enough: a busy rank may just be waiting for a thread or a core. So its CPU time over half a
+    second decides.
     """
     now = time.monotonic()
     record.state, used = state_of(record.pid)
@@ -168,7 +173,7 @@ def _own_frames(stack: str) -> str:
     return "\n".join(line for line in lines if not any(words in line for words in _FRAMES_OF_START))
 
 
-class MemoryKills:
+class OomKills:
     """How many processes the kernel has killed for lack of memory since this was made."""
 
     def __init__(self) -> None:

@@ -48,16 +48,17 @@ def run_logging(
     logger = logging.getLogger(_ROOT)
     handlers = [_ConsoleHandler(console, secrets), file_handler(file, secrets)]
     for handler, handler_level in zip(handlers, (level, file_level), strict=True):
-        handler.setLevel(handler_level)
+        handler.setLevel(handler_level)  # an invalid level raises here, before anything has changed
+    level_before, propagate_before = logger.level, logger.propagate
+    for handler in handlers:
         logger.addHandler(handler)
-    before = logger.level, logger.propagate
     logger.setLevel(min(handler.level for handler in handlers))
     logger.propagate = False  # a handler on the root logger would print every message twice
     try:
         yield logger
     finally:
-        logger.setLevel(before[0])
-        logger.propagate = before[1]
+        logger.setLevel(level_before)
+        logger.propagate = propagate_before
         for handler in handlers:
             logger.removeHandler(handler)
             handler.close()
@@ -65,12 +66,12 @@ def run_logging(
 
 @contextmanager
 def warnings_once(*, speaks: bool) -> Iterator[None]:
-    """Show each warning of the `warnings` module once per process, and torch's on distribution once per job.
+    """Show each warning of the `warnings` module once per process, and those of torch.distributed once per job.
 
-    torch changes the filters in each step, so that Python forgets what it has shown.
+    torch changes the warning filters in each step, and after any change Python shows a warning again.
 
     Args:
-        speaks: whether this process shows what torch's distributed packages warn of; on the others, it is the same.
+        speaks: whether this process shows the warnings of torch.distributed, which are the same on every rank.
     """
     shown: set[tuple[str, type[Warning], str, int]] = set()
     before = warnings.showwarning
@@ -89,7 +90,7 @@ def warnings_once(*, speaks: bool) -> Iterator[None]:
 
 
 class _EncodedConsole(Console):
-    """Draws in ASCII where standard output is; rich takes it for UTF-8."""
+    """A console that draws in ASCII if standard output is encoded in ASCII; rich would assume UTF-8."""
 
     @property
     def encoding(self) -> str:
@@ -152,7 +153,7 @@ class MMLogger:
         logger = logging.getLogger(_USERS)
         if not logger.handlers:
             logger.setLevel(logging.DEBUG)
-            outside = _OutsideOfRuns(logging.INFO)
+            outside = _StderrOutsideRuns(logging.INFO)
             outside.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
             logger.addHandler(outside)
         return logger
@@ -208,7 +209,7 @@ def print_log(msg: object, logger: logging.Logger | str | None = None, level: in
         MMLogger.get_instance(logger).log(level, msg)
 
 
-class _OutsideOfRuns(logging.Handler):
+class _StderrOutsideRuns(logging.Handler):
     """Shows messages while no run shows them."""
 
     def emit(self, record: logging.LogRecord) -> None:

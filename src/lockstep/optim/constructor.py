@@ -161,7 +161,10 @@ class Paramwise:
 
 
 def _keys_of(site: ParamSite) -> Iterator[tuple[str, str]]:
-    """Yield pairs of an option and a multiplier that may apply to a parameter; per option, the first given counts."""
+    """Yield pairs of an option and a multiplier that may apply to a parameter.
+
+    Of the multipliers of one option, the first one that the config gives applies.
+    """
     module, is_offset = site.module, _is_offset(site)
     is_norm = _NORM.search(type(module).__name__) is not None
     is_bias = site.name.rpartition(".")[2] == "bias" and not is_norm and not is_offset
@@ -330,7 +333,7 @@ class DefaultOptimWrapperConstructor:
         chosen: dict[int, tuple[ParamSite, Options]] = {}
         for site in sites:
             if not (site.parameter.is_floating_point() or site.parameter.is_complex()):
-                continue  # it can't be trained, now or later
+                continue  # An integer tensor has no gradient, now or later.
             options = paramwise.options(site)
             first, earlier = chosen.setdefault(id(site.parameter), (site, options))
             if options != earlier and not self.paramwise_cfg.get("bypass_duplicate"):

@@ -31,7 +31,7 @@ class Arguments:
         """Return the arguments of `constructor`; string annotations are evaluated if possible."""
         try:
             parameters = inspect.signature(constructor).parameters.values()
-        except (TypeError, ValueError):  # some built-in types have none
+        except (TypeError, ValueError):  # Some built-in types have no signature.
             return cls({}, takes_others=True)
         code = inspect.unwrap(constructor.__init__ if inspect.isclass(constructor) else constructor)
         names = getattr(code, "__globals__", {})
@@ -58,12 +58,12 @@ def _evaluated(parameter: inspect.Parameter, names: dict[str, Any]) -> inspect.P
         return parameter
     try:
         return parameter.replace(annotation=eval(parameter.annotation, names))
-    except Exception:  # only type checkers can read it
+    except Exception:  # The annotation names something that exists for type checkers only.
         return parameter
 
 
 class BuildError(ConfigError, TypeError):
-    """An error in the arguments of a config: one is unknown or missing."""
+    """A config gives an unknown argument, or lacks a required one."""
 
 
 def construct(constructor: Callable[..., Any], arguments: Mapping[str, Any], kind: str) -> Any:

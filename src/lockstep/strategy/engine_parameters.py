@@ -23,7 +23,7 @@ _ELEMENTWISE = (
 _CHANGES = {"unfrozen": False, "frozen": True}  # and whether a parameter was trained before
 
 
-class TrainableParams:
+class FrozenParamsGuard:
     """Records which parameters an engine trains and which are frozen.
 
     Engines copy the parameters that they train into their own buffers. They would ignore a parameter that is unfrozen
@@ -39,7 +39,9 @@ class TrainableParams:
         self._before = [(name, parameter, parameter.requires_grad) for name, parameter in core.named_parameters()]
 
     def check(self) -> None:
-        """Check that no parameter has been frozen or unfrozen since; takes microseconds.
+        """Check that no parameter has been frozen or unfrozen since.
+
+        **Cost**: one attribute of each parameter is read, without touching the device.
 
         Raises:
             ConfigError: `requires_grad` of a parameter has changed.
@@ -151,8 +153,11 @@ _REMEDY = (
 )
 
 
-class HeldGradients:
-    """The stand-ins of one optim wrapper.
+class GradientPlaceholders:
+    """Placeholders in `parameter.grad` between a backward pass and the update.
+
+    The engine keeps gradients in its own buffers, so `parameter.grad` would be None. With a placeholder there, code
+    that reads, changes or replaces the gradient gets an error instead of having no effect.
 
     Args:
         engine: name of the engine.
@@ -212,7 +217,7 @@ class _StandIn(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse all functions."""
+        """Raise the placeholder's error, whatever the function."""
         for leaf in tree_leaves((args, kwargs or {})):
             if isinstance(leaf, cls):
                 raise ConfigError(leaf._message)
@@ -222,7 +227,7 @@ class _StandIn(Tensor):
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Masters:
+class MasterWeights:
     """The masters of this rank.
 
     Args:
@@ -277,7 +282,7 @@ class Masters:
             master.copy_(source)
 
     def check(self) -> None:
-        """Refuse parameters that the engine can't use.
+        """Refuse parameters whose `data` was replaced by another shape or dtype.
 
         Raises:
             ConfigError: the `data` of a parameter was replaced by a tensor of another shape or dtype.

@@ -51,7 +51,8 @@ class NativeStrategy(Strategy):
 
     def parallelize(self, model: nn.Module, optim_wrapper: OptimLike | None = None) -> Prepared:
         """Move the model to this rank's device, wrap it, then build its optimizer."""
-        known = {id(parameter) for parameter in model.parameters()}  # by id, so that a model that is sharded is freed
+        # The optimizer may hold the parameters from before or after wrapping. Ids keep no replaced parameter alive.
+        known = {id(parameter) for parameter in model.parameters()}
         if not is_model_wrapper(model):
             model = self.wrap(self.to_device(model))
         self._model = model
@@ -120,7 +121,7 @@ def _parameters_kept(device: torch.device) -> Iterator[torch.device]:
     torch replaces them where a device's tensors are of another kind than the CPU's, as on many third-party devices.
     """
     former = torch.__future__.get_swap_module_params_on_conversion()
-    probe = nn.Module()  # without initial values, for which a layer would draw random numbers
+    probe = nn.Module()  # A bare module: a layer would draw random numbers and so change the seed's sequence.
     probe.weight = weight = nn.Parameter(torch.empty(1))
     torch.__future__.set_swap_module_params_on_conversion(former or probe.to(device).weight is not weight)
     try:
@@ -179,7 +180,7 @@ class DDPStrategy(NativeStrategy):
         self._wrapper = {"type": _WRAPPER, "broadcast_buffers": False, **(model_wrapper or {}), **kwargs}
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Wrap the model, unless there is no process group or nothing to train."""
+        """Wrap the model, if there is a process group, and something to train."""
         trainable = any(parameter.requires_grad for parameter in model.parameters())
         if not is_distributed() or not trainable:
             return model

@@ -30,8 +30,8 @@ STACK_SIGNAL = signal.SIGQUIT
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
-    """The location of a module-level function.
+class FunctionReference:
+    """The location of a module-level function, by which another process can import it.
 
     Attributes:
         file: path of its module.
@@ -46,7 +46,7 @@ class Address:
     rewritten: bool
 
     @classmethod
-    def of(cls, body: Callable[..., Any]) -> Address:
+    def of(cls, body: Callable[..., Any]) -> FunctionReference:
         """Return the address of `body`.
 
         Raises:
@@ -149,7 +149,7 @@ Kind: TypeAlias = Literal["died", "raised", "leaked", "hung"]
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """One rank that did not pass.
+    """How one rank failed.
 
     Attributes:
         rank: its rank.
@@ -293,10 +293,10 @@ class Task:
         environment: environment variables of the test process.
         folder: its current directory.
         import_path: its ``sys.path``.
-        warnings: what a warning does, as an action of the `warnings` module.
+        warnings: the action of the `warnings` filter, such as ``error``.
     """
 
-    address: Address
+    address: FunctionReference
     arguments: bytes
     environment: dict[str, str]
     folder: str
@@ -305,7 +305,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Settle:
+class CleanUp:
     """All ranks have passed: release what the body used, and report what it left behind.
 
     Attributes:
@@ -328,5 +328,5 @@ class Passed:
     made_groups: bool = False
 
 
-Request: TypeAlias = Task | Settle
+Request: TypeAlias = Task | CleanUp
 Answer: TypeAlias = Passed | RankReport

@@ -25,14 +25,14 @@ from typing import Any
 
 from lockstep.testing.messages import (
     STACK_SIGNAL,
-    Address,
     Answer,
+    CleanUp,
+    FunctionReference,
     Passed,
     RankFailure,
     RankReport,
     Request,
     Seat,
-    Settle,
     Task,
     describe_exit,
 )
@@ -94,7 +94,7 @@ def run_body(
     __tracebackhide__ = True
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ValueError(f"`size` must be a positive integer, but is {size!r}")
-    address = Address.of(body)
+    address = FunctionReference.of(body)
     task = Task(address, _pickled(address, args, kwargs), dict(os.environ), os.getcwd(), list(sys.path), warnings)
     title = f"{address.qualname} on {size} rank{'s' * (size != 1)}"
     try:
@@ -144,7 +144,7 @@ class Pool:
             raise self._failure(f"before {title}, but after {self._last_title}", [rank.death() for rank in dead])
         self._last_title = title
         passed = self._exchange(task, timeout, title)
-        settle = Settle(regroup=any(answer.made_groups for answer in passed))
+        settle = CleanUp(regroup=any(answer.made_groups for answer in passed))
         self._exchange(settle, _SETTLE_SECONDS, title)
         self._show_output()
         return [pickle.loads(answer.value) for answer in passed]
@@ -234,7 +234,7 @@ def _where_they_stand(pending: list[RankProcess], failed: list[RankReport], time
     return [RankReport(rank.rank, "hung", reason, rank.await_stack()) for rank in pending]
 
 
-def _pickled(address: Address, args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
+def _pickled(address: FunctionReference, args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
     for name, value in kwargs.items():
         if type(value).__name__ == "MonkeyPatch":
             raise TypeError(

@@ -36,7 +36,17 @@ from torch.distributed import FileStore, distributed_c10d
 from lockstep.dist import destroy_dist, get_comm_device, get_default_group, init_dist
 from lockstep.engines import SET_BY_TORCH, set_environment
 from lockstep.errors import PEER_IS_GONE, PeerError
-from lockstep.testing.messages import STACK_SIGNAL, Address, Answer, Passed, RankReport, Request, Seat, Settle, Task
+from lockstep.testing.messages import (
+    STACK_SIGNAL,
+    Answer,
+    CleanUp,
+    FunctionReference,
+    Passed,
+    RankReport,
+    Request,
+    Seat,
+    Task,
+)
 
 # Longer than the default time limit of a test, so that a hang is reported with live stacks, not as a rank's timeout.
 _GROUP_TIMEOUT_SECONDS = 120.0
@@ -109,7 +119,7 @@ class _Rank:
             value = pickle.dumps(body(*args, **kwargs), protocol=5)
         return Passed(value, made_groups=_number_of_groups() > 1)
 
-    def settle(self, settle: Settle) -> Answer:
+    def settle(self, settle: CleanUp) -> Answer:
         """Release what the body used, and compare the surroundings with those before it.
 
         All ranks have passed by now, so no connection is closed that a peer still needs.
@@ -130,7 +140,7 @@ class _Rank:
             self._join()
         return Passed()
 
-    def _load(self, address: Address) -> Callable[..., Any]:
+    def _load(self, address: FunctionReference) -> Callable[..., Any]:
         modules = len(sys.modules)
         body = address.load()
         if len(sys.modules) != modules:

@@ -15,7 +15,7 @@ from lockstep.model.shards import gather_full, shard_rows, template_of_rows
 from lockstep.strategy import optim_state as canonical
 from lockstep.strategy.base import ModelState, OptimState
 from lockstep.strategy.colossalai.engine import gather_like, is_split, split_like
-from lockstep.strategy.engine_parameters import Masters, newer
+from lockstep.strategy.engine_parameters import MasterWeights, newer
 from lockstep.strategy.engine_strategy import EngineState, check_shape
 
 
@@ -47,7 +47,7 @@ class ColossalAIState(EngineState):
         # The ranks over which ZeRO has sharded a parameter.
         self._zero_groups: Mapping[Tensor, Any] = getattr(engine, "param_to_pg", {})
 
-    def masters(self, *, offloads: bool) -> Masters:
+    def masters(self, *, offloads: bool) -> MasterWeights:
         """Return this rank's master weights, which the optimizer updates.
 
         Args:
@@ -61,7 +61,7 @@ class ColossalAIState(EngineState):
             if group is not None:  # padded to a multiple of the number of ranks
                 weights = weights[group.rank() * master.numel() :][: master.numel()]
             pairs.append((master[: weights.numel()], weights))
-        return Masters("ColossalAI", named, pairs, offloads=offloads)
+        return MasterWeights("ColossalAI", named, pairs, offloads=offloads)
 
     def optim_state(self) -> OptimState:
         """Return the optimizer's state by parameter name. **Collective**: every rank.

@@ -28,7 +28,7 @@ from lockstep.strategy.colossalai.pipeline import Inventory, Pipeline, PipelineS
 from lockstep.strategy.colossalai.plugin import PluginChoice, name_and_options
 from lockstep.strategy.colossalai.state import ColossalAIState
 from lockstep.strategy.colossalai.wrappers import ColossalAIOptimWrapper, Drive
-from lockstep.strategy.engine_parameters import HeldGradients, leave_out_frozen, max_norm_of
+from lockstep.strategy.engine_parameters import GradientPlaceholders, leave_out_frozen, max_norm_of
 from lockstep.strategy.engine_strategy import EngineStrategy, require_plain
 from lockstep.strategy.gradient_flow import GradientFlow
 from lockstep.strategy.own_steps import WholeParams, called_by, called_from, cast_inputs, cast_parts
@@ -133,7 +133,7 @@ class ColossalAIStrategy(EngineStrategy):
                 in_pipeline=in_pipeline,
                 flow=GradientFlow(model) if self._choice.zero_stage and not in_pipeline else None,
                 sends_as_they_come=self._choice.zero_stage == 2 or bool(options.get("overlap_communication", True)),
-                held=HeldGradients("ColossalAI"),
+                held=GradientPlaceholders("ColossalAI"),
                 drift=drift,
                 masters=translator.masters(offloads=bool(options.get("cpu_offload"))),
             )

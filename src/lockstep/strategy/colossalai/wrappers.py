@@ -16,7 +16,7 @@ from lockstep.optim import OptimWrapper
 from lockstep.registry import MODEL_WRAPPERS, OPTIM_WRAPPERS
 from lockstep.strategy.colossalai.engine import full_numel, is_split
 from lockstep.strategy.colossalai.pipeline import Pipeline
-from lockstep.strategy.engine_parameters import HeldGradients, Masters, TrainableParams
+from lockstep.strategy.engine_parameters import FrozenParamsGuard, GradientPlaceholders, MasterWeights
 from lockstep.strategy.gradient_flow import GradientFlow
 from lockstep.strategy.own_steps import GuardedPasses, OwnStep, WholeParams
 
@@ -43,9 +43,9 @@ class Drive(NamedTuple):
     in_pipeline: bool
     flow: GradientFlow | None
     sends_as_they_come: bool
-    masters: Masters
+    masters: MasterWeights
     drift: DriftCheck
-    held: HeldGradients
+    held: GradientPlaceholders
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -218,7 +218,7 @@ class ColossalAIModelWrapper(ModelWrapper):
         if self.is_stage or any(map(is_split, model.parameters())):
             self.partitioned = "ColossalAI's tensor parallelism and pipelines keep them in pieces. Use strategy 'fsdp'"
         self._guards = GuardedPasses(*([] if uses is None else [uses]))
-        self._trainable = TrainableParams(model, "ColossalAI")
+        self._trainable = FrozenParamsGuard(model, "ColossalAI")
         self._own_step: OwnStep | None = None
         if pipeline is None and steps.defines_step(model, "train_step"):
             self._own_step = OwnStep(self, model, model_wrapper, guard, may_go_round=may_go_round)

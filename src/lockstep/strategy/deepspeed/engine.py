@@ -34,7 +34,7 @@ from lockstep.model.call_order import CallOrder
 from lockstep.model.parts import Site
 from lockstep.model.written import LostWrites
 from lockstep.registry import MODEL_WRAPPERS
-from lockstep.strategy.engine_parameters import TrainableParams
+from lockstep.strategy.engine_parameters import FrozenParamsGuard
 from lockstep.strategy.own_steps import (
     GuardedPasses,
     OwnStep,
@@ -139,7 +139,7 @@ class MMDeepSpeedEngineWrapper(ModelWrapper):
         dtype = model.get_data_types()[0]
         cast_inputs(self.module, dtype, inputs_to_half)
         refuse_second_backward(self.module, "DeepSpeed's engine takes it for the pass that exchanges gradients")
-        self._trainable = TrainableParams(self.module, "DeepSpeed")
+        self._trainable = FrozenParamsGuard(self.module, "DeepSpeed")
         self._own_step: OwnStep | None = None
         if steps.defines_step(self.module, "train_step"):
             guard = WholeParams(self.module, _problem_of_partitions) if self.forward_is_collective else None

@@ -21,12 +21,12 @@ from lockstep.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from lockstep.optim.clipping import gradient_norm
 from lockstep.registry import OPTIM_WRAPPERS, OPTIMIZERS
 from lockstep.strategy.deepspeed.engine import autocast_of
-from lockstep.strategy.engine_parameters import HeldGradients
+from lockstep.strategy.engine_parameters import GradientPlaceholders
 from lockstep.strategy.gradient_flow import GradientFlow
 
 if TYPE_CHECKING:
     from lockstep.strategy.deepspeed.state import DeepSpeedState
-    from lockstep.strategy.engine_parameters import Masters
+    from lockstep.strategy.engine_parameters import MasterWeights
 
 _logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
 
     _engine: Any = None
     _state: DeepSpeedState | None = None
-    _masters: Masters | None = None
+    _masters: MasterWeights | None = None
     _drift: DriftCheck | None = None  # None where ranks hold no replicas
     _went_back = False
     _holds = False  # gradients since the last update
@@ -85,7 +85,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         self._state = state
         self._masters = state.masters
         self._flow, self._reached = GradientFlow(engine.module), set()
-        self._held = HeldGradients("DeepSpeed")
+        self._held = GradientPlaceholders("DeepSpeed")
         if engine.zero_optimization_stage() < 3:
             self._drift = DriftCheck(lambda: list(engine.module.named_parameters()), None, BY_RANK)
 

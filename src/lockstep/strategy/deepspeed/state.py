@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError
 from lockstep.model.shards import gather_full, shard_rows, template_of_rows
 from lockstep.strategy import optim_state as canonical
 from lockstep.strategy.base import OptimState
-from lockstep.strategy.engine_parameters import Masters, newer
+from lockstep.strategy.engine_parameters import MasterWeights, newer
 from lockstep.strategy.engine_strategy import EngineState, check_shape
 
 
@@ -232,7 +232,7 @@ class _GroupState(NamedTuple):
     scalars: dict[str, Any]
 
 
-def _masters_of(engine: Any, *, offloads: bool) -> Masters:
+def _masters_of(engine: Any, *, offloads: bool) -> MasterWeights:
     """Return the masters of an engine's optimizer.
 
     **Source**: `DeepSpeedZeroOptimizer`, `BF16_Optimizer`, `DeepSpeedZeroOptimizer_Stage3` (0.19). In float32 without
@@ -242,7 +242,7 @@ def _masters_of(engine: Any, *, offloads: bool) -> Masters:
         zero = engine.optimizer
         pieces = zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True)
         in_memory = [pair for pair in pieces if pair[1] is not None and pair[0].numel() == pair[1].numel()]
-        return Masters("DeepSpeed", [], in_memory, offloads=offloads)
+        return MasterWeights("DeepSpeed", [], in_memory, offloads=offloads)
     trained = [(name, own) for name, own in engine.module.named_parameters() if hasattr(own, "_hp_mapping")]
     pairs = []
     for _, parameter in trained:
@@ -251,7 +251,7 @@ def _masters_of(engine: Any, *, offloads: bool) -> Masters:
             address = fragment.lp_fragment_address
             weights = parameter.detach().flatten().narrow(0, address.start, address.numel)
             pairs.append((fragment.hp_fragment, weights))
-    return Masters("DeepSpeed", trained, pairs, offloads=offloads)
+    return MasterWeights("DeepSpeed", trained, pairs, offloads=offloads)
 
 
 def _copied(scalars: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
