@@ -1,4 +1,4 @@
-"""Linear layers in float8, emulated on the CPU; torchao is an extra."""
+"""Linear layers in float8, emulated on the CPU; torchao is an extra, which the development environment has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from lockstep.errors import ConfigError
 from lockstep.strategy import build_strategy
 from lockstep.testing import ranks
 
-pytest.importorskip("torchao")
 SGD = {"optimizer": {"type": "SGD", "lr": 0.5}}
 
 
