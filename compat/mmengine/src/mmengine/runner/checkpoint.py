@@ -104,9 +104,7 @@ def _read(file: Any, map_location: Any) -> Any:
     if not isinstance(file, str | Path):
         file.seek(0)
     if unknown:
-        print_log(
-            f"objects of {', '.join(sorted(unknown))} in the checkpoint are left out", "current", logging.WARNING
-        )
+        print_log(f"objects of {', '.join(sorted(unknown))} in the checkpoint are left out", "current", logging.WARNING)
     safe: list[Any] = [*((entry, name) for name, entry in known.items()), *((Unread, name) for name in unknown)]
     with torch.serialization.safe_globals([*safe, *_dtypes()]):
         return torch.load(file, map_location=map_location, weights_only=True)
