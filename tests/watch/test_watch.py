@@ -172,6 +172,20 @@ def test_requests_of_a_rank_while_it_works_and_while_it_waits() -> None:
     assert store.taken() <= 3 * (seconds / watch.board.tick + 2 * seconds + 10)
 
 
+@ranks(6, fresh=True)
+def test_one_rank_asks_who_is_absent_and_the_others_hear_it(tmp_path: Path) -> None:
+    init_dist("pytorch", timeout=3)
+    barrier()
+    have_raised = [tmp_path / str(rank) for rank in range(5)]
+    if get_rank() < 5:
+        text = raised(barrier, CollectiveTimeoutError)
+        assert re.search(r"rank 5 of the default group \(6\) did not take part(.|\n)*\n  rank 5: last call 1, ", text)
+        have_raised[get_rank()].touch()
+    until(lambda: all(path.exists() for path in have_raised))
+    # Who looks at a call that lasts for 1 and 2 seconds, and who asks when its time is over.
+    assert current_watch().store.add("asks", 0) <= 4
+
+
 @ranks(2, fresh=True)
 def test_a_handle_that_is_waited_for_late_does_not_fail() -> None:
     init_dist("pytorch", timeout=3)

@@ -6,7 +6,8 @@ long the last call of each group has been unfinished, on the host or on a device
 
 Keys of a group in the store: `same/g` (digest of its first rank's calls, every second), `failure/g` (why it can't be
 used further), `mismatch/g/n` (what the first rank says of the n-th mismatch), `look/g` (which rank was the last to look
-at a call that does not end, and which call that was).
+at a call that does not end, and which call that was), `absent/g/n/c` (after n mismatches, who was not in call c, which
+has failed; before it is known, the rank that asks).
 """
 
 from __future__ import annotations
@@ -145,6 +146,7 @@ class Watch:
         self.store = side_store()
         self.store.set_timeout(timedelta(seconds=_SECONDS_OF_STORE))
         self.board = Board(self.store, self.rank, self.size, self.state)
+        self._seconds_to_find = self.board.seconds_to_answer + 2 * self.board.tick
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
         self._thread.start()
@@ -364,7 +366,9 @@ class Watch:
     def absent_in_time(self, comm: Comm, calls: Calls, number: int, *, is_unfinished: bool = False) -> list[Absent]:
         """Return what `find_absent` does for a call that has failed, or what the system knows, if the store is silent.
 
-        Where the network is gone, it is silent for a quarter of an hour. The arguments are those of `find_absent`.
+        Where the network is gone, it is silent for a quarter of an hour. Of the ranks that are in the call, one asks,
+        and tells the others; so that requests grow with the ranks, not with their square. The arguments are those of
+        `find_absent`.
         """
         self.looks_for_others = True
         found: list[Absent] = []
@@ -372,15 +376,39 @@ class Watch:
         def find() -> None:
             let_graphs_be_captured()
             with suppress(Exception):  # the store may be gone
-                found.extend(self.find_absent(comm, calls, number, has_failed=True, is_unfinished=is_unfinished))
+                found.extend(self._find_absent_once(comm, calls, number, is_unfinished=is_unfinished))
 
         if not self.is_cut_off:
             finding = threading.Thread(target=find, name="lockstep-find-absent", daemon=True)
             finding.start()
-            finding.join(self.board.seconds_to_answer + 0.4)
+            finding.join(self._seconds_to_find + 0.4)
             if not finding.is_alive():
                 return found
             self._cut_off()
+        return self._known_to_be_gone(comm)
+
+    def _find_absent_once(self, comm: Comm, calls: Calls, number: int, *, is_unfinished: bool) -> list[Absent]:
+        """Do what `find_absent` does for a call that has failed, on the first rank; wait for its answer on the others.
+
+        The answer is the same for all of them, because they are in the same call.
+        """
+        key = f"absent/{comm.group_name}/{calls.resets}/{number}"
+        answer = json.loads(self.store.compare_set(key, "", str(self.rank)))
+        for _ in pauses(self._seconds_to_find, self.board.tick):
+            if isinstance(answer, list):
+                self.hear()
+                return [] if calls.failure is not None else [Absent(*one) for one in answer]
+            if answer == self.rank or self.board.gone([answer]):
+                found = self.find_absent(comm, calls, number, has_failed=True, is_unfinished=is_unfinished)
+                if not is_unfinished or calls.unfinished()[0] == number:  # else the main thread asks, or has asked
+                    self.store.set(key, json.dumps(found))
+                return found
+            self.board.answer()
+            answer = json.loads(self.store.get(key))
+        return self._known_to_be_gone(comm)
+
+    def _known_to_be_gone(self, comm: Comm) -> list[Absent]:
+        """Return the ranks of a group that have ended on this host, which the system knows without the store."""
         return what_is_known([x for x in comm.ranks if self.board.process(x) == "gone"], comm, {}, self.board)
 
     def find_absent(
