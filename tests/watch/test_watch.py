@@ -186,6 +186,16 @@ def test_one_rank_asks_who_is_absent_and_the_others_hear_it(tmp_path: Path) -> N
     assert current_watch().store.add("asks", 0) <= 4
 
 
+@ranks(6, fresh=True)
+def test_one_rank_asks_where_all_find_that_the_calls_of_the_first_differ() -> None:
+    init_dist("pytorch", timeout=60)
+    barrier()
+    call_on_device("all_reduce" if get_rank() == 0 else "reduce").is_complete = True
+    busy_until_failure()
+    assert re.search(r"call 2 differs:\n  rank 0: all_reduce.*\n  ranks 1-5: reduce", raised(barrier))
+    assert current_watch().store.add("asks", 0) <= 3  # what others do, and that the group has failed
+
+
 @ranks(2, fresh=True)
 def test_a_handle_that_is_waited_for_late_does_not_fail() -> None:
     init_dist("pytorch", timeout=3)

@@ -6,8 +6,8 @@ long the last call of each group has been unfinished, on the host or on a device
 
 Keys of a group in the store: `same/g` (digest of its first rank's calls, every second), `failure/g` (why it can't be
 used further), `mismatch/g/n` (what the first rank says of the n-th mismatch), `look/g` (which rank was the last to look
-at a call that does not end, and which call that was), `absent/g/n/c` (after n mismatches, who was not in call c, which
-has failed; before it is known, the rank that asks).
+at a call that does not end, and which call that was), `differs/g/n` (after n mismatches, which rank has found another),
+`absent/g/n/c` (after n mismatches, who was not in call c, which has failed; until that is known, which rank asks).
 """
 
 from __future__ import annotations
@@ -357,7 +357,9 @@ class Watch:
             if own is None or digest is None or resets != calls.resets or own == digest:
                 self._doubts.discard(doubt)
             elif doubt in self._doubts:
-                self._fail_all(comm, calls, self._difference(comm, self.board.ask(comm.ranks)))
+                asking = int(self.store.compare_set(f"differs/{comm.group_name}/{resets}", "", str(self.rank)))
+                if asking == self.rank or self.board.gone([asking]):  # where the first rank differs, all others see it
+                    self._fail_all(comm, calls, self._difference(comm, self.board.ask(comm.ranks)))
             else:
                 self._doubts.add(doubt)  # the main threads may be about to raise an error themselves
 
