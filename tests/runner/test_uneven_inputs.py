@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lockstep.dataset import build_dataloader
+from lockstep.dataset import Position, build_dataloader
 from lockstep.dist import barrier, get_rank, get_world_size
 from lockstep.errors import ConfigError
 from lockstep.evaluator import BaseMetric
 from lockstep.runner import Runner
-from lockstep.runner.uneven_inputs import EvenBatches, Position
+from lockstep.runner.uneven_inputs import EvenBatches
 from lockstep.testing import ranks
 
 X = torch.linspace(-1, 1, 20).reshape(10, 2)
@@ -217,6 +217,7 @@ def test_one_iteration_more_than_the_length_says_is_refused_before_it_is_trained
 @ranks(1, 2)
 def test_a_last_epoch_that_is_too_short_is_told(tmp_path: Path):
     train_wrongly_sized(tmp_path, length=4 * get_world_size(), says=6 * get_world_size())
+    barrier()  # rank 0 writes it
     text = next(tmp_path.glob("*/log.txt")).read_text()
     assert "must have 3 iterations in every epoch, as its length says, but had 2 in epoch 1" in text
 

@@ -7,17 +7,19 @@ from torch.utils.data import default_collate
 from lockstep.dataset.compose import Compose
 from lockstep.dataset.loader import build_dataloader, pseudo_collate
 from lockstep.dataset.position import (
+    BEGINNING,
     Amount,
     GlobalOrder,
+    Position,
     amount_of,
     batch_size_of,
+    batches_from,
     begun_at,
     global_order_of,
     head_of,
-    position_of,
-    restore_position,
+    loader_state,
+    restore_loader_state,
     set_epoch,
-    without_batches,
 )
 from lockstep.dataset.rank_aware import is_rank_aware
 from lockstep.dataset.sampler import (
@@ -30,16 +32,19 @@ from lockstep.dataset.sampler import (
 )
 
 __all__ = [
+    "BEGINNING",
     "Amount",
     "Compose",
     "DataShard",
     "DefaultSampler",
     "GlobalOrder",
     "InfiniteSampler",
+    "Position",
     "ShardedSampler",
     "agree_on_shard",
     "amount_of",
     "batch_size_of",
+    "batches_from",
     "begun_at",
     "build_dataloader",
     "default_collate",
@@ -47,9 +52,8 @@ __all__ = [
     "head_of",
     "is_rank_aware",
     "length_of",
-    "position_of",
+    "loader_state",
     "pseudo_collate",
-    "restore_position",
+    "restore_loader_state",
     "set_epoch",
-    "without_batches",
 ]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.dataset import batch_size_of, position_of, restore_position, set_epoch
+from lockstep.dataset import batch_size_of, loader_state, restore_loader_state, set_epoch
 from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.dataset.rank_aware import parts_of
 from lockstep.dist import all_gather_object
@@ -311,7 +311,7 @@ def run_kept(run: TrainRun) -> Iterator[None]:
         [(module, module.training) for module in run.model.modules()],
     )
     generators = [(generator, generator.get_state()) for generator in _generators(loader)]
-    random, position = random_state(), position_of(loader)
+    random, position = random_state(), loader_state(loader)
     with buffers_kept(core):
         yield
     strategy.load_state(model_state, optim_state)
@@ -323,7 +323,7 @@ def run_kept(run: TrainRun) -> Iterator[None]:
     set_epoch(loader, run.epoch)
     for generator, state in generators:
         generator.set_state(state)
-    restore_position(loader, position)
+    restore_loader_state(loader, position)
     set_random_state(random)
 
 
