@@ -7,7 +7,6 @@ from torch.utils.data import default_collate
 from lockstep.dataset.compose import Compose
 from lockstep.dataset.loader import build_dataloader, pseudo_collate
 from lockstep.dataset.position import (
-    BEGINNING,
     Amount,
     GlobalOrder,
     Position,
@@ -32,7 +31,6 @@ from lockstep.dataset.sampler import (
 )
 
 __all__ = [
-    "BEGINNING",
     "Amount",
     "Compose",
     "DataShard",

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.dataset import (
-    BEGINNING,
     Amount,
     Position,
     amount_of,
@@ -25,7 +24,7 @@ from lockstep.dataset import (
     length_of,
     loader_state,
 )
-from lockstep.dataset.position import CountedBatches, Drawn
+from lockstep.dataset.position import BEGINNING, CountedBatches, Drawn
 from lockstep.dataset.rank_aware import parts_of
 from lockstep.dataset.sampler import HEAD_LENGTH, drawn_from
 from lockstep.dataset.stream import StreamLoader, orders_differ
