@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import copy
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -328,11 +327,10 @@ def run_kept(run: TrainRun) -> Iterator[None]:
 
 
 def _endless_batches(run: TrainRun) -> Iterator[Batch]:
-    even = copy(run.train_loop.even_batches)  # that of the training stays where it is
     for epoch in count(run.epoch):
         set_epoch(run.train_dataloader, epoch)
         empty = True
-        for batch in even.iterate():
+        for batch in run.train_loop.even_batches.iterate():
             empty = False
             yield batch
         if empty:

@@ -126,12 +126,8 @@ class EvenBatches:
                 yield from self._in_step(batches, amounts, first)
                 return
             amount = None if amounts is None else amounts[self._rank]
-            size, full = (0, 0) if amount is None else (amount.batch_size, amount.samples // amount.batch_size)
             for index, batch in enumerate(batches, start=first):
-                if index < full:
-                    samples = size
-                else:
-                    samples = self._size_of(batch, batches) if amount is None else amount.size_of(index)
+                samples = self._size_of(batch, batches) if amount is None else amount.size_of(index)
                 yield Batch(batch, samples, samples, True)
         except Exception:
             if not getattr(self._loader, "persistent_workers", False):
