@@ -214,7 +214,9 @@ def test_the_newest_of_two_pointers_counts(on_disk: int, tmp_path: Path):
         saved(disk if number == on_disk else bucket, number)
     order = [int(path.name[6:]) for path, _ in candidates(disk, [bucket])]
     assert order == ([3, 1, 2] if on_disk == 1 else [9, 3, 2])
-    assert find_resumption(None, [disk, bucket])[0] == (disk if on_disk == 9 else bucket) / "run" / f"epoch_{order[0]}"
+    found, _ = find_resumption(None, [disk, bucket])
+    assert found is not None
+    assert found.directory == (disk if on_disk == 9 else bucket) / "run" / f"epoch_{order[0]}"
 
 
 @ranks(2)
@@ -229,7 +231,8 @@ def test_damage_is_named_and_passed_over(tmp_path: Path):
             file.write_bytes(content)
     all_gather_object(None)
     found, faults = find_resumption(None, [tmp_path / "work", root])
-    assert found == root / "run" / "epoch_1"
+    assert found is not None
+    assert found.directory == root / "run" / "epoch_1"
     assert "epoch_3/rank_0.safetensors has wrong bytes between" in faults[0]
     assert "epoch_2/manifest.json" in faults[1]
     assert len(faults) == 2

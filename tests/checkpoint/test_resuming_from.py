@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep.checkpoint import drafts, find_checkpoints, find_last_checkpoint, is_checkpoint, save_state
+from lockstep.checkpoint import drafts, find_checkpoints, find_last_checkpoint, is_checkpoint, manifest, save_state
 from lockstep.checkpoint import saving as saving_module
 from lockstep.dist import all_gather_object, get_rank, get_world_size, main_process_first
 from lockstep.errors import ConfigError
@@ -86,7 +86,9 @@ def test_the_newest_whole_one_is_found_and_faults_are_named(part: str, damage: s
     first, second, third = saved(tmp_path)
     broken = tmp_path / part if part == "last_checkpoint" else third / part
     DAMAGES[damage](broken)
-    found, faults = find_resumption(None, [tmp_path])
+    stored, faults = find_resumption(None, [tmp_path])
+    assert stored is not None
+    found = stored.directory
     if part == "last_checkpoint":
         assert found == third
         assert damage == "missing" or str(broken) in faults[0]
@@ -104,6 +106,28 @@ def test_where_none_is_whole_it_is_an_error(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"must find a whole checkpoint in .*epoch_3.*epoch_2.*epoch_1"):
         train(tmp_path, 1, resume=True)
     assert find_resumption(None, [tmp_path / "nowhere"]) == (None, [])
+
+
+@ranks(2)
+def test_a_rank_reads_the_manifest_once_and_rank_0_once_more_to_choose(tmp_path: Path):
+    train(tmp_path, 1)
+    with patch.object(manifest, "read_plain_file", side_effect=manifest.read_plain_file) as read:
+        runner = train(tmp_path, 2, resume=True)
+    assert min(runner.losses) == 4
+    assert [call.args[0].name for call in read.call_args_list] == ["manifest.json"] * (2 - get_rank())
+
+
+def test_a_runner_that_has_validated_still_goes_on_from_there(tmp_path: Path):
+    train(tmp_path, 1)
+    dataset, net = data()
+    losses, loader = Losses(), {"dataset": dataset, "batch_size": 2}
+    runner = Runner(
+        net, tmp_path, train_dataloader=loader, val_dataloader=loader, loss=nn.MSELoss(), resume=True,
+        train_cfg={"max_epochs": 2}, optim_wrapper={"optimizer": {"type": "AdamW", "lr": 0.05}}, custom_hooks=[losses],
+    )  # fmt: skip
+    runner.val()
+    runner.train()
+    assert sorted(losses.by_iter) == list(range(8, 16))
 
 
 @ranks(2)

@@ -6,8 +6,10 @@ import json
 import math
 import random
 from collections import OrderedDict
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import pytest
@@ -15,11 +17,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.checkpoint import load_state, read_meta, read_shapes, save_state, verify
+from lockstep.checkpoint import load_state, read_meta, read_shapes, save_state, saving, verify
 from lockstep.checkpoint.manifest import BLOCK, ITEM_SIZES
 from lockstep.checkpoint.values import decode, encode
 from lockstep.dist import get_rank, get_world_size
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, DistError
 from lockstep.testing import ranks
 
 PLAIN = st.recursive(
@@ -60,6 +62,15 @@ def test_what_is_no_plain_value_is_refused_by_name_on_every_rank(value: Any, tmp
     if get_rank() == 0:
         with pytest.raises(ConfigError, match="`note` must be a number"):
             encode({"note": torch.ones(1)})
+
+
+@ranks(2)
+def test_a_tensor_that_one_rank_cannot_give_is_an_error_on_every_rank(tmp_path: Path):
+    lost = patch.object(saving, "_piece", side_effect=RuntimeError("it is lost"))
+    says = r"state could not be written: rank 1: RuntimeError: it is lost"
+    with lost if get_rank() == 1 else nullcontext(), pytest.raises(DistError, match=says):
+        save_state(tmp_path / "state", {"model": {"w": torch.ones(2)}}, {})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_tensor_of_another_kind_is_refused_by_name(tmp_path: Path):

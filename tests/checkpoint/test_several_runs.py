@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 
 from lockstep.checkpoint import find_last_checkpoint, load_state, remove, remove_dead_drafts, save_state, verify
 from lockstep.checkpoint.drafts import name_of_draft
-from lockstep.checkpoint.files import Hold, held
+from lockstep.checkpoint.files import held
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hook
 from lockstep.location import locate
@@ -107,16 +108,16 @@ class Reads(Hook):
     """Reads the first checkpoint from the second epoch on until after the save of the third one."""
 
     def __init__(self) -> None:
-        self.hold = Hold()
+        self.reading = ExitStack()
         self.there: list[bool] = []
 
     def before_train_epoch(self, runner: Any) -> None:
         first = runner.run_dir / "epoch_1"
         self.there.append(first.exists())
         if runner.epoch == 1:
-            self.hold.take(first)
+            self.reading.enter_context(held(first))
         if runner.epoch == 3:
-            self.hold.release()
+            self.reading.close()
 
 
 def test_retention_removes_later_what_another_process_reads(tmp_path: Path):

@@ -15,7 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from lockstep.dataset import DefaultSampler, ShardedSampler, begun_at, build_dataloader, global_order_of, head_of
+from lockstep.dataset import (
+    DefaultSampler,
+    Position,
+    ShardedSampler,
+    batches_from,
+    begun_at,
+    build_dataloader,
+    global_order_of,
+    head_of,
+)
 from lockstep.dataset.position import without_batches
 from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.dataset.stream import StreamLoader, StreamShard
@@ -157,6 +166,28 @@ def test_batches_of_a_sampler_that_is_not_known_are_left_out_without_reading(bat
 def test_what_else_there_is_has_to_be_read():
     assert without_batches([1, 2], 1) is None
     assert without_batches(DataLoader(Stream(3)), 1) is None
+
+
+def test_batches_of_loaders_that_begin_nowhere_else_are_discarded(caplog):
+    assert list(batches_from([1, 2, 3], Position(batches=2))) == [3]
+    assert "2 batches of list are read and discarded" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["default", "own sampler", "distributed", "stream"])
+def test_a_position_is_a_value_that_gives_the_same_batches_again(kind):
+    loader = loader_of(kind, 11, (0, 1), 2, False, False)
+    state = random_state()
+    begin = Position(batches=9, items=3, random=state)  # of other sizes before
+    seen = []
+    for _ in range(2):
+        torch.rand(3)
+        batches = batches_from(loader, begin)
+        assert torch.equal(torch.get_rng_state(), state["torch"])
+        seen.append([batch.tolist() for batch in batches])
+    assert [len(batch) for batch in seen[0]] == [2, 2, 2, 2]
+    assert seen[0] == seen[1]
+    whole = [batch.tolist() for batch in batches_from(loader, Position(batches=9, items=0))]
+    assert list(chain(*seen[0])) == list(chain(*whole))[3:]
 
 
 def test_random_states_are_plain_and_exact():

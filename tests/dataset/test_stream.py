@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lockstep.dataset import build_dataloader, length_of, position_of, restore_position, set_epoch
+from lockstep.dataset import build_dataloader, length_of, loader_state, restore_loader_state, set_epoch
 from lockstep.dist import all_gather_object
 from lockstep.errors import ConfigError
 from lockstep.testing import ranks, run_ranks
@@ -135,11 +135,11 @@ def test_a_position_is_kept_exactly(kind, workers, done):
     whole = begun(1)
     batches = iter(whole)
     first = [next(batches).tolist() for _ in range(done)]
-    position = position_of(whole)
+    position = loader_state(whole)
     rest = [batch.tolist() for batch in batches]
 
     again = begun(1)
-    assert restore_position(again, position)
+    assert restore_loader_state(again, position)
     assert seen(again) == rest
     if workers == 0:  # nothing of the past has been made again
         source = again.dataset.dataset if kind is Numbers else again.dataset._source
@@ -161,18 +161,18 @@ def test_a_pass_that_was_left_is_forgotten(workers):
     for _ in range(12):
         next(batches)
     again = loader(Numbers(), workers)
-    assert restore_position(again, position_of(data))
+    assert restore_loader_state(again, loader_state(data))
     assert seen(again) == []
     assert seen(again) == whole
 
 
 @ranks(2)
-def test_a_position_of_other_workers_is_not_taken():
+def test_a_loader_state_other_workers_is_not_taken():
     data = loader(Parted(), workers=2)
     next(iter(data))
-    assert not restore_position(loader(Parted(), workers=0), position_of(data))
-    assert position_of(loader(Plain())) is None
-    assert not restore_position(loader(Plain()), None)
+    assert not restore_loader_state(loader(Parted(), workers=0), loader_state(data))
+    assert loader_state(loader(Plain())) is None
+    assert not restore_loader_state(loader(Plain()), None)
 
 
 def test_lengths():

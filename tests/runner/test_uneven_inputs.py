@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lockstep.dataset import build_dataloader
+from lockstep.dataset import DefaultSampler, InfiniteSampler, Position, build_dataloader
 from lockstep.dist import barrier, get_rank, get_world_size
 from lockstep.errors import ConfigError
 from lockstep.evaluator import BaseMetric
 from lockstep.runner import Runner
-from lockstep.runner.uneven_inputs import EvenBatches, Position
+from lockstep.runner.uneven_inputs import EvenBatches
 from lockstep.testing import ranks
 
 X = torch.linspace(-1, 1, 20).reshape(10, 2)
@@ -85,6 +85,21 @@ def test_nothing_is_told_where_samplers_know(samples, own):
 def test_going_on_inside_a_pass_that_is_over_for_some():
     even = EvenBatches([1, 2, 3] if get_rank() == 0 else [4])
     assert [batch.data for batch in even.iterate(Position(batches=2))] == [3]
+
+
+def test_positions_between_a_sampler_of_epochs_and_an_endless_one():
+    by_epoch, endless = (
+        EvenBatches(DataLoader(X, batch_size=2, sampler=sampler))
+        for sampler in (DefaultSampler(X, seed=0, shard=(0, 1)), InfiniteSampler(X, seed=0, shard=(0, 1)))
+    )
+    begin = endless.read_position(by_epoch.position(3))
+    again = endless.position(0, 0, begin)  # saved before the first batch
+    assert (again["epoch"], again["samples"]) == (3, 0)
+    saved = endless.position(0, 5)  # at the end of an order
+    assert (saved["epoch"], saved["samples"], saved["batches"]) == (1, 0, 5)
+    begin = by_epoch.read_position(saved)
+    assert begin.batches == 5
+    assert len(list(by_epoch.iterate(begin))) == 5
 
 
 @ranks(2)
@@ -217,6 +232,7 @@ def test_one_iteration_more_than_the_length_says_is_refused_before_it_is_trained
 @ranks(1, 2)
 def test_a_last_epoch_that_is_too_short_is_told(tmp_path: Path):
     train_wrongly_sized(tmp_path, length=4 * get_world_size(), says=6 * get_world_size())
+    barrier()  # rank 0 writes it
     text = next(tmp_path.glob("*/log.txt")).read_text()
     assert "must have 3 iterations in every epoch, as its length says, but had 2 in epoch 1" in text
 

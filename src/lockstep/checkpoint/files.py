@@ -15,7 +15,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import IO, TypeAlias
@@ -174,40 +174,14 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-class Hold:
-    """Holds one checkpoint at a time, until `release` or the end of the process."""
-
-    def __init__(self) -> None:
-        self._manifest: IO[bytes] | None = None
-
-    def take(self, directory: Location) -> None:
-        """Hold a checkpoint instead of the former one; do nothing where it is gone, or can't be locked."""
-        self.release()
-        if not isinstance(directory, Path):
-            return
-        with suppress(OSError):
-            manifest = _open_manifest(directory, os.O_RDONLY)
-            self._manifest = manifest
-            _lock(manifest, exclusive=False)
-
-    def release(self) -> None:
-        """Let go of the checkpoint."""
-        manifest, self._manifest = self._manifest, None
-        if manifest is not None:
-            manifest.close()
-
-    __del__ = release
-
-
 @contextmanager
 def held(directory: Location) -> Iterator[None]:
-    """Hold a checkpoint in a block."""
-    hold = Hold()
-    hold.take(directory)
-    try:
+    """Hold a checkpoint in a block; do nothing where it is gone, or can't be locked."""
+    with ExitStack() as stack:
+        if isinstance(directory, Path):
+            with suppress(OSError):
+                _lock(stack.enter_context(_open_manifest(directory, os.O_RDONLY)), exclusive=False)
         yield
-    finally:
-        hold.release()
 
 
 class Claim:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.files import DAMAGED, PlainFile, held, open_plainly, require_plain_file
-from lockstep.checkpoint.manifest import ITEM_SIZES, Block, Chunk, StoredTensor, read_manifest
+from lockstep.checkpoint.manifest import ITEM_SIZES, Block, Chunk, Manifest, StoredTensor, read_manifest
 from lockstep.checkpoint.search import read_block, require_checkpoint
 from lockstep.checkpoint.together import on_all
 from lockstep.checkpoint.values import decode, leaves, tagged
@@ -34,7 +34,7 @@ _REMEDY = "Resume with the model that was saved, or load what fits of the weight
 
 
 def load_state(
-    directory: Location,
+    checkpoint: Location | Stored,
     state: Mapping[str, Any],
     optim_layout: Mapping[str, Any] | None = None,
     resizable: Collection[str] = (),
@@ -46,7 +46,7 @@ def load_state(
     nor a dict nor a list.
 
     Args:
-        directory: a checkpoint, written by any number of ranks.
+        checkpoint: a checkpoint, written by any number of ranks; or one that is open, whose manifest is not read again.
         state: the state to read, with the required keys, shapes and devices. Its tensors are filled in place.
         optim_layout: tensors by parameter name; entries of the optimizer's state with the shape of their parameter are
             sharded like them. By default, those under `model` in `state`. All other entries are whole.
@@ -65,13 +65,16 @@ def load_state(
     """
     layout = state.get("model", {}) if optim_layout is None else optim_layout
 
+    directory = checkpoint.directory if isinstance(checkpoint, Stored) else checkpoint
+
     def load() -> dict[str, Any]:
         with ExitStack() as stack:
-            if is_main_process():
-                stack.enter_context(held(directory))
-            return _Load(directory, stack.enter_context(closing(open_checkpoint(directory))), layout, resizable).run(
-                state
-            )
+            stored = checkpoint
+            if not isinstance(stored, Stored):
+                if is_main_process():
+                    stack.enter_context(held(stored))
+                stored = stack.enter_context(closing(open_checkpoint(stored)))
+            return _Load(stored, layout, resizable).run(state)
 
     return on_all(f"the checkpoint {directory} could not be read", load)
 
@@ -153,24 +156,33 @@ def open_checkpoint(directory: Location) -> Stored:
         ConfigError: the directory is not a checkpoint, or is damaged.
     """
     require_checkpoint(directory)
-    return Stored(directory)
+    return Stored(directory, read_manifest(directory))
 
 
 class Stored:
-    """A checkpoint, whose files are opened when they are first read.
+    """An open checkpoint. Its files are opened when they are first read.
 
-    Attributes:
-        state: the encoded state; see `values.py`.
-        tensors: the tensors in it, by name.
+    Args:
+        directory: the checkpoint.
+        manifest: its manifest.
+        opened: what `close` closes as well.
     """
 
-    def __init__(self, directory: Location) -> None:
-        self._directory = directory
-        self._manifest = read_manifest(directory)
-        self.state: Mapping[str, Any] = self._manifest.state
-        self.tensors: Mapping[str, StoredTensor] = self._manifest.tensors
+    def __init__(self, directory: Location, manifest: Manifest, opened: ExitStack | None = None) -> None:
+        self.directory = directory
+        self._manifest = manifest
         self._files: dict[str, PlainFile] = {}
-        self._open = ExitStack()
+        self._open = ExitStack() if opened is None else opened
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """The encoded state; see `values.py`."""
+        return self._manifest.state
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """The tensors in it, by name."""
+        return self._manifest.tensors
 
     @cached_property
     def meta(self) -> dict[str, Any]:
@@ -192,8 +204,14 @@ class Stored:
         target.copy_(range_.view(typed).as_strided(target.shape, strides))
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files, and let other processes remove the checkpoint. What is read later is opened again."""
+        self._files.clear()
         self._open.close()
+
+    def forget(self) -> None:
+        """Close it for good, and free the memory of the manifest, which has an entry for each part of each tensor."""
+        self.close()
+        self._manifest = Manifest({}, {}, {}, {}, {})
 
     def _read_range(self, chunk: Chunk, dtype: str, first: int, into: memoryview) -> None:
         """Read the bytes of a chunk from `first` on, by way of the blocks that they are in."""
@@ -214,7 +232,7 @@ class Stored:
 
     def _file(self, name: str) -> PlainFile:
         if name not in self._files:
-            path = self._directory / name
+            path = self.directory / name
             require_plain_file(path, self._manifest.files[name].size)
             self._files[name] = open_plainly(path)
             self._open.callback(self._files[name].close)
@@ -246,10 +264,8 @@ def _is_writable(target: Tensor, dtype: torch.dtype) -> bool:
 class _Load:
     """What one rank reads from a checkpoint."""
 
-    def __init__(
-        self, directory: Location, stored: Stored, layout: Mapping[str, Any], resizable: Collection[str]
-    ) -> None:
-        self._directory, self._stored, self._layout, self._resizable = directory, stored, layout, resizable
+    def __init__(self, stored: Stored, layout: Mapping[str, Any], resizable: Collection[str]) -> None:
+        self._stored, self._layout, self._resizable = stored, layout, resizable
         self._wanted: dict[str, Any] = {}  # the tensors to be filled, by name
         self._differences: list[str] = []
 
@@ -260,7 +276,7 @@ class _Load:
         if self._differences:
             more = len(self._differences) - _MOST_NAMED
             shown = "; ".join(self._differences[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
-            raise ConfigError(f"the checkpoint {self._directory} does not fit: {shown}. {_REMEDY}")
+            raise ConfigError(f"the checkpoint {self._stored.directory} does not fit: {shown}. {_REMEDY}")
         self._fill()
         return {key: self._read(part, self._stored.state.get(key), (key,)) for key, part in state.items()}
 
@@ -355,7 +371,7 @@ class _Load:
 
     def _tensor(self, name: Any) -> StoredTensor:
         if name not in self._stored.tensors:
-            raise CheckpointError(f"{self._directory} has no tensor {name!r}, although it says so. {DAMAGED}")
+            raise CheckpointError(f"{self._stored.directory} has no tensor {name!r}, although it says so. {DAMAGED}")
         return self._stored.tensors[name]
 
     def _read(self, part: Any, node: Any, path: tuple[str, ...]) -> Any:

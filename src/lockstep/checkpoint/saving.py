@@ -49,6 +49,7 @@ from lockstep.location import Location, RemotePath
 from lockstep.version import __version__
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 # What safetensors calls the dtypes that all its readers know; the others are written as bytes.
@@ -167,12 +168,13 @@ def plan_save(
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     planner = DefaultSavePlanner(flatten_state_dict=False)
+    pieces: dict[MetadataIndex, Piece] = {}  # all that this rank could write
     items, path, outline = run_then_complete(
         _failure(directory),
-        partial(_plan_locally, planner, state, meta),
+        partial(_plan_locally, planner, state, meta, pieces),
         partial(_share_out, planner, directory, last_of),
     )
-    return Plan(directory, path, [_piece(planner, item) for item in items], outline)
+    return Plan(directory, path, [pieces[item.index] for item in items], outline)
 
 
 def write_and_publish(plan: Plan, exchange: Exchange | None = None) -> None:
@@ -269,14 +271,18 @@ def _failure(directory: Location) -> str:
     return f"the checkpoint {directory} could not be written"
 
 
-def _plan_locally(planner: SavePlanner, state: Mapping[str, Any], meta: Mapping[str, Any]) -> _LocalPlan:
-    """On every rank: say what there is to write."""
+def _plan_locally(
+    planner: SavePlanner, state: Mapping[str, Any], meta: Mapping[str, Any], pieces: dict[MetadataIndex, Piece]
+) -> _LocalPlan:
+    """On every rank: say what there is to write, and add it to `pieces`."""
     tensors: dict[str, Tensor] = {}
     values = encode(state, (), tensors)
     for name, tensor in tensors.items():
         _require_plain(name, tensor)
     planner.set_up_planner(tensors, None, is_main_process())
-    return _LocalPlan(planner.create_local_plan(), values, encode(meta) if is_main_process() else None)
+    plan = planner.create_local_plan()
+    pieces.update((item.index, _piece(planner, item)) for item in plan.items)
+    return _LocalPlan(plan, values, encode(meta) if is_main_process() else None)
 
 
 def _share_out(

@@ -143,27 +143,37 @@ def check(directory: Location) -> Manifest:
     return manifest
 
 
-def fault_found_by(examine: Callable[..., object], directory: Location, *share: int) -> str | None:
+def fault_found_by(examine: Callable[[Location], object], directory: Location) -> str | None:
     """Return what `check` or `verify` finds wrong with a checkpoint; None if nothing is wrong."""
     try:
-        examine(directory, *share)
+        examine(directory)
     except (ConfigError, OSError) as error:
         return str(error)
     return None
 
 
-def verify(directory: Location, share: int = 0, shares: int = 1) -> int:
-    """Compare the bytes of a checkpoint with their checksums, and return how many were compared.
-
-    Args:
-        directory: the checkpoint.
-        share: which part of it, from 0 on; ranks verify a part each.
-        shares: number of parts.
+def verify(directory: Location) -> int:
+    """Compare all bytes of a checkpoint with their checksums, and return how many there are.
 
     Raises:
         ConfigError: a checksum differs, or something else is wrong; the message names the file.
     """
-    blocks = sorted(check(directory).blocks(), key=lambda block: (block.file, block.start, block.size))
+    return verify_share(directory, check(directory))
+
+
+def verify_share(directory: Location, manifest: Manifest, share: int = 0, shares: int = 1) -> int:
+    """Compare a part of the bytes of a checkpoint with their checksums, and return how many were compared.
+
+    Args:
+        directory: the checkpoint.
+        manifest: its manifest.
+        share: which part of it, from 0 on; ranks verify a part each.
+        shares: number of parts.
+
+    Raises:
+        ConfigError: a checksum differs; the message names the file.
+    """
+    blocks = sorted(manifest.blocks(), key=lambda block: (block.file, block.start, block.size))
     own = blocks[len(blocks) * share // shares : len(blocks) * (share + 1) // shares]
     buffer = memoryview(bytearray(max((block.size for block in own), default=0)))
     for name in sorted({block.file for block in own}):
@@ -188,13 +198,12 @@ def read_block(file: PlainFile, block: Block, into: memoryview) -> None:
         )
 
 
-def check_resumable(directory: Location) -> None:
-    """Check that a checkpoint has what a run resumes from.
+def check_resumable(directory: Location, manifest: Manifest) -> None:
+    """Check that a checkpoint with this manifest has what a run resumes from.
 
     Raises:
         CheckpointError: it lacks something, or has it in another form.
     """
-    manifest = read_manifest(directory)
     try:
         check_resumable_form(manifest.meta, manifest.state)
     except ValueError as error:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple, TypeGuard
 
 from torch import Tensor
 from torch.utils import data
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
+from lockstep.dataset.random_state import set_random_state
 from lockstep.dataset.sampler import (
     DefaultSampler,
     InfiniteSampler,
@@ -45,6 +48,36 @@ _RELIABLE = (
     tuple,
     range,
 )
+
+
+@dataclass(frozen=True, eq=False)
+class Position:
+    """Where a pass through a loader begins, and what was saved there; `batches_from` makes an iterator of it.
+
+    Attributes:
+        batches: number of batches before it on each rank; among them those before a resume, on other ranks or of other
+            sizes.
+        items: number of items of the global order before it, on all ranks together; None if no such order is known.
+        head: the first items of that order, or checksums of them. If the order begins otherwise, a warning says so.
+        loader_state: the loader's own state on this rank; see `loader_state`.
+        stream_states: for a stream, the states of loaders of any ranks.
+        random: the state of the random generators, which they are given once the loader is there.
+    """
+
+    batches: int = 0
+    items: int | None = None
+    head: Sequence[int] = ()
+    loader_state: Any = None
+    stream_states: Sequence[Mapping[str, Any]] = ()
+    random: Mapping[str, Any] | None = None
+
+    @property
+    def is_beginning(self) -> bool:
+        """Whether nothing lies before it."""
+        return not (self.batches or self.items)
+
+
+BEGINNING = Position()
 
 
 class Amount(NamedTuple):
@@ -277,6 +310,40 @@ def set_epoch(loader: Any, epoch: int) -> None:
             return
 
 
+def batches_from(loader: Any, begin: Position = BEGINNING, drawn: Drawn | None = None) -> CountedBatches:
+    """Return the batches of one pass that begins at a position.
+
+    What lies before is not read, except from loaders that can't begin elsewhere: their batches are discarded.
+
+    Args:
+        loader: the loader.
+        begin: the position.
+        drawn: the `drawn` of the pass before; see `CountedBatches`.
+    """
+    if begin.is_beginning and begin.random is not None:  # now, since to begin a pass may draw a number
+        set_random_state(begin.random)
+    discarded = 0
+    if begin.items:
+        loader = begun_at(loader, begin.items, begin.head, begin.stream_states)
+    elif begin.items is None and begin.batches and not restore_loader_state(loader, begin.loader_state):
+        shortened = without_batches(loader, begin.batches)
+        if shortened is None:
+            discarded = begin.batches
+            dataset = getattr(loader, "dataset", None)
+            _logger.warning(
+                "%d batches of %s are read and discarded, to go on after them. Datasets with state_dict and "
+                "load_state_dict can do without, and samplers that can skip",
+                discarded, type(getattr(dataset, "dataset", dataset) or loader).__name__,
+            )  # fmt: skip
+        else:
+            loader = shortened
+    batches = CountedBatches(loader, drawn)
+    next(islice(batches, discarded, discarded), None)
+    if not begin.is_beginning and begin.random is not None:
+        set_random_state(begin.random)
+    return batches
+
+
 def begun_at(
     loader: Any, position: int, head: Sequence[int] = (), states: Sequence[Mapping[str, Any]] = ()
 ) -> DataLoader[Any]:
@@ -288,7 +355,7 @@ def begun_at(
         loader: a loader that `global_order_of` knows.
         position: number of items of the order that lie before, on all ranks together.
         head: what `head_of` returned in the run that is resumed.
-        states: for a stream, what `position_of` returned on ranks of that run.
+        states: for a stream, what `loader_state` returned on ranks of that run.
 
     Returns:
         `loader`, or a copy of it for this one pass.
@@ -337,8 +404,8 @@ def without_batches(loader: Any, count: int) -> Any:
     return with_parts(loader, **{name: _Rest(getattr(loader, name), count)})
 
 
-def position_of(loader: Any) -> Any:
-    """Return a loader's position in its pass, after the last batch that was taken; None if it can't resume there.
+def loader_state(loader: Any) -> Any:
+    """Return a loader's own state in its pass, after the last batch that was taken; None if it can't resume there.
 
     A `StreamLoader` can resume if its dataset can. Other loaders can if they have `state_dict` and `load_state_dict`,
     such as torchdata's `StatefulDataLoader`.
@@ -348,12 +415,12 @@ def position_of(loader: Any) -> Any:
     return loader.state_dict() if hasattr(loader, "load_state_dict") else None
 
 
-def restore_position(loader: Any, position: Any) -> bool:
-    """Make the next pass begin at a position from `position_of`, and return whether that succeeded."""
-    if position is None or not hasattr(loader, "load_state_dict"):
+def restore_loader_state(loader: Any, state: Any) -> bool:
+    """Make the next pass begin where `loader_state` returned a state, and return whether that succeeded."""
+    if state is None or not hasattr(loader, "load_state_dict"):
         return False
     try:
-        loader.load_state_dict(position)
+        loader.load_state_dict(state)
     except ValueError as error:
         _logger.warning("the position in the data can't be restored: %s", error)
         return False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from lockstep.runner.batch_size_finder import BatchSizeSearch, find_batch_size
-from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TestLoop, ValLoop
+from lockstep.runner.evaluation_loops import TestLoop, ValLoop
+from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop
 from lockstep.runner.lr_finder import LRSearch
 from lockstep.runner.run import Run, TrainRun
 from lockstep.runner.runner import FlexibleRunner, Runner

@@ -30,8 +30,9 @@ from lockstep.optim import OptimWrapperDict, ParamScheduler, build_param_schedul
 from lockstep.registry import EVALUATOR, LOOPS, MODELS
 from lockstep.runner.arguments import DEFAULT_HOOKS, RunnerArguments, default_hook_fault
 from lockstep.runner.data_workers import end_workers_at_exit, let_workers_outlive_signals
+from lockstep.runner.evaluation_loops import EvalLoop
 from lockstep.runner.hook import Hook
-from lockstep.runner.loops import EpochBasedTrainLoop, EvalLoop, IterBasedTrainLoop, TrainLoop
+from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TrainLoop
 from lockstep.runner.run import Run, TrainRun, Workspace
 from lockstep.strategy import Strategy
 from lockstep.visualization import Visualizers, build_visualizers

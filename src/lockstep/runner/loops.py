@@ -1,33 +1,28 @@
-"""The loops of a run: fetch a batch, take a step, call the hooks."""
+"""The loops that train: fetch a batch, take a step, call the hooks."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from dataclasses import replace
+from typing import Any, TypeAlias
 
-import torch
-
-from lockstep.dataset import batch_size_of, set_epoch
-from lockstep.dataset.position import CountedBatches
-from lockstep.dataset.sampler import ShardingSampler, drawn_from
-from lockstep.dataset.stream import check_alike
-from lockstep.device import get_device
+from lockstep.dataset import Position, set_epoch
+from lockstep.dataset.position import BEGINNING
+from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.errors import ConfigError, require_count
-from lockstep.evaluator import Evaluator
 from lockstep.groups import resolve
 from lockstep.launch.worker import iteration_teller
-from lockstep.model import ModelWrapper, predict_step, step_of, train_step_of, unwrap_model
-from lockstep.model.compiling import begin_compiled_step, kept_outputs
+from lockstep.model import train_step_of, unwrap_model
+from lockstep.model.compiling import begin_compiled_step
 from lockstep.model.steps import values_to_log
 from lockstep.model.wrapper import note_no_backward
 from lockstep.registry import LOOPS
 from lockstep.runner.options import check_same_options
-from lockstep.runner.run import Run, TrainRun
+from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import part_ranks, random_state_kept
-from lockstep.runner.uneven_inputs import BEGINNING, Batch, EvenBatches, Position, buffers_kept
+from lockstep.runner.uneven_inputs import Batch, EvenBatches, buffers_kept
 
 CountSamples: TypeAlias = Callable[[Any], int]
 
@@ -95,22 +90,16 @@ class TrainLoop(ABC):
 
     def position(self, epoch: int, iteration: int) -> dict[str, Any]:
         """Return the position in the data after so many complete epochs and iterations; see `EvenBatches.position`."""
-        return self.even_batches.position(epoch, iteration - self.epoch_begin if epoch == self.epoch else 0)
+        if epoch != self.epoch:
+            return self.even_batches.position(epoch)
+        return self.even_batches.position(epoch, iteration - self.epoch_begin, self._begin)
 
-    def restore(self, iteration: int, position: Mapping[str, Any]) -> Position | None:
-        """Continue after so many iterations, at a position in the data that `position` returned.
-
-        Returns:
-            The position in the present epoch; None if it can't be found here, so that its epoch begins anew.
-        """
-        begin, order = self.even_batches.read_position(position), self.even_batches.global_order
-        self.iter = iteration
-        self.epoch = 0 if order is not None and order.is_endless else position["epoch"]
-        self._begin = begin or BEGINNING
-        self.epoch_begin = iteration - self._begin.batches
-        left = self.even_batches.batches_after(self._begin)
-        self.epoch_end = None if left is None else iteration + left
-        return begin
+    def resume(self, iteration: int, epoch: int, begin: Position) -> None:
+        """Go on after so many iterations and epochs, at `begin` in the present epoch."""
+        order, left = self.even_batches.global_order, self.even_batches.batches_after(begin)
+        self.iter, self._begin = iteration, begin
+        self.epoch = 0 if order is not None and order.is_endless else epoch
+        self.epoch_begin, self.epoch_end = iteration - begin.batches, None if left is None else iteration + left
 
     def _complete_epoch(self) -> None:
         """Count the present epoch, and begin the next one."""
@@ -181,7 +170,7 @@ class TrainLoop(ABC):
         """Yield the batches of the present pass and of those after it."""
         while True:
             set_epoch(self.dataloader, self.epoch)
-            is_empty = self._begin == BEGINNING
+            is_empty = self._begin.is_beginning
             for batch in self.even_batches.iterate(self._begin):
                 is_empty = False
                 yield batch
@@ -225,8 +214,13 @@ class TrainLoop(ABC):
         loop = self.runner.val_loop
         if done and loop is not None and loop.at_iter != self.iter and self._is_validation_due(done, last):
             self.runner.logger.info("validating first: the checkpoint was saved just before a validation")
-            with self.even_batches.drawing_on():
-                loop.run()
+            if self._begin.random is None:
+                with random_state_kept():
+                    loop.run()
+                return
+            set_random_state(self._begin.random)
+            loop.run()
+            self._begin = replace(self._begin, random=random_state())
 
     def _validate_if_due(self, done: int, last: int) -> None:
         loop = self.runner.val_loop
@@ -281,11 +275,10 @@ class EpochBasedTrainLoop(TrainLoop):
         self.max_epochs: int = max_epochs
         self.max_iters = self.max_epochs * self.epoch_length
 
-    def restore(self, iteration: int, position: Mapping[str, Any]) -> Position | None:
-        """Continue after so many iterations, at a position in the data; `max_iters` is as the rest of it needs."""
-        begin = super().restore(iteration, position)
+    def resume(self, iteration: int, epoch: int, begin: Position) -> None:
+        """Go on after so many iterations and epochs, and let `max_iters` be as the rest of the data needs."""
+        super().resume(iteration, epoch, begin)
         self.max_iters = max(iteration, self._iters_until(self.max_epochs))
-        return begin
 
     def run(self) -> None:
         """Train until `max_epochs`, validating in between."""
@@ -294,7 +287,10 @@ class EpochBasedTrainLoop(TrainLoop):
         self.runner.call_hook("before_train")
         if self.iter == self.epoch_begin:
             self._make_up_validation(self.epoch, self.max_epochs)
-            self._has_begun |= self.even_batches.draw_on()  # ranks that go on draw different numbers already
+            if self._begin.random is not None:  # what draws a number before the first batch did so, too
+                set_random_state(self._begin.random)
+                self._begin = replace(self._begin, random=None)
+                self._has_begun = True  # ranks draw different numbers already
         while self.epoch < self.max_epochs and not self.stop_training:
             begin, end = self.epoch_begin, self.epoch_end
             self._run_epoch()
@@ -376,111 +372,6 @@ class IterBasedTrainLoop(TrainLoop):
         self.runner.call_hook("after_train")
 
 
-@dataclass(eq=False, repr=False)
-class EvalLoop:
-    """One pass through a dataset for evaluation.
-
-    Args:
-        runner: the run; its model predicts.
-        dataloader: this rank's shard of the data.
-        evaluator: the metrics.
-        fp16: let the model compute in half precision, in the operations for which autocast considers it safe.
-        dtype: the half precision: `"float16"`, the default on accelerators, or `"bfloat16"`, the default on the CPU.
-            Giving it implies `fp16=True`.
-
-    Attributes:
-        metrics: the results of the last pass.
-        at_iter: how many iterations of training were complete at the last pass; None before the first.
-    """
-
-    mode: ClassVar[str]
-    # Training draws the same random numbers with or without validations in between.
-    keeps_random_state: ClassVar[bool] = True
-
-    runner: Run
-    dataloader: Any
-    evaluator: Evaluator
-    fp16: bool = False
-    dtype: str | torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        self.metrics: dict[str, Any] = {}
-        self.at_iter: int | None = None
-        self._dtype = _half(self.dtype) if self.fp16 or self.dtype is not None else None
-        dataset = getattr(self.dataloader, "dataset", None)
-        self._size = len(dataset) if isinstance(dataset, Sized) else None
-        rank, size = self.runner.rank, self.runner.world_size
-        is_dealt = isinstance(drawn_from(self.dataloader)[0], ShardingSampler)  # from the same dataset on all ranks
-        if self._size == 0 and (size == 1 or is_dealt):
-            raise ConfigError(
-                f"`{self.mode}_dataloader` must have samples, but its dataset has none (rank {rank} of {size})"
-            )
-        self.evaluator.set_dataset_meta(getattr(dataset, "metainfo", None))
-
-    @torch.no_grad()
-    def run(self) -> dict[str, Any]:
-        """Return the metrics, the same on every rank."""
-        runner, mode = self.runner, self.mode
-        runner.set_optimizer_mode(training=False)
-        runner.call_hook(f"before_{mode}")
-        runner.call_hook(f"before_{mode}_epoch")
-        runner.model.eval()
-        autocast = nullcontext() if self._dtype is None else torch.autocast(get_device(), dtype=self._dtype)
-        kept = random_state_kept() if self.keeps_random_state else nullcontext()
-        with kept, autocast, runner.agreement.evaluation():
-            if runner.iter == 0:  # else the training has done so
-                part_ranks(runner.args.randomness, runner.seed, runner.data_shard.rank)
-            self._predict()
-        self.metrics = self.evaluator.evaluate(self._size)
-        self.at_iter = runner.iter
-        runner.last_evaluation = self
-        runner.call_hook(f"after_{mode}_epoch", metrics=self.metrics)
-        runner.call_hook(f"after_{mode}")
-        return self.metrics
-
-    def _predict(self) -> None:
-        runner, mode = self.runner, self.mode
-        step = step_of(runner.model, f"{mode}_step", predict_step)
-        for batch_idx, batch in enumerate(self._batches()):
-            runner.agreement.act_if_asked(may_save=False)
-            data_batch = batch.data
-            if batch.is_own:
-                runner.call_hook(f"before_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch)
-            moved = runner.prefetch(data_batch)
-            begin_compiled_step()
-            if not batch.is_own:
-                step(moved)  # the other ranks need this rank's forward pass
-                continue
-            outputs = kept_outputs(step(moved))
-            if runner.data_shard.is_first:
-                self.evaluator.count_samples(batch.samples)
-                self.evaluator.process(data_samples=outputs, data_batch=data_batch)
-            runner.call_hook(f"after_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
-        check_alike(self.dataloader)
-
-    def _batches(self) -> Iterator[Batch]:
-        """Yield this rank's batches, and stand-ins if the model's forward pass needs all ranks; see `EvenBatches`."""
-        model = self.runner.model
-        if self.runner.world_size > 1 and isinstance(model, ModelWrapper) and model.forward_is_collective:
-            return EvenBatches(self.dataloader).iterate()
-        return _own_batches(CountedBatches(self.dataloader))
-
-
-@LOOPS.register_module()
-class ValLoop(EvalLoop):
-    """One pass through the validation data."""
-
-    mode = "val"
-
-
-@LOOPS.register_module()
-class TestLoop(EvalLoop):
-    """One pass through the test data."""
-
-    __test__ = False  # pytest would take it for a test because of its name
-    mode = "test"
-
-
 def wrong_length(expected: int, what: str) -> ConfigError:
     """Return the error for a loader that yields more or fewer batches than its length says."""
     return ConfigError(
@@ -509,22 +400,3 @@ def _intervals(first: int, later: Sequence[tuple[int, int]] | None) -> list[tupl
             raise ConfigError(f"`dynamic_intervals` must be in order of time, but are {list(later or ())}")
         steps.append((item[0], item[1]))
     return steps
-
-
-def _own_batches(batches: CountedBatches) -> Iterator[Batch]:
-    """Yield this rank's batches; if reading fails, end the workers first, which the error would keep alive."""
-    try:
-        for batch in batches:
-            size = batch_size_of(batch) if batches.samples is None else batches.samples
-            yield Batch(batch, size, size, True)
-    except Exception:
-        batches.shut_down()
-        raise
-
-
-def _half(dtype: str | torch.dtype | None) -> torch.dtype:
-    known = {"float16": torch.float16, "fp16": torch.float16, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
-    found = torch.get_autocast_dtype(get_device()) if dtype is None else known.get(str(dtype).removeprefix("torch."))
-    if found is None:
-        raise ConfigError(f"`dtype` must be 'float16' or 'bfloat16', but is {dtype!r}")
-    return found

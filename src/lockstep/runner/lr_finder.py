@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import copy
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.dataset import batch_size_of, position_of, restore_position, set_epoch
+from lockstep.dataset import batch_size_of, loader_state, restore_loader_state, set_epoch
 from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.dataset.rank_aware import parts_of
 from lockstep.dist import all_gather_object
@@ -311,7 +310,7 @@ def run_kept(run: TrainRun) -> Iterator[None]:
         [(module, module.training) for module in run.model.modules()],
     )
     generators = [(generator, generator.get_state()) for generator in _generators(loader)]
-    random, position = random_state(), position_of(loader)
+    random, position = random_state(), loader_state(loader)
     with buffers_kept(core):
         yield
     strategy.load_state(model_state, optim_state)
@@ -323,16 +322,15 @@ def run_kept(run: TrainRun) -> Iterator[None]:
     set_epoch(loader, run.epoch)
     for generator, state in generators:
         generator.set_state(state)
-    restore_position(loader, position)
+    restore_loader_state(loader, position)
     set_random_state(random)
 
 
 def _endless_batches(run: TrainRun) -> Iterator[Batch]:
-    even = copy(run.train_loop.even_batches)  # that of the training stays where it is
     for epoch in count(run.epoch):
         set_epoch(run.train_dataloader, epoch)
         empty = True
-        for batch in even.iterate():
+        for batch in run.train_loop.even_batches.iterate():
             empty = False
             yield batch
         if empty:

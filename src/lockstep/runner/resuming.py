@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from lockstep.checkpoint import candidates, load_state, read_meta, remove_dead_drafts, verify, written_at
-from lockstep.checkpoint.files import DAMAGED, Hold, is_there
-from lockstep.checkpoint.search import check_resumable, fault_found_by
+from lockstep.checkpoint import candidates, load_state, remove_dead_drafts, written_at
+from lockstep.checkpoint.files import DAMAGED, held, is_there
+from lockstep.checkpoint.loading import Stored
+from lockstep.checkpoint.search import check, check_resumable, verify_share
 from lockstep.checkpoint.together import on_all
+from lockstep.dataset import Position
 from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.dist import all_gather_object, get_dist_info, get_rank, run_on_main
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, counted, listed
@@ -28,7 +30,6 @@ from lockstep.runner.arguments import RunnerArguments
 from lockstep.runner.options import ResumedOptions
 from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import seed_all
-from lockstep.runner.uneven_inputs import BEGINNING
 from lockstep.weights import Weights, checkpoint_at, sized_on_loading
 
 _MOST_STEPS = 2**60
@@ -84,39 +85,38 @@ def clear_drafts(folders: Sequence[Location]) -> None:
 
 
 def find_resumption(
-    load_from: Weights | None, folders: Sequence[Location], *, asked: bool = True, hold: Hold | None = None
-) -> tuple[Location | None, list[str]]:
-    """Return the checkpoint to resume from, and what is wrong with those that would have come before it.
+    load_from: Weights | None, folders: Sequence[Location], *, asked: bool = True
+) -> tuple[Stored | None, list[str]]:
+    """Return the checkpoint to resume from, open, and what is wrong with those that would have come before it.
 
     In ranks that were restarted it is the last one that this job has saved, asked for or not. Else, if asked for, it is
     `load_from` if given; else the last one of the work_dir, or the newest one that is whole. Its bytes are compared
-    with their checksums here, before anything of the run is built; each rank reads a part of them.
+    with their checksums here, before anything of the run is built; each rank reads a part of them. Until it is closed,
+    no other run removes it.
 
     Args:
         load_from: where the user wants to resume from.
         folders: the work_dir, and further folders that hold its checkpoints.
         asked: whether the user wants to resume.
-        hold: takes the checkpoint on rank 0, so that no other run removes it before this one has read it.
 
     **Collective**: every rank; rank 0 looks.
 
     Raises:
         ConfigError: on every rank, if `load_from` is not a checkpoint, or if there are some and none is whole.
     """
-    hold = hold or Hold()
     began = os.environ.get(RESUME_SINCE)
     if began is not None:
-        found, faults = _newest(folders, hold, since=float(began))
+        found, faults = _newest(folders, since=float(began))
         if found is not None or not asked:
             return found, faults
     if not asked:
         return None, []
     if load_from is not None:
-        named = run_on_main(lambda: checkpoint_at(load_from.path))
-        if fault := _fault_in(named, hold):
+        found, fault = _opened(run_on_main(lambda: checkpoint_at(load_from.path)))
+        if fault is not None:
             raise CheckpointError(fault)
-        return named, []
-    found, faults = _newest(folders, hold)
+        return found, []
+    found, faults = _newest(folders)
     if found is None and faults:
         places = " or ".join(map(str, folders))
         raise CheckpointError(
@@ -128,8 +128,8 @@ def find_resumption(
 
 
 def _newest(
-    folders: Sequence[Location], hold: Hold, *, since: float = 0.0, without: Collection[Location] = ()
-) -> tuple[Location | None, list[str]]:
+    folders: Sequence[Location], *, since: float = 0.0, without: Collection[Location] = ()
+) -> tuple[Stored | None, list[str]]:
     """Return the last whole checkpoint, and the faults of later ones. **Collective**: every rank; rank 0 looks."""
     for _ in range(_SEARCHES):
         passed: dict[Location, str] = {}
@@ -138,11 +138,11 @@ def _newest(
             for directory, fault in candidates(folders[0], folders[1:])
             if directory not in without and (since == 0.0 or written_at(directory) >= since)
         )
-        while (found := run_on_main(partial(next, search, None))) is not None:
-            directory, fault = found
-            fault = fault or _fault_in(directory, hold)
+        while (candidate := run_on_main(partial(next, search, None))) is not None:
+            directory, fault = candidate
+            found, fault = _opened(directory) if fault is None else (None, fault)
             if fault is None:
-                return directory, list(passed.values())
+                return found, list(passed.values())
             passed[directory] = fault
         if not run_on_main(partial(_is_one_gone, [*passed])):
             break  # else another run has removed it, and written a newer one before
@@ -153,48 +153,66 @@ def _is_one_gone(directories: Sequence[Location]) -> bool:
     return not all(map(is_there, directories))
 
 
-def _fault_in(directory: Location, hold: Hold) -> str | None:
-    """Return what is wrong with a checkpoint, the same on every rank, or None. **Collective**."""
-    run_on_main(partial(hold.take, directory))
-    own = fault_found_by(verify, directory, *get_dist_info())
-    if own is None and get_rank() == 0:
-        own = fault_found_by(check_resumable, directory)
-    return next((one for one in all_gather_object(own) if one is not None), None)
+def _opened(directory: Location) -> tuple[Stored | None, str | None]:
+    """Return a checkpoint of which all bytes have their checksums, or what is wrong, the same on every rank.
+
+    **Collective**: every rank; each reads the manifest, and a part of the rest.
+    """
+    hold, (rank, world_size) = ExitStack(), get_dist_info()
+    run_on_main(partial(hold.enter_context, held(directory)))  # before any rank reads
+    stored, fault = None, None
+    try:
+        manifest = check(directory)
+        verify_share(directory, manifest, rank, world_size)
+        if rank == 0:
+            check_resumable(directory, manifest)
+        stored = Stored(directory, manifest, hold)
+    except (ConfigError, OSError) as error:
+        fault = str(error)
+    fault = next((one for one in all_gather_object(fault) if one is not None), None)
+    if fault is None:
+        return stored, None
+    hold.close()
+    return None, fault
 
 
-def randomness_of(randomness: Mapping[str, Any] | None, resume_from: Location | None) -> Mapping[str, Any] | None:
+def randomness_of(randomness: Mapping[str, Any] | None, resumed: Stored | None) -> Mapping[str, Any] | None:
     """Return the given randomness; if it has no seed, with the seed of the run that is resumed."""
-    if resume_from is None or (randomness or {}).get("seed") is not None:
+    if resumed is None or (randomness or {}).get("seed") is not None:
         return randomness
-    return {**(randomness or {}), "seed": read_meta(resume_from)["seed"]}
+    return {**(randomness or {}), "seed": resumed.meta["seed"]}
 
 
-def resume_run(run: TrainRun, directory: Location) -> None:
-    """Restore a built run to the state saved in a checkpoint.
+def resume_run(run: TrainRun) -> None:
+    """Restore a built run to the state saved in the checkpoint that it resumes from, if there is one, and forget that.
 
     If it turns out to be unusable only now, and was not named by the user, the newest other one is taken instead.
 
     **Collective**: every rank.
     """
+    if run.stored is None:
+        places = dict.fromkeys([str(run.work_dir), str(run.checkpoint_dir.parent)])
+        _logger.info("no checkpoint to resume from in %s: training begins anew", " or ".join(places))
     passed: dict[Location, str] = {}
     faults = list(run.skipped)
-    while True:
+    while (stored := run.stored) is not None:
         for fault in faults:
             _logger.warning("not resumed from: %s", fault)
+        resizable = {f"model.{name}" for name in sized_on_loading(unwrap_model(run.model))}
         try:
-            resizable = {f"model.{name}" for name in sized_on_loading(unwrap_model(run.model))}
-            restore_run(run, read_meta(directory), partial(load_state, directory, resizable=resizable), directory)
-            break
+            restore_run(run, stored.meta, partial(load_state, stored, resizable=resizable), stored.directory)
+            stored.forget()
+            return
         except CheckpointError as error:
-            passed[directory] = str(error)
+            passed[stored.directory] = str(error)
             other = None
             if run.args.resume and run.args.load_from is None:
-                other, faults = _newest(checkpoint_folders(run.args), run.hold, without=passed)
+                other, faults = _newest(checkpoint_folders(run.args), without=passed)
             if other is None:
                 raise
             faults.insert(0, str(error))
-            run.resume_from = directory = other
-    run.hold.release()
+            stored.forget()
+            run.stored = other
 
 
 def restore_run(
@@ -229,8 +247,11 @@ def restore_run(
     with _restored(origin, "a scale of losses"):
         run.optim_wrapper.load_extra_state(meta.get("optim_wrapper", {}))
     position = meta["position"]
+    data, random = (None, None) if own is None else (own["data"], own["random"])
     with _restored(origin, "a position in the data"):
-        _restore_position(run, meta["iter"], position, own, list(ranks.values()), origin)
+        begin = loop.even_batches.read_position(position, data, [one["data"] for one in ranks.values()], random)
+        loop.resume(meta["iter"], position["epoch"], begin)
+        _compare_data(run, position, begin, origin)
     with _restored(origin, "options of the optimizer"):
         options.apply()
     into = position["batches"] if loop.max_epochs is not None else 0
@@ -307,32 +328,22 @@ def _require_random_state(saved: Mapping[str, Any], origin: Location) -> None:
         set_random_state(now)
 
 
-def _restore_position(
-    run: TrainRun,
-    iteration: int,
-    position: Mapping[str, Any],
-    own: Mapping[str, Any] | None,
-    states: Sequence[Mapping[str, Any]],
-    directory: Location,
-) -> None:
-    """Let the loop continue at the saved position, and say what is otherwise than if the run had never stopped."""
-    loop = run.train_loop
-    place, passes, order = loop.restore(iteration, position), loop.even_batches, loop.even_batches.global_order
-    begin = BEGINNING if place is None else place
-    data, random = (None, None) if own is None else (own["data"], own["random"])
-    passes.restore(begin, data, [one["data"] for one in states], position["head"], random)
-    if place is None:
+def _compare_data(run: TrainRun, position: Mapping[str, Any], begin: Position, directory: Location) -> None:
+    """Say what is otherwise in the data than if the run had never stopped, and let schedules follow it."""
+    loop, order = run.train_loop, run.train_loop.even_batches.global_order
+    begins_anew = position["batches"] and begin.is_beginning
+    if begins_anew:
         reason = (
             f"each of {counted(position['layout'][0], 'rank')} had an order of its own, which is another one on "
             f"{run.world_size}, or with another batch size"
         )
-        if not passes.is_resumable:
+        if not loop.even_batches.is_resumable:
             reason = "the sampler says by `resumable = False` that its order can't be drawn again"
         _logger.warning(
             "%s was saved %d batches into epoch %d. The epoch begins anew: %s",
             directory, position["batches"], position["epoch"] + 1, reason,
         )  # fmt: skip
-    if place is None or order is None or position["samples"] is None:
+    if begins_anew or order is None or position["samples"] is None:
         return
     if position["samples"] and None not in (position["total"], order.total) and position["total"] != order.total:
         _logger.warning(

@@ -21,8 +21,8 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from lockstep.checkpoint.files import Hold
-from lockstep.dataset import DataShard
+from lockstep.checkpoint.loading import Stored
+from lockstep.dataset import DataShard, Position
 from lockstep.device import get_device
 from lockstep.dist import infer_launcher
 from lockstep.errors import ConfigError
@@ -35,7 +35,7 @@ from lockstep.optim import OptimWrapper, ParamScheduler
 from lockstep.runner.arguments import RunnerArguments
 from lockstep.runner.checkpointing import Saving
 from lockstep.runner.preemption import Agreement
-from lockstep.runner.uneven_inputs import EvenBatches, Position, Prefetch
+from lockstep.runner.uneven_inputs import EvenBatches, Prefetch
 from lockstep.strategy import Strategy
 from lockstep.visualization import Visualizers
 from lockstep.weights import Weights, load_weights, save_pretrained
@@ -83,8 +83,8 @@ class AnyTrainLoop(Protocol):
     def position(self, epoch: int, iteration: int) -> dict[str, Any]:
         """Return the position in the data after so many complete epochs and iterations, in JSON values."""
 
-    def restore(self, iteration: int, position: Mapping[str, Any]) -> Position | None:
-        """Continue there; None says that the present epoch begins anew."""
+    def resume(self, iteration: int, epoch: int, begin: Position) -> None:
+        """Go on after so many iterations and epochs, at `begin` in the present epoch."""
 
 
 class AnyEvalLoop(Protocol):
@@ -113,12 +113,11 @@ class Workspace:
         run_dir: the folder of this run, within the work_dir.
         checkpoint_dir: where its checkpoints go by default: the run's folder, or its folder in the `out_dir` of
             CheckpointHook.
-        resume_from: the checkpoint that training resumes from.
+        stored: the checkpoint that training resumes from, open until it has been restored; None without one.
         console: where messages are shown; silent on all ranks but 0.
         records: the run's `metrics.jsonl`; rank 0 writes to it.
         message_hub: holds values that the parts of a run share.
         skipped: what is wrong with checkpoints that it would rather have resumed from.
-        hold: keeps `resume_from` from being removed by other runs until it has been read.
         logger: shows messages on rank 0, and writes them to the run's folder.
     """
 
@@ -130,13 +129,17 @@ class Workspace:
     seed: int
     run_dir: Path
     checkpoint_dir: Location
-    resume_from: Location | None
+    stored: Stored | None
     console: Console
     records: JsonLinesSink
     message_hub: MessageHub
     skipped: Sequence[str] = ()
-    hold: Hold = field(default_factory=Hold)
     logger: logging.Logger = _logger
+
+    @property
+    def resume_from(self) -> Location | None:
+        """The checkpoint that training resumes from; None without one."""
+        return None if self.stored is None else self.stored.directory
 
     @property
     def log_dir(self) -> Path:
@@ -168,6 +171,12 @@ class Workspace:
     def deterministic(self) -> bool:
         """Whether only deterministic algorithms may be used."""
         return bool((self.args.randomness or {}).get("deterministic"))
+
+    def close(self) -> None:
+        """Close the records, and the checkpoint that training resumes from."""
+        self.records.close()
+        if self.stored is not None:
+            self.stored.close()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -302,9 +311,10 @@ class Run(Workspace):
         return Prefetch(device) if self.args.prefetch_to_device and device.type != "cpu" else lambda batch: batch
 
     def close(self) -> None:
-        """Close the hooks and the visualizers."""
+        """Close the hooks, the visualizers and the records."""
         self.hooks.close()
         self.visualizer.close()
+        super().close()
 
 
 @dataclass(kw_only=True, eq=False)

@@ -357,10 +357,7 @@ class Runner(_AttributesOfRun):
                     error.add_note(note)
                 raise
             finally:
-                if self._run is not None:
-                    self._run.close()
-                space.records.close()
-                space.hold.release()
+                (self._run or space).close()
             start.print_summary(self.run, what, perf_counter() - began)
 
     def _check_can_train(self, verb: str) -> None:
@@ -467,11 +464,8 @@ class Runner(_AttributesOfRun):
         for hook, priority in self._custom_hooks:
             run.register_hook(hook, priority)
         self._run = run
-        if isinstance(run, TrainRun) and run.resume_from is not None:
-            resuming.resume_run(run, run.resume_from)
-        elif isinstance(run, TrainRun) and self.args.resume:
-            places = dict.fromkeys([str(self.work_dir), str(run.checkpoint_dir.parent)])
-            self.logger.info("no checkpoint to resume from in %s: training begins anew", " or ".join(places))
+        if isinstance(run, TrainRun) and (self.args.resume or run.stored is not None):
+            resuming.resume_run(run)
         elif self._load_from is not None:
             core = unwrap_model(run.model)
             load_weights(run.strategy, core, self._load_from, training=isinstance(run, TrainRun))

@@ -17,7 +17,6 @@ import torch
 from rich.text import Text
 from torch import nn
 
-from lockstep.checkpoint.files import Hold
 from lockstep.config import Config
 from lockstep.device import get_device
 from lockstep.dist import (
@@ -63,15 +62,12 @@ def open_workspace(
     if trains:
         resuming.check_writable(folders)
     resuming.clear_drafts(folders if trains else folders[:1])  # first of all: they may fill the disk
-    hold = Hold()
-    resume_from, skipped = (
-        resuming.find_resumption(load_from, folders, asked=args.resume, hold=hold)
-        if trains or args.resume
-        else (None, [])
+    stored, skipped = (
+        resuming.find_resumption(load_from, folders, asked=args.resume) if trains or args.resume else (None, [])
     )
     work_dir = Path(args.work_dir)
     run_dir = make_run_dir(work_dir, args.experiment_name, folders[1:] if trains else ())
-    seed = set_randomness(resuming.randomness_of(args.randomness, resume_from))
+    seed = set_randomness(resuming.randomness_of(args.randomness, stored))
     if rank == 0:
         save_config(args.cfg, run_dir)
     return Workspace(
@@ -83,9 +79,8 @@ def open_workspace(
         seed=seed,
         run_dir=run_dir,
         checkpoint_dir=folders[1] / run_dir.name if folders[1:] else run_dir,
-        resume_from=resume_from,
+        stored=stored,
         skipped=skipped,
-        hold=hold,
         console=open_console(speaks=rank == 0),
         records=JsonLinesSink(run_dir / "metrics.jsonl"),
         message_hub=message_hub,

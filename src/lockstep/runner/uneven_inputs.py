@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count, islice
+from dataclasses import replace
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -14,24 +15,21 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.dataset import (
     Amount,
+    Position,
     amount_of,
     batch_size_of,
-    begun_at,
+    batches_from,
     global_order_of,
     head_of,
     length_of,
-    position_of,
-    restore_position,
-    without_batches,
+    loader_state,
 )
-from lockstep.dataset.position import CountedBatches, Drawn
-from lockstep.dataset.random_state import random_state, set_random_state
+from lockstep.dataset.position import BEGINNING, CountedBatches, Drawn
 from lockstep.dataset.rank_aware import parts_of
 from lockstep.dataset.sampler import HEAD_LENGTH, drawn_from
 from lockstep.dataset.stream import StreamLoader, orders_differ
 from lockstep.dist import all_gather, all_gather_object, broadcast_object, get_rank, get_world_size
 from lockstep.model.preprocessor import move_to_device
-from lockstep.runner.seeds import random_state_kept
 from lockstep.tree import tree_map
 
 _logger = logging.getLogger(__name__)
@@ -53,22 +51,6 @@ class Batch(NamedTuple):
     samples: int
     mean_samples: float
     is_own: bool
-
-
-class Position(NamedTuple):
-    """A position in an epoch.
-
-    Attributes:
-        batches: number of batches before it on each rank; among them those before a resume, on other ranks or of other
-            sizes.
-        items: number of items of the global order before it, on all ranks together.
-    """
-
-    batches: int = 0
-    items: int = 0
-
-
-BEGINNING = Position()
 
 
 class EvenBatches:
@@ -126,27 +108,26 @@ class EvenBatches:
         self.length = None if self.lengths is None else max(self.lengths)
         self.is_resumable = all(getattr(part, "resumable", True) for part in parts_of(drawn_from(loader)[0]))
         self.global_order = orders[0] if self.is_resumable and all(order == orders[0] for order in orders) else None
-        self._begin = BEGINNING
-        self._resumption: _Resumption | None = None
         self._stand_in: Any = _NONE
         self._drawn: Drawn | None = None  # in the last pass
         self._all_have_a_batch = False
 
     def iterate(self, begin: Position = BEGINNING) -> Iterator[Batch]:
         """Yield the batches of one pass, beginning at `begin`."""
-        self._begin = begin
-        batches, amounts, first = self._opened(begin)
+        batches = batches_from(self._loader, begin, self._drawn)
+        self._drawn = batches.drawn
+        order, amounts, first = self.global_order, self._amounts, begin.batches
+        if order is not None:  # whose rest has amounts of its own
+            first = 0
+            if begin.items and amounts is not None:
+                amounts = [order.amount_after(begin.items, shard) for shard in self._shards]
         try:
             if self._world_size > 1 and (amounts is None or len(set(amounts)) > 1):
                 yield from self._in_step(batches, amounts, first)
                 return
             amount = None if amounts is None else amounts[self._rank]
-            size, full = (0, 0) if amount is None else (amount.batch_size, amount.samples // amount.batch_size)
             for index, batch in enumerate(batches, start=first):
-                if index < full:
-                    samples = size
-                else:
-                    samples = self._size_of(batch, batches) if amount is None else amount.size_of(index)
+                samples = self._size_of(batch, batches) if amount is None else amount.size_of(index)
                 yield Batch(batch, samples, samples, True)
         except Exception:
             if not getattr(self._loader, "persistent_workers", False):
@@ -154,8 +135,13 @@ class EvenBatches:
                 batches.shut_down()
             raise
 
-    def position(self, epoch: int, batches: int) -> dict[str, Any]:
+    def position(self, epoch: int, batches: int = 0, begin: Position = BEGINNING) -> dict[str, Any]:
         """Return the position after so many batches of an epoch, in JSON values and the same on every rank.
+
+        Args:
+            epoch: the number of epochs before it.
+            batches: how many batches of the epoch lie before it, among them those before `begin`.
+            begin: where the pass has begun.
 
         Returns:
             `epoch`, `samples` and `total`, counted in `unit`: the number of samples of the epoch's global order that
@@ -165,8 +151,7 @@ class EvenBatches:
         """
         order, samples = self.global_order, None
         if order is not None:
-            begin = self._begin if batches else BEGINNING
-            samples = begin.items + (batches - begin.batches) * order.global_batch
+            samples = (begin.items or 0) + (batches - begin.batches) * order.global_batch
             if order.is_endless and order.total:
                 passes, samples = divmod(samples, order.total)
                 epoch += passes
@@ -184,117 +169,47 @@ class EvenBatches:
             "held_by": self._shards.index(order.shards - 1) if order is not None and self._is_stream else None,
         }
 
-    def read_position(self, position: Mapping[str, Any]) -> Position | None:
-        """Return the position that `position` returned in any job; None if it can't be found here."""
-        order, samples = self.global_order, position["samples"]
-        if order is not None and samples is not None and position["unit"] == order.unit:
-            if order.is_endless:
-                samples += position["epoch"] * (order.total or 0)
-            return Position(position["batches"], samples)
-        if position["batches"] == 0:
-            return BEGINNING
-        if not self.is_resumable:
-            return None
-        return Position(position["batches"]) if order is None and position["layout"] == self._layout else None
+    def read_position(
+        self,
+        saved: Mapping[str, Any],
+        own: Mapping[str, Any] | None = None,
+        states: Sequence[Mapping[str, Any]] = (),
+        random: Mapping[str, Any] | None = None,
+    ) -> Position:
+        """Return where a pass begins after what any job has saved; the beginning, if that can't be found here.
+
+        Args:
+            saved: what `position` returned there.
+            own: what `state` returned on the same rank of a job with as many ranks; None without one.
+            states: what it returned on any ranks of that job.
+            random: the state of the random generators there; None leaves them as they are.
+        """
+        order, begin = self.global_order, Position(head=saved["head"], random=random)
+        if order is not None and saved["samples"] is not None and saved["unit"] == order.unit:
+            items = saved["samples"] + (saved["epoch"] * (order.total or 0) if order.is_endless else 0)
+            known = [state["position"] for state in states if state.get("position") is not None]
+            return replace(begin, batches=saved["batches"], items=items, stream_states=known)
+        if order is None and self.is_resumable and saved["layout"] == self._layout:
+            return replace(begin, batches=saved["batches"], loader_state=None if own is None else own["position"])
+        return begin
 
     def batches_after(self, position: Position) -> int | None:
         """Return the number of batches from `position` to the end of its epoch; None if that is not known."""
         if self.global_order is not None:
-            left: int | None = self.global_order.batches_after(position.items)
+            left: int | None = self.global_order.batches_after(position.items or 0)
             return left
         return None if self.length is None else max(0, self.length - position.batches)
 
     def state(self) -> dict[str, Any]:
         """Return this rank's own state in the present pass, in JSON values and tensors."""
-        by_place = self.global_order is not None and not self._is_stream
-        return {"position": None if by_place else position_of(self._loader)}
-
-    def restore(
-        self,
-        begin: Position,
-        own: Mapping[str, Any] | None,
-        states: Sequence[Mapping[str, Any]],
-        head: Sequence[int],
-        random: Mapping[str, Any] | None,
-    ) -> None:
-        """Let the next call of `iterate`, which must begin at `begin`, use what was saved with that position.
-
-        Args:
-            begin: the position.
-            own: what `state` returned on the same rank, from a job with as many ranks; None without one.
-            states: what it returned on any ranks of that job, in any layout.
-            head: that of the position.
-            random: the state of the random generators there, which they are given once the loader is there:
-                before a pass begins, since beginning may draw a number, or else before it yields a batch.
-        """
-        known = [state["position"] for state in states if state.get("position") is not None]
-        position = None if own is None or self.global_order is not None else own["position"]
-        self._begin, self._resumption = begin, _Resumption(position, known, head, random)
-
-    def draw_on(self) -> bool:
-        """Give the random generators what was saved now: what draws a number before the next batch did so, too.
-
-        Returns:
-            Whether there was something.
-        """
-        if (saved := self._saved_random()) is None:
-            return False
-        set_random_state(saved)
-        self._keep_random(None)
-        return True
-
-    @contextmanager
-    def drawing_on(self) -> Iterator[None]:
-        """Draw the numbers that come after those that were saved; without them, those that come next stay the same."""
-        if (saved := self._saved_random()) is None:
-            with random_state_kept():
-                yield
-            return
-        set_random_state(saved)
-        yield
-        self._keep_random(random_state())
-
-    def _saved_random(self) -> Mapping[str, Any] | None:
-        return None if self._resumption is None else self._resumption.random
-
-    def _keep_random(self, random: Mapping[str, Any] | None) -> None:
-        if self._resumption is not None:
-            self._resumption = self._resumption._replace(random=random)
+        needs_none = self.global_order is not None and not self._is_stream
+        return {"position": None if needs_none else loader_state(self._loader)}
 
     def _size_of(self, batch: Any, batches: CountedBatches) -> int:
         """Return what a batch counts for: as it was asked for, else its number of samples."""
         if self._count is not None:
             return int(self._count(batch))  # perhaps a tensor
         return batch_size_of(batch) if batches.samples is None else batches.samples
-
-    def _opened(self, begin: Position) -> tuple[CountedBatches, list[Amount] | None, int]:
-        """Return the batches from `begin` on, the ranks' amounts, and the number of the first of these batches."""
-        resumption, self._resumption = self._resumption or _Resumption(), None
-        loader, amounts, first, discarded = self._loader, self._amounts, begin.batches, 0
-        if begin == BEGINNING and resumption.random is not None:
-            set_random_state(resumption.random)
-        if self.global_order is not None:
-            first = 0
-            if begin.items:
-                loader = begun_at(loader, begin.items, resumption.head, resumption.states)
-            if begin.items and amounts is not None:
-                amounts = [self.global_order.amount_after(begin.items, shard) for shard in self._shards]
-        elif begin.batches and not restore_position(loader, resumption.position):
-            loader = without_batches(loader, begin.batches)
-            if loader is None:
-                loader, discarded = self._loader, begin.batches
-        batches = CountedBatches(loader, self._drawn)
-        self._drawn = batches.drawn
-        if discarded:
-            _logger.warning(
-                "%d batches of %s are read and discarded, to go on after them. Datasets with state_dict and "
-                "load_state_dict can do without, and samplers that can skip",
-                discarded, _described(loader),
-            )  # fmt: skip
-            next(islice(batches, discarded, discarded), None)
-        if begin != BEGINNING and resumption.random is not None:
-            set_random_state(resumption.random)
-        return batches, amounts, first
 
     def _in_step(self, batches: CountedBatches, amounts: Sequence[Amount] | None, first: int) -> Iterator[Batch]:
         for index in count(first):
@@ -402,17 +317,3 @@ def _layout_of(loader: Any) -> list[Any]:
     if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
         return [shards, batch_size, None]
     return [shards, loader.batch_size, max(1, loader.num_workers)]
-
-
-def _described(loader: Any) -> str:
-    dataset = getattr(loader, "dataset", None)
-    return type(getattr(dataset, "dataset", dataset) or loader).__name__
-
-
-class _Resumption(NamedTuple):
-    """What the first pass uses besides the position at which it begins; see `EvenBatches.restore`."""
-
-    position: Any = None
-    states: Sequence[Mapping[str, Any]] = ()
-    head: Sequence[int] = ()
-    random: Mapping[str, Any] | None = None

@@ -6,7 +6,7 @@ Writing gives a state to the parameters that were saved with one, and removes it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
 from itertools import chain, islice
 from typing import Any
@@ -198,7 +198,6 @@ def options_to_load(
     state: OptimState,
     *,
     known: Collection[str] = (),
-    agree: Callable[[str | None], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Return the options of each parameter group after loading a state; see `match_groups`.
 
@@ -208,28 +207,24 @@ def options_to_load(
         parameters: tensors with the shapes of the model's parameters on this rank, by name.
         state: the state to load.
         known: names of parameters that other ranks have.
-        agree: raises an error if its argument, the complaint of this rank about the state, is not None on some rank.
 
     Raises:
-        ConfigError: the state belongs to another model, another optimizer, or other groups.
+        ConfigError: the state belongs to another model, another optimizer, or other groups; on this rank alone if its
+            groups or parameters differ from those of others.
     """
-    agree = _refuse if agree is None else agree
-    agree(_unknown_entries(parameters, names, state, known))
+    _check_names(parameters, names, state, known)
     if not state["state"]:  # else its entries tell which kind has saved them
         _check_kind((group for _, group in groups), state["param_groups"])
     options = match_groups([group for _, group in groups], names, state["param_groups"])
-    complaint = None
     for (optimizer, _), own, merged in zip(groups, names, options, strict=True):
-        entries = {name: state["state"].get(name) for name in own if name in parameters}
-        complaint = complaint or _unfit_entry(optimizer, merged, parameters, entries)
-    agree(complaint)
+        _check_entries(optimizer, merged, parameters, {name: state["state"].get(name) for name in own})
     return options
 
 
-def _unknown_entries(
+def _check_names(
     parameters: Mapping[str, Tensor], own: Iterable[Iterable[str]], state: OptimState, known: Collection[str]
-) -> str | None:
-    """Return what is wrong with a state that has entries for parameters that the optimizer does not update.
+) -> None:
+    """Refuse a state that has entries for parameters that the optimizer does not update.
 
     Entries of parameters that are frozen now are ignored.
     """
@@ -237,29 +232,29 @@ def _unknown_entries(
     others = [name for name in state["state"] if name not in held]
     unknown = [name for name in others if name not in parameters and name not in known]
     if unknown:
-        return (
+        raise ConfigError(
             f"the optimizer's state must be that of this model, but has entries for {listed(map(repr, unknown))}, "
             "which the model does not have. Resume with the model that was saved, or load its weights alone, by "
             "`load_from` with resume=False"
         )
     trained = [name for name in others if name in parameters and parameters[name].requires_grad]
     if trained:
-        return (
+        raise ConfigError(
             f"the optimizer must update the parameters that the state which is loaded was saved with, but does not "
             f"update {listed(map(repr, trained))}. Give them to the optimizer, or freeze them (requires_grad=False)"
         )
-    return None
 
 
-def _unfit_entry(
+def _check_entries(
     optimizer: Optimizer,
     options: Mapping[str, Any],
     parameters: Mapping[str, Tensor],
     entries: Mapping[str, Mapping[str, Any] | None],
-) -> str | None:
-    """Return what is wrong with entries of a group, with these options, that another kind of optimizer has saved.
+) -> None:
+    """Refuse entries of a group, with these options, that another kind of optimizer has saved.
 
     Raises:
+        ConfigError: an entry has the names of another kind of optimizer.
         CheckpointError: an entry has the right names, but values of another kind, as no optimizer saves them.
     """
     kind = type(optimizer)
@@ -267,7 +262,7 @@ def _unfit_entry(
     present = next((held for held in optimizer.state.values() if held), None)
     first = cache(partial(first_state, optimizer, options))
     for name, entry in entries.items():
-        if not entry:
+        if not entry or name not in parameters:
             continue
         wanted = first(parameters[name].dim())
         if wanted is not None:
@@ -281,12 +276,11 @@ def _unfit_entry(
             wanted = dict.fromkeys(_ALWAYS[kind]) if kind in _ALWAYS else present
             fits = wanted is None or bool(wanted.keys() & entry.keys())
         if not fits:
-            return (
+            raise ConfigError(
                 f"the optimizer's state of {name!r} must have {sorted(wanted or ())}, as {kind.__name__} keeps it, but "
                 f"has {sorted(entry)}. Resume with the optimizer that saved it, or load the weights alone, by "
                 "`load_from` with resume=False"
             )
-    return None
 
 
 def _dims(value: Any) -> int:
@@ -309,12 +303,6 @@ def first_state(optimizer: Optimizer, options: Mapping[str, Any], dim: int) -> d
     twin = kind([{**what, "lr": float(what["lr"]), "params": [parameter]}])  # type: ignore[call-arg]
     twin.step()
     return dict(twin.state[parameter])
-
-
-def _refuse(complaint: str | None) -> None:
-    """Raise a ConfigError with the complaint, if there is one."""
-    if complaint is not None:
-        raise ConfigError(complaint)
 
 
 def _names_by_group(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[list[str]]:

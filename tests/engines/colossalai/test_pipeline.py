@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import load_state, save_state
-from lockstep.errors import ConfigError
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.evaluator import BaseMetric
 from lockstep.hooks import Hook
 from lockstep.model import predict_step, train_step
@@ -317,6 +317,10 @@ def test_states_that_do_not_fit_are_refused_on_every_stage():
         del state[name]
         with pytest.raises(ConfigError, match=rf"must fit the model, but lacks \['{name}'\] and has \[\] besides"):
             strategy.load_state(state)
+        state = strategy.optim_state()
+        state["state"][name]["exp_avg"] = torch.zeros(1, 1, 1)  # so that an older checkpoint is taken
+        with pytest.raises(CheckpointError, match=rf"state of '{name}' must have `exp_avg` with 2 dims"):
+            strategy.load_state(optim_state=state)
     state = strategy.optim_state()
     group = state["param_groups"][0]
     state["param_groups"].append({**group, "params": [group["params"].pop()]})

@@ -109,18 +109,6 @@ class Stages:
         # Replicas have equal parameters but different buffers; rows from several replicas would be inconsistent.
         return received if name in self._parameters else broadcast_object(received, src=0, group=self._replicas)
 
-    def agree(self, complaint: str | None) -> None:
-        """Raise the complaint of any stage on all stages.
-
-        **Collective**: every rank of the pipeline.
-
-        Raises:
-            ConfigError: a stage has a complaint.
-        """
-        for found in all_gather_object(complaint, group=self.group):
-            if found is not None:
-                raise ConfigError(found)
-
     def _check(self, stages: list[_Holdings], zero: bool) -> None:
         for stage, holdings in enumerate(stages):
             if not holdings.trained:
@@ -220,9 +208,6 @@ class PipelineState(ColossalAIState):
 
     def _names_elsewhere(self) -> Collection[str]:
         return self._stages.inventory.parameters
-
-    def _agree(self, complaint: str | None) -> None:
-        self._stages.agree(complaint)
 
     def _trained(self) -> dict[str, tuple[Tensor, Tensor]]:
         return {self._stages.inventory.first[name]: pair for name, pair in super()._trained().items()}

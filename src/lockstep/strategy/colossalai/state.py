@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint.together import on_all
 from lockstep.dist import all_gather
-from lockstep.errors import ConfigError
 from lockstep.model.shards import gather_full, shard_rows, template_of_rows
 from lockstep.strategy import optim_state as canonical
 from lockstep.strategy.base import ModelState, OptimState
@@ -85,22 +86,25 @@ class ColossalAIState(EngineState):
         }
 
     def load_optim(self, state: OptimState) -> None:
-        """Load an optimizer's state by parameter name. **Collective**: every rank, if there are DTensors in it.
+        """Load an optimizer's state by parameter name. **Collective**: every rank.
 
         A parameter without an entry has no state afterwards, and starts as in a new optimizer; entries of frozen
         parameters that the optimizer does not hold are ignored.
 
         Raises:
-            ConfigError: the state belongs to other parameters or another optimizer.
+            ConfigError: on every rank, if the state belongs to other parameters or another optimizer.
         """
         groups = self._groups()
-        options = canonical.options_to_load(
-            [(self._optimizer, group) for group in groups],
-            [group["params"] for group in groups],
-            self._parameters(),
-            state,
-            known=self._names_elsewhere(),
-            agree=self._agree,
+        options = on_all(  # since the stages of a pipeline check parameters of their own
+            "the optimizer's state could not be loaded",
+            partial(
+                canonical.options_to_load,
+                [(self._optimizer, group) for group in groups],
+                [group["params"] for group in groups],
+                self._parameters(),
+                state,
+                known=self._names_elsewhere(),
+            ),
         )
         named = self._trained()
         names = {trained: name for name, (_, trained) in named.items()}
@@ -168,11 +172,6 @@ class ColossalAIState(EngineState):
         if not is_split(param):
             return value.shape == param.shape
         return split_like(value.to("meta"), param, self._tp_group).shape == param.shape
-
-    def _agree(self, complaint: str | None) -> None:
-        """Raise an error with a complaint about the state to load, if there is one on this rank or another."""
-        if complaint is not None:
-            raise ConfigError(complaint)
 
     def _load_tensor(self, name: str, own: Any, value: Any) -> bool:
         if not isinstance(own, Tensor):

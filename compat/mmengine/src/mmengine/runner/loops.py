@@ -16,7 +16,8 @@ import lockstep.runner
 from lockstep.dataset import batch_size_of, set_epoch
 from lockstep.model import predict_step, step_of
 from lockstep.runner import build
-from lockstep.runner.loops import EvalLoop, TrainLoop, no_batches
+from lockstep.runner.evaluation_loops import EvalLoop
+from lockstep.runner.loops import TrainLoop, no_batches
 from lockstep.runner.run import TrainRun
 from lockstep.runner.uneven_inputs import Batch, buffers_kept
 from mmengine.registry import LOOPS
