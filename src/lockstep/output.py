@@ -28,7 +28,7 @@ class _Lossy(io.FileIO):
         return memoryview(data).nbytes
 
 
-def outlive_output() -> None:
+def tolerate_closed_output() -> None:
     """Let `sys.stdout` and `sys.stderr` drop what can't be written, and escape what their encoding lacks.
 
     Streams that somebody has put in their place, as pytest and notebooks do, stay as they are.

@@ -30,7 +30,7 @@ from lockstep.cli.options import (
 from lockstep.errors import INPUT_ERRORS, LaunchError, Preempted, nearest
 from lockstep.launch import launch
 from lockstep.launch.worker import end_soon
-from lockstep.output import outlive_output
+from lockstep.output import tolerate_closed_output
 from lockstep.report import find_run, read_run, write_page
 from lockstep.version import __version__
 
@@ -193,7 +193,7 @@ def _lockstep(
 
 def main() -> None:
     """Run the command line of this process."""
-    outlive_output()
+    tolerate_closed_output()
     try:
         app()
     except SystemExit as error:

@@ -34,8 +34,8 @@ _OWN_ROOM = os.path.dirname(__file__) + os.sep
 _NO_GRADIENT, _GRADIENT, _GRAD_MODE_OFF = 0, 1, 2
 
 # What happens to a gradient without `sync_grads`.
-STAYS_LOCAL = "its gradient stays that of this rank's own value, not of what replaces it"
-ENDS_HERE = "its gradient ends here, as what comes out has no graph"
+GRADIENT_STAYS_LOCAL = "its gradient stays that of this rank's own value, not of what replaces it"
+GRADIENT_ENDS = "its gradient ends here, as what comes out has no graph"
 
 _warned: set[tuple[str, int]] = set()
 

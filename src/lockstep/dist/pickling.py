@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lockstep.errors import DistError, error_in_words, message_of
 from lockstep.groups import Comm
-from lockstep.transport.control import exchange, give_to_all, report_failure, transfer_between_hosts
+from lockstep.transport.control import broadcast_from_all, exchange, report_failure, transfer_between_hosts
 from lockstep.transport.moving import bytes_of
 
 Parts: TypeAlias = list[Tensor]
@@ -161,7 +161,7 @@ def _share(own: Parts | None, comm: Comm) -> list[Parts]:
             parts[0] = torch.frombuffer(bytearray(one[-parts[0].numel() :]), dtype=torch.uint8)
     if own is not None:
         every[comm.rank] = own
-    give_to_all([parts[1:] for parts in every], comm)
+    broadcast_from_all([parts[1:] for parts in every], comm)
     return every
 
 

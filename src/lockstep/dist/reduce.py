@@ -10,10 +10,10 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from lockstep.device import copy_into
-from lockstep.dist.consistency import check_call, report_refusals
+from lockstep.dist.consistency import check_call, report_invalid_arguments
 from lockstep.dist.gradients import (
-    ENDS_HERE,
-    STAYS_LOCAL,
+    GRADIENT_ENDS,
+    GRADIENT_STAYS_LOCAL,
     LinearMap,
     describe,
     fill_in_graph,
@@ -27,7 +27,7 @@ from lockstep.dist.validate import NOT_GIVEN, either, require_alike, require_lis
 from lockstep.groups import Comm, GroupLike, resolve
 from lockstep.transport.control import report_failure
 from lockstep.transport.handles import Handle, start, wait_unless_async
-from lockstep.transport.moving import gather_into, used_here
+from lockstep.transport.moving import gather_into, used_on_current_stream
 from lockstep.transport.reduce_ops import BIT_OPS, TORCH_OPS, OpLike, OpName, Reduction, combine, op_name, reduction
 
 
@@ -129,10 +129,10 @@ def all_reduce(
     data = either("data", data, "tensor", tensor)
     if sync_grads:
         return _all_reduce_with_grads(data, op, comm, async_op)
-    with report_refusals("all_reduce", comm):
+    with report_invalid_arguments("all_reduce", comm):
         name, plan = _planned("data", data, op)
     if data.requires_grad and not data.is_leaf:
-        warn_of_lost_gradients("all_reduce", STAYS_LOCAL, has_sync_grads=True)
+        warn_of_lost_gradients("all_reduce", GRADIENT_STAYS_LOCAL, has_sync_grads=True)
     return _reduce_to(data, None, name, plan, comm, async_op)
 
 
@@ -194,11 +194,11 @@ def reduce(
     """
     comm = resolve(group)
     data = either("data", data, "tensor", tensor)
-    with report_refusals("reduce", comm):
+    with report_invalid_arguments("reduce", comm):
         name, plan = _planned("data", data, op)
         dst = require_rank("dst", dst, comm)
     if data.requires_grad and not data.is_leaf:
-        warn_of_lost_gradients("reduce", STAYS_LOCAL)
+        warn_of_lost_gradients("reduce", GRADIENT_STAYS_LOCAL)
     return _reduce_to(data, dst, name, plan, comm, async_op)
 
 
@@ -312,11 +312,11 @@ def reduce_scatter(
     comm = resolve(group)
     if sync_grads:
         return _reduce_scatter_with_grads(output, input_list, op, comm, async_op)
-    with report_refusals("reduce_scatter", comm):
+    with report_invalid_arguments("reduce_scatter", comm):
         name, plan = _planned("output", output, op)
         _require_entries(output, input_list, comm)
     if (output.requires_grad and not output.is_leaf) or any(x.requires_grad for x in input_list):
-        warn_of_lost_gradients("reduce_scatter", ENDS_HERE, has_sync_grads=True)
+        warn_of_lost_gradients("reduce_scatter", GRADIENT_ENDS, has_sync_grads=True)
     return wait_unless_async(_reduce_scatter(output, input_list, name, plan, comm, async_op), async_op)
 
 
@@ -372,7 +372,7 @@ def _combine_here(output: Tensor, travelling: Sequence[Tensor], plan: Reduction,
     work = start(torch_dist.all_to_all_single, comm, own.device, flat, sent, arriving, sizes, async_op=async_op)
 
     def finish() -> None:
-        total = used_here(received)[0]
+        total = used_on_current_stream(received)[0]
         combine(received.unbind(), plan.wire_op, total)
         # What is encoded without a `decode` is a view of another dtype.
         copy_into(output, total.view(output.dtype) if plan.decode is None else plan.decode(total, comm.size))
@@ -476,7 +476,7 @@ def _reduce_bits(data: Tensor, wire: Tensor, travelling: Tensor, plan: Reduction
 
 
 def _deliver(data: Tensor, wire: Tensor, travelled: Tensor, plan: Reduction, comm: Comm) -> None:
-    result = wire if plan.decode is None else plan.decode(used_here(travelled), comm.size)
+    result = wire if plan.decode is None else plan.decode(used_on_current_stream(travelled), comm.size)
     if result.data_ptr() != data.data_ptr() or result.device != data.device:
         copy_into(data, result)
 

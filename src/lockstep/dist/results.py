@@ -13,9 +13,9 @@ import torch
 
 from lockstep.dist.consistency import check_call, fail_together
 from lockstep.dist.pickling import broadcast_pickled, dump_to, gather_pickled, load_each
-from lockstep.dist.validate import NOT_GIVEN, either
+from lockstep.dist.validate import NOT_GIVEN, either, is_int
 from lockstep.errors import message_of
-from lockstep.groups import Comm, is_int, resolve
+from lockstep.groups import Comm, resolve
 from lockstep.transport.control import report_failure, require_no_failure
 
 _Part: TypeAlias = tuple[list[Any], list[int] | None]

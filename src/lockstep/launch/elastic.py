@@ -164,7 +164,7 @@ class _Agent(LocalElasticAgent):
         except SignalException:
             if self._processes is not None:
                 self.has_trained = self._processes.has_trained
-                self._processes.look()
+                self._processes.poll()
                 self.killed = [record.rank for record in self._processes.records if record.was_killed]
                 if all(record.is_preempted for record in self._processes.records):
                     raise _PreemptedError from None
@@ -193,7 +193,7 @@ class _Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         assert self._processes is not None
-        self._processes.look()
+        self._processes.poll()
         records = self._processes.records
         if all(record.has_left for record in records):
             return RunResult(
@@ -220,10 +220,10 @@ class _Agent(LocalElasticAgent):
         self._setup.stopped.touch()
         began = time.monotonic()
         if not any(record.failed_itself for record in self._processes.records):
-            self._processes.note_stacks()
-        self._processes.send(signal.SIGTERM, to_reported=False)
-        if not self._processes.wait(_SECONDS_TO_END, for_reported=False):
-            self._processes.send(signal.SIGKILL, to_reported=False)
+            self._processes.collect_stacks()
+        self._processes.send(signal.SIGTERM, include_reported=False)
+        if not self._processes.wait(_SECONDS_TO_END, include_reported=False):
+            self._processes.send(signal.SIGKILL, include_reported=False)
             self._processes.wait(began + _SECONDS_TO_CLEAN_UP - time.monotonic())
         self._kill()
         whole_job = worker_group.group_world_size == 1
@@ -271,7 +271,7 @@ class _Agent(LocalElasticAgent):
         assert self._processes is not None
         self._processes.send(signal.SIGKILL)
         self._processes.wait(_SECONDS_TO_DIE)
-        self._processes.look()
+        self._processes.poll()
         self._processes.close(seconds)
 
     def _exit_barrier(self) -> None:

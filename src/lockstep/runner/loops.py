@@ -18,7 +18,7 @@ from lockstep.device import get_device
 from lockstep.errors import ConfigError, require_count
 from lockstep.evaluator import Evaluator
 from lockstep.groups import resolve
-from lockstep.launch.worker import iteration_teller
+from lockstep.launch.worker import iteration_reporter
 from lockstep.model import ModelWrapper, predict_step, step_of, train_step_of, unwrap_model
 from lockstep.model.compiling import begin_compiled_step, kept_outputs
 from lockstep.model.steps import values_to_log
@@ -147,7 +147,7 @@ class TrainLoop(ABC):
         if not self._has_begun:
             self._has_begun = True
             part_ranks(runner.args.randomness, runner.seed + self.iter, runner.data_shard.rank)
-        self._tell_iteration = iteration_teller()
+        self._tell_iteration = iteration_reporter()
         self._tell_iteration(self.iter)
         runner.model.train()
         runner.set_optimizer_mode(training=True)

@@ -86,7 +86,7 @@ def open_workspace(
         resume_from=resume_from,
         skipped=skipped,
         hold=hold,
-        console=open_console(speaks=rank == 0),
+        console=open_console(prints=rank == 0),
         records=JsonLinesSink(run_dir / "metrics.jsonl"),
         message_hub=message_hub,
     )

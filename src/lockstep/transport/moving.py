@@ -110,13 +110,13 @@ def copy_all(data: Sequence[Tensor], results: Sequence[Tensor]) -> None:
     """Copy each result into its tensor, as `copy_into` does, unless they are the same tensor."""
     for one, result in zip(data, results, strict=True):
         if result is not one:
-            copy_into(one, used_here(result))
+            copy_into(one, used_on_current_stream(result))
 
 
-def used_here(staged: Tensor) -> Tensor:
-    """Return memory of lockstep's own that the present stream reads, and another one may have been given it.
+def used_on_current_stream(staged: Tensor) -> Tensor:
+    """Return a staging tensor after telling torch's allocator that the current stream reads it.
 
-    It is then given to nobody else before that stream has read it.
+    Its memory is then not reused, by whichever stream has allocated it, before the current stream has read it.
     """
     if not staged.is_cpu:
         staged.record_stream(torch.accelerator.current_stream(staged.device))

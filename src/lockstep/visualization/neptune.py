@@ -36,7 +36,7 @@ class NeptuneVisualizer(LibraryVisualizer):
         """Start a run."""
         import neptune
 
-        self._held = neptune.init_run(**{"name": run_dir.name, **self._init_kwargs})
+        self._opened = neptune.init_run(**{"name": run_dir.name, **self._init_kwargs})
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Append each value to its series; `step` must increase."""
