@@ -29,7 +29,7 @@ from lockstep.version import __version__
 
 _OPTIONAL = (
     *("scikit-learn", "deepspeed", "colossalai", "pytest", "tensorboard", "mlflow", "wandb"),
-    *("comet-ml", "aim", "clearml", "neptune", "dvclive"),
+    *("comet-ml", "aim", "clearml", "dvclive"),
 )
 _SHM = Path("/dev/shm")
 _SHM_PER_RANK = 256 * 2**20  # what the workers of a data loader soon need, and NCCL
