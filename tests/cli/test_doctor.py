@@ -157,15 +157,13 @@ def test_ranks_that_cannot_meet():
 
 @pytest.fixture
 def rank_1_differs(tmp_path):
-    """Return a folder for PYTHONPATH that gives rank 1 another clock, another variable and another numpy."""
+    """Return a folder for PYTHONPATH that gives rank 1 another variable and another numpy."""
     (tmp_path / "sitecustomize.py").write_text(
         dedent("""
-            import os, sys, time
+            import os, sys
             if os.environ.get("RANK") == "1":
                 os.environ["NCCL_DEBUG"] = "INFO"
                 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "other"))
-                true_time = time.time
-                time.time = lambda: true_time() + 30
         """)
     )
     other = tmp_path / "other" / "numpy-0.1.2.dist-info"
@@ -182,9 +180,6 @@ def test_ranks_that_differ(rank_1_differs):
     assert differs["status"] == "fault"
     assert f"numpy differs: {version('numpy')} (rank 0), 0.1.2 (rank 1)" in differs["text"]
     assert "NCCL_DEBUG differs: unset (rank 0), INFO (rank 1)" in found["variables over ranks"]["text"]
-    clocks = found["clocks over ranks"]
-    assert (clocks["status"], clocks["facts"]["offset_seconds"]["1"]) == ("warning", pytest.approx(30, abs=5))
-    assert "ahead of that of rank 0" in clocks["text"]
 
 
 @pytest.mark.parametrize("start", ["doctor", "launch", "torchrun"])
@@ -204,10 +199,6 @@ def test_ranks_that_are_alike(start):
     assert told["world_size"] == 2
     assert found["limits"]["ranks"] == [0, 1]
     assert found["devices over ranks"]["facts"]["devices"][1]["device"] in ("cpu", "cuda:1")
-    (pair,) = found["network over ranks"]["facts"]["pairs"]
-    assert (pair["first"], pair["second"]) == (0, 1)
-    assert pair["latency"] > 0
-    assert pair["bandwidth"] > 0
     assert found["hosts over ranks"]["facts"]["hosts"] == [socket.gethostname()] * 2
 
 

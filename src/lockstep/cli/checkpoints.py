@@ -1,15 +1,13 @@
-"""`lockstep checkpoints`: list what lies in a folder, verify it, show one, compare two, remove old ones."""
+"""`lockstep checkpoints`: list those in a folder, verify them, show one, remove old ones."""
 
 from __future__ import annotations
 
 import math
-import reprlib
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.filesize import decimal
@@ -25,9 +23,6 @@ from lockstep.cli.options import whole_number
 from lockstep.errors import ConfigError, counted
 from lockstep.location import Location, locate
 from lockstep.masking import printable
-
-if TYPE_CHECKING:
-    from lockstep.checkpoint.loading import Stored
 
 _AT_URL = "Also a URL, as s3://BUCKET/NAME."
 Checkpoint = Annotated[
@@ -61,7 +56,7 @@ class _ListByDefault(TyperGroup):
 checkpoints_app = typer.Typer(
     cls=_ListByDefault,
     no_args_is_help=True,
-    help="Look at checkpoints: `lockstep checkpoints DIR` lists them; show one, compare two, remove old ones.",
+    help="Look at checkpoints: `lockstep checkpoints DIR` lists them; show one, remove old ones.",
 )
 
 
@@ -136,26 +131,6 @@ def show(checkpoint: Checkpoint) -> None:
             ", ".join(f"{dtype} ({number})" for dtype, number in dtypes.most_common()), f"{values:,}",
         )  # fmt: skip
     console.print(parts)
-
-
-@checkpoints_app.command()
-def compare(
-    first: Annotated[str, typer.Argument(metavar="A", help=f"A checkpoint. {_AT_URL}")],
-    second: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
-) -> None:
-    """Compare two checkpoints: what one lacks, what has another shape, and by how much values differ.
-
-    The states of ranks and the metadata are left out. The exit code is 1 if something differs.
-    """
-    from lockstep.checkpoint.loading import open_checkpoint  # imports torch
-
-    with closing(open_checkpoint(locate(first))) as one, closing(open_checkpoint(locate(second))) as other:
-        differences = list(_differences(one, other, (first, second)))
-    for line in differences:
-        print(printable(line, lines=False))
-    if differences:
-        raise typer.Exit(1)
-    print(f"{counted(len(one.tensors), 'tensor')} and all other values are equal")
 
 
 @checkpoints_app.command()
@@ -235,43 +210,6 @@ def _columns_of(found: CheckpointFolder) -> list[str]:
         *(decimal(sizes[part]) for part in ("model", "optimizer")),
         decimal(sum(file.size for file in manifest.files.values())),
     ]
-
-
-def _differences(one: Stored, other: Stored, names: tuple[str, str]) -> Iterator[str]:
-    for key in sorted({*one.state, *other.state} - {"ranks"}):
-        nodes = [dict(leaves(stored.state.get(key, {}), (key,))) for stored in (one, other)]
-        for path in sorted({*nodes[0], *nodes[1]}):
-            name = ".".join(path)
-            missing = [folder for node, folder in zip(nodes, names, strict=True) if path not in node]
-            if missing:
-                yield f"{name}: not in {missing[0]}"
-                continue
-            first, second = nodes[0][path], nodes[1][path]
-            if tagged(first)[0] == tagged(second)[0] == "$tensor":
-                difference = _difference(one, other, tagged(first)[1], tagged(second)[1])
-                if difference:
-                    yield f"{name}: {difference}"
-            elif first != second:
-                yield f"{name}: {reprlib.repr(first)} and {reprlib.repr(second)}"
-
-
-def _difference(one: Stored, other: Stored, first: str, second: str) -> str | None:
-    import torch
-
-    from lockstep.checkpoint.loading import read_whole
-
-    left, right = one.tensors[first], other.tensors[second]
-    if (left.dtype, left.shape) != (right.dtype, right.shape):
-        return f"{left.dtype}{list(left.shape)} and {right.dtype}{list(right.shape)}"
-    places = [[(chunk.offsets, chunk.shape, chunk.crc32) for chunk in tensor.chunks] for tensor in (left, right)]
-    if places[0] == places[1]:
-        return None
-    values = read_whole(one, left), read_whole(other, right)
-    if torch.equal(*(value.reshape(-1).view(torch.uint8) for value in values)):
-        return None
-    if not values[0].is_floating_point():
-        return f"{int((values[0] != values[1]).sum()):,} of {values[0].numel():,} elements differ"
-    return f"differs by up to {float((values[0].double() - values[1].double()).abs().max()):.3g}"
 
 
 def _decode_meta(meta: Any) -> dict[str, Any]:

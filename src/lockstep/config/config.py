@@ -87,8 +87,8 @@ class Config(ConfigDict):
             filename: the file.
             use_predefined_variables: for compatibility with MMEngine; placeholders are always filled in.
             import_custom_modules: import the modules that `custom_imports` names.
-            use_environment_variables: for compatibility with MMEngine; placeholders for environment variables raise
-                an error.
+            use_environment_variables: for compatibility with MMEngine; ignored. Placeholders of environment variables
+                are filled in in Python files, and raise an error in YAML and JSON files.
             lazy_import: for compatibility with MMEngine; ignored, the contents of the file decide.
             format_python_code: for compatibility with MMEngine; ignored, output is always formatted.
             trusted: let YAML and JSON files do what Python files can.

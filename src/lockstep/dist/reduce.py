@@ -413,8 +413,11 @@ def _reduce_scatter_with_grads(
         return [result]
 
     def send_back(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        own = gradients[0] / comm.size if name == "mean" else gradients[0]
-        return _on_every_rank(own, like, comm)
+        """Give every rank every rank's gradient: the transpose of a `reduce_scatter`."""
+        wire = comm.to_wire(gradients[0] / comm.size if name == "mean" else gradients[0])
+        received = [torch.empty(shape, dtype=wire.dtype, device=wire.device) for shape, _ in like]
+        gather_into(received, wire, comm).wait()
+        return [x.to(device) for x, (_, device) in zip(received, like, strict=True)]
 
     call = f"reduce_scatter({describe(input_list)}, {name})"
     return fill_in_graph([output], synced(call, LinearMap(scatter, send_back, comm), input_list))[0]
@@ -428,14 +431,6 @@ def scatter_sums(entries: Sequence[Tensor], comm: Comm) -> Tensor:
     return output
 
 
-def _on_every_rank(own: Tensor, like: Sequence[tuple[torch.Size, torch.device]], comm: Comm) -> list[Tensor]:
-    """Return every rank's tensor, whose shapes all know: the transpose of what `reduce_scatter` does."""
-    wire = comm.to_wire(own)
-    received = [torch.empty(shape, dtype=wire.dtype, device=wire.device) for shape, _ in like]
-    gather_into(received, wire, comm).wait()
-    return [x.to(device) for x, (_, device) in zip(received, like, strict=True)]
-
-
 def _reduce(
     data: Tensor,
     plan: Reduction,
@@ -444,41 +439,33 @@ def _reduce(
     *,
     keeps: bool,
 ) -> Handle:
-    """Encode, run the collective, and return a handle that finishes it; `keeps`: write the result back to `data`."""
+    """Encode, run the collective, and return a handle that finishes it; `keeps`: write the result back to `data`.
+
+    An operation that the backend lacks is computed here: bitwise ones from the tensors of all ranks, the mean from the
+    sum.
+    """
     wire = comm.to_wire(data)
     travelling = wire if plan.encode is None else plan.encode(wire)
-    wire_op = plan.wire_op
-    if wire_op in comm.missing_ops and wire_op in BIT_OPS:
-        return _reduce_bits(data, wire, travelling, plan, comm, keeps=keeps)
-    divides = wire_op in comm.missing_ops  # the mean
-    work = run(travelling, "sum" if divides else wire_op)
+    is_missing = plan.wire_op in comm.missing_ops
+    parts: list[Tensor] = []
+    if is_missing and plan.wire_op in BIT_OPS:
+        parts = [torch.empty_like(travelling) for _ in range(comm.size)]
+        work = start(torch_dist.all_gather, comm, travelling.device, parts, travelling, async_op=True)
+    else:
+        work = run(travelling, "sum" if is_missing else plan.wire_op)
 
     def finish() -> None:
-        if keeps:
-            if divides:
-                travelling.div_(comm.size)
-            _deliver(data, wire, travelling, plan, comm)
-
-    return Handle([work], comm, finish)
-
-
-def _reduce_bits(data: Tensor, wire: Tensor, travelling: Tensor, plan: Reduction, comm: Comm, *, keeps: bool) -> Handle:
-    """Gather and combine locally, because NCCL and its kin have no bitwise operations."""
-    parts = [torch.empty_like(travelling) for _ in range(comm.size)]
-    work = start(torch_dist.all_gather, comm, travelling.device, parts, travelling, async_op=True)
-
-    def finish() -> None:
-        if keeps:
+        if not keeps:
+            return
+        if parts:
             combine(parts, plan.wire_op, travelling)
-            _deliver(data, wire, travelling, plan, comm)
+        elif is_missing:
+            travelling.div_(comm.size)
+        result = wire if plan.decode is None else plan.decode(used_on_current_stream(travelling), comm.size)
+        if result.data_ptr() != data.data_ptr() or result.device != data.device:
+            copy_into(data, result)
 
     return Handle([work], comm, finish)
-
-
-def _deliver(data: Tensor, wire: Tensor, travelled: Tensor, plan: Reduction, comm: Comm) -> None:
-    result = wire if plan.decode is None else plan.decode(used_on_current_stream(travelled), comm.size)
-    if result.data_ptr() != data.data_ptr() or result.device != data.device:
-        copy_into(data, result)
 
 
 def _alone(data: Tensor, plan: Reduction) -> None:
