@@ -297,9 +297,9 @@ class _RunnerOfJob:
     options: dict[str, Any]
 
     def __call__(self, batch_size: int) -> Runner:
-        from lockstep.runner.batch_size_finder import OfConfig
+        from lockstep.runner.batch_size_finder import RunnerOfConfig
 
-        return OfConfig(FindBatchSize(**self.options).read())(batch_size)
+        return RunnerOfConfig(FindBatchSize(**self.options).read())(batch_size)
 
 
 def run_as_rank(request: Mapping[str, Any]) -> None:

@@ -115,7 +115,7 @@ def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None) -> li
         all_gather_single(control.every, control.own, group=control.reference())
     heads = [_HEAD.unpack_from(control.every_bytes, rank * _SLOT_BYTES) for rank in range(comm.size)]
     if any(digest != calls.digest for digest, _, _ in heads):
-        raise mismatch(comm, all_know=True)
+        raise mismatch(comm, is_usable=True)
     found = []
     for rank, (_, _, length) in enumerate(heads):
         first = rank * _SLOT_BYTES + _HEAD.size

@@ -64,7 +64,7 @@ def gather_into(outputs: Sequence[Tensor], wire: Tensor, comm: Comm, async_op: b
 
 
 def place_for(output: Tensor, device: torch.device) -> Tensor:
-    """Return where a tensor arrives: the output itself, if it can be received there."""
+    """Return the tensor to receive into: the output itself if possible, else a new one on the device."""
     if output.device == device and is_plain_memory(output):
         return output
     return torch.empty(output.shape, dtype=output.dtype, device=device)
@@ -101,7 +101,7 @@ def transfer(
     if ops:
         with in_backend(comm):
             works = torch_dist.batch_isend_irecv(ops)
-        if not ops[0].tensor.is_cpu:  # what goes from rank to rank over gloo can't be asked (torch 2.13)
+        if not ops[0].tensor.is_cpu:  # gloo's sends and receives can't be queried (torch 2.13)
             note_running(comm, ops[0].tensor.device, works[-1])
     return Handle(works, comm)
 

@@ -141,7 +141,7 @@ def absence(
     cause: str = "",
     number: int | None = None,
     is_gone: bool = False,
-    is_of_torch: bool = False,
+    is_called_by_torch: bool = False,
     is_cut_off: bool = False,
 ) -> DistError:
     """Return the error of a call that others did not join; it names them.
@@ -153,13 +153,13 @@ def absence(
         cause: what the backend says.
         number: that of the call; the last one by default.
         is_gone: one of them has ended, even if `absent` does not have it.
-        is_of_torch: it was a collective of torch's own, as in DDP's backward pass.
+        is_called_by_torch: it was a collective of torch's own, as in DDP's backward pass.
         is_cut_off: the store does not answer.
     """
     number = comm.calls.number if number is None and comm.calls is not None else number
-    of_torch = "a collective of torch's own" if is_of_torch else "a collective"
+    of_torch = "a collective of torch's own" if is_called_by_torch else "a collective"
     call = f"call {number}, {comm.calls.call(number)}," if comm.calls is not None and number else ""
-    what = (f"{of_torch} after {call}" if is_of_torch else call) if call else of_torch
+    what = (f"{of_torch} after {call}" if is_called_by_torch else call) if call else of_torch
     ended = [one for one in absent if one.has_ended]
     shown: Sequence[Absent] = [one for one in ended if not one.cause.startswith(_OF_OTHERS)] or ended or absent
     who = f"{ranks_in_words([one.rank for one in shown])} of {comm.name}" if shown else f"a rank of {comm.name}"
