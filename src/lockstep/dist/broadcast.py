@@ -16,10 +16,10 @@ from lockstep.dist.gradients import (
     GRADIENT_STAYS_LOCAL,
     Apply,
     LinearMap,
+    apply_with_gradients,
     fill_in_graph,
     require_blocking,
     require_fillable,
-    synced,
     warn_of_lost_gradients,
 )
 from lockstep.dist.validate import NOT_GIVEN, either, require_list, require_rank, require_tensor
@@ -210,7 +210,7 @@ def _all_to_all_with_grads(
         return apply
 
     collective = LinearMap(all_to_all_like(outputs), all_to_all_like(inputs), comm)
-    return fill_in_graph(outputs, synced(f"all_to_all({inputs[0].dtype})", collective, inputs))
+    return fill_in_graph(outputs, apply_with_gradients(f"all_to_all({inputs[0].dtype})", collective, inputs))
 
 
 def _start_all_to_all(

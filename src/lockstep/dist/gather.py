@@ -20,10 +20,10 @@ from lockstep.dist.consistency import check_call, report_invalid_arguments
 from lockstep.dist.gradients import (
     GRADIENT_ENDS,
     LinearMap,
+    apply_with_gradients,
     fill_in_graph,
     require_blocking,
     require_fillable,
-    synced,
     warn_of_lost_gradients,
 )
 from lockstep.dist.header import Header, decode_each, encode, header_of, require_expected
@@ -393,7 +393,7 @@ def _all_gather_with_grads(
     def sum_up(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         return [scatter_sums(gradients, comm)]
 
-    gathered = synced(f"all_gather({data.dtype})", LinearMap(gather_all, sum_up, comm), [data])
+    gathered = apply_with_gradients(f"all_gather({data.dtype})", LinearMap(gather_all, sum_up, comm), [data])
     return list(gathered) if tensor_list is NOT_GIVEN else fill_in_graph(tensor_list, gathered)
 
 

@@ -15,12 +15,12 @@ from lockstep.dist.gradients import (
     GRADIENT_ENDS,
     GRADIENT_STAYS_LOCAL,
     LinearMap,
+    apply_with_gradients,
     describe,
     fill_in_graph,
     require_blocking,
     require_fillable,
     require_linear,
-    synced,
     warn_of_lost_gradients,
 )
 from lockstep.dist.validate import NOT_GIVEN, either, require_alike, require_list, require_rank, require_tensor
@@ -392,7 +392,7 @@ def _all_reduce_with_grads(data: Tensor, op: object, comm: Comm, async_op: bool)
         _reduce_to(result, None, name, plan, comm, async_op=False)
         return [result]
 
-    return synced(f"all_reduce({describe([data])}, {name})", LinearMap(total, total, comm), [data])[0]
+    return apply_with_gradients(f"all_reduce({describe([data])}, {name})", LinearMap(total, total, comm), [data])[0]
 
 
 def _reduce_scatter_with_grads(
@@ -420,7 +420,7 @@ def _reduce_scatter_with_grads(
         return [x.to(device) for x, (_, device) in zip(received, like, strict=True)]
 
     call = f"reduce_scatter({describe(input_list)}, {name})"
-    return fill_in_graph([output], synced(call, LinearMap(scatter, send_back, comm), input_list))[0]
+    return fill_in_graph([output], apply_with_gradients(call, LinearMap(scatter, send_back, comm), input_list))[0]
 
 
 def scatter_sums(entries: Sequence[Tensor], comm: Comm) -> Tensor:

@@ -1,7 +1,7 @@
-"""What the answers of ranks mean, and how errors say it: which call differs, who is absent, who waits for whom.
+"""Makes errors of the answers of ranks: which call differs, who is absent, who waits for whom.
 
-A rank is blocked in a call that others have not made yet, or in which they run a block that the rest waits for. Blocked
-ranks all of whose absent ones are blocked, too, can't go on, whatever their calls wait for: that is no matter of time.
+A rank is blocked in a call if other ranks are absent: they have not made the call yet, or run a block in it for which
+the rest waits. If all absent ranks are blocked themselves, in a circle, none of them can go on: a deadlock.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lockstep.errors import (
 from lockstep.groups import Comm
 from lockstep.watch.board import Board, State
 
-# A rank that ended with one of these did so because of another one.
+# A rank that has ended with one of these errors was not the cause: another rank was.
 _OF_OTHERS = (f"{PeerError.__name__}:", f"{CollectiveTimeoutError.__name__}:")
 
-_SECONDS_STILL = 1.5  # of a main thread at one place, which then waits for its device
+_SECONDS_STILL = 1.5  # a main thread that stays in one line so long waits for its device
 
 
 class Absent(NamedTuple):
