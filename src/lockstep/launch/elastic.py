@@ -103,13 +103,13 @@ def run_ranks(
                 exit_code=Preempted.EXIT_CODE,
             ) from None
         # The ranks have ended; now raise the signal again for its usual effect on this process.
-        killed = ""
+        killed_note = ""
         if agent.killed:
-            killed = (
+            killed_note = (
                 f"; rank {', '.join(map(str, agent.killed))} did not end and had to be killed (--grace-seconds "
                 f"{grace_seconds}), so that a training resumes from the checkpoint before"
             )
-        say(f"{error.sigval.name}: all ranks were stopped{killed}")
+        say(f"{error.sigval.name}: all ranks were stopped{killed_note}")
         sys.stdout.flush()
         code = 128 + error.sigval
         rendezvous.give_up(code)
@@ -151,8 +151,8 @@ class _Agent(LocalElasticAgent):
         self._processes: RankProcesses | None = None
         self._since: dict[str, float] = {}  # when a rank was first seen to have failed, or to have been preempted
         self._memory_kills = OomKills()
-        self._failed_iteration: int | None = None
-        self._failed_alike = ""
+        self._failed_iteration: int | None = None  # of the last attempt
+        self._same_iteration_note = ""  # why the ranks are not started again, if two attempts failed in one iteration
         self.has_trained = False  # whether a rank had trained when a signal stopped the job
         self.killed: list[int] = []  # those that did not end then
         self.ledger: Ledger
@@ -172,7 +172,10 @@ class _Agent(LocalElasticAgent):
 
     def describe(self) -> str:
         """Return the message about the failures of the last attempt."""
-        return self.ledger.describe(self._log_dir, self.get_worker_group().workers[0].global_rank) + self._failed_alike
+        return (
+            self.ledger.describe(self._log_dir, self.get_worker_group().workers[0].global_rank)
+            + self._same_iteration_note
+        )
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._setup.stopped.unlink(missing_ok=True)
@@ -232,7 +235,7 @@ class _Agent(LocalElasticAgent):
         count = total - self._remaining_restarts + 1
         before, self._failed_iteration = self._failed_iteration, self._processes.iteration_of(self.ledger.culprit)
         if self._remaining_restarts > 0 and before is not None and before == self._failed_iteration:
-            self._failed_alike = (
+            self._same_iteration_note = (
                 f"\n\nIteration {before + 1} has failed in two attempts, one after the other, so the ranks are not "
                 f"started again (--max-restarts {total})."
             )
@@ -253,7 +256,7 @@ class _Agent(LocalElasticAgent):
         if death_sig == signal.SIGINT:
             say("stopping all ranks; Ctrl-C once more does not wait for them to clean up")
         elif not failed and threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGUSR1):  # once more must not keep the ranks from saving
+            for number in (signal.SIGTERM, signal.SIGUSR1):  # a second signal must not interrupt the saving
                 signal.signal(number, signal.SIG_IGN)
         if self._processes is not None:
             try:
