@@ -34,9 +34,10 @@ _BACKENDS_OF_CPU = ("gloo", "mpi")
 
 # Reductions that a backend can't run, by lockstep's names. NCCL has no bitwise ones. A backend that is not listed may
 # lack these and the mean, so lockstep computes them from other collectives.
-_BITWISE = frozenset({"band", "bor", "bxor"})
-_MISSING_OPS = {"gloo": frozenset[str](), "mpi": frozenset({"mean"}), "nccl": _BITWISE}
-_PERHAPS_MISSING_OPS = _BITWISE | {"mean"}
+BIT_OPS = frozenset({"band", "bor", "bxor"})
+"""The bitwise reductions."""
+_MISSING_OPS = {"gloo": frozenset[str](), "mpi": frozenset({"mean"}), "nccl": BIT_OPS}
+_PERHAPS_MISSING_OPS = BIT_OPS | {"mean"}
 _SECONDS_FOR_WATCH = timedelta(seconds=10)
 
 

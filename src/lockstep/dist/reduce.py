@@ -24,11 +24,11 @@ from lockstep.dist.gradients import (
     warn_of_lost_gradients,
 )
 from lockstep.dist.validate import NOT_GIVEN, either, require_alike, require_list, require_rank, require_tensor
-from lockstep.groups import Comm, GroupLike, resolve
+from lockstep.groups import BIT_OPS, Comm, GroupLike, resolve
 from lockstep.transport.control import report_failure
 from lockstep.transport.handles import Handle, start, wait_unless_async
 from lockstep.transport.moving import gather_into, used_on_current_stream
-from lockstep.transport.reduce_ops import BIT_OPS, TORCH_OPS, OpLike, OpName, Reduction, combine, op_name, reduction
+from lockstep.transport.reduce_ops import TORCH_OPS, OpLike, OpName, Reduction, combine, op_name, reduction
 
 
 @overload

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator, Sequence
 
+from lockstep.calls import short_path
 from lockstep.config import Config
 from lockstep.config.dictionary import leaves
 from lockstep.errors import ConfigError, counted, did_you_mean
@@ -41,7 +41,7 @@ def check_config(cfg: Config, needed: Collection[str] = ("model",), others: Sequ
     """
     found = [f"{_where(cfg, fault.key)}{fault.sentence(cfg)}" for fault in find_faults(cfg, needed)]
     if lines := [f"  {fault}" for fault in (*others, *found)]:
-        title = f"{_shown(cfg.filename or 'the config')} has {counted(len(lines), 'fault')}:"
+        title = f"{short_path(cfg.filename or 'the config')} has {counted(len(lines), 'fault')}:"
         raise ConfigError("\n".join([title, *lines]))
 
 
@@ -78,9 +78,4 @@ def _faults(cfg: Config, needed: Collection[str]) -> Iterator[Fault]:
 
 def _where(cfg: Config, key: str) -> str:
     location = cfg.where(key)
-    return f"{_shown(location)}: " if location else ""
-
-
-def _shown(path: str) -> str:
-    """Return a path, relative to the current folder if it is inside it."""
-    return path.removeprefix(os.getcwd() + os.sep)
+    return f"{short_path(location)}: " if location else ""
