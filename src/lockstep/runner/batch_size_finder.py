@@ -82,8 +82,8 @@ def find_batch_size(
     """Search the largest batch size per rank with which training fits into memory, by doubling it.
 
     Each size is tried by `nproc` ranks that are started for it, under the strategy of the run, by some updates of its
-    real training without hooks; they then end. If one of them runs out of memory, the size fits none. Nothing is saved,
-    and learning rates are not changed: whether to scale them with the batch is up to the user (`auto_scale_lr`).
+    real training without hooks; they then end. If one of them runs out of memory, the size does not fit. Nothing is
+    saved, and learning rates are not changed: whether to scale them with the batch is up to the user (`auto_scale_lr`).
 
     Args:
         make_runner: a function of a module that returns the Runner for a batch size; it is called in each rank. Or a
@@ -176,7 +176,8 @@ def search_sizes(
         match outcome_of(size):
             case "fits":
                 low, size = size, 2 * size if most is None else min(2 * size, most)
-                ended_by = "limit" if size == low and ended_by == "memory" else ended_by
+                if size == low and ended_by != "samples":  # `most` may come from the number of samples
+                    ended_by = "limit"
             case "out of memory":
                 high = size
             case "too few samples":
