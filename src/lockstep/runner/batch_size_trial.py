@@ -1,7 +1,7 @@
 """One rank of a trial of a batch size: ``python -m lockstep.runner.batch_size_trial``.
 
-It writes what came of it into a file of the folder that the variable names, and ends with an error if it runs out of
-memory, so that its agent ends the other ranks.
+It writes its result into a file of the folder that the variable `TRIAL_FOLDER` names, and ends with an error if it runs
+out of memory, so that its agent ends the other ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _OUT_OF_MEMORY = (
 
 
 def main() -> None:
-    """Try the size that has been asked for, and write what came of it."""
+    """Try the size that has been asked for, and write the result."""
     folder = Path(os.environ[TRIAL_FOLDER])
     with (folder / "request").open("rb") as stream:
         multiprocessing.spawn.prepare(pickle.load(stream))
