@@ -27,22 +27,8 @@ _PASSWORD_ENDS = ("pass", "passcode", "passwd", "password", "pwd")  # which may 
 _SECRET_ENDS = tuple(sorted(_SECRET - {"jwt"}))
 # Words before `pass` that make it a password, unlike `forward_pass`.
 _BEFORE_PASS = {
-    *(
-        "account",
-        "admin",
-        "amqp",
-        "api",
-        "app",
-        "auth",
-        "client",
-        "database",
-        "db",
-        "docker",
-        "elastic",
-        "email",
-        "ftp",
-    ),
-    *("git", "http", "https", "key", "keystore", "ldap", "login", "mail", "mongo", "mysql", "pg", "postgres"),
+    *("account", "admin", "amqp", "api", "app", "auth", "client", "database", "db", "docker", "elastic", "email"),
+    *("ftp", "git", "http", "https", "key", "keystore", "ldap", "login", "mail", "mongo", "mysql", "pg", "postgres"),
     *("proxy", "redis", "registry", "root", "server", "service", "smtp", "sql", "ssh", "sudo", "user"),
 }
 # Words before `key` and before `token` that make it secret: `sort_key` and `pad_token` are not.
