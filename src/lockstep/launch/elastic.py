@@ -28,7 +28,7 @@ from torch.numa.binding import AffinityMode, NumaOptions
 
 from lockstep.errors import LaunchError, Preempted, counted
 from lockstep.launch.job import JobSpec
-from lockstep.launch.ledger import Ledger, RankRecord, awaits_cause
+from lockstep.launch.ledger import Ledger, RankRecord, seconds_to_await_cause
 from lockstep.launch.notices import say
 from lockstep.launch.processes import OomKills, RankProcesses, iteration_file
 from lockstep.launch.rendezvous import JobEndedError, NodeFailedError, NodesRendezvous
@@ -207,7 +207,7 @@ class _Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         since = self._since.setdefault("failed" if failed else "preempted", time.monotonic())
         if failed:
-            patience = awaits_cause(records)
+            patience = seconds_to_await_cause(records)
         else:  # the ranks that still run are about to stop at the signal, as others have
             patience = self._shutdown_timeout if any(record.status is None for record in records) else 0.0
         if time.monotonic() - since < patience:

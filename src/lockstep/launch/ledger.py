@@ -273,7 +273,7 @@ class Ledger:
         return f"one of the ranks {ranks} did not come to a collective: they were still running when others gave up."
 
 
-def awaits_cause(records: Sequence[RankRecord]) -> float:
+def seconds_to_await_cause(records: Sequence[RankRecord]) -> float:
     """Return for how many seconds after the first failure to wait for the rank that caused it to report or to end."""
     if not any(record.is_silent for record in records) or any(record.is_stopped for record in records):
         return 0.0
