@@ -316,16 +316,17 @@ class ReplicatedParameters:
         for (dtype, device), alike in by_kind.items():
             zero = torch.zeros((), dtype=dtype, device=device)
             gradients = [zero if parameter.grad is None else parameter.grad for parameter in alike]
-            own = [parameter.grad is not None for parameter in alike]
+            has_gradient = [parameter.grad is not None for parameter in alike]
             precise = torch.promote_types(dtype, torch.float32)
             # Made on the device: a copy from the host would wait for it.
-            none, one = (make((), dtype=precise, device=device) for make in (torch.zeros, torch.ones))
-            counts = torch.stack([one if has_one else none for has_one in own])
+            count_0, count_1 = (make((), dtype=precise, device=device) for make in (torch.zeros, torch.ones))
+            counts = torch.stack([count_1 if has_one else count_0 for has_one in has_gradient])
             sums = torch.stack([torch.stack(gradients).to(precise), counts])
             for group in self._groups:
                 all_reduce(sums, group=group)
             means = (sums[0] / self._ranks).to(dtype)
-            anywhere = own if all(own) else (sums[1] != 0).tolist()  # waits for the device, where a gradient is missing
-            for parameter, mean, has_one in zip(alike, means, anywhere, strict=True):
+            # Reading the counts waits for the device, and is not needed if this rank has all gradients.
+            on_any_rank = has_gradient if all(has_gradient) else (sums[1] != 0).tolist()
+            for parameter, mean, has_one in zip(alike, means, on_any_rank, strict=True):
                 if has_one:
                     parameter.grad = mean.clone()
