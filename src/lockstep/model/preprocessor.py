@@ -79,7 +79,7 @@ def _moved(data: Any, device: torch.device, non_blocking: bool) -> Any:
             if not (isinstance(value, Tensor) and value.device == device):
                 return type(data)([_moved(value, device, non_blocking) for value in data])
         return type(data)(data)
-    if isinstance(data, str | bytes | int | float | None):
+    if isinstance(data, str | bytes | int | float | type | None):
         return data
     if isinstance(data, Mapping | list | tuple):
         return map_children(lambda value: _moved(value, device, non_blocking), data)
