@@ -26,7 +26,6 @@ ROOMS = (
     "registry",
     "runner",
     "strategy",
-    "structures",
     "testing",
     "tree",
     "visualization",

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 # hooks are in hooks), engines, groups, location, masking, output, transport, tree, version, watch.
 MODULES = (
     "runner", "hooks", "optim", "dataset", "evaluator", "strategy", "model", "checkpoint", "weights", "dist", "device",
-    "config", "registry", "lint", "structures", "logging", "visualization", "report", "launch", "topology", "testing",
+    "config", "registry", "lint", "logging", "visualization", "report", "launch", "topology", "testing",
     "errors",
 )  # fmt: skip
 

@@ -29,7 +29,7 @@ _HOMES = {
 }
 _PACKAGES = frozenset({
     "checkpoint", "config", "dataset", "device", "diagnostics", "dist", "errors", "evaluator", "hooks", "lint",
-    "logging", "model", "optim", "registry", "runner", "strategy", "structures", "testing", "topology", "tree",
+    "logging", "model", "optim", "registry", "runner", "strategy", "testing", "topology", "tree",
     "visualization", "weights",
 })  # fmt: skip
 

@@ -34,15 +34,15 @@ _NOT_OF_CALLERS = (
 _Key: TypeAlias = tuple[Any, ...]
 
 
-class _OfCallers(dict[str, bool]):
-    """Whether a file is the caller's. A look-up takes a third of the time of comparing paths."""
+class _CallerFiles(dict[str, bool]):
+    """Whether a file belongs to callers, by path. A look-up takes a third of the time of comparing paths."""
 
     def __missing__(self, file: str) -> bool:
         self[file] = is_of_caller = not file.startswith(_NOT_OF_CALLERS)
         return is_of_caller
 
 
-_is_of_caller = _OfCallers()
+_is_of_caller = _CallerFiles()
 
 
 class Call(NamedTuple):
@@ -191,7 +191,7 @@ class Calls:
         return recent[number - last + len(recent) - 1][0].described()
 
     def export(self) -> dict[str, Any]:
-        """Return the record as JSON's types: each kind of call once, and which one each of the last calls is."""
+        """Return the record in JSON values: kinds of calls, and for each of the last calls the index of its kind."""
         number, kept = self._kept()
         recent = kept[-_MOST_EXPORTED:]
         kinds = {kind: index for index, kind in enumerate(dict.fromkeys(kind for kind, _ in recent))}

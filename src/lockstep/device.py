@@ -65,7 +65,7 @@ def get_max_cuda_memory(device: torch.device | int | None = None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryStats:
-    """Memory of one device at one time, in bytes; on the CPU, that of this process. None is what it can't tell."""
+    """Memory of one device at one time, in bytes; on the CPU, that of this process. `total_bytes`: None if unknown."""
 
     device: str
     allocated_bytes: int
@@ -77,8 +77,8 @@ def memory_stats(device: torch.device | str | int | None = None) -> MemoryStats:
     """Return this process's present memory, its peak memory, and the total memory.
 
     On an accelerator these are the caching allocator's figures and the size of the device's memory; on the CPU, the
-    resident set of the process, its high-water mark and the machine's physical memory. So they are on an accelerator
-    whose allocator keeps no figures; `MemoryStats.device` is then ``"cpu"``.
+    resident set of the process, its high-water mark and the machine's physical memory. If an accelerator's allocator
+    keeps no figures, those of the CPU are returned; `MemoryStats.device` is then ``"cpu"``.
 
     Source: `torch.accelerator.memory_allocated`, `max_memory_allocated`, `get_memory_info` (torch 2.9); getrusage(2).
     """
@@ -113,9 +113,9 @@ def peak_memory() -> int | None:
 
 
 def moment(device: torch.device) -> Moment:
-    """Return this moment: on the CPU the host's time; on an accelerator the one when it has done what it was given.
+    """Return the present moment: on the CPU the host's time; on an accelerator an event behind all work queued so far.
 
-    The host waits for nothing. While a graph is captured, it is NaN.
+    The host does not wait for the event. While a CUDA graph is captured, the moment is NaN.
 
     **Cost**: on an accelerator, one event on its current stream.
     """
@@ -144,7 +144,7 @@ def seconds_between(first: Moment, second: Moment) -> float:
         return float("nan")
     try:
         return first.elapsed_time(second) / 1e3
-    except RuntimeError:  # a third-party device need not have that
+    except RuntimeError:  # a third-party device need not measure times
         return float("nan")
 
 
@@ -231,7 +231,7 @@ def _keeps_figures(accelerator: str) -> bool:
 def _total_bytes(index: int) -> int | None:
     try:
         return torch.accelerator.get_memory_info(index)[1]
-    except (RuntimeError, AttributeError):  # which a device need not have either
+    except (RuntimeError, AttributeError):  # a third-party device need not support it
         return None
 
 

@@ -9,8 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
-from numbers import Integral
-from typing import ParamSpec, TypeAlias, TypeGuard, TypeVar
+from typing import ParamSpec, TypeAlias, TypeVar
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -33,11 +32,12 @@ GroupLike: TypeAlias = ProcessGroup | DeviceMesh | None
 # staged through the CPU.
 _BACKENDS_OF_CPU = ("gloo", "mpi")
 
-# Reductions that a backend can't run, by lockstep's names. NCCL has no bits; of others, neither these nor the mean are
-# certain.
-_BITS = frozenset({"band", "bor", "bxor"})
-_MISSING_OPS = {"gloo": frozenset[str](), "mpi": frozenset({"mean"}), "nccl": _BITS}
-_IN_DOUBT = _BITS | {"mean"}
+# Reductions that a backend can't run, by lockstep's names. NCCL has no bitwise ones. A backend that is not listed may
+# lack these and the mean, so lockstep computes them from other collectives.
+BIT_OPS = frozenset({"band", "bor", "bxor"})
+"""The bitwise reductions."""
+_MISSING_OPS = {"gloo": frozenset[str](), "mpi": frozenset({"mean"}), "nccl": BIT_OPS}
+_PERHAPS_MISSING_OPS = BIT_OPS | {"mean"}
 _SECONDS_FOR_WATCH = timedelta(seconds=10)
 
 
@@ -83,7 +83,7 @@ class Comm:
 
     @property
     def comm_device(self) -> torch.device:
-        """The device through which tensors on all other device types are staged: the present one of this process."""
+        """The current device of the type that the group communicates; tensors on other devices are staged there."""
         if self.device_type == "cpu":
             return torch.device("cpu")
         return torch.device(self.device_type, torch.accelerator.current_device_index())
@@ -139,7 +139,11 @@ control_groups: WeakKeyDictionary[ProcessGroup, ReferenceType[ProcessGroup]] = W
 
 
 def backend_timeout(timeout: timedelta, is_of_device: bool) -> timedelta:
-    """Return the timeout of torch's own group: backends of devices end the process then, so the watch must be first."""
+    """Return the timeout of torch's own group.
+
+    NCCL and other backends of devices end the process at their timeout. It is longer than lockstep's, so that the watch
+    can raise an error first.
+    """
     return timeout + _SECONDS_FOR_WATCH if is_of_device else timeout
 
 
@@ -164,14 +168,14 @@ def resolve(group: GroupLike = None) -> Comm:
 
 
 def known_groups() -> list[Comm]:
-    """Return the communicators of all groups that have been used; any thread may ask."""
-    with suppress(RuntimeError):  # one is being added
+    """Return the communicators of all groups that have been used. Any thread may call this."""
+    with suppress(RuntimeError):  # another thread adds one during the iteration
         return list(_resolved.values())
     return []
 
 
 def recorded_groups() -> list[tuple[Comm, Calls]]:
-    """Return the groups of several ranks that the watch knows, with the record of their calls; any thread may ask."""
+    """Return the groups of several ranks that the watch knows, and the record of their calls, on any thread."""
     return [
         (x, x.calls) for x in known_groups() if x.calls is not None and x.group_name and x.pg is not None and x.size > 1
     ]
@@ -249,23 +253,23 @@ def get_local_rank() -> int:
     nodes.
     """
     local = _initialised_local_group()
-    return _topology("local rank").local_rank if local is None else get_rank(local)
+    return _known_topology("local rank").local_rank if local is None else get_rank(local)
 
 
 def get_local_size() -> int:
     """Return the number of ranks on this node; 1 where no group exists. Raises as `get_local_rank`."""
     local = _initialised_local_group()
-    return _topology("local size").local_size if local is None else get_world_size(local)
+    return _known_topology("local size").local_size if local is None else get_world_size(local)
 
 
 def get_node_rank() -> int:
     """Return the number of this node, counted from 0; 0 where no group exists. Raises as `get_local_rank`."""
-    return _topology("node rank").node_rank
+    return _known_topology("node rank").node_rank
 
 
 def get_num_nodes() -> int:
     """Return the number of nodes; 1 where no group exists. Raises as `get_local_rank`."""
-    return _topology("number of nodes").num_nodes
+    return _known_topology("number of nodes").num_nodes
 
 
 def get_local_group() -> ProcessGroup | None:
@@ -306,11 +310,6 @@ def master_only(func: Callable[P, R]) -> Callable[P, R | None]:
     return on_main_process
 
 
-def is_int(value: object) -> TypeGuard[int]:
-    """Return whether `value` is an integer (numpy's included), but not a bool."""
-    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
-
-
 def _process_group_of(group: object) -> ProcessGroup:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -319,17 +318,17 @@ def _process_group_of(group: object) -> ProcessGroup:
             axes = ", ".join(names) if names else "without names"
             raise ValueError(f"`group` must be a mesh with one axis, but has {group.ndim} ({axes}). {remedy}")
         if group.get_coordinate() is None:
-            raise ValueError(_not_a_member())
+            raise ValueError(_not_a_member_message())
         return group.get_group()
     # torch.distributed.new_group hands this number to processes that are not in the group.
     if isinstance(group, int) and group == GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(_not_a_member())
+        raise ValueError(_not_a_member_message())
     raise TypeError(
         f"`group` must be None, a ProcessGroup or a one-axis DeviceMesh, but is {group!r} ({type(group).__name__})"
     )
 
 
-def _not_a_member() -> str:
+def _not_a_member_message() -> str:
     world = f"rank {torch_dist.get_rank()} of {torch_dist.get_world_size()}"
     return (
         f"`group` must contain the calling process, but {world} is not in it. "
@@ -343,7 +342,7 @@ def _describe(pg: ProcessGroup) -> Comm:
     present = {"cpu", get_device()}
     devices = {x for x, name in backends.items() if x == "cpu" or name not in _BACKENDS_OF_CPU} & present
     device_type = min(devices - {"cpu"}, default="cpu")
-    missing = frozenset[str]().union(*(_MISSING_OPS.get(name, _IN_DOUBT) for name in backends.values()))
+    missing = frozenset[str]().union(*(_MISSING_OPS.get(name, _PERHAPS_MISSING_OPS) for name in backends.values()))
     calls = None if "fake" in backends.values() else Calls()  # its ranks are not there
     if calls is not None and _is_forked:
         if pg.size() == 1:
@@ -406,8 +405,8 @@ def _initialised_local_group() -> ProcessGroup | None:
     return None if pg is None else local_groups.get(pg)
 
 
-def _topology(what: str) -> Topology:
-    """Return this process's place among the nodes.
+def _known_topology(what: str) -> Topology:
+    """Return the topology of the job.
 
     This is the topology that `init_dist` read. If the default group was initialised by other means, it is what the
     environment says, provided that it agrees with that group.

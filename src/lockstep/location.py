@@ -20,11 +20,11 @@ _CHUNK = 16 * 2**20
 _SHORT = 2**20  # bytes; shorter ranges are read out of a piece
 _PARTS = 9000  # of an object that is sent; S3 takes 10,000
 _PIECE = 4 * 2**20  # bytes of a request; several are under way at a time, if the filesystem can do that
-_AT_ONCE = 16  # objects that are removed at a time
+_REMOVED_AT_A_TIME = 16  # objects
 
 
 class Entry(NamedTuple):
-    """What lies directly in a folder: its name, whether it is a folder, and its number of bytes."""
+    """An entry of a folder: its name, whether it is a folder, and its number of bytes."""
 
     name: str
     is_dir: bool
@@ -85,17 +85,17 @@ class RemotePath(NamedTuple):
 
     def exists(self) -> bool:
         """Return whether there is such a file or folder."""
-        with self._reached():
+        with self._errors_translated():
             return bool(self.fs.exists(self.path))
 
     def is_file(self) -> bool:
         """Return whether it is a file."""
-        with self._reached():
+        with self._errors_translated():
             return bool(self.fs.isfile(self.path))
 
     def is_dir(self) -> bool:
         """Return whether it is a folder."""
-        with self._reached():
+        with self._errors_translated():
             return bool(self.fs.isdir(self.path))
 
     def is_symlink(self) -> bool:
@@ -105,15 +105,15 @@ class RemotePath(NamedTuple):
     def entries(self) -> list[Entry]:
         """Return what lies directly in the folder; nothing if there is none, because a bucket has only objects."""
         try:
-            with self._reached():
+            with self._errors_translated():
                 found = self.fs.ls(self.path, detail=True)
         except FileNotFoundError:
             return []
-        own = self.path.strip("/")
+        this_folder = self.path.strip("/")
         return [
             Entry(str(one["name"]).rstrip("/").rpartition("/")[2], one["type"] == "directory", int(one["size"] or 0))
             for one in found
-            if str(one["name"]).strip("/") != own  # the folder itself, as some list it
+            if str(one["name"]).strip("/") != this_folder  # some filesystems list the folder itself
         ]
 
     def iterdir(self) -> Iterator[RemotePath]:
@@ -122,13 +122,13 @@ class RemotePath(NamedTuple):
 
     def files(self) -> list[RemotePath]:
         """Return all files in the folder and in folders within."""
-        with self._reached():
+        with self._errors_translated():
             found = [PurePosixPath(one) for one in self.fs.find(self.path)]
         return [self / one.relative_to(PurePosixPath(self.path)) for one in found]
 
     def open(self, mode: str) -> IO[bytes]:
         """Open it as a file of bytes."""
-        with self._reached():
+        with self._errors_translated():
             opened: IO[bytes] = self.fs.open(self.path, mode)
             return opened
 
@@ -141,11 +141,11 @@ class RemotePath(NamedTuple):
 
         **Cost**: memory for a part of 16 MiB; of objects of more than 140 GiB, for one in 9000 parts of it.
         """
-        with self._reached():
+        with self._errors_translated():
             file = self.fs.open(self.path, "wb", block_size=max(_CHUNK, -(-size // _PARTS)))
         try:
             yield Sender(self, file)
-            with self._reached():
+            with self._errors_translated():
                 file.close()
         except BaseException:
             with suppress(Exception):
@@ -156,31 +156,31 @@ class RemotePath(NamedTuple):
 
     def read_bytes(self) -> bytes:
         """Return the content of the file."""
-        with self._reached():
+        with self._errors_translated():
             return bytes(self.fs.cat_file(self.path))
 
     def read_range(self, start: int, end: int) -> bytes:
         """Return the bytes of a range of the file, fewer if it ends before."""
-        with self._reached():
+        with self._errors_translated():
             return bytes(self.fs.cat_file(self.path, start=start, end=end))
 
     def write_bytes(self, content: bytes) -> None:
         """Write the file as a whole: others see what was there before, or all of the content."""
-        with self._reached():
+        with self._errors_translated():
             self.fs.pipe_file(self.path, content)
 
     def unlink(self) -> None:
         """Remove the file."""
-        with self._reached():
+        with self._errors_translated():
             self.fs.rm_file(self.path)
 
     def modified(self) -> float:
         """Return when the file was written, in seconds since 1970."""
-        with self._reached():
+        with self._errors_translated():
             return float(self.fs.modified(self.path).timestamp())
 
     @contextmanager
-    def _reached(self) -> Iterator[None]:
+    def _errors_translated(self) -> Iterator[None]:
         """Turn what the filesystem raises into an OSError that names the URL."""
         try:
             self.fs.invalidate_cache()
@@ -199,7 +199,7 @@ class Sender(NamedTuple):
 
     def write(self, content: bytes | memoryview) -> None:
         """Write the bytes that follow."""
-        with self.location._reached():
+        with self.location._errors_translated():
             self.file.write(content)
 
 
@@ -243,7 +243,7 @@ class RangeFile(io.RawIOBase):
 
 
 def locate(path: str | Location) -> Location:
-    """Return where a path or a URL leads; `~` is the user's home.
+    """Return a `Path` for a path on a disk, or a `RemotePath` for a URL; `~` is the user's home.
 
     Example:
         >>> locate("work_dirs/net.pth").name, locate("memory://bucket/net.pth").suffix
@@ -304,7 +304,7 @@ def size_of(location: Location) -> int:
     """Return the size of a file in bytes."""
     if isinstance(location, Path):
         return location.stat().st_size
-    with location._reached():
+    with location._errors_translated():
         return int(location.fs.size(location.path))
 
 
@@ -326,7 +326,7 @@ def read_into(location: Location, start: int, target: memoryview) -> None:
         end = min(begin + _CHUNK, len(target))
         starts = range(begin, end, _PIECE)
         ends = [min(one + _PIECE, end) for one in starts]
-        with location._reached():
+        with location._errors_translated():
             pieces = location.fs.cat_ranges(
                 [location.path] * len(ends), [start + one for one in starts], [start + one for one in ends],
                 on_error="raise",
@@ -345,6 +345,6 @@ def write_bytes(file: IO[bytes], content: memoryview) -> None:
 
 def unlink_all(locations: Iterable[RemotePath]) -> None:
     """Remove remote files, several at a time."""
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    with ThreadPoolExecutor(_REMOVED_AT_A_TIME) as pool:
         for _ in pool.map(RemotePath.unlink, locations):
             pass

@@ -1,7 +1,7 @@
-"""What is changed in a text before it is saved or shown: secrets become `***`, control characters are written out.
+"""Makes texts safe to save and to show: secrets become `***`, and control characters are escaped.
 
-A secret is known by its name (`api_key`, `HF_TOKEN`), by its form (`hf_...`, `AKIA...`, the password in a URL), or,
-in a log, because the run's config has it under such a name. Tokens of a tokenizer are none.
+A secret is recognised by its name (`api_key`, `HF_TOKEN`), by its form (`hf_...`, `AKIA...`, the password in a URL),
+or, in a log, because the run's config has it under such a name. Tokens of a tokenizer are not secrets.
 """
 
 from __future__ import annotations
@@ -14,35 +14,21 @@ from typing import Any
 MASK = "***"
 _SHORTEST_IN_LOGS = 6  # a shorter secret could be a part of other words
 
-# Control characters but for line feeds and tabs; what reverses the order of letters; halves of a character.
+# Control characters except line feeds and tabs; marks that reverse the order of letters; surrogates.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-# Names that end so are secret, whatever stands before.
+# Last words of names that are secret, whatever words come before them.
 _SECRET = {
     *("apikey", "authkey", "accesskey", "secretkey", "privatekey", "apitoken", "authtoken", "authorization", "jwt"),
     *("credential", "credentials", "passcode", "passphrase", "passwd", "password", "passwords", "secret", "secrets"),
 }
 _PASSWORD_ENDS = ("pass", "passcode", "passwd", "password", "pwd")  # which may be numbers
-# What names may also end in without a break: PGPASSWORD, mypassword, OPENAIAPIKEY.
+# Endings of names that are written as one word: PGPASSWORD, mypassword, OPENAIAPIKEY.
 _SECRET_ENDS = tuple(sorted(_SECRET - {"jwt"}))
-# Words before `pass`: `forward_pass` is none.
+# Words before `pass` that make it a password, unlike `forward_pass`.
 _BEFORE_PASS = {
-    *(
-        "account",
-        "admin",
-        "amqp",
-        "api",
-        "app",
-        "auth",
-        "client",
-        "database",
-        "db",
-        "docker",
-        "elastic",
-        "email",
-        "ftp",
-    ),
-    *("git", "http", "https", "key", "keystore", "ldap", "login", "mail", "mongo", "mysql", "pg", "postgres"),
+    *("account", "admin", "amqp", "api", "app", "auth", "client", "database", "db", "docker", "elastic", "email"),
+    *("ftp", "git", "http", "https", "key", "keystore", "ldap", "login", "mail", "mongo", "mysql", "pg", "postgres"),
     *("proxy", "redis", "registry", "root", "server", "service", "smtp", "sql", "ssh", "sudo", "user"),
 }
 # Words before `key` and before `token` that make it secret: `sort_key` and `pad_token` are not.
@@ -57,7 +43,7 @@ _BEFORE_TOKEN = {
     *("slack", "telegram", "tracking", "upload", "user", "wandb", "webhook"),
 }
 _SPECIAL_TOKEN = re.compile(r"[<\[{|].*[>\]}|]")  # of a tokenizer
-_NO_SECRETS = {"", MASK, "None", "none", "null", "True", "true", "False", "false"}
+_NEVER_SECRET = {"", MASK, "None", "none", "null", "True", "true", "False", "false"}
 
 # A text with none of these has no secret that `mask_text` recognises. Most lines of a log have none.
 _HINTS = (
@@ -76,7 +62,7 @@ _FORMS = re.compile(
     re.DOTALL,
 )
 _IN_URL = re.compile(r"((?<![\w+.-])[A-Za-z0-9+.-]++://[^\s/'\"@:]*):([^\s/'\"]+)@")
-# A key in place of a user and a password; `git` and such are users.
+# A URL with a key in place of user and password; `git@` and `oauth2@` are names of users.
 _KEY_IN_URL = re.compile(r"\b((?:[a-z]+\+)?(?:https?|wss?)://)(?!git@|oauth2@|\*\*\*@)[^\s/?#'\"@:]+@", re.IGNORECASE)
 _SIGNED_URL = re.compile(r"([?&](?:sig|signature)=)[^\s&#'\"]+", re.IGNORECASE)
 _BEARER = re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{8,}")
@@ -146,7 +132,7 @@ def mask_text(text: str, secrets: Iterable[str] = ()) -> str:
     text = _KEY_IN_URL.sub(rf"\1{MASK}@", text)
     text = _SIGNED_URL.sub(rf"\1{MASK}", text)
     text = _BEARER.sub(rf"\1 {MASK}", text)
-    text = _OPTION.sub(lambda it: it["left"] + _masked(it["name"], it["value"]), _without_values(text))
+    text = _OPTION.sub(lambda it: it["left"] + _masked(it["name"], it["value"]), _mask_assignments(text))
     text = _WANDB.sub(rf"\1{MASK}", text)
     return _FORMS.sub(MASK, text)
 
@@ -181,13 +167,13 @@ def mask_value(value: Any, name: str = "") -> Any:
         {'lr': 0.1, 'login': {'api_key': '***', 'user': 'me'}}
     """
     if isinstance(value, Mapping):
-        return {key: mask_value(item, _below(name, key)) for key, item in value.items()}
+        return {key: mask_value(item, _dotted(name, key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
         items = [mask_value(item, name) for item in value]
         return items if isinstance(value, list) else type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, str) and not isinstance(value, Enum):
         return MASK if _is_secret(value, name) else mask_text(value)
-    return MASK if _is_plain_secret(value, name) else value
+    return MASK if _is_secret_number_or_bytes(value, name) else value
 
 
 def mask_words(words: Sequence[str]) -> list[str]:
@@ -224,7 +210,7 @@ def is_masked(value: Any) -> bool:
 def _secrets(value: Any, name: str) -> Iterator[str]:
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _secrets(item, _below(name, key))
+            yield from _secrets(item, _dotted(name, key))
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _secrets(item, name)
@@ -232,18 +218,18 @@ def _secrets(value: Any, name: str) -> Iterator[str]:
         yield value
 
 
-def _below(name: str, key: object) -> str:
+def _dotted(name: str, key: object) -> str:
     return f"{name}.{key}" if name else str(key)
 
 
 def _is_secret(value: str, name: str) -> bool:
-    if value in _NO_SECRETS or _SPECIAL_TOKEN.fullmatch(value):
+    if value in _NEVER_SECRET or _SPECIAL_TOKEN.fullmatch(value):
         return False
     return is_secret_name(name) or (_words(name)[-1:] in (["key"], ["token"]) and _looks_random(value))
 
 
-def _is_plain_secret(value: object, name: str) -> bool:
-    """Return whether a value that is no string is a secret."""
+def _is_secret_number_or_bytes(value: object, name: str) -> bool:
+    """Return whether a value that is not a string is a secret."""
     if not is_secret_name(name) or isinstance(value, bool):
         return False
     return isinstance(value, bytes) or (isinstance(value, int | float) and _is_password(name))
@@ -257,8 +243,8 @@ def _looks_random(text: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9+/=_-]{20,}", text) is not None and all(re.search(kind, text) for kind in kinds)
 
 
-def _without_values(text: str) -> str:
-    """Mask the values of secret names; those of other names may hold such assignments: dict(api_key=...)."""
+def _mask_assignments(text: str) -> str:
+    """Mask the values of secret names in assignments, also nested ones: `login=dict(api_key=...)`."""
     parts, done, start = [], 0, 0
     while (named := _NAMED.search(text, start)) is not None:
         start = named.end()
@@ -272,7 +258,7 @@ def _masked(name: str, value: str) -> str:
     """Return what to show of a value, quoted or not, that has a name."""
     quote = value[0] if value[0] in "'\"" else ""
     plain = value[1:-1] if quote else value
-    is_plain = plain in _NO_SECRETS or _SPECIAL_TOKEN.fullmatch(plain) or (not quote and _is_code(plain, name))
+    is_plain = plain in _NEVER_SECRET or _SPECIAL_TOKEN.fullmatch(plain) or (not quote and _is_code(plain, name))
     return value if is_plain or not is_secret_name(name) else f"{quote}{MASK}{quote}"
 
 

@@ -1,7 +1,7 @@
-"""Standard output and error of this process: whatever becomes of them, what is written there ends nothing.
+"""Standard output and error of this process, made so that a failed write to them does not end a training.
 
-A disk may be full, a terminal or the reader of a pipe gone, a stream closed from the start, and a locale may lack the
-letters of a name. A training goes on without what can't be shown.
+A write fails where a disk is full, a terminal or the reader of a pipe is gone, a stream was closed from the start, or
+the locale lacks the letters of a name. A training goes on without what can't be shown.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class _Lossy(io.FileIO):
         return memoryview(data).nbytes
 
 
-def outlive_output() -> None:
+def tolerate_closed_output() -> None:
     """Let `sys.stdout` and `sys.stderr` drop what can't be written, and escape what their encoding lacks.
 
     Streams that somebody has put in their place, as pytest and notebooks do, stay as they are.
     """
     if not _is_open(0):
-        _leading_nowhere(0)
+        _open_null_device(0)
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         if stream is None:  # it was closed when the interpreter started
-            setattr(sys, name, _stream(_leading_nowhere(number)))
+            setattr(sys, name, _stream(_open_null_device(number)))
         elif stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper):
             with suppress(OSError):
                 stream.flush()
@@ -59,14 +59,15 @@ def _stream(
     )
 
 
-def _leading_nowhere(number: int) -> int:
-    """Return a descriptor that leads nowhere: this one, if it is closed.
+def _open_null_device(number: int) -> int:
+    """Open the null device, and return its descriptor: `number`, if that is closed.
 
-    The next file to be opened would get its number, and what a library in C prints would be written there.
+    A standard descriptor must not stay closed: the next file to be opened would get its number, and what a library in C
+    prints would be written into that file.
     """
     was_open = _is_open(number)
     nowhere = os.open(os.devnull, os.O_RDWR)
-    if was_open:  # by another file, meanwhile
+    if was_open:  # another file has got its number meanwhile
         return nowhere
     if nowhere != number:
         os.dup2(nowhere, number)

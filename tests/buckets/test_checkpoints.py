@@ -87,8 +87,6 @@ def test_the_commands(tmp_path: Path):
     for number in (1, 2, 3):
         state = {"model": {"w": torch.full((30,), float(number))}}
         save_state(root / "run" / f"epoch_{number}", state, {"epoch": number, "iter": number}, last_of=root)
-    code, shown = called("checkpoints", "compare", f"{root}/run/epoch_1", f"{root}/run/epoch_3")
-    assert (code, shown) == (1, "model.w: differs by up to 2\n")
     assert called("checkpoints", "prune", root, "--keep", 1, "--yes")[0] == 0
     assert [one.directory.name for one in find_checkpoints([root])] == ["epoch_3"]
     assert len(names("s3://runs/commands")) == 3

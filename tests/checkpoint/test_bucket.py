@@ -452,8 +452,6 @@ def test_the_commands_take_urls(tmp_path: Path):
     code, shown = called("show", root / "run" / "epoch_1")
     assert code == 0
     assert "12,000" in shown
-    code, shown = called("compare", root / "run" / "epoch_1", root / "run" / "epoch_3")
-    assert (code, shown) == (1, "model.weight: differs by up to 2\n")
     (tmp_path / "run" / ".epoch_4.draft.4194303.1.here").write_bytes(b"")
     (tmp_path / "run" / "epoch_4").mkdir()
     (tmp_path / "run" / "epoch_4" / "rank_0.safetensors").write_bytes(b"four")

@@ -71,23 +71,6 @@ def test_one_is_shown(work_dir: Path):
         assert part in shown
 
 
-def test_two_are_compared(work_dir: Path):
-    one, two = work_dir / RUN / "epoch_1", work_dir / RUN / "epoch_2"
-    assert called("compare", one, one) == (0, "2 tensors and all other values are equal\n")
-    code, shown = called("compare", one, two)
-    assert code == 1
-    assert shown.splitlines() == ["model.steps: 1 of 1 elements differ", "model.weight: differs by up to 1"]
-    save_state(
-        work_dir / "other", {"model": {"weight": torch.zeros(3)}, "optimizer": {"param_groups": [{"lr": 1}]}}, {}
-    )
-    _, shown = called("compare", one, work_dir / "other")
-    assert shown.splitlines()[:2] == [
-        f"model.steps: not in {work_dir / 'other'}",
-        "model.weight: float32[300, 40] and float32[3]",
-    ]
-    assert "optimizer.param_groups: [{'betas': " in shown
-
-
 def test_old_ones_are_removed_when_asked(work_dir: Path):
     code, shown = called("prune", work_dir, "--keep", 1, answer="n\n")
     assert code == 1
@@ -120,7 +103,6 @@ def test_the_only_whole_one_is_not_removed_for_damaged_ones(work_dir: Path):
         (["{}/file"], "is a file"),
         (["{}/empty"], "has none"),
         (["show", "{}/empty"], "a checkpoint must be a directory with manifest.json in it"),
-        (["compare", "{}/empty", "{}/empty"], "a checkpoint must be a directory"),
     ],
 )
 def test_what_is_no_folder_of_checkpoints_is_said(words: list[str], says: str, tmp_path: Path):

@@ -42,7 +42,7 @@ def complete(folder, *words):
     ("words", "offered"),
     [
         (["tr"], ["train"]),
-        (["config", ""], ["print", "check", "diff"]),
+        (["config", ""], ["print", "check"]),
         (["train", "--st"], ["--strategy"]),
         (["train", "--strategy", ""], ["single", "ddp", "fsdp", "deepspeed", "colossalai"]),
         (["train", "c.py", "--strategy", "f"], ["fsdp"]),

@@ -61,23 +61,6 @@ def test_check_tells_everything_at_once(here, folder):
     ]
 
 
-def test_diff_ends_as_diff_does(here, folder):
-    (folder / "child.py").write_text(
-        "_base_ = 'line.py'\ntrain_cfg = dict(_delete_=True, max_epochs=2)\nrandomness = dict(seed=0)\n"
-    )
-    assert here("config", "diff", "line.py", "line.py") == (0, "", "")
-    code, out, err = here("config", "diff", "line.py", "child.py")
-    assert (code, err) == (1, "")
-    assert out.splitlines() == [
-        "- train_cfg.by_epoch = True",
-        "~ train_cfg.max_epochs = 1 -> 2",
-        "+ randomness.seed = 0",
-    ]
-    code, out, err = here("config", "diff", "line.py", "none.py")
-    assert (code, out) == (2, "")
-    assert "there is no config file" in err
-
-
-@pytest.mark.parametrize("command", ["check", "diff", "print"])
+@pytest.mark.parametrize("command", ["check", "print"])
 def test_the_group_lists_its_commands(here, command):
     assert command in here("config", "--help")[1]

@@ -38,7 +38,6 @@ def test_help_does_not_import_torch(words, tmp_path):
     [
         (["--version"], 0, __version__),
         (["config", "print", "line.py", "model.width=3"], 0, "width=3"),
-        (["config", "diff", "line.py", "line.py"], 0, ""),
         (["report", "."], 0, "report.html"),
         (["doctor"], 1, "lockstep      │"),
         (["train", "none.py", "--nproc", "2"], 1, "there is no config file"),

@@ -212,7 +212,6 @@ def test_a_config_is_read_once_where_its_values_can_be_handed_on(lockstep, folde
         ["find-batch-size", "{}", "--no-check"],
         ["config", "print", "{}"],
         ["config", "check", "{}"],
-        ["config", "diff", "{}", "line.py"],
     ],
 )
 def test_a_yaml_that_leads_to_code_is_refused_before_anything_is_imported(here, folder, words):

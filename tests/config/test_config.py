@@ -205,14 +205,15 @@ def test_another_process_gets_equal_values_without_the_files(write, monkeypatch)
     code = (
         "import json, sys\n"
         "from lockstep.config import ResolvedConfig\n"
-        "cfg = ResolvedConfig(**json.loads(sys.argv[1])).config()\n"
+        "cfg = ResolvedConfig(**json.loads(sys.argv[1])).load()\n"
         "print(cfg.pretty_text, cfg.filename, sys.registered)"
     )
     words = [sys.executable, "-c", code, json.dumps(asdict(resolved))]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert done.stdout == f"{cfg.pretty_text} {file} True\n"
-    assert resolved.config() == cfg
-    assert resolved.config().text == cfg.text
+    assert resolved.load() == cfg
+    assert resolved.load().text == cfg.text
+    assert resolved.load().where("optimizer.lr") == "an option"
 
 
 @pytest.mark.parametrize(
@@ -236,7 +237,7 @@ def test_data_files_and_plain_functions_give_values_alone(write):
     file = write("config.py", "def half(x):\n    return x / 2\nlr = half(1)\ncfg = dict(a=1)\ncfg.update(b=2)\n")
     resolved = ResolvedConfig.of(Config.fromfile(file))
     assert resolved is not None
-    assert resolved.config() == {"lr": 0.5, "cfg": {"a": 1, "b": 2}}
+    assert resolved.load() == {"lr": 0.5, "cfg": {"a": 1, "b": 2}}
 
 
 def test_a_config_without_a_file_is_not_handed_on():

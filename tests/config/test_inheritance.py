@@ -106,7 +106,7 @@ def test_a_python_config_can_change_what_its_base_says(write):
     assert cfg.where("model.head.bias") == f"{file}:3"
     assert cfg.where("model.head.width") == f"{file.with_name('middle.py')}:2"
     assert cfg.where("model.head") == f"{file.with_name('base.py')}:1"
-    assert "epochs" not in cfg.helpers  # set, not read
+    assert "epochs" not in cfg.intermediate_keys  # set, not read
     cfg.head.type = "Linear"
     assert cfg.model.head.type == "Conv"  # no part of the result is shared
 
@@ -257,8 +257,8 @@ def test_json_that_yaml_cannot_read_has_no_lines(write):
 
 
 def test_helpers_are_what_the_code_of_any_of_the_files_reads(cfg):
-    assert {"width", "head", "lr"} <= cfg.helpers
-    assert not {"unused", "rate", "model", "extra"} & cfg.helpers
+    assert {"width", "head", "lr"} <= cfg.intermediate_keys
+    assert not {"unused", "rate", "model", "extra"} & cfg.intermediate_keys
 
 
 @pytest.mark.parametrize("name", ["dumped.py", "dumped.yaml"])
@@ -266,13 +266,13 @@ def test_a_dumped_config_has_nothing_but_helpers_as_its_code_is_gone(cfg, tmp_pa
     cfg.dump(tmp_path / name)
     dumped = Config.fromfile(tmp_path / name)
     assert dumped == cfg
-    assert dumped.helpers >= dumped.keys()
+    assert dumped.intermediate_keys >= dumped.keys()
 
 
 def test_without_a_file_nothing_is_known(cfg, tmp_path):
-    assert (Config({"a": 1}).where("a"), Config({"a": 1}).helpers) == ("", set())
+    assert (Config({"a": 1}).where("a"), Config({"a": 1}).intermediate_keys) == ("", set())
     (tmp_path / "child.py").unlink()
-    assert (cfg.where("lr"), cfg.helpers) == ("", set())
+    assert (cfg.where("lr"), cfg.intermediate_keys) == ("", set())
 
 
 # A YAML or JSON config is data: nothing that it says is imported or run unless its reader trusts it.

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from lockstep.launch.worker import ITERATION_FILE, iteration_teller, read_iteration
+from lockstep.launch.worker import ITERATION_FILE, iteration_reporter, read_iteration
 
 TRAINING = """
 import os, torch
@@ -67,9 +67,9 @@ def test_a_job_that_fails_in_another_iteration_goes_on(tmp_path):
 
 def test_the_iteration_is_read_as_it_was_told(tmp_path, monkeypatch):
     path = tmp_path / "iteration"
-    iteration_teller()(7)  # nobody asks
+    iteration_reporter()(7)  # nobody asks
     monkeypatch.setenv(ITERATION_FILE, str(path))
     assert read_iteration(path) is None
     for number in (12, 2**40):
-        iteration_teller()(number)
+        iteration_reporter()(number)
         assert read_iteration(path) == number

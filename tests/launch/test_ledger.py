@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from lockstep.launch.ledger import Ledger, RankRecord, Report, awaits_cause
+from lockstep.launch.ledger import Ledger, RankRecord, Report, seconds_to_await_cause
 
 
 def raised(rank, kind, at, *, code=1, follows=None, names=(), **ended):
@@ -121,13 +121,16 @@ def test_a_rank_that_still_runs_is_named_where_all_ranks_are_known():
 def test_how_long_to_wait_for_the_cause():
     running = RankRecord(1, 101)
     gone, late = (raised(0, "PeerError", 10.0, follows=why) for why in ("gone", "late"))
-    assert awaits_cause([raised(0, "ValueError", 10.0), running]) == 0
-    assert awaits_cause([ended(0, -9, 10.0), running]) == 0
+    assert seconds_to_await_cause([raised(0, "ValueError", 10.0), running]) == 0
+    assert seconds_to_await_cause([ended(0, -9, 10.0), running]) == 0
     assert (
-        awaits_cause([gone, running]) > awaits_cause([late, running]) > awaits_cause([ended(0, -6, 1.0), running]) > 0
+        seconds_to_await_cause([gone, running])
+        > seconds_to_await_cause([late, running])
+        > seconds_to_await_cause([ended(0, -6, 1.0), running])
+        > 0
     )
-    assert awaits_cause([gone, ended(1, 0, 11.0)]) == 0
-    assert awaits_cause([late, RankRecord(1, 101, state="T")]) == 0
+    assert seconds_to_await_cause([gone, ended(1, 0, 11.0)]) == 0
+    assert seconds_to_await_cause([late, RankRecord(1, 101, state="T")]) == 0
 
 
 def test_an_unknown_signal_has_its_number():

@@ -35,9 +35,9 @@ def test_a_rank_that_computes_is_told_from_one_that_waits():
             process.stdout.readline()  # it has started, for which it computes, too
         while ranks.records[0].status is None:
             time.sleep(0.01)
-        ranks.look()  # begins to look at the others
+        ranks.poll()  # begins to look at the others
         time.sleep(1)
-        ranks.look()
+        ranks.poll()
         assert [record.state for record in ranks.records] == ["", "R", "R", "S"]
     finally:
         for process in processes:

@@ -12,7 +12,7 @@ from lockstep.logging import MMLogger, open_console, print_log, run_logging, war
 
 
 def test_within_a_run_its_handlers_get_everything_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with run_logging(open_console(speaks=True), tmp_path / "log.txt", level="INFO", file_level="DEBUG"):
+    with run_logging(open_console(prints=True), tmp_path / "log.txt", level="INFO", file_level="DEBUG"):
         MMLogger.get_current_instance().info("from a model")
         MMLogger.get_instance("zoo", log_level="DEBUG").debug("from a tool")
         print_log("printed", logger="current")
@@ -54,7 +54,7 @@ def test_a_warning_is_shown_once_although_filters_change():
             warnings.simplefilter("ignore")
 
     distributed = "/lib/torch/distributed/fsdp.py"
-    with warnings.catch_warnings(record=True) as caught, warnings_once(speaks=True):
+    with warnings.catch_warnings(record=True) as caught, warnings_once(shows_distributed=True):
         warnings.simplefilter("always")
         for line in (1, 1, 2, 1):
             warn(line)
@@ -64,7 +64,7 @@ def test_a_warning_is_shown_once_although_filters_change():
         ("one.py", 2),
         (distributed, 1),
     ]
-    with warnings.catch_warnings(record=True) as caught, warnings_once(speaks=False):
+    with warnings.catch_warnings(record=True) as caught, warnings_once(shows_distributed=False):
         warnings.simplefilter("always")
         warn(1)
         warn(1, distributed)

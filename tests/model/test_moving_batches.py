@@ -14,7 +14,6 @@ from lockstep.dataset import build_dataloader
 from lockstep.model import BaseDataPreprocessor, ImgDataPreprocessor
 from lockstep.model.preprocessor import move_to_device
 from lockstep.model.steps import preprocess
-from lockstep.structures import BaseDataElement, InstanceData
 
 META = torch.device("meta")
 
@@ -61,8 +60,21 @@ class Masks:
         return torch.ones(1).to(device)
 
 
-class Sample(InstanceData):
-    def to(self, device: Any) -> Any:  # type: ignore[override]
+class Sample:
+    """A node of a tree."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.fields = fields
+
+    def tree_children(self) -> dict[str, Any]:
+        return self.fields
+
+    def tree_rebuild(self, children: dict[str, Any]) -> Sample:
+        return Sample(**children)
+
+
+class MovingSample(Sample):
+    def to(self, device: torch.device) -> Any:
         return "moved by itself"
 
 
@@ -70,7 +82,7 @@ BATCHES: dict[str, tuple[Any, list[bool]]] = {
     "a tensor": (torch.ones(1), [True]),
     "a list": ([torch.ones(1), torch.ones(2)], [True, True]),
     "nested": ({"a": (torch.ones(1), "x"), "b": [Record(torch.ones(1))]}, [True, True]),
-    "elements": ([BaseDataElement(boxes=torch.ones(2, 4), masks=Masks())], [True, False]),
+    "nodes of a tree": ([Sample(boxes=torch.ones(2, 4), masks=Masks())], [True, False]),
     "an object with non_blocking": ([Graph()], [True]),
     "an object without": ([Masks()], [False]),
 }
@@ -82,8 +94,9 @@ def test_a_batch_is_copied_without_waiting_where_its_parts_can_be(name: str) -> 
     assert copies_of(lambda x: move_to_device(x, META), batch) == copies
 
 
-def test_an_element_with_a_method_of_its_own_is_moved_by_it() -> None:
-    assert move_to_device([Sample(boxes=torch.ones(1))], META) == ["moved by itself"]
+def test_a_node_with_a_method_of_its_own_is_moved_by_it() -> None:
+    assert move_to_device([MovingSample(boxes=torch.ones(1))], META) == ["moved by itself"]
+    assert move_to_device(MovingSample, META) is MovingSample
 
 
 def test_every_preprocessing_copies_without_waiting_unless_told_otherwise() -> None:
@@ -142,10 +155,3 @@ def test_of_a_stream_the_batch_alone_is_pinned() -> None:
     assert made.batch["a"][0].is_pinned
     assert not position.is_pinned
     assert made.samples == 1
-
-
-def test_the_tensors_of_an_element_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self + 1)
-    sample = InstanceData(boxes=torch.zeros(1), names=["a"]).pin_memory()
-    assert sample.boxes.tolist() == [1.0]
-    assert sample.names == ["a"]

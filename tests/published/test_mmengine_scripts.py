@@ -30,7 +30,6 @@ from lockstep.registry import MODELS as BASE_MODELS
 from lockstep.registry import RUNNERS, Registry
 from lockstep.registry import TRANSFORMS as BASE_TRANSFORMS
 from lockstep.runner import Runner
-from lockstep.structures import BaseDataElement, LabelData
 from lockstep.testing import ranks
 
 # The registries of a library that is built upon the engine, which configs reach by its `default_scope`.
@@ -51,12 +50,24 @@ class Scale:
         return results
 
 
+class Sample:
+    """A sample's data. MMEngine's BaseDataElement and LabelData, which it stands for, are in lockstep-mmengine."""
+
+    def __init__(self, sample_idx: int, gt_label: Tensor) -> None:
+        self.sample_idx, self.gt_label = sample_idx, gt_label
+        self.pred_score: Tensor | None = None
+
+    def to(self, device: torch.device) -> Sample:
+        return Sample(self.sample_idx, self.gt_label.to(device))
+
+
 @TRANSFORMS.register_module()
 class Pack:
     def __call__(self, results: dict) -> dict:
-        sample = BaseDataElement(metainfo={"sample_idx": results["sample_idx"]})
-        sample.gt_label = LabelData(label=torch.tensor([results["gt"]]))
-        return {"inputs": results["inputs"], "data_samples": sample}
+        return {
+            "inputs": results["inputs"],
+            "data_samples": Sample(results["sample_idx"], torch.tensor([results["gt"]])),
+        }
 
 
 @DATASETS.register_module()
@@ -106,10 +117,10 @@ class Classifier(BaseModel):
         if mode == "loss":
             hub = MessageHub.get_current_instance()
             assert 0 <= hub.get_info("iter") < hub.get_info("max_iters")
-            target = torch.cat([sample.gt_label.label for sample in data_samples])
+            target = torch.cat([sample.gt_label for sample in data_samples])
             return {"loss_cls": F.cross_entropy(scores, target), "acc": (scores.argmax(1) == target).float().mean()}
         for sample, score in zip(data_samples, scores, strict=True):
-            sample.set_field(score, "pred_score")
+            sample.pred_score = score
         return data_samples
 
 
@@ -119,7 +130,7 @@ class BlobAccuracy(BaseMetric):
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
         for sample in data_samples:
-            self.results.append(int(sample["pred_score"].argmax() == sample["gt_label"]["label"][0]))
+            self.results.append(int(sample.pred_score.argmax() == sample.gt_label[0]))
 
     def compute_metrics(self, results: list) -> dict:
         logger = MMLogger.get_current_instance()

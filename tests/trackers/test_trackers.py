@@ -33,7 +33,6 @@ VISUALIZERS: dict[str, dict[str, Any]] = {
         "init_kwargs": {"tags": ["small"], "auto_resource_monitoring": False},
         "artifact_suffix": [".py"],
     },
-    "neptune": {"type": "NeptuneVisBackend", "init_kwargs": {"mode": "offline", "tags": ["small"]}},
     "dvclive": {"type": "DVCLiveVisBackend"},
 }
 # Even offline, ClearML asks whether there is a newer version of it.
@@ -67,7 +66,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Tr
         job = [*(["-m", "lockstep", "launch", "--nproc", "2"] if name == "aim" else []), SCRIPT, json.dumps(visualizer)]
         folder = tmp_path_factory.mktemp(name)
         # Nothing of a user's account, and no user's folder to write to.
-        private = ("COMET_", "CLEARML_", "NEPTUNE_", "AIM_", "__AIM", "DVC")
+        private = ("COMET_", "CLEARML_", "AIM_", "__AIM", "DVC")
         environment = {key: value for key, value in os.environ.items() if not key.startswith(private)}
         environment |= {
             "HOME": str(folder),
@@ -175,30 +174,6 @@ def test_clearml(trainings: dict[str, Training]):
         (image,) = (event for event in events if event["type"] == "training_debug_image")
         assert (image["metric"], image["variant"], image["iter"]) == ("digits", "seven", 2)
         assert (folder / "data" / image["key"]).read_bytes().startswith(b"\xff\xd8")
-
-
-def test_neptune(trainings: dict[str, Training]):
-    training = trainings["neptune"].wait()
-    kept = {}
-    for file in (training.folder / ".neptune" / "offline").glob("*/data-1.log"):
-        operations = [line["obj"] for line in lines_of(file.read_text())]
-        (name,) = (o["value"] for o in operations if o["path"] == ["sys", "name"])
-        kept[name] = operations, file.parent
-    for run, failed in zip(training.runs(), (False, True), strict=True):
-        operations, folder = kept[run.name]
-        by_path: dict[str, list[dict[str, Any]]] = {}
-        for operation in operations:
-            by_path.setdefault("/".join(operation["path"]), []).append(operation)
-        logged = [value for operation in by_path["train/loss"] for value in operation["values"]]
-        assert {value["step"]: value["value"] for value in logged} == pytest.approx(losses(run))
-        assert by_path["parameters/model/type"][0]["value"] == "Net"
-        assert by_path["parameters/model/depths"][0]["value"] == "[2, 4]"
-        assert by_path["sys/tags"][0]["values"] == ["small"]
-        assert by_path["sys/failed"][-1]["value"] is failed
-        (image,) = by_path["images/digits/seven"][0]["values"]
-        assert (image["step"], image["value"]["data"][:4]) == (2, "iVBO")  # PNG's first bytes in base 64
-        (config,) = (folder / "upload_path").glob("config-*.py")
-        assert "depths=[2, 4]" in config.read_text()
 
 
 def test_dvclive(trainings: dict[str, Training]):

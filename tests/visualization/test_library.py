@@ -25,7 +25,6 @@ TRACKERS = {
     "CometVisualizer": "comet_ml",
     "AimVisualizer": "aim",
     "ClearMLVisualizer": "clearml",
-    "NeptuneVisualizer": "neptune",
     "DVCLiveVisualizer": "dvclive",
 }
 INSTALLED = [name for name, library in LIBRARIES.items() if is_installed(library)]
@@ -159,7 +158,6 @@ def test_artifacts_are_files_of_the_folder_itself(tmp_path: Path):
         ("CometVisBackend", "CometVisualizer"),
         ("AimVisBackend", "AimVisualizer"),
         ("ClearMLVisBackend", "ClearMLVisualizer"),
-        ("NeptuneVisBackend", "NeptuneVisualizer"),
         ("DVCLiveVisBackend", "DVCLiveVisualizer"),
         ("Visualizer", "Visualizers"),
     ],

@@ -1,15 +1,13 @@
-"""`lockstep checkpoints`: list what lies in a folder, verify it, show one, compare two, remove old ones."""
+"""`lockstep checkpoints`: list those in a folder, verify them, show one, remove old ones."""
 
 from __future__ import annotations
 
 import math
-import reprlib
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.filesize import decimal
@@ -26,9 +24,6 @@ from lockstep.errors import ConfigError, counted
 from lockstep.location import Location, locate
 from lockstep.masking import printable
 
-if TYPE_CHECKING:
-    from lockstep.checkpoint.loading import Stored
-
 _AT_URL = "Also a URL, as s3://BUCKET/NAME."
 Checkpoint = Annotated[
     str, typer.Argument(metavar="CHECKPOINT", help=f"A checkpoint, as work_dirs/NAME/TIME/epoch_1. {_AT_URL}")
@@ -38,11 +33,11 @@ Folder = Annotated[
 ]
 
 
-_WIDTH = 160  # of what is not shown on a terminal
+_WIDTH = 160  # columns of output that does not go to a terminal
 
 
 class _ListByDefault(TyperGroup):
-    """A group of commands that lists where no command is named."""
+    """A group of commands, of which `list` runs if the first argument names no command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Put the name of the command `list` before a folder."""
@@ -51,7 +46,7 @@ class _ListByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command; a folder that cannot be read, or a URL that cannot be reached, is the user's to mend."""
+        """Run a command. An OSError, as of an unreadable folder, is shown as a message, without a traceback."""
         try:
             return super().invoke(ctx)
         except OSError as error:
@@ -61,7 +56,7 @@ class _ListByDefault(TyperGroup):
 checkpoints_app = typer.Typer(
     cls=_ListByDefault,
     no_args_is_help=True,
-    help="Look at checkpoints: `lockstep checkpoints DIR` lists them; show one, compare two, remove old ones.",
+    help="Look at checkpoints: `lockstep checkpoints DIR` lists them; show one, remove old ones.",
 )
 
 
@@ -82,8 +77,8 @@ def list_checkpoints(
     from rich.table import Table
 
     root = locate(directory)
-    found = _found_in(root)
-    last, faults = _last_of(root)
+    found = _find_or_refuse(root)
+    last, faults = _read_last(root)
     table = Table(title=_cell(f"{counted(len(found), 'checkpoint')} in {directory}"), title_justify="left", box=SIMPLE)
     for name in ("checkpoint", "written", "strategy", "whole"):
         table.add_column(name, overflow="fold")
@@ -95,7 +90,7 @@ def list_checkpoints(
             faults.append(fault)
         name = _relative(one.directory, root) + (" (last)" if one.directory == last else "")
         whole = "no" if fault else "yes" if verify_all and one.manifest else "not verified"
-        strategy, *numbers = _facts(one)
+        strategy, *numbers = _columns_of(one)
         written = f"{datetime.fromtimestamp(one.time):%Y-%m-%d %H:%M}"
         table.add_row(*map(_cell, [name, written, strategy, whole, *numbers]))
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
@@ -120,42 +115,22 @@ def show(checkpoint: Checkpoint) -> None:
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     written = {**manifest.written, "time": f"{datetime.fromtimestamp(manifest.written['time']):%Y-%m-%d %H:%M:%S}"}
     facts = Table(show_header=False, title=_cell(place), title_justify="left")
-    for key, value in {**written, **_shown(manifest.meta)}.items():
+    for key, value in {**written, **_decode_meta(manifest.meta)}.items():
         facts.add_row(_cell(key), _cell(value))
     console.print(facts)
     parts = Table(title="parts", title_justify="left")
     for name in ("part", "tensors", "elements", "bytes", "dtypes", "other values"):
         parts.add_column(name, justify="left" if name in ("part", "dtypes") else "right")
     for part in manifest.state:
-        own = [tensor for name, tensor in manifest.tensors.items() if name.partition(".")[0] == part]
+        tensors = [tensor for name, tensor in manifest.tensors.items() if name.partition(".")[0] == part]
         values = sum(tagged(node)[0] not in ("$tensor", "$array") for _, node in leaves(manifest.state[part]))
-        elements = sum(math.prod(tensor.shape) for tensor in own)
-        dtypes = Counter(tensor.dtype for tensor in own)
+        elements = sum(math.prod(tensor.shape) for tensor in tensors)
+        dtypes = Counter(tensor.dtype for tensor in tensors)
         parts.add_row(
-            _cell(part), f"{len(own):,}", f"{elements:,}", decimal(sum(tensor.size for tensor in own)),
+            _cell(part), f"{len(tensors):,}", f"{elements:,}", decimal(sum(tensor.size for tensor in tensors)),
             ", ".join(f"{dtype} ({number})" for dtype, number in dtypes.most_common()), f"{values:,}",
         )  # fmt: skip
     console.print(parts)
-
-
-@checkpoints_app.command()
-def compare(
-    first: Annotated[str, typer.Argument(metavar="A", help=f"A checkpoint. {_AT_URL}")],
-    second: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
-) -> None:
-    """Compare two checkpoints: what one lacks, what has another shape, and by how much values differ.
-
-    The states of ranks and the metadata are left out. The exit code is 1 if something differs.
-    """
-    from lockstep.checkpoint.loading import open_checkpoint  # imports torch
-
-    with closing(open_checkpoint(locate(first))) as one, closing(open_checkpoint(locate(second))) as other:
-        differences = list(_differences(one, other, (first, second)))
-    for line in differences:
-        print(printable(line, lines=False))
-    if differences:
-        raise typer.Exit(1)
-    print(f"{counted(len(one.tensors), 'tensor')} and all other values are equal")
 
 
 @checkpoints_app.command()
@@ -169,24 +144,24 @@ def prune(
     The best ones by a metric (best_...) and the last one of the work dir are kept in addition.
     """
     root = locate(directory)
-    found = _found_in(root)
-    last, _ = _last_of(root)
+    found = _find_or_refuse(root)
+    last, _ = _read_last(root)
     regular = [one.directory for one in found if not one.directory.name.startswith("best_")]
     whole = [path for path in regular if fault_found_by(check, path) is None]
     if not whole:
         raise ConfigError(f"{directory} must hold a whole checkpoint to be pruned, but holds none")
     kept = {*whole[:keep], last}
-    leaving = [path for path in regular if path not in kept]
+    to_remove = [path for path in regular if path not in kept]
     drafts = [draft for draft in drafts_in(root) if not is_owned(draft)]
-    for path in [*leaving, *drafts]:
+    for path in [*to_remove, *drafts]:
         size = sum(sizes_in(folder_of(path) if path in drafts else path).values())
         print(printable(f"{_relative(path, root)}  {decimal(size)}", lines=False))
-    if not (leaving or drafts):
+    if not (to_remove or drafts):
         print("there is nothing to remove")
         return
-    if not yes and not typer.confirm(f"Remove {'these' if len(leaving) + len(drafts) > 1 else 'this'}?"):
+    if not yes and not typer.confirm(f"Remove {'these' if len(to_remove) + len(drafts) > 1 else 'this'}?"):
         raise typer.Exit(1)
-    for path in leaving:
+    for path in to_remove:
         if not remove(path):
             print(f"{_relative(path, root)} is kept: another process reads it")
     remove_dead_drafts([root])
@@ -199,7 +174,8 @@ def _cell(value: object) -> str:
     return escape(printable(str(value), lines=False))
 
 
-def _found_in(directory: Location) -> list[CheckpointFolder]:
+def _find_or_refuse(directory: Location) -> list[CheckpointFolder]:
+    """Return the checkpoints in a folder; raise a ConfigError if there are none, and no drafts either."""
     if not directory.is_dir():
         raise ConfigError(
             f"`DIR` must be a folder, but {directory} {'is a file' if directory.exists() else 'does not exist'}"
@@ -210,19 +186,20 @@ def _found_in(directory: Location) -> list[CheckpointFolder]:
     return found
 
 
-def _last_of(directory: Location) -> tuple[Location | None, list[str]]:
+def _read_last(directory: Location) -> tuple[Location | None, list[str]]:
+    """Return the checkpoint that a work dir names as its last one, or None; and the error of the file that names it."""
     try:
         return read_pointer(directory), []
     except ConfigError as error:
         return None, [str(error)]
 
 
-def _facts(found: CheckpointFolder) -> list[str]:
+def _columns_of(found: CheckpointFolder) -> list[str]:
     """Return strategy, epoch, iteration, ranks, and the bytes of the model, of the optimizer and of all."""
     manifest = found.manifest
     if manifest is None:
         return [*[""] * 6, decimal(sum(sizes_in(found.directory).values()))]
-    meta = _shown(manifest.meta)
+    meta = _decode_meta(manifest.meta)
     sizes: Counter[str] = Counter()
     for name, tensor in manifest.tensors.items():
         sizes[name.partition(".")[0]] += tensor.size
@@ -235,45 +212,9 @@ def _facts(found: CheckpointFolder) -> list[str]:
     ]
 
 
-def _differences(one: Stored, other: Stored, names: tuple[str, str]) -> Iterator[str]:
-    for key in sorted({*one.state, *other.state} - {"ranks"}):
-        nodes = [dict(leaves(stored.state.get(key, {}), (key,))) for stored in (one, other)]
-        for path in sorted({*nodes[0], *nodes[1]}):
-            name = ".".join(path)
-            missing = [folder for node, folder in zip(nodes, names, strict=True) if path not in node]
-            if missing:
-                yield f"{name}: not in {missing[0]}"
-                continue
-            first, second = nodes[0][path], nodes[1][path]
-            if tagged(first)[0] == tagged(second)[0] == "$tensor":
-                difference = _difference(one, other, tagged(first)[1], tagged(second)[1])
-                if difference:
-                    yield f"{name}: {difference}"
-            elif first != second:
-                yield f"{name}: {reprlib.repr(first)} and {reprlib.repr(second)}"
-
-
-def _difference(one: Stored, other: Stored, first: str, second: str) -> str | None:
-    import torch
-
-    from lockstep.checkpoint.loading import read_whole
-
-    left, right = one.tensors[first], other.tensors[second]
-    if (left.dtype, left.shape) != (right.dtype, right.shape):
-        return f"{left.dtype}{list(left.shape)} and {right.dtype}{list(right.shape)}"
-    places = [[(chunk.offsets, chunk.shape, chunk.crc32) for chunk in tensor.chunks] for tensor in (left, right)]
-    if places[0] == places[1]:
-        return None
-    values = read_whole(one, left), read_whole(other, right)
-    if torch.equal(*(value.reshape(-1).view(torch.uint8) for value in values)):
-        return None
-    if not values[0].is_floating_point():
-        return f"{int((values[0] != values[1]).sum()):,} of {values[0].numel():,} elements differ"
-    return f"differs by up to {float((values[0].double() - values[1].double()).abs().max()):.3g}"
-
-
-def _shown(meta: Any) -> dict[str, Any]:
-    with suppress(ConfigError):  # a dtype of another version of torch, deep within
+def _decode_meta(meta: Any) -> dict[str, Any]:
+    """Return metadata as values to show, without dtypes, which need torch; empty if they cannot be decoded."""
+    with suppress(ConfigError):  # a nested dtype
         return dict(decode({key: value for key, value in meta.items() if tagged(value)[0] != "$dtype"}))
     return {}
 

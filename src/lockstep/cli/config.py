@@ -7,17 +7,11 @@ import sys
 from collections.abc import Sequence
 from inspect import signature
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from lockstep.cli.options import CfgOptions, ConfigPath, TrustConfig, print_error
-from lockstep.config import Config, differences, parse_options
+from lockstep.cli.options import CfgOptions, ConfigPath, TrustConfig
+from lockstep.config import Config, parse_options
 from lockstep.config.config import import_custom
-from lockstep.errors import INPUT_ERRORS, ConfigError, did_you_mean
-
-_SAME, _DIFFERENT, _TROUBLE = 0, 1, 2  # the exit codes of diff
-_STYLES = {"added": ("+", "green"), "removed": ("-", "red"), "changed": ("~", "yellow")}
+from lockstep.errors import ConfigError, did_you_mean
 
 
 def read_config(path: Path, *, trusted: bool = False) -> Config:
@@ -94,25 +88,3 @@ def check(config: ConfigPath, cfg_options: CfgOptions = None, trust_config: Trus
 
     check_config(cfg)
     print(f"{config}: no faults")
-
-
-def diff(
-    old: Annotated[Path, typer.Argument(metavar="A", help="A config.")],
-    new: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
-    trust_config: TrustConfig = False,
-) -> None:
-    """Print which keys differ between two configs, merged with their bases; exit with code 1 if any differ."""
-    from rich.console import Console
-    from rich.text import Text
-
-    try:
-        found = list(differences(*(read_config(path, trusted=trust_config) for path in (old, new))))
-    except INPUT_ERRORS as error:
-        print_error(error)
-        raise typer.Exit(_TROUBLE) from None
-    console = Console(soft_wrap=True)
-    for difference in found:
-        sign, style = _STYLES[difference.kind]
-        value = " -> ".join(side for side in (difference.old, difference.new) if side)
-        console.print(Text(f"{sign} {difference.key} = {value}", style))
-    raise typer.Exit(_DIFFERENT if found else _SAME)

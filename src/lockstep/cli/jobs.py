@@ -264,7 +264,7 @@ class FindBatchSize(Job):
         make_folder(Path(cfg.work_dir))
         print("batch size per rank")
         nproc = self.nproc or 1
-        ranks = TrialRanks(_OfJob(asdict(self)), nproc, self.updates, memory, _print_trial)
+        ranks = TrialRanks(_RunnerOfJob(asdict(self)), nproc, self.updates, memory, _print_trial)
         found = search_sizes(ranks.trial, start, self.max_batch_size, bisect=self.bisect, nproc=nproc)
         file = Path(cfg.work_dir) / "batch_size_search.json"
         file.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
@@ -291,25 +291,25 @@ class FindBatchSize(Job):
 
 
 @dataclass(frozen=True, slots=True)
-class _OfJob:
+class _RunnerOfJob:
     """Makes the Runner for a batch size in a rank, which reads the config itself."""
 
     options: dict[str, Any]
 
     def __call__(self, batch_size: int) -> Runner:
-        from lockstep.runner.batch_size_finder import OfConfig
+        from lockstep.runner.batch_size_finder import RunnerOfConfig
 
-        return OfConfig(FindBatchSize(**self.options).read())(batch_size)
+        return RunnerOfConfig(FindBatchSize(**self.options).read())(batch_size)
 
 
-def run_as_rank(asked: Mapping[str, Any]) -> None:
+def run_as_rank(request: Mapping[str, Any]) -> None:
     """Run the job for which a command has started this rank."""
-    sys.argv = asked["argv"]  # the run records what the user typed
-    options = asked["options"]
+    sys.argv = request["argv"]  # the run records what the user typed
+    options = request["options"]
     options |= {name: Path(options[name]) for name in ("config", "work_dir") if options.get(name)}
-    job = {"Train": Train, "Test": Test, "FindLR": FindLR}[asked["job"]](**options)
+    job = {"Train": Train, "Test": Test, "FindLR": FindLR}[request["job"]](**options)
     import_from_folder_of(job.config)
-    cfg = job.read() if asked["resolved"] is None else ResolvedConfig(**asked["resolved"]).config()
+    cfg = job.read() if request["resolved"] is None else ResolvedConfig(**request["resolved"]).load()
     cfg.launcher = "pytorch"
     job.execute(cfg)
 
@@ -323,13 +323,13 @@ def _start_ranks(job: Job, cfg: Config, spec: JobSpec, max_restarts: int, grace_
     log_dir = Path(cfg.work_dir) / "ranks"
     make_folder(log_dir)
     resolved = ResolvedConfig.of(cfg)
-    asked = {
+    request = {
         "argv": sys.argv,
         "job": type(job).__name__,
         "options": asdict(job),
         "resolved": None if resolved is None else asdict(resolved),
     }
-    payload = json.dumps(asked, default=str)  # paths become strings
+    payload = json.dumps(request, default=str)  # paths become strings
     launch(
         ["-m", "lockstep.cli.rank"],
         spec,
@@ -373,18 +373,18 @@ def _advice(found: LRSearch, runner: Runner) -> dict[str, str]:
     rate = found.suggestion
     if rate is None:
         return {"rate": f"none: the loss does not fall between {found.lrs[0]:g} and {found.lrs[-1]:g}. See the picture"}
-    told = {"rate": f"{rate:.2g}, where the loss falls most steeply"}
+    advice = {"rate": f"{rate:.2g}, where the loss falls most steeply"}
     optim = runner.args.optim_wrapper
     if optim is None and runner.run.strategy.own_optim_wrapper is None:
-        told["use"] = f"--cfg-options optim_wrapper.optimizer.type=AdamW optim_wrapper.optimizer.lr={rate:.2g}"
+        advice["use"] = f"--cfg-options optim_wrapper.optimizer.type=AdamW optim_wrapper.optimizer.lr={rate:.2g}"
     elif isinstance(optim, Mapping) and isinstance(optim.get("optimizer"), Mapping):
-        told["use"] = f"--cfg-options optim_wrapper.optimizer.lr={rate:.2g}"
+        advice["use"] = f"--cfg-options optim_wrapper.optimizer.lr={rate:.2g}"
     if len(set(found.factors)) > 1:
         several = ", ".join(f"{rate * factor:.2g}" for factor in dict.fromkeys(found.factors))
-        told["groups"] = f"parameter groups then have the rates {several}"
+        advice["groups"] = f"parameter groups then have the rates {several}"
     if found.still_falls:
-        told["note"] = f"the loss still falls at the highest rate: search on, with --end {10 * found.lrs[-1]:g}"
-    return told
+        advice["note"] = f"the loss still falls at the highest rate: search on, with --end {10 * found.lrs[-1]:g}"
+    return advice
 
 
 def _print_table(mode: Literal["val", "test"], metrics: Mapping[str, Any], runner: Runner) -> None:

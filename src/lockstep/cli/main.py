@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from lockstep.cli.checkpoints import checkpoints_app
-from lockstep.cli.config import check, diff, print_config
+from lockstep.cli.config import check, print_config
 from lockstep.cli.doctor import Doctor
 from lockstep.cli.export import Export
 from lockstep.cli.jobs import FindBatchSize, FindLR, Test, Train
@@ -30,7 +30,7 @@ from lockstep.cli.options import (
 from lockstep.errors import INPUT_ERRORS, LaunchError, Preempted, nearest
 from lockstep.launch import launch
 from lockstep.launch.worker import end_soon
-from lockstep.output import outlive_output
+from lockstep.output import tolerate_closed_output
 from lockstep.report import find_run, read_run, write_page
 from lockstep.version import __version__
 
@@ -168,10 +168,9 @@ app.command("doctor")(command(Doctor))
 app.command("strategies")(strategies)
 app.command("report")(report)
 
-config_app = typer.Typer(help="Look at configs: print one, check one, compare two.", no_args_is_help=True)
+config_app = typer.Typer(help="Look at configs: print one, check one.", no_args_is_help=True)
 config_app.command("print", cls=CfgOptionsCommand)(print_config)
 config_app.command("check", cls=CfgOptionsCommand)(check)
-config_app.command("diff")(diff)
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoints_app, name="checkpoints")
 
@@ -193,7 +192,7 @@ def _lockstep(
 
 def main() -> None:
     """Run the command line of this process."""
-    outlive_output()
+    tolerate_closed_output()
     try:
         app()
     except SystemExit as error:

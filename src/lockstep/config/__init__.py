@@ -10,15 +10,12 @@ from lockstep.config.config import Config, ResolvedConfig
 from lockstep.config.dictionary import ConfigDict
 from lockstep.config.options import DictAction, parse_options
 from lockstep.config.python_file import read_base
-from lockstep.config.source_form import Difference, differences
 
 __all__ = [
     "Config",
     "ConfigDict",
     "DictAction",
-    "Difference",
     "ResolvedConfig",
-    "differences",
     "parse_options",
     "read_base",
 ]

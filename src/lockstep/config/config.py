@@ -1,4 +1,4 @@
-"""`Config`: the description of a run, read from a file; and a form of it for other processes."""
+"""`Config`: the description of a run, read from a file. `ResolvedConfig` carries one to other processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import yaml
 
-from lockstep.config.config_file import DUMPED
+from lockstep.config.config_file import DUMP_HEADER
 from lockstep.config.dictionary import ConfigDict
 from lockstep.config.inheritance import ConfigSource, refuse_code
 from lockstep.config.options import set_dotted
@@ -24,7 +24,7 @@ from lockstep.errors import ConfigError
 from lockstep.masking import mask_text, mask_value
 
 _logger = logging.getLogger(__name__)
-_SLOTS = ("_changed", "_filename", "_text")
+_SLOTS = ("_filename", "_option_keys", "_text")
 _RESERVED = ("filename", "text", "pretty_text")
 
 
@@ -54,7 +54,7 @@ class Config(ConfigDict):
     ) -> None:
         if cfg_dict is not None and not isinstance(cfg_dict, Mapping):
             raise TypeError(f"`cfg_dict` must be a dict, but is {type(cfg_dict).__name__}")
-        self._changed: frozenset[str] = frozenset()
+        self._option_keys: frozenset[str] = frozenset()
         self._filename = None if filename is None else str(filename)
         self._text = text
         super().__init__(cfg_dict or {})
@@ -81,26 +81,26 @@ class Config(ConfigDict):
         parts of the file's path, and ``{{ _base_.model.depth }}`` for a value of its bases.
 
         A Python file is a program, which is run. YAML and JSON files are data: unless they are trusted, they may not
-        name import paths, `custom_imports`, or a Python file as a base.
+        contain import paths such as ``type: os.system``, `custom_imports`, or a Python file as a base.
 
         Args:
             filename: the file.
             use_predefined_variables: for compatibility with MMEngine; placeholders are always filled in.
             import_custom_modules: import the modules that `custom_imports` names.
-            use_environment_variables: for compatibility with MMEngine; placeholders for environment variables raise
-            an error.
+            use_environment_variables: for compatibility with MMEngine; ignored. Placeholders of environment variables
+                are filled in in Python files, and raise an error in YAML and JSON files.
             lazy_import: for compatibility with MMEngine; ignored, the contents of the file decide.
             format_python_code: for compatibility with MMEngine; ignored, output is always formatted.
             trusted: let YAML and JSON files do what Python files can.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ConfigError: the file or a base has an error, or leads to code without being trusted; the message names
+            ConfigError: the file or a base has an error, or names code to run without being trusted; the message names
                 file, line and key.
         """
         given = Path(filename).expanduser()
         path = given.resolve()
-        if path.suffix == ".py" != given.suffix and path.is_file() and not trusted:
+        if given.suffix != ".py" and path.suffix == ".py" and path.is_file() and not trusted:
             raise ConfigError(
                 f"{given}: leads to a Python file, {path}, which would be run. Name that file itself, if you trust it"
             )
@@ -130,7 +130,7 @@ class Config(ConfigDict):
             file = Path(folder) / f"config{file_format}"
             file.write_text(cfg_str, encoding="utf-8")
             cfg = cls.fromfile(file, trusted=trusted)
-        return cls(cfg, text=cfg_str)
+        return cls(cfg, text=cfg_str)  # without the name of the file, which no longer exists
 
     @property
     def filename(self) -> str | None:
@@ -148,17 +148,17 @@ class Config(ConfigDict):
         return python_source(self)
 
     @property
-    def helpers(self) -> set[str]:
-        """The keys that only serve the config files themselves, such as `batch_size = 8` for later lines."""
+    def intermediate_keys(self) -> set[str]:
+        """The keys that only serve the config files, such as `batch_size = 8` for later lines; read from the files."""
         source = self._source()
-        return set() if source is None else source.helpers()
+        return set() if source is None else source.intermediate_keys()
 
     def where(self, key: str) -> str:
         """Return where a dotted key, or its nearest parent key, was set, in words for a message.
 
         That is ``"path:line"``; ``"an option"`` if `merge_from_dict` has set it; or "" if it is not known.
         """
-        if any(f"{key}.".startswith(f"{changed}.") for changed in self._changed):
+        if any(f"{key}.".startswith(f"{option}.") for option in self._option_keys):
             return "an option"
         source = self._source()
         return "" if source is None else source.where(key)
@@ -177,9 +177,9 @@ class Config(ConfigDict):
             return self.pretty_text
         suffix = Path(file).suffix
         if suffix == ".py":
-            text = DUMPED + self.pretty_text
+            text = DUMP_HEADER + self.pretty_text
         elif suffix in (".yaml", ".yml"):
-            text = DUMPED + yaml.safe_dump(plain_data(self), sort_keys=False, allow_unicode=True)
+            text = DUMP_HEADER + yaml.safe_dump(plain_data(self), sort_keys=False, allow_unicode=True)
         elif suffix == ".json":
             text = json.dumps(plain_data(self), indent=2, ensure_ascii=False) + "\n"
         else:
@@ -195,26 +195,29 @@ class Config(ConfigDict):
             '***'
         """
         copied = type(self)(mask_value(self.to_dict()), self.filename, mask_text(self.text))
-        copied._changed = self._changed
+        copied._option_keys = self._option_keys
         return copied
 
     def merge_from_dict(self, options: Mapping[str, Any], allow_list_keys: bool = True) -> None:
         """Set values by dotted keys.
 
         Numbers index lists: ``{"hooks.0.interval": 5}``. Missing dicts on the path of a key are created. A value that
-        is a dict is merged, unless it has ``_delete_=True``. `allow_list_keys` is for compatibility with MMEngine and
-        is ignored.
+        is a dict is merged, unless it has ``_delete_=True``.
+
+        Args:
+            options: values by dotted keys.
+            allow_list_keys: for compatibility with MMEngine; ignored.
 
         Raises:
             ConfigError: the path of a key has a part that is neither a dict nor a list, or an index that is out of
                 range; the config is then unchanged.
         """
-        changed = Config(self.to_dict())
+        merged = Config(self.to_dict())
         for key, value in options.items():
-            set_dotted(changed, key, value)
-        for key, value in changed.items():
+            set_dotted(merged, key, value)
+        for key, value in merged.items():
             self[key] = value  # assigned, not merged, so that keys that `_delete_` removes are gone
-        self._changed |= options.keys()
+        self._option_keys |= options.keys()
 
     def _source(self) -> ConfigSource | None:
         try:
@@ -266,6 +269,7 @@ class ResolvedConfig:
         folders: the folders of those files; modules in them can be imported.
         filename: the file from which the config was read.
         text: the text of that file, preceded by the texts of its bases.
+        option_keys: the keys that `merge_from_dict` has set.
     """
 
     source: str
@@ -273,16 +277,17 @@ class ResolvedConfig:
     folders: list[str]
     filename: str
     text: str
+    option_keys: list[str]
 
     @classmethod
     def of(cls, cfg: Config) -> Self | None:
         """Return the values that a config has now; None if another process has to read its files itself.
 
-        It has to if a value has no source form (a lambda, an object, a class that the file defines), or if a file does
-        more than import and give values: that must then happen in each process.
+        It must read them if a value can't be written as source (a lambda, an object, a class that the file defines), or
+        if a file does more than import and assign, since each process then needs those effects.
         """
-        source, lost = source_form(cfg)
-        if lost or cfg.filename is None:
+        source, without_source = source_form(cfg)
+        if without_source or cfg.filename is None:
             return None
         files = ConfigSource.read(Path(cfg.filename)).files()
         imports: dict[str, None] = {}
@@ -291,14 +296,18 @@ class ResolvedConfig:
                 return None
             imports.update(dict.fromkeys(statements))
         folders = list(dict.fromkeys(str(file.path.parent) for file in files))
-        return cls(source=source, imports=list(imports), folders=folders, filename=cfg.filename, text=cfg.text)
+        return cls(
+            source=source, imports=list(imports), folders=folders, filename=cfg.filename, text=cfg.text,
+            option_keys=sorted(cfg._option_keys),
+        )  # fmt: skip
 
-    def config(self) -> Config:
+    def load(self) -> Config:
         """Run the imports of the config's files, and return the config."""
         path = Path(self.filename)
         with importable(*self.folders):
             exec("\n".join(self.imports), {})
-            values: Mapping[str, Any] = PythonFile(path, self.source).values(ConfigDict())
+            values: Mapping[str, Any] = PythonFile(path, self.source).values(base=ConfigDict())
             cfg = Config(values, filename=path, text=self.text)
+            cfg._option_keys = frozenset(self.option_keys)
             import_custom(cfg)
         return cfg

@@ -19,7 +19,7 @@ from lockstep.config.dictionary import ConfigDict, mapped
 from lockstep.errors import ConfigError
 
 # The first line of a file that `Config.dump` writes. Such a file has lost the code that read its helper variables.
-DUMPED = "# Every key of the config, written by lockstep.\n"
+DUMP_HEADER = "# Every key of the config, written by lockstep.\n"
 BASE = "_base_"
 _PLACEHOLDER = re.compile(r"\{\{\s*(\$?\w[\w.]*)(:[^{}]*?)?\s*\}\}")
 _FACTS: Mapping[str, Callable[[Path], str]] = {
@@ -122,13 +122,13 @@ class ConfigFile(ABC):
         """
         return []
 
-    def helpers(self) -> set[str]:
+    def intermediate_keys(self) -> set[str]:
         """Return the names that need no further use after the file has been read.
 
         These are the variables that the file's own code reads. In a file that `Config.dump` has written, which has lost
         that code, these are all names.
         """
-        return {write.path[0] for write in self.writes()} if self.text.startswith(DUMPED) else self.names_read()
+        return {write.path[0] for write in self.writes()} if self.text.startswith(DUMP_HEADER) else self.names_read()
 
     def locate(self, key: str, follow: int = 5) -> Location:
         """Return where the file sets a dotted key, or its nearest parent key.

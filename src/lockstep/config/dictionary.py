@@ -33,7 +33,7 @@ class ConfigDict(dict[Any, Any]):
         self.update(*args, **kwargs)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        super().__setitem__(key, _wrapped(value))
+        super().__setitem__(key, _with_config_dicts(value))
 
     def __missing__(self, key: Any) -> Any:
         raise KeyError(self._no_key(key))
@@ -120,7 +120,7 @@ class ConfigDict(dict[Any, Any]):
 
     def to_dict(self) -> dict[Any, Any]:
         """Return a plain dict, in which nested `ConfigDict` are also plain dicts."""
-        return {key: _plain(value) for key, value in self.items()}
+        return {key: _with_plain_dicts(value) for key, value in self.items()}
 
     def _no_key(self, key: Any) -> str:
         return f"no key `{key}`{did_you_mean(str(key), map(str, self), '')}"
@@ -146,23 +146,23 @@ def merged(base: Mapping[Any, Any], changes: Mapping[Any, Any], error: MakeError
         if not isinstance(value, dict):
             result[key] = value
             continue
-        below = result.get(key, {})
-        if not isinstance(below, dict) and not _deletes(value, error, f"{name}."):
-            raise error(name, f"is a dict, but was {below!r} in the base; add {DELETE}=True to replace it")
-        result[key] = merged(below, value, error, f"{name}.")
+        old = result.get(key, {})
+        if not isinstance(old, dict) and not _deletes(value, error, f"{name}."):
+            raise error(name, f"is a dict, but was {old!r} in the base; add {DELETE}=True to replace it")
+        result[key] = merged(old, value, error, f"{name}.")
     return result
 
 
-def _wrapped(value: Any) -> Any:
+def _with_config_dicts(value: Any) -> Any:
     if isinstance(value, ConfigDict):
         return value
     if isinstance(value, dict):
         return ConfigDict(value)
-    return mapped(_wrapped, value)
+    return mapped(_with_config_dicts, value)
 
 
-def _plain(value: Any) -> Any:
-    return value.to_dict() if isinstance(value, ConfigDict) else mapped(_plain, value)
+def _with_plain_dicts(value: Any) -> Any:
+    return value.to_dict() if isinstance(value, ConfigDict) else mapped(_with_plain_dicts, value)
 
 
 def mapped(function: Any, value: Any) -> Any:

@@ -1,6 +1,6 @@
-"""`_base_` and `read_base()`: how one config file builds upon others, which file set a key, and what data may not do.
+"""Configs of several files: `_base_` and `read_base()`, the file that sets a key, and the check of untrusted files.
 
-A YAML or JSON file may run Python files, import modules and name import paths only if its reader trusts it.
+A YAML or JSON file may name Python files, modules and import paths, which run code, only if its reader trusts it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _KINDS: dict[str, type[PythonFile] | type[DataFile]] = {
     ".yml": DataFile,
     ".json": DataFile,
 }
-# The keys whose values lockstep looks up in a registry.
-_NAMES = ("type", "strategy", "constructor", "collate_fn", "comm_hook", "ema_type", "runner_type")
+# The keys whose values lockstep looks up in a registry, or imports if they are import paths.
+_KEYS_OF_NAMES = ("type", "strategy", "constructor", "collate_fn", "comm_hook", "ema_type", "runner_type")
 _IMPORTS = "custom_imports"
 _REMEDY = (
     "YAML and JSON files are data: they may only name what is registered. If you trust {these}, say so with "
@@ -110,28 +110,28 @@ class ConfigSource:
             ConfigError: two bases have the same key, or a file has an error. The message names file, line and key.
         """
         file, path = self.file, self.file.path
-        parts = [(base, _in_scope(base.scope, source.values())) for base, source in self.bases]
+        values_of_bases = [(base, _in_scope(base.scope, source.values())) for base, source in self.bases]
         if file.imports_bases:
-            taken = [_taken(base, part, file) for base, part in parts]
-            unused = ConfigDict()
-            own = file.values(unused, taken)
-            for name in unused:
+            imported = [_imported_values(base, values, file) for base, values in values_of_bases]
+            base_variable = ConfigDict()
+            values = file.values(base_variable, imported)
+            for name in base_variable:  # the file has written into `_base_`
                 raise file.error(name, f"is set in `{BASE}`, which a file with read_base() lacks; set `{name}` itself")
-            return ConfigDict(filled(own, path))
-        joined = _joined(parts, file)
-        own = file.values(joined)
-        return merged(joined, ConfigDict(filled(own, path, joined)), file.error)
+            return ConfigDict(filled(values, path))
+        base_values = _join_bases(values_of_bases, file)
+        values = file.values(base_values)
+        return merged(base_values, ConfigDict(filled(values, path, base_values)), file.error)
 
     def where(self, key: str) -> str:
         """Return file and line of a dotted key, or of its nearest parent key; "" if no file sets it."""
         return self._find(key)[1]
 
-    def helpers(self) -> set[str]:
-        """Return the keys that need no further use after the files have been read."""
-        return set().union(*(file.helpers() for file in self.files()))
+    def intermediate_keys(self) -> set[str]:
+        """Return the keys that only serve the files themselves, such as a `batch_size` that later lines read."""
+        return set().union(*(file.intermediate_keys() for file in self.files()))
 
     def _find(self, key: str) -> tuple[int, str]:
-        """Return how many parts of a dotted key the best place sets, and that place."""
+        """Return the line that sets most of the parts of a dotted key: their number, and file and line."""
         depth, line = self.file.locate(key)
         found = (depth, f"{self.file.path}:{line}" if depth else "")
         name, dot, rest = key.partition(".")
@@ -153,7 +153,7 @@ def _in_scope(scope: str | None, values: Any) -> Any:
     return mapped(lambda value: _in_scope(scope, value), values)
 
 
-def _taken(base: BaseFile, values: ConfigDict, file: ConfigFile) -> dict[str, object]:
+def _imported_values(base: BaseFile, values: ConfigDict, file: ConfigFile) -> dict[str, object]:
     """Return the values that `file` imports from a base, by their new names."""
     if base.names is None:
         return dict(values)
@@ -166,29 +166,30 @@ def _taken(base: BaseFile, values: ConfigDict, file: ConfigFile) -> dict[str, ob
                 "function, a class, a module) is imported outside of read_base()",
                 base.line,
             )
-    return {own: deepcopy(values[name]) for own, name in base.names.items()}  # one key may be imported under two names
+    # Copies, because one key may be imported under two names.
+    return {new_name: deepcopy(values[name]) for new_name, name in base.names.items()}
 
 
-def _joined(parts: list[tuple[BaseFile, ConfigDict]], file: ConfigFile) -> ConfigDict:
+def _join_bases(values_of_bases: list[tuple[BaseFile, ConfigDict]], file: ConfigFile) -> ConfigDict:
     """Return the values of all bases; two bases with the same key are an error."""
     joined = ConfigDict()
     origin: dict[str, Path] = {}
-    for base, part in parts:
-        for key in part:
+    for base, values in values_of_bases:
+        for key in values:
             if key in origin:
                 raise file.error(BASE, f"gives `{key}` twice: in {origin[key]} and in {base.path}; keep one")
             origin[key] = base.path
-        joined.update(part)
+        joined.update(values)
     return joined
 
 
 def refuse_code(source: ConfigSource) -> None:
-    """Check that no YAML or JSON file among a config and its bases leads to code by itself; import and run nothing.
+    """Check that no YAML or JSON file among a config and its bases names code to run; import and run nothing.
 
     Raises:
         ConfigError: one does; the message lists each place with file, line and key.
     """
-    if found := list(dict.fromkeys(_code_in(source))):
+    if found := list(dict.fromkeys(_find_code(source))):
         remedy = _REMEDY.format(these="this file" if len({place for place, _ in found}) == 1 else "these files")
         if len(found) == 1:
             raise ConfigError(f"{found[0][1]}. {remedy}")
@@ -196,35 +197,35 @@ def refuse_code(source: ConfigSource) -> None:
         raise ConfigError(f"{source.file.path} leads to code in {counted(len(found), 'place')}:{lines}\n{remedy}")
 
 
-def _code_in(source: ConfigSource) -> Iterator[tuple[str, str]]:
-    """Yield each place where data lead to code: its file, and a sentence."""
+def _find_code(source: ConfigSource) -> Iterator[tuple[str, str]]:
+    """Yield each place where a YAML or JSON file names code: its file, and a sentence for the message."""
     if not isinstance(source.file, DataFile):
         for _, base in source.bases:
-            yield from _code_in(base)
+            yield from _find_code(base)
         return
-    if programs := list(_programs(source)):
+    if programs := list(_find_python_bases(source)):
         yield from programs
         return
-    # Only data from here on, so that the merged values can be had without running anything.
+    # Only YAML and JSON files are left, so that `values` runs no code.
     values = source.values()
     if values.get(_IMPORTS):
-        yield _sentence(source, _IMPORTS, "imports modules")
+        yield _message_at(source, _IMPORTS, "imports modules")
     for key, value in leaves(values):
-        names_code = isinstance(value, str) and key.rpartition(".")[2] in _NAMES
+        names_code = isinstance(value, str) and key.rpartition(".")[2] in _KEYS_OF_NAMES
         # A name without a dot can only be a registered one.
         if names_code and "." in value and not is_registered(value):
-            yield _sentence(source, key, f"= {value!r} is an import path")
+            yield _message_at(source, key, f"= {value!r} is an import path")
 
 
-def _programs(source: ConfigSource) -> Iterator[tuple[str, str]]:
+def _find_python_bases(source: ConfigSource) -> Iterator[tuple[str, str]]:
     """Yield where a YAML or JSON file, or one of its bases, names a Python file as its base."""
     for base, below in source.bases:
         if isinstance(below.file, DataFile):
-            yield from _programs(below)
+            yield from _find_python_bases(below)
         else:
             yield str(source.file.path), str(source.file.error(BASE, f"leads to a program, {base.path}"))
 
 
-def _sentence(source: ConfigSource, key: str, says: str) -> tuple[str, str]:
+def _message_at(source: ConfigSource, key: str, says: str) -> tuple[str, str]:
     where: Any = source.where(key) or str(source.file.path)
     return where.rpartition(":")[0], f"{where}: `{key}` {says}"

@@ -1,4 +1,4 @@
-"""Configs as Python source and as plain data for YAML and JSON, and the differences between two of them."""
+"""Configs as Python source, and as plain data for YAML and JSON."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import inspect
 import keyword
 import math
 import sys
-from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
 from enum import Enum
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Any
 
-from lockstep.config.dictionary import items_below, leaves
-from lockstep.masking import MASK, mask_text, mask_value
+from lockstep.masking import mask_text
 
 WIDTH = 100
 
@@ -42,11 +40,6 @@ def source_form(values: Mapping[str, Any]) -> tuple[str, list[str]]:
         for module, name in sorted(writer.imports.items())
     ]
     return "".join([*head, "\n" if head or writer.lost else "", *body]), writer.lost
-
-
-def python_value(value: Any) -> str:
-    """Return one value as Python source on one line; classes and functions have their full import paths."""
-    return _Writer().write(value, "")
 
 
 def plain_data(value: Any) -> Any:
@@ -190,58 +183,3 @@ def _description(value: Any) -> str:
 def _is_name(key: Any) -> bool:
     # Only ASCII, because Python normalizes some other letters in identifiers.
     return isinstance(key, str) and key.isascii() and key.isidentifier() and not keyword.iskeyword(key)
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """One key that differs between two configs.
-
-    Attributes:
-        kind: how it changed from the first config to the second.
-        key: the dotted key; numbers index lists.
-        old: its value in the first config as Python source; "" if it was added.
-        new: its value in the second config as Python source; "" if it was removed.
-    """
-
-    kind: Literal["added", "removed", "changed"]
-    key: str
-    old: str = ""
-    new: str = ""
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yield the differences, in the order of the first config; additions come at the end of each dict and list.
-
-    Secrets are shown as ``"***"``. One that is masked in one of the configs counts as equal to the other's.
-
-    Example:
-        >>> [d.key for d in differences({"a": 1, "b": {"c": [1, 2]}}, {"b": {"c": [1, 3]}, "d": 0})]
-        ['a', 'b.c.1', 'd']
-    """
-    yield from _between(old, new, "")
-
-
-def _between(old: object, new: object, prefix: str) -> Iterator[Difference]:
-    before, after = items_below(old), items_below(new)
-    for name, value in before.items():
-        key = f"{prefix}{name}"
-        if name not in after:
-            yield from (Difference("removed", path, old=_shown(path, leaf)) for path, leaf in leaves(value, key))
-        elif items_below(value) and items_below(after[name]) and _kind(value) is _kind(after[name]):
-            yield from _between(value, after[name], f"{key}.")
-        elif python_value(value) != python_value(after[name]):
-            source, other = _shown(key, value), _shown(key, after[name])
-            if source != other or MASK not in f"{value}{after[name]}":
-                yield Difference("changed", key, source, other)
-    for name, value in after.items():
-        if name not in before:
-            found = leaves(value, f"{prefix}{name}")
-            yield from (Difference("added", path, new=_shown(path, leaf)) for path, leaf in found)
-
-
-def _shown(key: str, value: object) -> str:
-    return python_value(mask_value(value, key))
-
-
-def _kind(value: object) -> type:
-    return dict if isinstance(value, Mapping) else type(value)

@@ -35,17 +35,19 @@ _aten = torch.ops.aten
 _FLASH = flop_registry[_aten._scaled_dot_product_flash_attention]
 _FLASH_BACKWARD = flop_registry[_aten._scaled_dot_product_flash_attention_backward]
 # Attention kernels that torch's counter does not know (2.13); the first pair is the CPU's.
-_MORE: dict[Any, Callable[..., float]] = {
+_EXTRA_FORMULAS: dict[Any, Callable[..., float]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _FLASH,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _FLASH_BACKWARD,
     _aten._scaled_dot_product_fused_attention_overrideable: _FLASH,
     _aten._scaled_dot_product_fused_attention_overrideable_backward: _FLASH_BACKWARD,
 }
 _ATTENTION_BACKWARD = {
-    packet for packet in (*flop_registry, *_MORE) if re.fullmatch(r"aten\..*_attention_.*backward", str(packet))
+    packet
+    for packet in (*flop_registry, *_EXTRA_FORMULAS)
+    if re.fullmatch(r"aten\..*_attention_.*backward", str(packet))
 }
 # Operators of torch that multiply matrices, but have no formula. All other operators of these libraries multiply none.
-_UNKNOWN = {
+_WITHOUT_FORMULA = {
     *("_grouped_mm", "_scaled_grouped_mm", "_trilinear", "_sparse_mm", "_int_mm"),
     *("_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn", "miopen_rnn_backward"),
     *("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"),
@@ -126,7 +128,7 @@ class MFUHook(Hook):
             )
 
     def before_train_epoch(self, runner: TrainRun) -> None:
-        """Count anew if other parameters are trained than before."""
+        """Forget the counts if other parameters require a gradient than before."""
         trained = [parameter.requires_grad for parameter in unwrap_model(runner.model).parameters()]
         if trained != self._trained:
             self._trained, self._counted, self._scaled = trained, {}, {}
@@ -151,7 +153,7 @@ class MFUHook(Hook):
             flops = float(self._flops_of(data_batch))
         else:
             is_counted = self._shapes in self._counted
-            flops = self._counted[self._shapes] if is_counted else self._in_proportion(runner)
+            flops = self._counted[self._shapes] if is_counted else self._scaled_flops(runner)
         hub = runner.message_hub
         # A batch that counts for nothing repeats the last one, while other ranks have more.
         hub.update_scalar("amounts/flops", flops if runner.train_loop.samples else 0.0)
@@ -202,7 +204,7 @@ class MFUHook(Hook):
             if isinstance(hook, IterTimerHook):
                 hook.leave_out(perf_counter() - start)
 
-    def _in_proportion(self, runner: TrainRun) -> float:
+    def _scaled_flops(self, runner: TrainRun) -> float:
         """Return the FLOPs of shapes that are not counted, from those that are."""
         if self._shapes not in self._scaled:
             if not self._scaled:
@@ -210,9 +212,9 @@ class MFUHook(Hook):
                     "batches have more than %d shapes: the FLOPs of further ones follow from their number of elements",
                     self.max_shapes,
                 )
-            own = _elements(self._shapes)
-            nearest = min(self._counted, key=lambda shapes: abs(_elements(shapes) - own))
-            self._scaled[self._shapes] = self._counted[nearest] * own / (_elements(nearest) or 1)
+            elements = _elements(self._shapes)
+            nearest = min(self._counted, key=lambda shapes: abs(_elements(shapes) - elements))
+            self._scaled[self._shapes] = self._counted[nearest] * elements / (_elements(nearest) or 1)
         return self._scaled[self._shapes]
 
 
@@ -297,10 +299,10 @@ class StepFlops(FlopCounterMode):
         """Count an operator that has run; torch's mode calls this for each."""
         if self._is_updating:
             return out
-        formula = self.flop_registry.get(func_packet) or _MORE.get(func_packet)
+        formula = self.flop_registry.get(func_packet) or _EXTRA_FORMULAS.get(func_packet)
         if formula is None:
             library, _, name = str(func_packet).partition(".")
-            if library not in _KNOWN_LIBRARIES or name in _UNKNOWN:
+            if library not in _KNOWN_LIBRARIES or name in _WITHOUT_FORMULA:
                 self.unseen.add(f"{library}::{name}")
         elif not _is_recomputed():
             tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
@@ -426,8 +428,8 @@ def peak_flops(dtype: torch.dtype, *, measure: bool = False) -> PeakFlops:
     may_round = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     known = None if measure else from_data_sheet(name, dtype, may_round=may_round)
     if known is not None:
-        return PeakFlops(known, f"data sheet of {name}, {'TF32' if may_round else _short(dtype)}")
-    return PeakFlops(_measured(dtype), f"measured on {name or get_device()}, {_short(dtype)}")
+        return PeakFlops(known, f"data sheet of {name}, {'TF32' if may_round else _dtype_name(dtype)}")
+    return PeakFlops(_measured(dtype), f"measured on {name or get_device()}, {_dtype_name(dtype)}")
 
 
 def from_data_sheet(name: str, dtype: torch.dtype, *, may_round: bool = False) -> float | None:
@@ -441,12 +443,12 @@ def from_data_sheet(name: str, dtype: torch.dtype, *, may_round: bool = False) -
     bare = re.sub(r"^(NVIDIA|Tesla|AMD) ", "", name)
     for device in _DEVICES:
         if re.fullmatch(device.name, bare):
-            value = _value(device, dtype, may_round)
+            value = _tflops(device, dtype, may_round)
             return None if value is None else value * 1e12
     return None
 
 
-def _value(device: _Device, dtype: torch.dtype, may_round: bool) -> float | None:
+def _tflops(device: _Device, dtype: torch.dtype, may_round: bool) -> float | None:
     if dtype in _HALF:
         return device.half if device.has_bf16 or dtype == torch.float16 else None
     if dtype in _FP8:
@@ -467,23 +469,24 @@ def _measured(dtype: torch.dtype) -> float:
             product = factor @ factor
             best, end = float("inf"), perf_counter() + _MEASURED_SECONDS
             while best == float("inf") or perf_counter() < end:
-                _wait(kind)
+                _synchronize(kind)
                 start = perf_counter()
                 for _ in range(calls):
                     torch.mm(factor, factor, out=product)
-                _wait(kind)
+                _synchronize(kind)
                 best = min(best, perf_counter() - start)
     except RuntimeError as error:
         raise ConfigError(
-            f"`peak_flops` must be given, in FLOP/s, because {kind} can't be measured with {_short(dtype)}: {error}"
+            f"`peak_flops` must be given, in FLOP/s, because {kind} can't be measured with {_dtype_name(dtype)}: "
+            f"{error}"
         ) from error
     return calls * 2.0 * size**3 / best
 
 
-def _wait(kind: str) -> None:
+def _synchronize(kind: str) -> None:
     if kind != "cpu":
         torch.accelerator.synchronize()
 
 
-def _short(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -83,7 +83,7 @@ class NaNCheckHook(Hook):
 
     def _begin(self, runner: Run) -> None:
         """Begin a check: this rank's losses are on their way from their device."""
-        self._check = self._steps(runner)
+        self._check = self._check_in_parts(runner)
         next(self._check)
 
     def _complete(self) -> None:
@@ -91,25 +91,29 @@ class NaNCheckHook(Hook):
         for _ in self._check:
             pass
 
-    def _steps(self, runner: Run) -> Iterator[None]:
-        """Check the losses, in steps between which the training goes on; raise an error if any rank has found some."""
+    def _check_in_parts(self, runner: Run) -> Iterator[None]:
+        """Check the losses in three parts, between which training goes on; raise an error if any rank has a fault.
+
+        The first `next` begins to copy the losses to the host, the second begins to exchange the result, and the end
+        of the iteration waits for it.
+        """
         losses = _losses_in(self._seen)
         self._seen.clear()
         numbers = start_reading(value for _, _, value in losses)
         yield
-        own = _first_fault(losses, numbers())
-        found = torch.tensor(int(own is not None))
+        fault = _first_fault(losses, numbers())
+        found = torch.tensor(int(fault is not None))
         handle = all_reduce(found, op="max", async_op=True) if runner.world_size > 1 else None
         yield
         if handle is not None:
             handle.wait()
         if int(found):
-            _raise(own, runner.world_size)
+            _raise(fault, runner.world_size)
 
 
-def _raise(own: _NonFinite | None, world_size: int) -> NoReturn:
+def _raise(fault_here: _NonFinite | None, world_size: int) -> NoReturn:
     """Raise the same error on every rank. **Collective**: every rank, with the fault that it has found, if any."""
-    faults = [(rank, fault) for rank, fault in enumerate(all_gather_object(own)) if fault is not None]
+    faults = [(rank, fault) for rank, fault in enumerate(all_gather_object(fault_here)) if fault is not None]
     first = min(fault.iteration for _, fault in faults)
     values = [
         f"rank {rank} of {world_size}: " + ", ".join(f"{name} = {value:g}" for name, value in fault.values.items())

@@ -103,16 +103,16 @@ class ProfilerHook(Hook):
             return
         self._iteration = runner.iter + 1
         with warnings.catch_warnings():
-            # A cycle drops the events of the previous one, as is right for one trace per cycle.
+            # torch warns that each cycle drops the events of the previous one, whose trace has been written by then.
             warnings.filterwarnings("ignore", message=".*Profiler clears events")
             self._profiler.step()
         if not self.by_epoch:
-            self._count()
+            self._count_towards_end()
 
     def after_train_epoch(self, runner: TrainRun) -> None:
         """Stop after the last epoch to be profiled."""
         if self.by_epoch and self._profiler is not None:
-            self._count()
+            self._count_towards_end()
 
     def after_train(self, runner: TrainRun) -> None:
         """Stop if training was shorter than `profile_times`."""
@@ -124,7 +124,7 @@ class ProfilerHook(Hook):
             profiler, self._profiler = self._profiler, None
             profiler.stop()
 
-    def _count(self) -> None:
+    def _count_towards_end(self) -> None:
         self._done += 1
         if self._done == self.profile_times:
             self.close()
@@ -202,8 +202,8 @@ class MemorySnapshotHook(Hook):
         require_count("max_entries", max_entries)
         self.max_entries = max_entries
         self._signal: signal.Signals | None = None if on_signal is None else signal.Signals[on_signal]
-        self._former: Any = None
-        self._is_asked = False
+        self._former_handler: Any = None
+        self._is_requested = False
         self._runner: TrainRun | None = None
 
     def before_train(self, runner: TrainRun) -> None:
@@ -216,14 +216,14 @@ class MemorySnapshotHook(Hook):
             )
         torch.cuda.memory._record_memory_history(max_entries=self.max_entries)
         self._runner = runner
-        # Elsewhere Python allows no handlers.
+        # Python sets signal handlers in the main thread only.
         if self._signal is not None and threading.current_thread() is threading.main_thread():
-            self._former = signal.signal(self._signal, self._ask)
+            self._former_handler = signal.signal(self._signal, self._request_snapshot)
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Write a snapshot if one is due."""
-        if self._is_asked or runner.iter + 1 in self.iterations:
-            self._is_asked = False
+        if self._is_requested or runner.iter + 1 in self.iterations:
+            self._is_requested = False
             self._write(runner, f"iter{runner.iter + 1}")
 
     def close(self) -> None:
@@ -236,12 +236,12 @@ class MemorySnapshotHook(Hook):
                 self._write(runner, f"iter{runner.iter}_out_of_memory")
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)
-            if self._signal is not None and self._former is not None:
-                signal.signal(self._signal, self._former)
-                self._former = None
+            if self._signal is not None and self._former_handler is not None:
+                signal.signal(self._signal, self._former_handler)
+                self._former_handler = None
 
-    def _ask(self, number: int, frame: Any) -> None:
-        self._is_asked = True
+    def _request_snapshot(self, number: int, frame: Any) -> None:
+        self._is_requested = True
 
     def _write(self, runner: TrainRun, when: str) -> None:
         path: Path = runner.run_dir / "memory" / f"snapshot_rank{runner.rank}_{when}.pickle"

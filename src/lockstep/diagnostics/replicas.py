@@ -306,7 +306,7 @@ def held_by(run: TrainRun, ignore: Iterable[str] = ()) -> list[Held]:
     core, group = strategy.core(), _group_of(run.model)
     parameters = named_parameters(core)
     names = {parameter: name for name, parameter in parameters.items()}
-    own = _not_averaged(run.model, parameters)
+    not_averaged = _not_averaged(run.model, parameters)
     patterns = tuple(ignore)
     found = [
         *(Held(name, _part_of(parameter, group), parameter) for name, parameter in parameters.items()),
@@ -318,7 +318,7 @@ def held_by(run: TrainRun, ignore: Iterable[str] = ()) -> list[Held]:
     return [
         held
         for held in found
-        if (owner := held.name.rpartition(" of ")[2]) not in own
+        if (owner := held.name.rpartition(" of ")[2]) not in not_averaged
         and not any(fnmatchcase(held.name, each) or fnmatchcase(owner, each) for each in patterns)
     ]
 

@@ -29,22 +29,24 @@ from lockstep.model.ddp import ExchangeClock
 
 Part: TypeAlias = Literal["data", "compute", "communication"]
 
-# Iterations in one sample, or more where a record covers many; a sample counts if a rank is slow in most of them.
+# Iterations in one sample; more if a record would have more than `_MOST_SAMPLES`.
 _SAMPLE = 5
 _MOST_SAMPLES = 20
-# A rank is slow after so many samples in a row, in which it has cost so much, and no longer slow after so many others.
+# A rank counts as slow after `_IN_A_ROW` samples, if these have cost the others `_LOST_SECONDS` at least. It has
+# recovered after `_RECOVERED_AFTER` samples in which it was not slow.
 _IN_A_ROW, _LOST_SECONDS, _RECOVERED_AFTER = 2, 0.5, 4
-# Work that varies by itself, as with inputs of many lengths, makes now one rank slower, now another. Each sample of the
-# last 40 in which that has cost much, but did not last, makes the row longer that is asked for.
+# Work that varies by itself, as with inputs of many lengths, makes now one rank slower, now another. A row of slow
+# samples that has cost `_MUCH_SECONDS`, but ends before it is reported, shows that. For each sample of such rows, among
+# the last `_REMEMBERED` comparisons, a row must be `_LONGER` samples longer.
 _REMEMBERED, _MUCH_SECONDS, _LONGER = 40, _LOST_SECONDS / 2, 3
-_LEAST_SECONDS = 0.003
-# Another process on a rank's core makes it up to twice as slow while it lasts. What does not clearly cost more than
-# that, as a share of the others' work, must last five times as long.
+_LEAST_SECONDS = 0.003  # a smaller delay of an iteration is never slow
+# Another process on a rank's core makes it up to twice as slow while it runs. A delay of less than `_CLEAR` times the
+# others' work must therefore last `_PATIENCE` times as long.
 _CLEAR, _PATIENCE = 1.5, 5
 
 
 class _Iteration(NamedTuple):
-    """The moments of one iteration, which may be yet to come, and the seconds that the host has measured in it."""
+    """The moments of one iteration, which an accelerator may not have reached yet, and seconds measured by the host."""
 
     number: int
     begin: Moment
@@ -79,14 +81,14 @@ class Sample(NamedTuple):
         end: the last of these iterations.
         iterations: how many there are.
         step: the median of whole iterations.
-        data: that of the wait for data.
-        compute: that of the step without data, waiting and communication; nan if the wait is not known.
-        communication: that of the code of a communication hook.
-        work: data and compute together, as much as all but a fifth of the iterations took at least.
-        most: the same, as much as all but a fifth took at most.
-        sending: as `work`, of communication.
-        host: as `work`, of the host's own clock, which also runs while the host waits for its accelerator; 0 on the
-            CPU.
+        data: the median of the waits for data.
+        compute: the median of the step without data, waiting and communication; nan if the wait is not known.
+        communication: the median of the code of a communication hook.
+        work: data and compute together; a low quantile: four fifths of the iterations took as long.
+        most: the same; a high quantile: four fifths of the iterations took at most so long.
+        sending: communication; the low quantile.
+        host: the iteration by the host's clock, which also runs while the host waits for its accelerator; the low
+            quantile. 0 on the CPU.
         is_host_bound: whether the accelerator had nothing to do until the host gave it work, in most iterations.
     """
 
@@ -127,8 +129,8 @@ class OwnWork:
         self._hooked = sum(clock.hooked for clock in self._clocks)
         self._last: Moment | None = None
         self._last_on_host = 0.0
-        self._noted: deque[_Iteration] = deque()
-        self._measured: list[_Times] = []
+        self._uncompleted: deque[_Iteration] = deque()
+        self._completed: list[_Times] = []
         self.host = socket.gethostname()
 
     def begin(self) -> None:
@@ -136,17 +138,20 @@ class OwnWork:
         self._last, self._last_on_host = moment(self._device), perf_counter()
 
     def note(self, number: int, hub: MessageHub) -> None:
-        """Add the iteration that ends, with its number; without `IterTimerHook` none is measured."""
+        """Add the iteration that ends, by its number. It does nothing without `IterTimerHook`."""
         scalars = hub.log_scalars
         waits = [wait for clock in self._clocks for wait in clock.take()]
         if self._last is None or "train/data_time" not in scalars:
             return
-        data, hooked = float(scalars["train/data_time"].values[-1]), sum(clock.hooked for clock in self._clocks)
+        data = float(scalars["train/data_time"].values[-1])
+        hooked = sum(clock.hooked for clock in self._clocks)  # seconds in communication hooks so far
         is_on_cpu, has_caught_up = self._device.type == "cpu", has_passed(self._last)
         now, on_host = moment(self._device), perf_counter()
         host = 0.0 if is_on_cpu else on_host - self._last_on_host
-        own = hooked - self._hooked
-        self._noted.append(_Iteration(number, self._last, now, waits, data, own, host, has_caught_up and not is_on_cpu))
+        is_host_bound = has_caught_up and not is_on_cpu
+        self._uncompleted.append(
+            _Iteration(number, self._last, now, waits, data, hooked - self._hooked, host, is_host_bound)
+        )
         self._last, self._last_on_host, self._hooked = now, on_host, hooked
 
     def take(self) -> tuple[float | None, list[Sample]]:
@@ -156,29 +161,29 @@ class OwnWork:
         is not known.
         """
         waited = []
-        while self._noted and has_passed(self._noted[0].end):
-            each = self._noted.popleft()
+        while self._uncompleted and has_passed(self._uncompleted[0].end):
+            each = self._uncompleted.popleft()
             wait = sum(seconds_between(*wait) for wait in each.waits) if self._clocks else math.nan
             step = seconds_between(each.begin, each.end)
-            compute = max(step - each.data - wait - each.communication, 0.0)  # of NaN and 0, the first
+            compute = max(step - each.data - wait - each.communication, 0.0)  # `max` returns NaN, its first argument
             times = _Times(each.number, step, each.data, compute, each.communication, each.host, each.is_host_bound)
-            self._measured.append(times)
+            self._completed.append(times)
             waited.append(wait)
         samples = []
-        while len(self._measured) >= self._size:
-            samples.append(_sample(self._measured[: self._size]))
-            del self._measured[: self._size]
+        while len(self._completed) >= self._size:
+            samples.append(_sample(self._completed[: self._size]))
+            del self._completed[: self._size]
         mean = fmean(waited) if waited else math.nan
         return None if math.isnan(mean) else mean, samples
 
     def close(self) -> None:
-        """Cease to measure."""
+        """Stop measuring."""
         for clock in self._clocks:
             clock.stop()
 
 
 def _clock_of(wrapper: DistributedDataParallel) -> ExchangeClock:
-    """Return what measures the wait of a wrapper; torch's own gets it here."""
+    """Return the clock of a wrapper's waits; torch's DDP, which has none, gets one here."""
     if isinstance(wrapper, MMDistributedDataParallel):
         return wrapper.clock
     clock = ExchangeClock()
@@ -191,10 +196,10 @@ def _sample(rows: Sequence[_Times]) -> Sample:
     half, few = count // 2, count // _SAMPLE
     _, steps, data, compute, sending, host, is_bound = (sorted(column) for column in zip(*rows, strict=True))
     works = sorted(row.work for row in rows)
-    own = math.nan if any(map(math.isnan, compute)) else compute[half]
+    median_compute = math.nan if any(map(math.isnan, compute)) else compute[half]
     return Sample(
-        rows[-1].number, count, steps[half], data[half], own, sending[half], works[few], works[-1 - few], sending[few],
-        host[few], is_bound[half],
+        rows[-1].number, count, steps[half], data[half], median_compute, sending[half], works[few], works[-1 - few],
+        sending[few], host[few], is_bound[half],
     )  # fmt: skip
 
 
@@ -254,8 +259,8 @@ class StragglerWatch:
 
     A rank is slow if its own work takes `factor` times as long as the median of the others, and at least 3 ms longer,
     in two samples of five iterations in a row, in which it has cost half a second; if it takes less than 2.5 times as
-    long, in ten samples, in which it has cost 2.5 seconds. Of the five iterations, all but one must take so long, and
-    longer than all but one take the others.
+    long, in ten samples, in which it has cost 2.5 seconds. Four of the five iterations must take so long, and longer
+    than four of the five iterations of the other ranks.
 
     Args:
         factor: above 1.
@@ -268,8 +273,8 @@ class StragglerWatch:
         self._rows: dict[int, _Row] = {}
         self._pending: list[deque[Sample]] = []  # of each rank, those that others have yet to send
         self._slow: dict[int, Part] = {}
-        self._good: dict[int, int] = {}  # samples since a rank that was slow has been slow
-        self._unsteady: deque[int] = deque(maxlen=_REMEMBERED)
+        self._samples_since_slow: dict[int, int] = {}  # samples since a rank that was slow has been slow
+        self._broken_samples: deque[int] = deque(maxlen=_REMEMBERED)
 
     @property
     def slow_ranks(self) -> Mapping[int, Part]:
@@ -283,12 +288,12 @@ class StragglerWatch:
             pending.extend(samples)
         changes: list[Slow] = []
         while all(self._pending):
-            changes += self._compared([pending.popleft() for pending in self._pending])
+            changes += self._compare([pending.popleft() for pending in self._pending])
         return changes
 
-    def _compared(self, samples: Sequence[Sample]) -> list[Slow]:
+    def _compare(self, samples: Sequence[Sample]) -> list[Slow]:
         """Compare one sample of each rank, of the same iterations; return what has changed."""
-        found = self._found(samples)
+        found = self._find_slow(samples)
         broken = 0
         changes: list[Slow] = []
         for rank in sorted({*found, *self._rows, *self._slow}):
@@ -302,31 +307,31 @@ class StragglerWatch:
                 row = row or _Row(part)
                 row.add(sample, *times)
                 self._rows[rank] = row
-            changes += self._changes(rank, row, sample.end)
-        self._unsteady.append(broken)
+            changes += self._update(rank, row, sample.end)
+        self._broken_samples.append(broken)
         return changes
 
-    def _changes(self, rank: int, row: _Row | None, end: int) -> list[Slow]:
+    def _update(self, rank: int, row: _Row | None, end: int) -> list[Slow]:
         if row is None:
             if rank in self._slow:
-                self._good[rank] = self._good.get(rank, 0) + 1
-                if self._good[rank] >= _RECOVERED_AFTER:
-                    del self._slow[rank], self._good[rank]
+                self._samples_since_slow[rank] = self._samples_since_slow.get(rank, 0) + 1
+                if self._samples_since_slow[rank] >= _RECOVERED_AFTER:
+                    del self._slow[rank], self._samples_since_slow[rank]
                     return [Slow(rank, None, end, end)]
             return []
-        self._good.pop(rank, None)
+        self._samples_since_slow.pop(rank, None)
         patience = 1 if row.is_clear else _PATIENCE
-        least = _IN_A_ROW * patience + _LONGER * sum(self._unsteady)
+        least = _IN_A_ROW * patience + _LONGER * sum(self._broken_samples)
         is_long = row.samples >= least and row.lost >= _LOST_SECONDS * patience
         if not is_long or self._slow.get(rank) == row.part:
             return []
         self._slow[rank] = row.part
         return [row.described(rank, _IN_A_ROW * patience)]
 
-    def _found(self, samples: Sequence[Sample]) -> dict[int, tuple[Part, float, float, float]]:
-        """Return the ranks that were slow: at what, and seconds.
+    def _find_slow(self, samples: Sequence[Sample]) -> dict[int, tuple[Part, float, float, float]]:
+        """Return the ranks that were slow in a sample: at what, and three times in seconds per iteration.
 
-        They are the others' median of it, what was lost in each iteration, and what the work takes without that.
+        The times are the median of the others for that part, the delay, and the work without the delay.
         """
         is_known = not any(math.isnan(sample.compute) for sample in samples)
         works = [sample.data + (sample.compute if is_known else 0.0) for sample in samples]
@@ -335,7 +340,8 @@ class StragglerWatch:
         for rank, sample in enumerate(samples):
             others = usual[rank]
             if sample.is_host_bound and self._is_much(sample.work - others, others):
-                # Hosts that are ahead may be no faster: they began earlier. Only a wait for data shows that they are.
+                # A host that is ahead of its device need not be faster: it may have begun earlier. Only the wait for
+                # data shows the difference.
                 data = _medians_of_others([each.data for each in samples])[rank]
                 if not self._is_much(sample.data - data, data):
                     slower = [max(work, each.host) for work, each in zip(works, samples, strict=True)]

@@ -43,39 +43,40 @@ class IterTimerHook(Hook):
                 f"{tokens_of!r}"
             )
         self._tokens_of = tokens_of
-        self._last = self._asked = 0.0  # when the last iteration ended; since when the next batch is waited for
+        self._iteration_began = 0.0
+        self._wait_began = 0.0  # the wait for the batch of the iteration
 
     def before_train_epoch(self, runner: TrainRun) -> None:
         """Start the clock."""
-        self._last = self._asked = perf_counter()
+        self._iteration_began = self._wait_began = perf_counter()
 
     def before_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None) -> None:
         """Record how long the batch took to arrive."""
-        runner.message_hub.update_scalar("train/data_time", perf_counter() - self._asked)
+        runner.message_hub.update_scalar("train/data_time", perf_counter() - self._wait_began)
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Record how long the iteration took, including the wait for data."""
         now = perf_counter()
         hub = runner.message_hub
-        hub.update_scalar("train/time", now - self._last)
+        hub.update_scalar("train/time", now - self._iteration_began)
         hub.update_scalar("train/samples", runner.train_loop.samples)
         if self._tokens_of is not None:
-            # A batch that counts for nothing repeats the last one, while other ranks have more.
+            # A rank that has no more batches, while others do, repeats its last one, which counts as 0 samples.
             is_counted = runner.train_loop.samples > 0
             hub.update_scalar("amounts/tokens", _tokens(data_batch, self._tokens_of) if is_counted else 0)
-        self._last = self._asked = now
+        self._iteration_began = self._wait_began = now
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Restart the clock; an iteration-based loop validates between two iterations."""
-        self._last = self._asked = perf_counter()
+        self._iteration_began = self._wait_began = perf_counter()
 
     def leave_out(self, seconds: float) -> None:
-        """Do not count this time in the present iteration."""
-        self._last += seconds
+        """Leave a time, in seconds, out of the duration of the current iteration."""
+        self._iteration_began += seconds
 
     def begin_wait_for_data(self) -> None:
-        """Count what has passed since the iteration ended as part of the next one, but not as a wait for data."""
-        self._asked = perf_counter()
+        """Begin the wait for data only now; the time since the last iteration still counts for the next one."""
+        self._wait_began = perf_counter()
 
 
 def _tokens(batch: Any, tokens_of: TokensOf) -> float | Tensor:

@@ -10,23 +10,23 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from lockstep.device import copy_into
-from lockstep.dist.consistency import check_call, report_refusals
+from lockstep.dist.consistency import check_call, report_invalid_arguments
 from lockstep.dist.gradients import (
-    ENDS_HERE,
-    STAYS_LOCAL,
+    GRADIENT_ENDS,
+    GRADIENT_STAYS_LOCAL,
     Apply,
     LinearMap,
+    apply_with_gradients,
     fill_in_graph,
     require_blocking,
     require_fillable,
-    synced,
     warn_of_lost_gradients,
 )
 from lockstep.dist.validate import NOT_GIVEN, either, require_list, require_rank, require_tensor
 from lockstep.groups import Comm, GroupLike, resolve
 from lockstep.transport.control import control_group, exchange, report_failure
 from lockstep.transport.handles import Handle, note_running, start, wait_unless_async
-from lockstep.transport.moving import as_native, used_here
+from lockstep.transport.moving import as_native, used_on_current_stream
 
 
 @overload
@@ -78,11 +78,11 @@ def broadcast(
     """
     comm = resolve(group)
     data = either("data", data, "tensor", tensor)
-    with report_refusals("broadcast", comm):
+    with report_invalid_arguments("broadcast", comm):
         require_tensor("data", data, is_filled=True)
         src = require_rank("src", src, comm)
     if data.requires_grad and not data.is_leaf:
-        warn_of_lost_gradients("broadcast", STAYS_LOCAL)
+        warn_of_lost_gradients("broadcast", GRADIENT_STAYS_LOCAL)
     check_call("broadcast", comm, data, src, async_op=async_op)
     if comm.pg is None or data.numel() == 0:
         return wait_unless_async(Handle((), comm), async_op)
@@ -168,14 +168,14 @@ def all_to_all(
     comm = resolve(group)
     if sync_grads:
         return _all_to_all_with_grads(output_tensor_list, input_tensor_list, comm, async_op)
-    with report_refusals("all_to_all", comm):
-        _require_exchange(output_tensor_list, input_tensor_list, comm)
+    with report_invalid_arguments("all_to_all", comm):
+        _check_all_to_all(output_tensor_list, input_tensor_list, comm)
     if any(x.requires_grad for x in input_tensor_list):
-        warn_of_lost_gradients("all_to_all", ENDS_HERE, has_sync_grads=True)
-    return wait_unless_async(_exchange(output_tensor_list, input_tensor_list, comm, async_op), async_op)
+        warn_of_lost_gradients("all_to_all", GRADIENT_ENDS, has_sync_grads=True)
+    return wait_unless_async(_start_all_to_all(output_tensor_list, input_tensor_list, comm, async_op), async_op)
 
 
-def _require_exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], comm: Comm) -> None:
+def _check_all_to_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor], comm: Comm) -> None:
     require_list("output_tensor_list", outputs, comm, is_filled=True)
     require_list("input_tensor_list", inputs, comm)
     dtypes = {x.dtype for x in (*outputs, *inputs)}
@@ -192,34 +192,37 @@ def _require_exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], comm:
 def _all_to_all_with_grads(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], comm: Comm, async_op: bool
 ) -> list[Tensor]:
+    # `report_failure` compares the ranks' calls, so that this need not. "sync_grads" tells this call from one without.
     check_call("all_to_all", comm, "sync_grads", compares=False)
     with report_failure(comm):
         require_blocking(async_op, comm)
-        _require_exchange(outputs, inputs, comm)
+        _check_all_to_all(outputs, inputs, comm)
         require_fillable("output_tensor_list", outputs, comm)
 
-    def exchange_into(like: Sequence[Tensor]) -> Apply:
+    def all_to_all_like(like: Sequence[Tensor]) -> Apply:
         shapes = [(x.shape, x.dtype, x.device) for x in like]
 
         def apply(sent: Sequence[Tensor]) -> Sequence[Tensor]:
             received = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in shapes]
-            _exchange(received, sent, comm).wait()
+            _start_all_to_all(received, sent, comm).wait()
             return received
 
         return apply
 
-    exchange = LinearMap(exchange_into(outputs), exchange_into(inputs), comm)
-    return fill_in_graph(outputs, synced(f"all_to_all({inputs[0].dtype})", exchange, inputs))
+    collective = LinearMap(all_to_all_like(outputs), all_to_all_like(inputs), comm)
+    return fill_in_graph(outputs, apply_with_gradients(f"all_to_all({inputs[0].dtype})", collective, inputs))
 
 
-def _exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], comm: Comm, async_op: bool = False) -> Handle:
+def _start_all_to_all(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], comm: Comm, async_op: bool = False
+) -> Handle:
     check_call("all_to_all", comm, inputs[comm.rank].dtype, async_op=async_op)
     if comm.pg is None:
         copy_into(outputs[0], inputs[0])
         return Handle((), comm)
     parts = [as_native(comm.to_wire(x)).reshape(-1) for x in inputs]
     sizes = [part.numel() for part in parts]
-    device = parts[0].device  # inputs on several devices travel from one
+    device = parts[0].device  # inputs may lie on several devices, but one tensor is sent
     item_bytes = parts[0].element_size()
     sizes_out = [x.nbytes // item_bytes for x in outputs]
     received = torch.empty(sum(sizes_out), dtype=parts[0].dtype, device=device)
@@ -230,7 +233,7 @@ def _exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], comm: Comm, a
         for output, part in zip(outputs, torch.split_with_sizes(received, sizes_out), strict=True):
             if part.dtype != output.dtype:
                 part = part.clone().view(output.dtype)  # a slice of bytes may not be aligned for the wider dtype
-            copy_into(output, used_here(part))
+            copy_into(output, used_on_current_stream(part))
 
     return Handle([work], comm, finish)
 
@@ -244,7 +247,7 @@ def barrier(group: GroupLike = ..., async_op: bool = ...) -> Handle | None: ...
 def barrier(group: GroupLike = None, async_op: bool = False) -> Handle | None:
     """Wait until the host of every rank of the group has reached this call; devices are not waited for.
 
-    **Collective**: every rank of the group. **Cost**: as `check_collectives` says of a compared call.
+    **Collective**: every rank of the group. **Cost**: a few bytes over gloo, as for any compared call.
 
     **Example (2 ranks)**::
 

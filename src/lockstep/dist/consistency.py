@@ -19,7 +19,7 @@ CheckMode: TypeAlias = Literal["off", "sample", "always"]
 _MODES = ("off", "sample", "always")
 FIRST_CALLS = 20  # of a group, which are compared in every mode
 _SAMPLE_ONE_OF = 16
-_UNREPORTED: Final = nullcontext()
+_NO_REPORT: Final = nullcontext()
 
 _mode: CheckMode = "off"
 
@@ -74,17 +74,18 @@ def check_mode() -> CheckMode:
 
 
 def check_call(name: str, comm: Comm, *arguments: object, compares: bool = True, async_op: bool = False) -> None:
-    """Record this call, and compare it with those of all ranks, if it is due.
+    """Record this call; if a comparison is due, compare it with those of all ranks.
 
-    Whether it is due depends on what is the same on all ranks of a correct program alone: the number of the call, and
-    the calls before it; never on the line that calls.
+    Whether one is due depends only on facts that are the same on all ranks of a correct program: the number of the
+    call, and the calls before it. The line that makes the call is not one of them.
 
     Args:
         name: name of the function.
         comm: the group.
         *arguments: those that must be the same on all ranks; of tensors, this is dtype and shape.
-        compares: False for a call that compares by an exchange of its own, or is not to be compared before it begins.
-        async_op: it must not wait for the others, which make it in the same way.
+        compares: False for a call that makes an exchange itself, which compares, or that must not be compared before it
+            begins.
+        async_op: the call must not wait for other ranks, so it is not compared now.
 
     **Raises**: CollectiveMismatchError, on every rank; DistError where this rank is in a block that it runs alone.
     """
@@ -101,7 +102,7 @@ def check_call(name: str, comm: Comm, *arguments: object, compares: bool = True,
     if not calls.number:
         start_watch()
     if len(comm.devices) > 1 and any(isinstance(x, Tensor) and x.is_cpu for x in arguments):
-        arguments = (*arguments, "on the CPU")  # where it travels by another backend
+        arguments = (*arguments, "on the CPU")  # another backend sends it
     is_new = calls.add(name, (*arguments, "async") if async_op else arguments)
     if compares and not async_op and comm.size > 1 and (is_new or _mode == "always" or _is_due(calls.number)):
         exchange(comm)
@@ -109,7 +110,7 @@ def check_call(name: str, comm: Comm, *arguments: object, compares: bool = True,
 
 @contextmanager
 def alone(name: str, comm: Comm) -> Iterator[None]:
-    """Run a block, called by this name, on this rank, while the others wait for it in `exchange`.
+    """Run a block on this rank alone, while the others wait in `exchange`; `name` is for messages.
 
     Collectives of the group inside would wait for ever, so they raise.
     """
@@ -123,13 +124,13 @@ def alone(name: str, comm: Comm) -> Iterator[None]:
             calls.inside = ""
 
 
-def report_refusals(name: str, comm: Comm) -> AbstractContextManager[None]:
-    """Return a context that runs the checks of a call's arguments, before `check_call`.
+def report_invalid_arguments(name: str, comm: Comm) -> AbstractContextManager[None]:
+    """Return a context for the checks of a call's arguments, which come before `check_call`.
 
-    If they refuse the call on this rank, the other ranks learn of it in their `check_call`, if the mode requires a
-    comparison.
+    If arguments are invalid on this rank, it raises, and the others get an error in their `check_call`, provided that
+    the mode makes them compare this call.
     """
-    return _UNREPORTED if _mode == "off" else _refusals_reported(name, comm)
+    return _NO_REPORT if _mode == "off" else _report_invalid_arguments(name, comm)
 
 
 @contextmanager
@@ -189,7 +190,7 @@ def local_main_process_first() -> Iterator[None]:
 
 
 @contextmanager
-def _refusals_reported(name: str, comm: Comm) -> Iterator[None]:
+def _report_invalid_arguments(name: str, comm: Comm) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -202,5 +203,5 @@ def _refusals_reported(name: str, comm: Comm) -> Iterator[None]:
 
 
 def _is_due(number: int) -> bool:
-    # Python's hash of integers is the same in every process.
+    # Python's hash of integers is the same in every process, so that all ranks choose the same calls.
     return number <= FIRST_CALLS or (_mode == "sample" and hash((number, 0x5EED)) % _SAMPLE_ONE_OF == 0)

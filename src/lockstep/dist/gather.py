@@ -16,14 +16,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.device import copy_into
-from lockstep.dist.consistency import check_call, report_refusals
+from lockstep.dist.consistency import check_call, report_invalid_arguments
 from lockstep.dist.gradients import (
-    ENDS_HERE,
+    GRADIENT_ENDS,
     LinearMap,
+    apply_with_gradients,
     fill_in_graph,
     require_blocking,
     require_fillable,
-    synced,
     warn_of_lost_gradients,
 )
 from lockstep.dist.header import Header, decode_each, encode, header_of, require_expected
@@ -160,7 +160,7 @@ def all_gather(
     if sync_grads:
         return _all_gather_with_grads(own, comm, outputs, async_op)
     if isinstance(own, Tensor) and own.requires_grad:
-        warn_of_lost_gradients("all_gather", ENDS_HERE, has_sync_grads=True)
+        warn_of_lost_gradients("all_gather", GRADIENT_ENDS, has_sync_grads=True)
     if outputs is NOT_GIVEN:
         return _all_gather(own, comm, uneven)
     return wait_unless_async(_all_gather_into(outputs, own, comm, uneven, async_op), async_op)
@@ -229,15 +229,15 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
         gather_list, dst, group = None, gather_list, _group_argument(third, group)
     comm = resolve(group)
     data = either("data", data, "tensor", tensor)
-    with report_refusals("gather", comm):
+    with report_invalid_arguments("gather", comm):
         dst = require_rank("dst", dst, comm)
     if isinstance(data, Tensor) and data.requires_grad:
-        warn_of_lost_gradients("gather", ENDS_HERE)
+        warn_of_lost_gradients("gather", GRADIENT_ENDS)
     outputs: Any = gather_list if comm.rank == dst and gather_list is not None else NOT_GIVEN
     if not async_op:
         parts = _gather(data, dst, comm, outputs)
         return parts if outputs is NOT_GIVEN else None
-    with report_refusals("gather", comm):
+    with report_invalid_arguments("gather", comm):
         if comm.rank == dst and outputs is NOT_GIVEN:
             raise TypeError(f"`async_op` needs the form gather(tensor, gather_list, dst) ({comm.this_rank})")
         _require_form("data", data, outputs, comm, "gather_list")
@@ -305,19 +305,19 @@ def scatter(
         True
     """
     comm = resolve(group)
-    with report_refusals("scatter", comm):
+    with report_invalid_arguments("scatter", comm):
         src = require_rank("src", src, comm)
     sent = scatter_list if comm.rank == src and isinstance(scatter_list, Sequence) else ()
     is_mixed = False  # some are on the CPU, and some are not
     if async_op:
-        with report_refusals("scatter", comm):
+        with report_invalid_arguments("scatter", comm):
             _require_scatter_arguments(tensor, scatter_list, src, comm)
         check_call("scatter", comm, src, async_op=True)
     else:
         check_call("scatter", comm, src, compares=False)
         is_mixed = _exchange_scatter_headers(tensor, scatter_list, src, comm)
     if (tensor.requires_grad and not tensor.is_leaf) or any(x.requires_grad for x in sent):
-        warn_of_lost_gradients("scatter", ENDS_HERE)
+        warn_of_lost_gradients("scatter", GRADIENT_ENDS)
     wires = [comm.to_wire(entry) for entry in sent]
     if is_mixed:
         wires = [wire.to(comm.comm_device) for wire in wires]
@@ -341,7 +341,7 @@ def _all_gather(data: Tensor, comm: Comm, uneven: bool) -> list[Tensor]:
         wire, headers = _exchange_headers("data", data, comm)
         alike = all(header[:2] == headers[0][:2] for header in headers)
     else:
-        with report_refusals("all_gather", comm):
+        with report_invalid_arguments("all_gather", comm):
             require_tensor("data", data)
         check_call("all_gather", comm, data, "even")
         wire, headers, alike = comm.to_wire(data), [], True
@@ -357,7 +357,7 @@ def _all_gather_into(
     outputs: Sequence[Tensor], data: Any, comm: Comm, uneven: bool = True, async_op: bool = False
 ) -> Handle:
     if async_op or not uneven:
-        with report_refusals("all_gather", comm):
+        with report_invalid_arguments("all_gather", comm):
             _require_form("data", data, outputs, comm)
             require_alike(f"tensor_list[{comm.rank}]", outputs[comm.rank], "`tensor`", data, comm)
             if not uneven:
@@ -393,7 +393,7 @@ def _all_gather_with_grads(
     def sum_up(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         return [scatter_sums(gradients, comm)]
 
-    gathered = synced(f"all_gather({data.dtype})", LinearMap(gather_all, sum_up, comm), [data])
+    gathered = apply_with_gradients(f"all_gather({data.dtype})", LinearMap(gather_all, sum_up, comm), [data])
     return list(gathered) if tensor_list is NOT_GIVEN else fill_in_graph(tensor_list, gathered)
 
 

@@ -29,13 +29,13 @@ from lockstep.transport.reduce_ops import reduction
 Apply: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_OWN_ROOM = os.path.dirname(__file__) + os.sep
+_DIST = os.path.dirname(__file__) + os.sep
 
 _NO_GRADIENT, _GRADIENT, _GRAD_MODE_OFF = 0, 1, 2
 
 # What happens to a gradient without `sync_grads`.
-STAYS_LOCAL = "its gradient stays that of this rank's own value, not of what replaces it"
-ENDS_HERE = "its gradient ends here, as what comes out has no graph"
+GRADIENT_STAYS_LOCAL = "its gradient stays that of this rank's own value, not of what replaces it"
+GRADIENT_ENDS = "its gradient ends here, as what comes out has no graph"
 
 _warned: set[tuple[str, int]] = set()
 
@@ -54,7 +54,7 @@ class LinearMap(NamedTuple):
     comm: Comm
 
 
-class _Mapped(Function):
+class _LinearMapFunction(Function):
     """One use of a `LinearMap` in a graph.
 
     All outputs require grad on every rank, even where the inputs don't, because every rank must take part in backward.
@@ -73,10 +73,10 @@ class _Mapped(Function):
                 f"backward through a collective needs its group, which is gone ({comm.this_rank}). "
                 "Call destroy_dist() later"
             )
-        return None, None, *_applied(LinearMap(transpose, apply, comm), gradients)
+        return None, None, *_apply_in_graph(LinearMap(transpose, apply, comm), gradients)
 
 
-def synced(call: str, linear: LinearMap, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def apply_with_gradients(call: str, linear: LinearMap, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the outputs of a map, as part of the autograd graph if some rank's inputs require grad.
 
     Every rank must then take part in backward.
@@ -98,14 +98,14 @@ def synced(call: str, linear: LinearMap, inputs: Sequence[Tensor]) -> tuple[Tens
     if len({one[1:] for one in received}) > 1 or {_GRADIENT, _GRAD_MODE_OFF} <= set(modes):
         raise _mismatch([one[1:].decode() for one in received], modes, comm)
     if _GRADIENT in modes:
-        return _applied(linear, inputs)
+        return _apply_in_graph(linear, inputs)
     with torch.no_grad():
         return tuple(linear.apply([x.detach() for x in inputs]))
 
 
-def _applied(linear: LinearMap, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _apply_in_graph(linear: LinearMap, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     anchor = torch.empty(0, requires_grad=torch.is_grad_enabled())
-    outputs: tuple[Tensor, ...] = _Mapped.apply(anchor, linear, *inputs)  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, ...] = _LinearMapFunction.apply(anchor, linear, *inputs)  # type: ignore[no-untyped-call]
     return outputs
 
 
@@ -158,7 +158,7 @@ def warn_of_lost_gradients(name: str, outcome: str, *, has_sync_grads: bool = Fa
     if not torch.is_grad_enabled():
         return
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_ROOM):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_DIST):
         frame = frame.f_back
     file, line = frame.f_code.co_filename, frame.f_lineno
     if file.startswith(_PACKAGE) or (file, line) in _warned:

@@ -17,13 +17,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.calls import grouped, unlike_most
-from lockstep.dist.consistency import check_call, report_refusals
-from lockstep.dist.gradients import ENDS_HERE, STAYS_LOCAL, warn_of_lost_gradients
+from lockstep.dist.consistency import check_call, report_invalid_arguments
+from lockstep.dist.gradients import GRADIENT_ENDS, GRADIENT_STAYS_LOCAL, warn_of_lost_gradients
 from lockstep.dist.pickling import all_gather_pickled, broadcast_pickled
 from lockstep.dist.reduce import start_reduction
-from lockstep.dist.validate import NOT_GIVEN, either, require_rank, require_tensor
+from lockstep.dist.validate import NOT_GIVEN, either, is_int, require_rank, require_tensor
 from lockstep.errors import CollectiveMismatchError
-from lockstep.groups import Comm, GroupLike, is_int, resolve
+from lockstep.groups import Comm, GroupLike, resolve
 from lockstep.transport.control import exchange, report_failure
 from lockstep.transport.reduce_ops import OpLike, OpName, op_name, reduction
 from lockstep.tree import tree_items, tree_unflatten
@@ -81,7 +81,7 @@ def all_reduce_dict(
             raise TypeError(f"`data` must be a dict, but is {type(data).__name__}. Lists and others: all_reduce_tree")
         values = [(repr(key), value) for key, value in data.items()]
         if any(isinstance(x, Tensor) and x.requires_grad and not x.is_leaf for _, x in values):
-            warn_of_lost_gradients("all_reduce_dict", STAYS_LOCAL)
+            warn_of_lost_gradients("all_reduce_dict", GRADIENT_STAYS_LOCAL)
     reduced = _reduce_leaves(values, op, comm, torch.float32 if to_float else None, is_filled=not to_float)
     with torch.no_grad():
         for (key, value), result in zip(list(data.items()), reduced, strict=True):
@@ -113,7 +113,7 @@ def all_reduce_tree(data: T, op: OpLike = "sum", group: GroupLike = None) -> T:
     with report_failure(comm):  # of a tree that can't be walked
         items = list(tree_items(data))
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for _, leaf in items):
-            warn_of_lost_gradients("all_reduce_tree", ENDS_HERE)
+            warn_of_lost_gradients("all_reduce_tree", GRADIENT_ENDS)
     reduced = _reduce_leaves(items, op, comm)
     leaves = [_as_leaf(result, leaf) for result, (_, leaf) in zip(reduced, items, strict=True)]
     return tree_unflatten(data, leaves)  # type: ignore[no-any-return]
@@ -132,7 +132,7 @@ def all_gather_tree(data: T, group: GroupLike = None) -> list[T]:
     """
     comm = resolve(group)
     check_call("all_gather_tree", comm, compares=False)
-    return all_gather_pickled(data, comm, on_graph=lambda: warn_of_lost_gradients("all_gather_tree", ENDS_HERE))
+    return all_gather_pickled(data, comm, on_graph=lambda: warn_of_lost_gradients("all_gather_tree", GRADIENT_ENDS))
 
 
 def broadcast_tree(data: T, src: int = 0, group: GroupLike = None) -> T:
@@ -150,7 +150,7 @@ def broadcast_tree(data: T, src: int = 0, group: GroupLike = None) -> T:
     comm = resolve(group)
     src = require_rank("src", src, comm)
     check_call("broadcast_tree", comm, src, compares=False)
-    on_graph = partial(warn_of_lost_gradients, "broadcast_tree", ENDS_HERE)
+    on_graph = partial(warn_of_lost_gradients, "broadcast_tree", GRADIENT_ENDS)
     return broadcast_pickled(data, src, comm, on_graph)  # type: ignore[no-any-return]
 
 
@@ -188,14 +188,14 @@ def all_reduce_params(
         [tensor([2., 2.]), tensor([2])]
     """
     comm = resolve(group)
-    with report_refusals("all_reduce_params", comm):
+    with report_invalid_arguments("all_reduce_params", comm):
         tensors = _listed(params)
         name = op_name(op)
         for index, tensor in enumerate(tensors):
             require_tensor(f"params[{index}]", tensor, is_filled=True)
             reduction(name, tensor.dtype)
     if any(x.requires_grad and not x.is_leaf for x in tensors):
-        warn_of_lost_gradients("all_reduce_params", STAYS_LOCAL)
+        warn_of_lost_gradients("all_reduce_params", GRADIENT_STAYS_LOCAL)
     limit_bytes = sys.maxsize if bucket_size_mb <= 0 else int(bucket_size_mb * _MIB)
     alone_from = min(_ALONE_MIN_BYTES, limit_bytes) if coalesce else 0
     buckets = _buckets([x for x in tensors if x.nbytes < alone_from], limit_bytes)

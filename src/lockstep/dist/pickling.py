@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lockstep.errors import DistError, error_in_words, message_of
 from lockstep.groups import Comm
-from lockstep.transport.control import exchange, give_to_all, report_failure, transfer_between_hosts
+from lockstep.transport.control import broadcast_from_all, exchange, report_failure, transfer_between_hosts
 from lockstep.transport.moving import bytes_of
 
 Parts: TypeAlias = list[Tensor]
@@ -45,11 +45,11 @@ def dump(obj: object, comm: Comm, on_graph: Callable[[], None] | None = None) ->
     **Raises**: TypeError if it can't be pickled, chained to the cause, naming this rank of `comm`.
     """
     stream, segments = io.BytesIO(), list[Tensor]()
-    pickler = _Pickler(stream, protocol=5, buffer_callback=partial(_is_kept_in_band, segments))
+    pickler = _Pickler(stream, protocol=5, buffer_callback=partial(_keep_in_band, segments))
     _pickle(obj, pickler, comm)
     if on_graph is not None and pickler.in_graph:
         on_graph()
-    return [_borrowed(stream.getbuffer()), *segments]
+    return [_as_bytes_tensor(stream.getbuffer()), *segments]
 
 
 def load(parts: Sequence[Tensor]) -> Any:
@@ -76,7 +76,7 @@ def all_gather_pickled(obj: object, comm: Comm, on_graph: Callable[[], None] | N
     """
     with report_failure(comm):
         own = dump(obj, comm, on_graph)
-    every = _share(own, comm)
+    every = _exchange_parts(own, comm)
     every[comm.rank] = [part.clone() for part in own]
     return [load_from(rank, parts, comm) for rank, parts in enumerate(every)]
 
@@ -84,10 +84,10 @@ def all_gather_pickled(obj: object, comm: Comm, on_graph: Callable[[], None] | N
 def broadcast_pickled(obj: object, src: int, comm: Comm, on_graph: Callable[[], None] | None = None) -> Any:
     """Return rank `src`'s object, there the object itself; `on_graph`: as for `dump`. **Collective**: every rank."""
     if comm.rank != src and not comm.is_alone:
-        return load_from(src, _share(None, comm)[src], comm)
+        return load_from(src, _exchange_parts(None, comm)[src], comm)
     with report_failure(comm):
         parts = dump(obj, comm, on_graph)
-    _share(parts, comm)
+    _exchange_parts(parts, comm)
     return obj
 
 
@@ -149,7 +149,7 @@ def load_from(rank: int, parts: Sequence[Tensor], comm: Comm) -> Any:
         ) from error
 
 
-def _share(own: Parts | None, comm: Comm) -> list[Parts]:
+def _exchange_parts(own: Parts | None, comm: Comm) -> list[Parts]:
     """Return the parts of every rank, none for a rank that has none.
 
     The pickle is in the exchange that tells the sizes, so that a small object takes no further message.
@@ -161,7 +161,7 @@ def _share(own: Parts | None, comm: Comm) -> list[Parts]:
             parts[0] = torch.frombuffer(bytearray(one[-parts[0].numel() :]), dtype=torch.uint8)
     if own is not None:
         every[comm.rank] = own
-    give_to_all([parts[1:] for parts in every], comm)
+    broadcast_from_all([parts[1:] for parts in every], comm)
     return every
 
 
@@ -178,8 +178,12 @@ def places_for(head: bytes) -> Parts:
 
 
 class _Pickler(pickle.Pickler):
-    # It remembers every object that went through it, so it must not be part of a reference cycle, which would keep them
-    # alive until the next garbage collection.
+    """Pickles tensors as buffers; `in_graph` says whether one of them requires grad.
+
+    A pickler refers to every object that went through it. It must not be part of a reference cycle, which would keep
+    them alive until the next garbage collection.
+    """
+
     in_graph = False
 
     def reducer_override(self, obj: Any) -> Any:
@@ -208,11 +212,11 @@ def _pickle(obj: object, pickler: _Pickler, comm: Comm) -> None:
         ) from error
 
 
-def _is_kept_in_band(segments: Parts, buffer: pickle.PickleBuffer) -> bool:
-    """Return whether the pickle holds a buffer itself; if not, add the buffer to the segments."""
+def _keep_in_band(segments: Parts, buffer: pickle.PickleBuffer) -> bool:
+    """Return True to keep a small buffer in the pickle; add a large one to the segments, and return False."""
     raw = buffer.raw()
     if raw.nbytes >= _SEGMENT_MIN_BYTES:
-        segments.append(_borrowed(raw))
+        segments.append(_as_bytes_tensor(raw))
     return raw.nbytes < _SEGMENT_MIN_BYTES
 
 
@@ -237,7 +241,7 @@ def _set_attributes(data: Tensor, attributes: dict[str, object]) -> None:
     vars(data).update(attributes)
 
 
-def _borrowed(raw: memoryview) -> Tensor:
+def _as_bytes_tensor(raw: memoryview) -> Tensor:
     """Return a flat tensor of bytes that shares a buffer's memory, and keeps it alive."""
     if not raw.readonly:
         return torch.frombuffer(raw, dtype=torch.uint8)

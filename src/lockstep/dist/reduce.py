@@ -10,25 +10,25 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from lockstep.device import copy_into
-from lockstep.dist.consistency import check_call, report_refusals
+from lockstep.dist.consistency import check_call, report_invalid_arguments
 from lockstep.dist.gradients import (
-    ENDS_HERE,
-    STAYS_LOCAL,
+    GRADIENT_ENDS,
+    GRADIENT_STAYS_LOCAL,
     LinearMap,
+    apply_with_gradients,
     describe,
     fill_in_graph,
     require_blocking,
     require_fillable,
     require_linear,
-    synced,
     warn_of_lost_gradients,
 )
 from lockstep.dist.validate import NOT_GIVEN, either, require_alike, require_list, require_rank, require_tensor
-from lockstep.groups import Comm, GroupLike, resolve
+from lockstep.groups import BIT_OPS, Comm, GroupLike, resolve
 from lockstep.transport.control import report_failure
 from lockstep.transport.handles import Handle, start, wait_unless_async
-from lockstep.transport.moving import gather_into, used_here
-from lockstep.transport.reduce_ops import BIT_OPS, TORCH_OPS, OpLike, OpName, Reduction, combine, op_name, reduction
+from lockstep.transport.moving import gather_into, used_on_current_stream
+from lockstep.transport.reduce_ops import TORCH_OPS, OpLike, OpName, Reduction, combine, op_name, reduction
 
 
 @overload
@@ -129,10 +129,10 @@ def all_reduce(
     data = either("data", data, "tensor", tensor)
     if sync_grads:
         return _all_reduce_with_grads(data, op, comm, async_op)
-    with report_refusals("all_reduce", comm):
+    with report_invalid_arguments("all_reduce", comm):
         name, plan = _planned("data", data, op)
     if data.requires_grad and not data.is_leaf:
-        warn_of_lost_gradients("all_reduce", STAYS_LOCAL, has_sync_grads=True)
+        warn_of_lost_gradients("all_reduce", GRADIENT_STAYS_LOCAL, has_sync_grads=True)
     return _reduce_to(data, None, name, plan, comm, async_op)
 
 
@@ -194,11 +194,11 @@ def reduce(
     """
     comm = resolve(group)
     data = either("data", data, "tensor", tensor)
-    with report_refusals("reduce", comm):
+    with report_invalid_arguments("reduce", comm):
         name, plan = _planned("data", data, op)
         dst = require_rank("dst", dst, comm)
     if data.requires_grad and not data.is_leaf:
-        warn_of_lost_gradients("reduce", STAYS_LOCAL)
+        warn_of_lost_gradients("reduce", GRADIENT_STAYS_LOCAL)
     return _reduce_to(data, dst, name, plan, comm, async_op)
 
 
@@ -312,11 +312,11 @@ def reduce_scatter(
     comm = resolve(group)
     if sync_grads:
         return _reduce_scatter_with_grads(output, input_list, op, comm, async_op)
-    with report_refusals("reduce_scatter", comm):
+    with report_invalid_arguments("reduce_scatter", comm):
         name, plan = _planned("output", output, op)
         _require_entries(output, input_list, comm)
     if (output.requires_grad and not output.is_leaf) or any(x.requires_grad for x in input_list):
-        warn_of_lost_gradients("reduce_scatter", ENDS_HERE, has_sync_grads=True)
+        warn_of_lost_gradients("reduce_scatter", GRADIENT_ENDS, has_sync_grads=True)
     return wait_unless_async(_reduce_scatter(output, input_list, name, plan, comm, async_op), async_op)
 
 
@@ -372,7 +372,7 @@ def _combine_here(output: Tensor, travelling: Sequence[Tensor], plan: Reduction,
     work = start(torch_dist.all_to_all_single, comm, own.device, flat, sent, arriving, sizes, async_op=async_op)
 
     def finish() -> None:
-        total = used_here(received)[0]
+        total = used_on_current_stream(received)[0]
         combine(received.unbind(), plan.wire_op, total)
         # What is encoded without a `decode` is a view of another dtype.
         copy_into(output, total.view(output.dtype) if plan.decode is None else plan.decode(total, comm.size))
@@ -392,7 +392,7 @@ def _all_reduce_with_grads(data: Tensor, op: object, comm: Comm, async_op: bool)
         _reduce_to(result, None, name, plan, comm, async_op=False)
         return [result]
 
-    return synced(f"all_reduce({describe([data])}, {name})", LinearMap(total, total, comm), [data])[0]
+    return apply_with_gradients(f"all_reduce({describe([data])}, {name})", LinearMap(total, total, comm), [data])[0]
 
 
 def _reduce_scatter_with_grads(
@@ -413,11 +413,14 @@ def _reduce_scatter_with_grads(
         return [result]
 
     def send_back(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        own = gradients[0] / comm.size if name == "mean" else gradients[0]
-        return _on_every_rank(own, like, comm)
+        """Give every rank every rank's gradient: the transpose of a `reduce_scatter`."""
+        wire = comm.to_wire(gradients[0] / comm.size if name == "mean" else gradients[0])
+        received = [torch.empty(shape, dtype=wire.dtype, device=wire.device) for shape, _ in like]
+        gather_into(received, wire, comm).wait()
+        return [x.to(device) for x, (_, device) in zip(received, like, strict=True)]
 
     call = f"reduce_scatter({describe(input_list)}, {name})"
-    return fill_in_graph([output], synced(call, LinearMap(scatter, send_back, comm), input_list))[0]
+    return fill_in_graph([output], apply_with_gradients(call, LinearMap(scatter, send_back, comm), input_list))[0]
 
 
 def scatter_sums(entries: Sequence[Tensor], comm: Comm) -> Tensor:
@@ -428,14 +431,6 @@ def scatter_sums(entries: Sequence[Tensor], comm: Comm) -> Tensor:
     return output
 
 
-def _on_every_rank(own: Tensor, like: Sequence[tuple[torch.Size, torch.device]], comm: Comm) -> list[Tensor]:
-    """Return every rank's tensor, whose shapes all know: the transpose of what `reduce_scatter` does."""
-    wire = comm.to_wire(own)
-    received = [torch.empty(shape, dtype=wire.dtype, device=wire.device) for shape, _ in like]
-    gather_into(received, wire, comm).wait()
-    return [x.to(device) for x, (_, device) in zip(received, like, strict=True)]
-
-
 def _reduce(
     data: Tensor,
     plan: Reduction,
@@ -444,41 +439,33 @@ def _reduce(
     *,
     keeps: bool,
 ) -> Handle:
-    """Encode, run the collective, and return a handle that finishes it; `keeps`: write the result back to `data`."""
+    """Encode, run the collective, and return a handle that finishes it; `keeps`: write the result back to `data`.
+
+    An operation that the backend lacks is computed here: bitwise ones from the tensors of all ranks, the mean from the
+    sum.
+    """
     wire = comm.to_wire(data)
     travelling = wire if plan.encode is None else plan.encode(wire)
-    wire_op = plan.wire_op
-    if wire_op in comm.missing_ops and wire_op in BIT_OPS:
-        return _reduce_bits(data, wire, travelling, plan, comm, keeps=keeps)
-    divides = wire_op in comm.missing_ops  # the mean
-    work = run(travelling, "sum" if divides else wire_op)
+    is_missing = plan.wire_op in comm.missing_ops
+    parts: list[Tensor] = []
+    if is_missing and plan.wire_op in BIT_OPS:
+        parts = [torch.empty_like(travelling) for _ in range(comm.size)]
+        work = start(torch_dist.all_gather, comm, travelling.device, parts, travelling, async_op=True)
+    else:
+        work = run(travelling, "sum" if is_missing else plan.wire_op)
 
     def finish() -> None:
-        if keeps:
-            if divides:
-                travelling.div_(comm.size)
-            _deliver(data, wire, travelling, plan, comm)
-
-    return Handle([work], comm, finish)
-
-
-def _reduce_bits(data: Tensor, wire: Tensor, travelling: Tensor, plan: Reduction, comm: Comm, *, keeps: bool) -> Handle:
-    """Gather and combine locally, because NCCL and its kin have no bitwise operations."""
-    parts = [torch.empty_like(travelling) for _ in range(comm.size)]
-    work = start(torch_dist.all_gather, comm, travelling.device, parts, travelling, async_op=True)
-
-    def finish() -> None:
-        if keeps:
+        if not keeps:
+            return
+        if parts:
             combine(parts, plan.wire_op, travelling)
-            _deliver(data, wire, travelling, plan, comm)
+        elif is_missing:
+            travelling.div_(comm.size)
+        result = wire if plan.decode is None else plan.decode(used_on_current_stream(travelling), comm.size)
+        if result.data_ptr() != data.data_ptr() or result.device != data.device:
+            copy_into(data, result)
 
     return Handle([work], comm, finish)
-
-
-def _deliver(data: Tensor, wire: Tensor, travelled: Tensor, plan: Reduction, comm: Comm) -> None:
-    result = wire if plan.decode is None else plan.decode(used_here(travelled), comm.size)
-    if result.data_ptr() != data.data_ptr() or result.device != data.device:
-        copy_into(data, result)
 
 
 def _alone(data: Tensor, plan: Reduction) -> None:

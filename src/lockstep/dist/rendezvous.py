@@ -60,14 +60,14 @@ def meet(
     if topology.rank != 0:
         if published is not None:
             port = _await_published_port(published, topology, timeout)
-        return _joined(prefix, host, port or 0, topology, timeout)
+        return _connect_to_rank_0(prefix, host, port or 0, topology, timeout)
     served = _serve(host, port or 0, topology, timeout)
     if published is not None:
         undo.callback(published.unlink, missing_ok=True)
         _publish_port(served.port, published)
-    opened = PrefixStore(prefix, served)
-    opened.set(_OPEN_KEY, "")
-    return opened
+    prefixed = PrefixStore(prefix, served)
+    prefixed.set(_OPEN_KEY, "")
+    return prefixed
 
 
 def _address(topology: Topology, port: int | None) -> tuple[str, int]:
@@ -91,22 +91,22 @@ def _address(topology: Topology, port: int | None) -> tuple[str, int]:
     return topology.master_addr, port
 
 
-def _joined(prefix: str, host: str, port: int, topology: Topology, timeout: timedelta) -> Store:
+def _connect_to_rank_0(prefix: str, host: str, port: int, topology: Topology, timeout: timedelta) -> Store:
     """Connect to the store that rank 0 opened for this group; a former group's store may still be closing there."""
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
         try:
             store = _connect(host, port, topology, left)
-            joined = PrefixStore(prefix, store)
-            joined.wait([_OPEN_KEY], left)
+            prefixed = PrefixStore(prefix, store)
+            prefixed.wait([_OPEN_KEY], left)
         except TorchDistError:
             if time.monotonic() >= deadline:
                 raise
             time.sleep(0.02)
         else:
             store.set_timeout(timeout)
-            return joined
+            return prefixed
 
 
 def _connect(host: str, port: int, topology: Topology, timeout: timedelta) -> TCPStore:

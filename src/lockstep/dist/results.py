@@ -13,9 +13,9 @@ import torch
 
 from lockstep.dist.consistency import check_call, fail_together
 from lockstep.dist.pickling import broadcast_pickled, dump_to, gather_pickled, load_each
-from lockstep.dist.validate import NOT_GIVEN, either
+from lockstep.dist.validate import NOT_GIVEN, either, is_int
 from lockstep.errors import message_of
-from lockstep.groups import Comm, is_int, resolve
+from lockstep.groups import Comm, resolve
 from lockstep.transport.control import report_failure, require_no_failure
 
 _Part: TypeAlias = tuple[list[Any], list[int] | None]
@@ -81,7 +81,7 @@ def collect_results(
         parts = gather_pickled(part, 0, comm, copy_own=False)
     else:
         parts = _gather_on_disk(part, Path(tmpdir), comm)
-    return _agreed(parts, size, comm)
+    return _order_on_main(parts, size, comm)
 
 
 def collect_results_cpu(
@@ -145,7 +145,7 @@ def _own_part(results: Sequence[Any], indices: Sequence[int] | None, comm: Comm)
     return list(results), [int(index) for index in indices]
 
 
-def _agreed(parts: Iterable[_Part] | None, size: int, comm: Comm) -> list[Any] | None:
+def _order_on_main(parts: Iterable[_Part] | None, size: int, comm: Comm) -> list[Any] | None:
     """Order the parts on rank 0, and tell every rank whether that succeeded."""
     ordered: list[Any] | None = None
     error: Exception | None = None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, Final
+from numbers import Integral
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.dist.header import Header
-from lockstep.groups import Comm, is_int, resolve
+from lockstep.groups import Comm, resolve
 
 
 class _NotGiven:
@@ -126,3 +127,8 @@ def require_alike(name: str, data: Tensor, like: str, model: Tensor | Header, co
             f"`{name}` must be like {like}, {tuple(model.shape)} {model.dtype}, but is {tuple(data.shape)} "
             f"{data.dtype} ({comm.this_rank}){remedy}"
         )
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Return whether `value` is an integer (numpy's included), but not a bool."""
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))

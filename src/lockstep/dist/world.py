@@ -20,7 +20,7 @@ from lockstep import groups
 from lockstep.device import get_device
 from lockstep.dist.consistency import CheckMode, check_collectives, check_mode
 from lockstep.dist.rendezvous import is_one_node, meet
-from lockstep.dist.validate import NOT_GIVEN, either
+from lockstep.dist.validate import NOT_GIVEN, either, is_int
 from lockstep.engines import adopt_group, load_engine
 from lockstep.errors import (
     CollectiveTimeoutError,
@@ -34,7 +34,7 @@ from lockstep.watch.ending import end_watch
 from lockstep.watch.interrupt import end_process
 from lockstep.watch.watch import start_watch
 
-_SECONDS_FOR_THREADS = 0.1
+_SECONDS_FOR_THREADS = 0.1  # in which threads of an ended group free their tensors
 _STORE_TIMEOUT = timedelta(minutes=5)
 _TIMEOUT = timedelta(minutes=10)  # torch's own is 10 minutes with NCCL, and 30 with gloo
 _INIT_BACKENDS = ("torch", "deepspeed", "colossalai")
@@ -42,7 +42,7 @@ _INIT_BACKENDS = ("torch", "deepspeed", "colossalai")
 _INTERFACE_VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
 
 
-_undo = ExitStack()  # what `init_dist` set up, for `destroy_dist` to take down
+_undo = ExitStack()  # undoes what `init_dist` has set up; `destroy_dist` closes it
 _generation = 0  # number of groups this process has joined; separates the stores of one job
 
 
@@ -106,7 +106,7 @@ def init_dist(
     backend = _checked_backend(backend)
     duration = _checked_timeout(timeout)
     _check_port(port)
-    _choose_checks()
+    _read_check_mode()
     if init_backend != "torch":
         load_engine(init_backend)  # fails before the others wait
     device = _bind_device(topology, backend)
@@ -116,19 +116,19 @@ def init_dist(
         if is_one_node(topology):
             _keep_on_loopback(backend, undo)
         try:
-            met = meet(topology, store, port, duration or _STORE_TIMEOUT, _generation, undo)
+            shared_store = meet(topology, store, port, duration or _STORE_TIMEOUT, _generation, undo)
             if topology.local_size > 1:
-                _refuse_shared(device, topology, met)
+                _refuse_shared(device, topology, shared_store)
             torch_dist.init_process_group(
                 backend,
                 timeout=groups.backend_timeout(duration or _TIMEOUT, device is not None),
-                store=met,
+                store=shared_store,
                 rank=topology.rank,
                 world_size=topology.world_size,
                 **kwargs,
             )
         except (torch_dist.DistStoreError, torch_dist.DistNetworkError) as error:
-            raise _not_met(error, topology) from error
+            raise _rendezvous_error(error, topology) from error
         _undo = undo.pop_all()
     pg = groups.get_default_group()
     assert pg is not None  # made a moment ago
@@ -137,7 +137,7 @@ def init_dist(
     if topology.world_size > 1:
         _generation += 1
         start_watch()
-    atexit.register(_leave)
+    atexit.register(_destroy_at_exit)
     if init_backend != "torch":
         adopt_group(init_backend, backend)
 
@@ -189,7 +189,7 @@ def init_local_group(
         node_rank, size = either("node_rank", node_rank, "group_size", group_size), num_gpus_per_node
     else:
         raise TypeError("init_local_group() takes `node_rank` and `num_gpus_per_node`, or `group_size` alone")
-    if not groups.is_int(size):
+    if not is_int(size):
         raise TypeError(f"the size of a local group must be an int, but is {size!r} ({comm.this_rank})")
     if size < 1 or comm.size % size:
         raise ValueError(
@@ -247,11 +247,11 @@ def _default_backend() -> str:
     """Return gloo for the CPU, and beside it what torch has for the accelerator of this machine."""
     kind = get_device()
     try:
-        own = torch_dist.get_default_backend_for_device(kind)
+        name = torch_dist.get_default_backend_for_device(kind)
     except ValueError:  # the accelerator's package has registered none
         return "gloo"
-    is_available = getattr(torch_dist, f"is_{own}_available", lambda: True)
-    return "gloo" if own == "gloo" or not is_available() else f"cpu:gloo,{kind}:{own}"
+    is_available = getattr(torch_dist, f"is_{name}_available", lambda: True)
+    return "gloo" if name == "gloo" or not is_available() else f"cpu:gloo,{kind}:{name}"
 
 
 def _checked_timeout(timeout: float | timedelta | None) -> timedelta | None:
@@ -268,7 +268,8 @@ def _check_port(port: int | None) -> None:
         raise ValueError(f"`port` must be from 1 to 65535, or None for a free one, but is {port!r}")
 
 
-def _choose_checks() -> None:
+def _read_check_mode() -> None:
+    """Set the mode of `check_collectives` to what the variable LOCKSTEP_CHECK says, if it is set."""
     try:
         check_collectives(cast(CheckMode, os.environ.get("LOCKSTEP_CHECK", check_mode())))
     except ValueError as error:
@@ -318,13 +319,14 @@ def _refuse_shared(device: torch.device | None, topology: Topology, store: Store
 
 
 def _keep_on_loopback(backend: str, undo: ExitStack) -> None:
+    """Let backends connect over the loopback interface, unless a variable names another one."""
     for name, variable in _INTERFACE_VARIABLES.items():
         if (name == "gloo" or name in backend) and variable not in os.environ:
             undo.callback(os.environ.pop, variable, None)
             os.environ[variable] = "lo0" if sys.platform == "darwin" else "lo"
 
 
-def _not_met(error: Exception, topology: Topology) -> Exception:
+def _rendezvous_error(error: Exception, topology: Topology) -> Exception:
     """Return the error for ranks that did not find each other, with torch's message."""
     text = str(error)
     kind = CollectiveTimeoutError if "time" in text else DistError
@@ -337,7 +339,7 @@ def _not_met(error: Exception, topology: Topology) -> Exception:
 
 def _destroy(*, ends_at_once: bool = False) -> None:
     """Do what `destroy_dist` does; `ends_at_once`: the process then ends without the interpreter's shutdown."""
-    atexit.unregister(_leave)
+    atexit.unregister(_destroy_at_exit)
     if groups.is_forked():  # the connections are those of the rank that has forked
         return
     difference = end_watch()
@@ -349,9 +351,9 @@ def _destroy(*, ends_at_once: bool = False) -> None:
         raise difference
 
 
-def _leave() -> None:
+def _destroy_at_exit() -> None:
     """End the group at exit; Python ignores what a function raises there."""
-    # Only `launch.worker.end_soon` runs this while the exception is handled; it ends with `os._exit`.
+    # There is an exception only if `launch.worker.end_soon` calls this. It ends the process by `os._exit` afterwards.
     cause = sys.exception()
     is_preempted = isinstance(cause, SystemExit) and cause.code == Preempted.EXIT_CODE
     try:

@@ -1,4 +1,7 @@
-"""`Evaluator`: several metrics over one pass through the data, those of torchmetrics among them (not imported here)."""
+"""`Evaluator`: several metrics over one pass through the data.
+
+Metrics of torchmetrics work, too; this module does not import torchmetrics.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,21 @@ from lockstep.evaluator.metric import BaseMetric, LossMetric
 from lockstep.registry import EVALUATOR, METRICS
 
 
-def is_torch_metric(item: object) -> bool:
+def is_torchmetrics_metric(item: object) -> bool:
     """Return whether an object is a `Metric` or `MetricCollection` of torchmetrics, or a module with their methods."""
     return isinstance(item, nn.Module) and all(
         callable(getattr(item, name, None)) for name in ("update", "compute", "reset")
     )
 
 
-class TorchMetric(BaseMetric):
+class TorchmetricsMetric(BaseMetric):
     """A metric of torchmetrics over all ranks.
 
     Each rank updates its own metric. The states are gathered once, when the value is computed, with lockstep's
     collectives, so a rank may have seen no batch at all. The metric is updated with the model's prediction if that is a
-    pair `(predictions, targets)` or a dict of arguments; otherwise with the scores and labels that `Accuracy` finds.
+    pair `(predictions, targets)` or a dict of arguments; otherwise, also for a model output of transformers, with the
+    scores and labels that `scores_and_labels` finds. The metric itself is changed: it moves to the device, and its
+    states are gathered by lockstep's collectives.
 
     Args:
         metric: a `Metric`, whose value gets the name of its class, or a `MetricCollection`.
@@ -45,6 +50,7 @@ class TorchMetric(BaseMetric):
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
         """Update the metric."""
+        # A model output of transformers is a mapping, too, but holds scores as `logits`.
         if isinstance(data_samples, Mapping) and not hasattr(data_samples, "logits"):
             self.metric.update(**cast_data_device(dict(data_samples), get_device()))
         else:
@@ -54,7 +60,7 @@ class TorchMetric(BaseMetric):
         """Return the metric values over all ranks, and reset the metric. **Collective**: every rank."""
         computed = self.metric.compute()
         self.metric.reset()
-        return dict(_named(type(self.metric).__name__, computed))
+        return dict(_flattened(type(self.metric).__name__, computed))
 
     def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
         """Return an empty dict; required by BaseMetric, but not called, because `evaluate` computes the values."""
@@ -70,10 +76,10 @@ def _gather(state: Tensor, group: Any = None) -> list[Tensor]:
     return [part for part in parts if part.numel()] or parts[:1]
 
 
-def _named(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _flattened(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, part in value.items():
-            yield from _named(str(key), part)
+            yield from _flattened(str(key), part)
     else:
         yield name, value
 
@@ -87,17 +93,18 @@ class Evaluator:
     """
 
     def __init__(self, metrics: BaseMetric | Mapping[str, Any] | Iterable[Any]) -> None:
-        items = [metrics] if isinstance(metrics, BaseMetric | Mapping) or is_torch_metric(metrics) else metrics
+        items = [metrics] if isinstance(metrics, BaseMetric | Mapping) or is_torchmetrics_metric(metrics) else metrics
         self.metrics: list[BaseMetric] = []
         for item in items:
-            built = METRICS.build(item) if isinstance(item, Mapping) else item
-            metric: Any = TorchMetric(built) if is_torch_metric(built) else built
-            self.metrics.append(metric)
+            metric = METRICS.build(item) if isinstance(item, Mapping) else item
+            if is_torchmetrics_metric(metric):
+                metric = TorchmetricsMetric(metric)
             if not isinstance(metric, BaseMetric):
                 raise TypeError(
                     "an evaluator must be a BaseMetric, a metric of torchmetrics, a config dict or a list of these, "
                     f"but has {metric!r} of type {type(metric).__name__}"
                 )
+            self.metrics.append(metric)
         if not self.metrics:
             raise ValueError("an evaluator must have at least one metric, but has none")
 
@@ -142,7 +149,7 @@ class Evaluator:
             for name, value in metric.evaluate(size).items():
                 if name in merged:
                     kind, remedy = type(metric).__name__, "Give it a `prefix`"
-                    if isinstance(metric, TorchMetric):
+                    if isinstance(metric, TorchmetricsMetric):
                         kind = type(metric.metric).__name__
                         remedy = "Name them: MetricCollection({'top1': ..., 'top5': ...})"
                     raise ValueError(f"two metrics are called {name!r}, the second one by {kind}. {remedy}")
@@ -167,18 +174,17 @@ def plain_value(value: Any) -> Any:
 
 
 def format_metrics(metrics: Mapping[str, Any], units: Mapping[str, str]) -> str:
-    """Return metrics as readable text, for example `accuracy 98.61 %`; lists are left out.
+    """Return metrics as readable text, for example `accuracy 98.61 %`; values of other types than these are left out.
 
     Example:
         >>> format_metrics({"accuracy": 98.611, "loss": 0.12345, "by_class": [0.9, 0.8]}, {"accuracy": "%"})
         'accuracy 98.61 %  loss 0.1235'
     """
-    return "  ".join(
-        f"{name} {value}"
-        if isinstance(value, str)
-        else f"{name} {value:.2f} {units[name]}"
-        if name in units
-        else f"{name} {value:.4g}"
-        for name, value in metrics.items()
-        if isinstance(value, str | int | float)
-    )
+    shown = {name: value for name, value in metrics.items() if isinstance(value, str | int | float)}
+    return "  ".join(f"{name} {_format_value(value, units.get(name))}" for name, value in shown.items())
+
+
+def _format_value(value: str | float, unit: str | None) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:.4g}" if unit is None else f"{value:.2f} {unit}"

@@ -21,9 +21,10 @@ from lockstep.runner.hook import Hook, is_due, require_epochs
 from lockstep.runner.run import Run, TrainRun
 from lockstep.strategy.native import NativeStrategy
 
-_KEY = "checkpoint_hook"
-_ITERATIONS = 1000  # from one checkpoint to the next, by iterations in a loop by epochs
-_USUAL = {"max_keep_ckpts": -1, "save_last": True, "save_best": None, "save_begin": 0, "out_dir": None}
+_META_KEY = "checkpoint_hook"
+_DEFAULT_INTERVAL = 1000  # from one checkpoint to the next, if iterations are counted in a loop by epochs
+# With these values, and the default interval, `before_train` logs nothing.
+_DEFAULTS = {"max_keep_ckpts": -1, "save_last": True, "save_best": None, "save_begin": 0, "out_dir": None}
 _logger = logging.getLogger(__name__)
 
 
@@ -98,7 +99,7 @@ class CheckpointHook(Hook):
             _logger.warning("`published_keys` does nothing: the weights of every checkpoint can be loaded alone")
         self.rules = _rules(self.save_best, self.rule)
         self._kept: list[str] = []
-        self._former: list[str] = []  # the folders of the runs that this one goes on from, the oldest one first
+        self._former_runs: list[str] = []  # the folders of the runs that this one goes on from, the oldest one first
         # By metric: the best value, the path of its checkpoint, and its name if this run has saved it.
         self._best: dict[str, dict[str, Any]] = {}
         self._metrics: dict[str, Any] = {}
@@ -130,7 +131,9 @@ class CheckpointHook(Hook):
         if self.save_optimizer and isinstance(runner.strategy, NativeStrategy):
             runner.strategy.optim_state()
         by_default = (True, 1) if runner.max_epochs is not None else (False, runner.val_interval)
-        if self._cadence(runner) != by_default or any(getattr(self, name) != usual for name, usual in _USUAL.items()):
+        if self._cadence(runner) != by_default or any(
+            getattr(self, name) != usual for name, usual in _DEFAULTS.items()
+        ):
             _logger.info("checkpoints: %s", self._summary(runner))
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
@@ -160,14 +163,14 @@ class CheckpointHook(Hook):
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Add the best values so far to the checkpoint."""
-        checkpoint["meta"][_KEY] = {"best": self._best, "runs": [*self._former, runner.run_dir.name]}
+        checkpoint["meta"][_META_KEY] = {"best": self._best, "runs": [*self._former_runs, runner.run_dir.name]}
 
     def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Restore the best values so far; their checkpoints stay in the previous run's folder."""
-        state = checkpoint["meta"].get(_KEY, {})
+        state = checkpoint["meta"].get(_META_KEY, {})
         self._best = {}
         if runner.resume_from is not None:
-            self._former = [str(run) for run in state.get("runs", [runner.resume_from.parent.name])]
+            self._former_runs = [str(run) for run in state.get("runs", [runner.resume_from.parent.name])]
         for name, best in state.get("best", {}).items():
             self._seen.add(name)
             self._note_best(runner, name, best["value"], best["path"])
@@ -179,7 +182,7 @@ class CheckpointHook(Hook):
             return by_epoch, self.interval
         if by_epoch:
             return True, 1
-        return False, _ITERATIONS if runner.max_epochs is not None else runner.val_interval
+        return False, _DEFAULT_INTERVAL if runner.max_epochs is not None else runner.val_interval
 
     def _summary(self, runner: TrainRun) -> str:
         """Return in words what is saved when, and what is kept."""
@@ -220,7 +223,7 @@ class CheckpointHook(Hook):
         name = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}")
         best = {str(one["path"]) for one in self._best.values()}
         found: list[Location] = []
-        for run in self._former:
+        for run in self._former_runs:
             folder = self._folder(runner).parent / run
             if re.fullmatch(r"[\w.\-]*\d{8}_\d{6}[\w.\-]*", run) and folder.is_dir() and not folder.is_symlink():
                 matches = [(name.fullmatch(path.name), path) for path in folder.iterdir() if str(path) not in best]

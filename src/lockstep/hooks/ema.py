@@ -91,7 +91,7 @@ class EMAHook(Hook):
         self.average_initial = average_initial
         self.ema_cfg = {"type": ema_type, **kwargs}
         # The trained weights, while the average replaces them in the model.
-        self._put_aside: dict[str, Tensor] | None = None
+        self._trained_weights: dict[str, Tensor] | None = None
 
     def before_train(self, runner: TrainRun) -> None:
         """Copy the model; its weights are already loaded."""
@@ -107,11 +107,11 @@ class EMAHook(Hook):
     @torch.no_grad()
     def before_val_epoch(self, runner: Run) -> None:
         """Replace the model's weights by the average."""
-        if self._put_aside is not None or not self._has_average():
+        if self._trained_weights is not None or not self._has_average():
             return
         self._sync_buffers()
         weights = list(self._weights())
-        self._put_aside = {weight.name: weight.trained.detach().clone() for weight in weights}
+        self._trained_weights = {weight.name: weight.trained.detach().clone() for weight in weights}
         for weight in weights:
             weight.trained.copy_(weight.averaged)
 
@@ -132,7 +132,9 @@ class EMAHook(Hook):
         trained: dict[str, Tensor] = checkpoint.setdefault(_KEY, {})
         for name, weight in self._named_as_in(checkpoint["model"]):
             # The strategy's own weights if available: their dtype may be more precise than the model's.
-            trained[name] = checkpoint["model"][name] if self._put_aside is None else self._put_aside[weight.name]
+            trained[name] = (
+                checkpoint["model"][name] if self._trained_weights is None else self._trained_weights[weight.name]
+            )
             checkpoint["model"][name] = weight.averaged
 
     def before_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
@@ -142,10 +144,14 @@ class EMAHook(Hook):
             ConfigError: the checkpoint has no average, and `strict_load` is True.
         """
         if _KEY not in checkpoint["meta"]:
-            said = "the checkpoint has no average of weights"
             if self.strict_load:
-                raise ConfigError(f"{said}, which `strict_load` of EMAHook asks for. Resume with strict_load=False")
-            runner.logger.warning("%s: EMAHook begins anew from the weights that it has", said)
+                raise ConfigError(
+                    "the checkpoint has no average of weights, which `strict_load` of EMAHook asks for. Resume with "
+                    "strict_load=False"
+                )
+            runner.logger.warning(
+                "the checkpoint has no average of weights: EMAHook begins anew from the weights that it has"
+            )
             return
         saved = checkpoint["meta"][_KEY]
         if not isinstance(saved, Mapping) or not is_count(saved.get("steps")):
@@ -170,14 +176,16 @@ class EMAHook(Hook):
     @torch.no_grad()
     def close(self) -> None:
         """Put the model's own weights back, even if a validation has failed."""
-        if self._put_aside is None:
+        if self._trained_weights is None:
             return
         for weight in self._weights():
-            weight.trained.copy_(self._put_aside[weight.name])
-        self._put_aside = None
+            weight.trained.copy_(self._trained_weights[weight.name])
+        self._trained_weights = None
 
     def _build(self, runner: Run) -> None:
-        if (former := vars(self).get("_strategy")) is not None and former() is runner.strategy:
+        # A weak reference to the strategy under which the average was built; it does not exist before.
+        strategy = vars(self).get("_strategy")
+        if strategy is not None and strategy() is runner.strategy:
             return
         if isinstance(runner.model, ModelWrapper) and runner.model.partitioned is not None:
             raise ConfigError(
@@ -188,7 +196,7 @@ class EMAHook(Hook):
         if not isinstance(ema_model, BaseAveragedModel):
             raise ConfigError(f"`ema_type` must build a BaseAveragedModel, but built {type(ema_model).__name__}")
         self.ema_model = ema_model
-        self._strategy = ref(runner.strategy)  # another one lays out the model anew
+        self._strategy = ref(runner.strategy)  # under another strategy, the model has other tensors
 
     def _has_average(self) -> bool:
         return "ema_model" in vars(self) and int(self.ema_model.steps) > 0

@@ -33,14 +33,14 @@ class GarbageCollectionHook(Hook):
         require_one_of("generation", generation, (0, 1, 2))
         self.interval = interval
         self.generation = generation
-        self._leaving = ExitStack()
+        self._restore = ExitStack()
 
     def before_train(self, runner: TrainRun) -> None:
         """Collect once, freeze what is left, and disable automatic collection."""
         if gc.isenabled():
-            self._leaving.callback(gc.enable)
+            self._restore.callback(gc.enable)
         if gc.get_freeze_count() == 0:
-            self._leaving.callback(gc.unfreeze)
+            self._restore.callback(gc.unfreeze)
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -60,4 +60,4 @@ class GarbageCollectionHook(Hook):
 
     def close(self) -> None:
         """Restore the collector's former settings, even if training has failed."""
-        self._leaving.close()
+        self._restore.close()

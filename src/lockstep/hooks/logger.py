@@ -28,7 +28,7 @@ from lockstep.transport.control import GatherHandle
 _PREFIX = "train/"
 # What a hook counts under `amounts/NAME` of the message hub, such as tokens, is recorded as `NAME_per_second`.
 _AMOUNTS = "amounts/"
-# Records that come faster are written in batches: code that runs in a row takes a fraction of the time of single calls.
+# Records that come faster than this are written several at once, which takes less time per record than one at a time.
 _BATCH_SECONDS = 0.5
 # Iterations after which rank 0 reads what the others have sent for a record. Ranks that exchange gradients have sent it
 # by then, so that rank 0 need not wait; see docs/decisions/0009.
@@ -41,26 +41,30 @@ class _Unwritten(NamedTuple):
     """A record that rank 0 has yet to write.
 
     Attributes:
+        runner: the run.
+        epoch: number of the epoch in which the record was made, counted from 1.
         iteration: number of complete iterations, including the one in which the record was made.
         length: number of iterations that the record covers.
+        learning_rates: the first learning rate of each optimizer at that time.
         moment: when it was made, by `perf_counter`.
-        ranks: returns the numbers of each rank.
+        load_numbers: returns the numbers of each rank. A function, because on one rank they are read from the device
+            only when the record is written.
     """
 
     runner: TrainRun
     epoch: int
     iteration: int
     length: int
-    rates: dict[str, float]
+    learning_rates: dict[str, float]
     moment: float
-    ranks: Callable[[], Sequence[Mapping[str, float]]]
+    load_numbers: Callable[[], Sequence[Mapping[str, float]]]
 
 
 class _Gathering(NamedTuple):
     """The numbers of a record on their way to rank 0.
 
     Attributes:
-        record: the record, which on rank 0 lacks the numbers of the others.
+        record: the record, which lacks the numbers of the other ranks.
         read_at: number of complete iterations when they are read.
     """
 
@@ -81,15 +85,15 @@ class _EpochSums:
     def add(
         self,
         values: Mapping[str, float],
-        logged: Collection[str],
+        output_names: Collection[str],
         *,
         totals: Mapping[str, float],
         peak_flops: float,
         iters: int,
     ) -> None:
-        """Add the means and the amounts of a record."""
+        """Add the means and the amounts of a record; `output_names` are the names of values that the model returned."""
         for name, value in values.items():
-            weight = totals["samples"] if name in logged else iters
+            weight = totals["samples"] if name in output_names else iters
             total, weights = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = total + value * weight, weights + weight
         for name, amount in totals.items():
@@ -160,12 +164,13 @@ class LoggerHook(Hook):
             raise ConfigError(f"`slow_factor` must be above 1 or None, but is {self.slow_factor}")
         elsewhere = {"out_dir": self.out_dir, "file_client_args": self.file_client_args}
         check_local("records", **elsewhere, backend_args=self.backend_args)
-        # Samples of each iteration since the last record, and the names of the model's values.
+        # Samples of each iteration since the last record, and the names of the values that the model returned.
         self._samples: list[int] = []
-        self._logged: set[str] = set()
+        self._output_names: set[str] = set()
         self._unwritten: deque[_Unwritten] = deque()
         self._gathering: _Gathering | None = None  # of the last record
-        self._unsent: Callable[[], None] | None = None  # begins to gather it
+        # On an accelerator: sends this rank's numbers of the last record, once the next iteration is under way.
+        self._unsent: Callable[[], None] | None = None
         self._epoch = _EpochSums()
         self._rank_times: RankTimes | None = None
         self._work: OwnWork | None = None
@@ -195,13 +200,13 @@ class LoggerHook(Hook):
         done = loop.iter + 1
         self._send()
         if self._gathering is not None and done >= self._gathering.read_at:
-            self._read_record()
+            self._finish_gathering()
         if self._unwritten and perf_counter() - self._unwritten[0].moment > _BATCH_SECONDS:
-            self._write_read()
+            self._write_gathered()
         if outputs:
             for name, value in outputs.items():
                 hub.update_scalar(_PREFIX + name, value)
-            self._logged.update(outputs)
+            self._output_names.update(outputs)
         norm = runner.optim_wrapper.grad_norm
         if norm is not None:
             hub.update_scalar("train/grad_norm", norm)
@@ -221,7 +226,7 @@ class LoggerHook(Hook):
             self._write_all()
         self._samples = []
         if runner.rank == 0 and self._epoch.iters:
-            means = {**self._epoch.means(), **_first_rates(runner)}
+            means = {**self._epoch.means(), **_first_learning_rates(runner)}
             runner.message_hub.update_info("epoch_means", means)
             runner.records.write({"mode": "epoch", "epoch": runner.epoch + 1, "iter": runner.iter, **means})
 
@@ -247,8 +252,8 @@ class LoggerHook(Hook):
         """Write what is left."""
         try:
             with suppress(RuntimeError):  # where the run has failed, the others may be gone
-                self._read_last_record()
-            self._write_read()
+                self._finish_last_gathering()
+            self._write_gathered()
         finally:
             if self._rank_times is not None:
                 self._rank_times.close()
@@ -264,37 +269,41 @@ class LoggerHook(Hook):
         reading = start_reading(chain.from_iterable(last.values()))
         peak_flops = runner.message_hub.get_info("peak_flops", 0.0)
 
-        def own() -> dict[str, float]:
+        def numbers_of_rank() -> dict[str, float]:
             peak = peak_memory()
             memory = {} if peak is None else {"memory_mib": peak / 2**20}
-            return {**self._own_numbers(last, samples, reading()), "peak_flops": peak_flops, **memory}
+            return {**self._numbers_of_rank(last, samples, reading()), "peak_flops": peak_flops, **memory}
 
-        rates = _first_rates(runner)
-        record = _Unwritten(runner, runner.epoch + 1, iteration, len(samples), rates, moment, lambda: [own()])
+        rates = _first_learning_rates(runner)
+        record = _Unwritten(
+            runner, runner.epoch + 1, iteration, len(samples), rates, moment, lambda: [numbers_of_rank()]
+        )
         if self._work is None:
             self._unwritten.append(record)
             return
-        self._read_record()
+        self._finish_gathering()
         work, options = self._work, (digest_of(optimizer_options(runner, reads_device=False)), rates)
 
         is_on_cpu = get_device() == "cpu"
 
         def send() -> None:
-            numbers = own()
-            waited, found = work.take()  # of what the device has done, since its numbers are here
-            if waited is not None:
-                numbers["comm_time"] = waited
-            message = {"numbers": numbers, "options": options, "host": work.host, "samples": found}
+            numbers = numbers_of_rank()
+            # `take` returns the iterations that the device has completed. Reading the numbers has waited for these.
+            comm_time, work_samples = work.take()
+            if comm_time is not None:
+                numbers["comm_time"] = comm_time
+            message = {"numbers": numbers, "options": options, "host": work.host, "samples": work_samples}
             handle = start_gather_bytes(json.dumps(message).encode())
-            self._gathering = _Gathering(handle, record, iteration + _READ_AFTER + (not is_on_cpu))
+            sent_after = iteration if is_on_cpu else iteration + 1
+            self._gathering = _Gathering(handle, record, sent_after + _READ_AFTER)
 
         if is_on_cpu:
             send()
         else:
-            self._unsent = send  # after the next iteration, so that nobody waits for the device
+            self._unsent = send  # called after the next iteration, so that the host does not wait for the device now
 
-    def _read_record(self, *, checks_options: bool = True) -> None:
-        """Complete the gathering of the last record; on rank 0, that can be written then."""
+    def _finish_gathering(self, *, checks_options: bool = True) -> None:
+        """Wait until the numbers of the last record are on rank 0, which can then write it."""
         self._send()
         if self._gathering is None:
             return
@@ -302,56 +311,56 @@ class LoggerHook(Hook):
         gathered = handle.wait()
         if gathered is not None:
             by_rank = [json.loads(one) for one in gathered]
-            self._unwritten.append(record._replace(ranks=lambda: [one["numbers"] for one in by_rank]))
+            self._unwritten.append(record._replace(load_numbers=lambda: [one["numbers"] for one in by_rank]))
             if checks_options:
                 _check_options([one["options"] for one in by_rank], record.iteration)
-            self._tell_of_stragglers(record.runner, by_rank)
+            self._report_stragglers(record.runner, by_rank)
 
-    def _read_last_record(self) -> None:
-        """Do the same at the end of a run, if the numbers arrive in time: where it has failed, others may send none."""
+    def _finish_last_gathering(self) -> None:
+        """Finish the gathering at the end of a run, if the numbers arrive in time: other ranks may have failed."""
         self._send()
         end = perf_counter() + _LAST_WAIT_SECONDS
         while self._gathering is not None and not self._gathering.handle.is_completed():
             if perf_counter() > end:
                 return
             sleep(0.01)
-        self._read_record(checks_options=False)  # a run that has failed has an error of its own
+        self._finish_gathering(checks_options=False)  # a run that has failed has an error of its own
 
     def _send(self) -> None:
         if self._unsent is not None:
             send, self._unsent = self._unsent, None
             send()
 
-    def _tell_of_stragglers(self, runner: TrainRun, by_rank: Sequence[Mapping[str, Any]]) -> None:
-        """Compare the ranks' samples; tell of each rank that begins or ceases to be slow."""
+    def _report_stragglers(self, runner: TrainRun, by_rank: Sequence[Mapping[str, Any]]) -> None:
+        """Compare the ranks' samples, and report each rank that has become slow, or is slow no longer."""
         if self._watch is None:
             return
         for slow in self._watch.add([[Sample(*one) for one in each["samples"]] for each in by_rank]):
             host = by_rank[slow.rank]["host"]
-            tell = runner.logger.info if slow.part is None else runner.logger.warning
-            tell("%s", described(slow, runner.world_size, host))
+            log = runner.logger.info if slow.part is None else runner.logger.warning
+            log("%s", described(slow, runner.world_size, host))
             place = {"mode": "straggler", "epoch": runner.epoch + 1, "iter": slow.end}
             runner.records.write({**place, **slow._asdict(), "host": host})
             runner.visualizer.add_scalars({"train/slow_ranks": len(self._watch.slow_ranks)}, step=slow.end)
 
     def _write_all(self) -> None:
         """Write all records. **Collective**: all ranks wait until rank 0 has read the last one."""
-        self._read_record()
-        self._write_read()
+        self._finish_gathering()
+        self._write_gathered()
 
-    def _write_read(self) -> None:
+    def _write_gathered(self) -> None:
         while self._unwritten:
             record = self._unwritten.popleft()
             self._write_training(record, flush=not self._unwritten)
 
     def _write_training(self, record: _Unwritten, *, flush: bool) -> None:
-        runner, count, ranks = record.runner, record.length, record.ranks()
-        values, logged = _merge(ranks)
+        runner, count, ranks = record.runner, record.length, record.load_numbers()
+        values, output_names = _merge(ranks)
         totals, peaks = _totals(ranks, runner), [numbers["peak_flops"] for numbers in ranks]
         peak_flops = sum(peaks) if all(peaks) else 0.0
-        self._epoch.add(values, logged, totals=totals, peak_flops=peak_flops, iters=count)
+        self._epoch.add(values, output_names, totals=totals, peak_flops=peak_flops, iters=count)
         seconds = max(numbers.get("time", 0.0) for numbers in ranks) * count
-        values.update(record.rates)
+        values.update(record.learning_rates)
         values.update(_per_second(totals, seconds, peak_flops))
         if "memory_mib" in values:
             values["memory_mib"] = max(numbers.get("memory_mib", 0.0) for numbers in ranks)
@@ -359,7 +368,7 @@ class LoggerHook(Hook):
             self._rank_times.add(record.iteration, count, ranks, flush=flush)
         self._write(runner, "train", record.epoch, record.iteration, values, record.iteration, flush)
 
-    def _own_numbers(
+    def _numbers_of_rank(
         self, last: Mapping[str, list[Scalar]], samples: list[int], read_values: list[float]
     ) -> dict[str, float]:
         """Return the means and amounts of this rank in the iterations since the last record.
@@ -368,27 +377,28 @@ class LoggerHook(Hook):
         others are means over iterations.
         """
         is_even = len(set(samples)) == 1
-        own: dict[str, float] = {_AMOUNTS + "samples": sum(samples)}
+        numbers: dict[str, float] = {_AMOUNTS + "samples": sum(samples)}
         read = iter(read_values)
         for key, values in last.items():
-            numbers = list(islice(read, len(values)))
-            if key == "train/samples":  # counted here, too
+            by_iteration = list(islice(read, len(values)))
+            if key == "train/samples":  # `samples` has them already
                 continue
-            mean = sum(numbers) / len(numbers)
+            mean = sum(by_iteration) / len(by_iteration)
             name = key.removeprefix(_PREFIX)
             if key.startswith(_AMOUNTS):
-                own[key] = mean * len(samples)
-            elif name not in self._logged:
-                own[name] = mean
+                numbers[key] = mean * len(samples)
+            elif name not in self._output_names:
+                numbers[name] = mean
             elif any(samples):
-                own[_RETURNED + name] = mean if is_even else weighted_mean(numbers, samples)
-        return own
+                numbers[_RETURNED + name] = mean if is_even else weighted_mean(by_iteration, samples)
+        return numbers
 
     def _record_metrics(self, runner: Run, mode: str, metrics: dict[str, Any]) -> None:
         if runner.rank == 0:
-            # An epoch-based loop has already counted the epoch before the validation.
-            epoch = runner.epoch + (runner.max_epochs is None)
-            step = epoch if self.log_metric_by_epoch and runner.max_epochs is not None else runner.iter
+            is_epoch_based = runner.max_epochs is not None
+            # Records count epochs from 1. An epoch-based loop validates after it has counted the epoch that has ended.
+            epoch = runner.epoch if is_epoch_based else runner.epoch + 1
+            step = epoch if self.log_metric_by_epoch and is_epoch_based else runner.iter
             self._write(runner, mode, epoch, runner.iter, metrics, step)
 
     def _write(
@@ -406,7 +416,7 @@ def _shown(value: Any) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-def _first_rates(runner: TrainRun) -> dict[str, float]:
+def _first_learning_rates(runner: TrainRun) -> dict[str, float]:
     """Return each optimizer's first learning rate: `{"lr": ...}`, or, for several, `{"generator.lr": ..., ...}`."""
     return {name: rates[0] for name, rates in runner.optim_wrapper.get_lr().items()}
 

@@ -28,7 +28,7 @@ from torch.numa.binding import AffinityMode, NumaOptions
 
 from lockstep.errors import LaunchError, Preempted, counted
 from lockstep.launch.job import JobSpec
-from lockstep.launch.ledger import Ledger, RankRecord, awaits_cause
+from lockstep.launch.ledger import Ledger, RankRecord, seconds_to_await_cause
 from lockstep.launch.notices import say
 from lockstep.launch.processes import OomKills, RankProcesses, iteration_file
 from lockstep.launch.rendezvous import JobEndedError, NodeFailedError, NodesRendezvous
@@ -103,13 +103,13 @@ def run_ranks(
                 exit_code=Preempted.EXIT_CODE,
             ) from None
         # The ranks have ended; now raise the signal again for its usual effect on this process.
-        killed = ""
+        killed_note = ""
         if agent.killed:
-            killed = (
+            killed_note = (
                 f"; rank {', '.join(map(str, agent.killed))} did not end and had to be killed (--grace-seconds "
                 f"{grace_seconds}), so that a training resumes from the checkpoint before"
             )
-        say(f"{error.sigval.name}: all ranks were stopped{killed}")
+        say(f"{error.sigval.name}: all ranks were stopped{killed_note}")
         sys.stdout.flush()
         code = 128 + error.sigval
         rendezvous.give_up(code)
@@ -151,8 +151,8 @@ class _Agent(LocalElasticAgent):
         self._processes: RankProcesses | None = None
         self._since: dict[str, float] = {}  # when a rank was first seen to have failed, or to have been preempted
         self._memory_kills = OomKills()
-        self._failed_iteration: int | None = None
-        self._failed_alike = ""
+        self._failed_iteration: int | None = None  # of the last attempt
+        self._same_iteration_note = ""  # why the ranks are not started again, if two attempts failed in one iteration
         self.has_trained = False  # whether a rank had trained when a signal stopped the job
         self.killed: list[int] = []  # those that did not end then
         self.ledger: Ledger
@@ -164,7 +164,7 @@ class _Agent(LocalElasticAgent):
         except SignalException:
             if self._processes is not None:
                 self.has_trained = self._processes.has_trained
-                self._processes.look()
+                self._processes.poll()
                 self.killed = [record.rank for record in self._processes.records if record.was_killed]
                 if all(record.is_preempted for record in self._processes.records):
                     raise _PreemptedError from None
@@ -172,7 +172,10 @@ class _Agent(LocalElasticAgent):
 
     def describe(self) -> str:
         """Return the message about the failures of the last attempt."""
-        return self.ledger.describe(self._log_dir, self.get_worker_group().workers[0].global_rank) + self._failed_alike
+        return (
+            self.ledger.describe(self._log_dir, self.get_worker_group().workers[0].global_rank)
+            + self._same_iteration_note
+        )
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._setup.stopped.unlink(missing_ok=True)
@@ -193,7 +196,7 @@ class _Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         assert self._processes is not None
-        self._processes.look()
+        self._processes.poll()
         records = self._processes.records
         if all(record.has_left for record in records):
             return RunResult(
@@ -204,7 +207,7 @@ class _Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         since = self._since.setdefault("failed" if failed else "preempted", time.monotonic())
         if failed:
-            patience = awaits_cause(records)
+            patience = seconds_to_await_cause(records)
         else:  # the ranks that still run are about to stop at the signal, as others have
             patience = self._shutdown_timeout if any(record.status is None for record in records) else 0.0
         if time.monotonic() - since < patience:
@@ -220,10 +223,10 @@ class _Agent(LocalElasticAgent):
         self._setup.stopped.touch()
         began = time.monotonic()
         if not any(record.failed_itself for record in self._processes.records):
-            self._processes.note_stacks()
-        self._processes.send(signal.SIGTERM, to_reported=False)
-        if not self._processes.wait(_SECONDS_TO_END, for_reported=False):
-            self._processes.send(signal.SIGKILL, to_reported=False)
+            self._processes.collect_stacks()
+        self._processes.send(signal.SIGTERM, include_reported=False)
+        if not self._processes.wait(_SECONDS_TO_END, include_reported=False):
+            self._processes.send(signal.SIGKILL, include_reported=False)
             self._processes.wait(began + _SECONDS_TO_CLEAN_UP - time.monotonic())
         self._kill()
         whole_job = worker_group.group_world_size == 1
@@ -232,7 +235,7 @@ class _Agent(LocalElasticAgent):
         count = total - self._remaining_restarts + 1
         before, self._failed_iteration = self._failed_iteration, self._processes.iteration_of(self.ledger.culprit)
         if self._remaining_restarts > 0 and before is not None and before == self._failed_iteration:
-            self._failed_alike = (
+            self._same_iteration_note = (
                 f"\n\nIteration {before + 1} has failed in two attempts, one after the other, so the ranks are not "
                 f"started again (--max-restarts {total})."
             )
@@ -253,7 +256,7 @@ class _Agent(LocalElasticAgent):
         if death_sig == signal.SIGINT:
             say("stopping all ranks; Ctrl-C once more does not wait for them to clean up")
         elif not failed and threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGUSR1):  # once more must not keep the ranks from saving
+            for number in (signal.SIGTERM, signal.SIGUSR1):  # a second signal must not interrupt the saving
                 signal.signal(number, signal.SIG_IGN)
         if self._processes is not None:
             try:
@@ -271,7 +274,7 @@ class _Agent(LocalElasticAgent):
         assert self._processes is not None
         self._processes.send(signal.SIGKILL)
         self._processes.wait(_SECONDS_TO_DIE)
-        self._processes.look()
+        self._processes.poll()
         self._processes.close(seconds)
 
     def _exit_barrier(self) -> None:

@@ -93,7 +93,7 @@ class RankRecord:
         status: its exit code, -n after signal n, or None while it runs.
         ended: when the process ended.
         signals: the signals that the launcher has sent to it.
-        signalled: when the launcher sent the first of them.
+        signalled: when the launcher sent the first of them, or `STACK_SIGNAL`; infinity if it has sent none.
         state: the letter of its state in /proc when the cause was determined; "T" is stopped.
         first_look: when that state was first looked at, by `time.monotonic`, and the processor time used until then.
         stack: where it was then, as a traceback.
@@ -111,6 +111,11 @@ class RankRecord:
     first_look: tuple[float, float] | None = None
     stack: str = ""
     error_file: str = ""
+
+    @property
+    def was_signalled(self) -> bool:
+        """Whether the launcher has sent the rank a signal."""
+        return self.signalled < float("inf")
 
     @property
     def own_report(self) -> Report | None:
@@ -268,7 +273,7 @@ class Ledger:
         return f"one of the ranks {ranks} did not come to a collective: they were still running when others gave up."
 
 
-def awaits_cause(records: Sequence[RankRecord]) -> float:
+def seconds_to_await_cause(records: Sequence[RankRecord]) -> float:
     """Return for how many seconds after the first failure to wait for the rank that caused it to report or to end."""
     if not any(record.is_silent for record in records) or any(record.is_stopped for record in records):
         return 0.0

@@ -1,4 +1,4 @@
-"""The processes of a node's ranks: how each ended and why, what it reported, and the signals that it is sent.
+"""Watches the processes of this node's ranks: how each ended, what it reported, and which signals it was sent.
 
 Each rank leads a session of its own; its data loader workers and other subprocesses belong to that session, unless they
 leave it.
@@ -22,8 +22,10 @@ _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 _POLL_SECONDS = 0.02
 _SECONDS_FOR_STACK = 0.5
-# A rank computes if it uses a twentieth of a core or more over at least so many seconds.
-_SECONDS_TO_TELL, _SHARE_OF_COMPUTING = 0.5, 0.05
+# A rank computes if it uses at least `_BUSY_SHARE` of one core. Samples over less than `_MIN_SECONDS` do not count.
+_MIN_SECONDS = 0.5
+_BUSY_SHARE = 0.05
+_SECONDS_FOR_WATCHER = 0.5
 _FRAMES_OF_START = ("<frozen runpy>", f"{os.sep}launch{os.sep}worker.py")
 
 
@@ -37,11 +39,12 @@ class RankProcesses:
     def __init__(self, records: Sequence[RankRecord]) -> None:
         self.records = records
         self._is_closed = False
+        # A thread for each rank: when ranks end decides which failed first, and must not depend on polling.
         self._watchers = [threading.Thread(target=_watch, args=(record,), daemon=True) for record in self.records]
         for watcher in self._watchers:
             watcher.start()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Read what the ranks have reported; where one has failed, also the states of the others."""
         for record in self.records:
             _note_end(record)
@@ -49,7 +52,7 @@ class RankProcesses:
                 record.report = Report.read(record.error_file)
         if any(record.has_failed for record in self.records):
             for record in self.records:
-                if record.is_silent and record.status is None and record.signalled == float("inf"):
+                if record.is_silent and record.status is None and not record.was_signalled:
                     _note_state(record)
 
     def iteration_of(self, rank: int) -> int | None:
@@ -62,14 +65,14 @@ class RankProcesses:
         """Whether any rank has completed an iteration."""
         return any(read_iteration(iteration_file(record.error_file)) for record in self.records)
 
-    def note_stacks(self) -> None:
-        """Let the ranks that have not reported say where they are."""
+    def collect_stacks(self) -> None:
+        """Ask the ranks that have reported no error for their stacks, and wait for half a second at most."""
         silent = [(record, stack_file(record.error_file)) for record in self.records if record.is_silent]
         asked = [(record, file) for record, file in silent if file.exists()]
         if STACK_SIGNAL is None or not asked:
             return
         for record, _ in asked:
-            record.signalled = time.time()  # what a stopped rank does when it goes on is no cause
+            record.signalled = time.time()  # a stopped rank that SIGCONT wakes may fail now, but was not the cause
             with suppress(ProcessLookupError):
                 os.kill(record.pid, STACK_SIGNAL)
                 os.kill(record.pid, signal.SIGCONT)
@@ -77,18 +80,18 @@ class RankProcesses:
         while time.monotonic() < deadline and not all(file.stat().st_size for _, file in asked):
             time.sleep(_POLL_SECONDS)
         for record, file in asked:
-            record.stack = _own_frames(file.read_text(errors="replace"))
+            record.stack = _script_frames(file.read_text(errors="replace"))
 
-    def send(self, number: signal.Signals, *, to_reported: bool = True) -> None:
+    def send(self, number: signal.Signals, *, include_reported: bool = True) -> None:
         """Send a signal to the sessions of all ranks that run; wake stopped ones by SIGCONT, so that they handle it.
 
         Args:
             number: the signal.
-            to_reported: also to those that have reported an error, and are about to end.
+            include_reported: also to those that have reported an error, and are about to end.
         """
         for record in self.records:
             _note_end(record)
-            if record.status is not None or (not to_reported and record.report is not None):
+            if record.status is not None or (not include_reported and record.report is not None):
                 continue
             record.signalled = min(record.signalled, time.time())
             record.signals.append(number)
@@ -96,17 +99,17 @@ class RankProcesses:
                 os.killpg(record.pid, number)
                 os.killpg(record.pid, signal.SIGCONT)
 
-    def wait(self, seconds: float, *, for_reported: bool = True) -> bool:
+    def wait(self, seconds: float, *, include_reported: bool = True) -> bool:
         """Wait until all ranks have ended, and return whether they have.
 
         Args:
             seconds: how long to wait.
-            for_reported: also for those that have reported an error.
+            include_reported: also for those that have reported an error.
         """
         deadline = time.monotonic() + seconds
         while running := [record for record in self.records if record.status is None]:
             only_reported = all(record.report is not None for record in running)
-            if time.monotonic() > deadline or (only_reported and not for_reported):
+            if time.monotonic() > deadline or (only_reported and not include_reported):
                 return False
             time.sleep(_POLL_SECONDS)
             for record in running:
@@ -123,7 +126,7 @@ class RankProcesses:
             end_sessions({record.pid for record in self.records}, seconds)
         self._is_closed = True
         for watcher in self._watchers:
-            watcher.join(_SECONDS_FOR_STACK)
+            watcher.join(_SECONDS_FOR_WATCHER)
 
 
 def iteration_file(error_file: str) -> Path:
@@ -163,25 +166,25 @@ def _note_state(record: RankRecord) -> None:
     if record.first_look is None:
         record.first_look = now, used
     seconds, before = now - record.first_look[0], record.first_look[1]
-    if record.state in ("R", "S") and seconds > _SECONDS_TO_TELL:
-        record.state = "R" if used - before > _SHARE_OF_COMPUTING * seconds else "S"
+    if record.state in ("R", "S") and seconds > _MIN_SECONDS:
+        record.state = "R" if used - before > _BUSY_SHARE * seconds else "S"
 
 
-def _own_frames(stack: str) -> str:
+def _script_frames(stack: str) -> str:
     """Return the frames of a stack by `faulthandler` without those that start the script."""
     lines = [line for line in stack.splitlines() if line.startswith("  File ")]
     return "\n".join(line for line in lines if not any(words in line for words in _FRAMES_OF_START))
 
 
 class OomKills:
-    """How many processes the kernel has killed for lack of memory since this was made."""
+    """Counts the processes that the kernel has killed for lack of memory since its creation."""
 
     def __init__(self) -> None:
-        self._before = _counts()
+        self._before = _oom_kill_counts()
 
     def describe(self) -> str:
         """Return what is known about the cause of a SIGKILL that the launcher did not send."""
-        kills = [count - self._before[path] for path, count in _counts().items() if path in self._before]
+        kills = [count - self._before[path] for path, count in _oom_kill_counts().items() if path in self._before]
         if not kills:
             return "The launcher did not send it. Where nobody else did, the machine may have run out of memory."
         if max(kills) > 0:
@@ -192,17 +195,17 @@ class OomKills:
         return "The launcher did not send it, nor did the kernel for lack of memory: somebody else did."
 
 
-def _counts() -> dict[Path, int]:
+def _oom_kill_counts() -> dict[Path, int]:
     """Return how often the kernel has killed for lack of memory: in this control group, and on the machine."""
     found = {}
-    for path in (_PROC / "vmstat", *_of_control_group()):
+    for path in (_PROC / "vmstat", *_cgroup_files()):
         with suppress(OSError, ValueError, StopIteration):
             lines = path.read_text().splitlines()
             found[path] = next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
     return found
 
 
-def _of_control_group() -> list[Path]:
+def _cgroup_files() -> list[Path]:
     """Return the files that count the kills in this process's control group, of version 1 or 2."""
     with suppress(OSError):
         for line in (_PROC / "self" / "cgroup").read_text().splitlines():

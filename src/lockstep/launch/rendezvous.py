@@ -70,7 +70,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         self._run_id = uuid.uuid4().hex if job.nnodes == 1 else f"lockstep-{self._host}-{self._port}"
         self._timeout_seconds = timeout_seconds
         self._say = say
-        self._token = uuid.uuid4().hex  # of this launcher: one that comes again is another one
+        self._token = uuid.uuid4().hex  # tells this launcher from one that is started again on the same node
         self._store: TCPStore | None = None
         self._ranks_store: TCPStore | None = None
         self._heartbeats: _Heartbeats | None = None
@@ -191,7 +191,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
             attempt = PrefixStore(f"attempt_{self.attempt}", store)
             claimed = attempt.compare_set(f"node_{node}", "", self._token).decode()
             if is_fixed and claimed != self._token:
-                raise _same_rank(node)
+                raise _same_rank_error(node)
             if self._is_member:
                 attempt.set("begun", "")
             if is_late and not attempt.check([_MEMBERS]):
@@ -347,7 +347,7 @@ class _Heartbeats:
         if before := self._read(node):
             time.sleep(3 * _SECONDS_PER_BEAT)
             if self._read(node) != before:
-                raise _same_rank(node)
+                raise _same_rank_error(node)
 
         def beat() -> None:
             count = 0
@@ -379,5 +379,5 @@ class _Heartbeats:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
 
-def _same_rank(node: int) -> rendezvous.RendezvousError:
+def _same_rank_error(node: int) -> rendezvous.RendezvousError:
     return rendezvous.RendezvousError(f"`--node-rank` must be different on each node, but is {node} on two of them")

@@ -1,4 +1,4 @@
-"""What ranks have started and left behind: the processes of their sessions, and shared memory.
+"""Ends what ranks have started and left behind: the processes of their sessions, and shared memory.
 
 Run as a program, this file is the guard of a launcher: it ends the sessions of the ranks, and removes the launcher's
 folder, if the launcher is killed before it could. It therefore imports nothing of lockstep.
@@ -39,20 +39,20 @@ class Guard:
             text=True,
             start_new_session=True,  # Ctrl-C does not reach it
         )
-        self._tell("folder", folder)
+        self._send("folder", folder)
 
     def __enter__(self) -> Guard:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._tell("done")
+        self._send("done")
         self._process.communicate()
 
     def watch(self, sessions: Iterable[int]) -> None:
         """Let the guard end these sessions, in place of those that it was told before."""
-        self._tell("sessions", *map(str, sessions))
+        self._send("sessions", *map(str, sessions))
 
-    def _tell(self, *words: str) -> None:
+    def _send(self, *words: str) -> None:
         assert self._process.stdin is not None
         with suppress(OSError):  # somebody has killed it
             self._process.stdin.write("\0".join(words) + "\n")
@@ -88,7 +88,8 @@ def end_sessions(sessions: Collection[int], seconds: float) -> None:
         seconds: how long they may take to end at SIGTERM, before they are killed.
     """
     ended = set(sessions)
-    half = seconds / 2  # data loader workers of the Runner ignore the first SIGTERM
+    # SIGTERM is sent twice, because data loader workers of the Runner ignore the first one.
+    half = seconds / 2
     for number, patience in ((signal.SIGTERM, half), (signal.SIGTERM, half), (signal.SIGKILL, _SECONDS_TO_DIE)):
         deadline = time.monotonic() + patience
         signalled: set[int] = set()
@@ -123,9 +124,9 @@ def _stat(pid: int) -> list[str]:
 
 
 def _guard() -> None:
-    """Read what to clean up, and do so when the launcher ends without a word."""
+    """Read from stdin what to clean up, and do so if stdin ends without "done": the launcher was killed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # those may be sent to all processes of a job
+        signal.signal(number, signal.SIG_IGN)  # a scheduler or a terminal may send them to all processes of a job
     folder, sessions = "", set[int]()
     for line in sys.stdin:
         what, *words = line.rstrip("\n").split("\0")

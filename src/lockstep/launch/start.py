@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from lockstep.errors import LaunchError, counted, require_one_of
 from lockstep.launch.job import NUMA_MODES, JobSpec, interface_towards
 from lockstep.launch.notices import loading_torch, say
-from lockstep.output import outlive_output
+from lockstep.output import tolerate_closed_output
 
 
 def launch(
@@ -62,7 +62,7 @@ def launch(
             raise LaunchError(
                 "`--numa` must find the program numactl, but there is none. Install it, or leave out --numa"
             )
-    outlive_output()
+    tolerate_closed_output()
     logs = None if log_dir is None else os.fspath(log_dir)
     if logs is not None:
         try:

@@ -53,12 +53,13 @@ from lockstep.errors import (
     place_of,
 )
 from lockstep.masking import mask_text, printable
-from lockstep.output import outlive_output
+from lockstep.output import tolerate_closed_output
 
+# Their frames come before those of the user's script in a traceback, which leaves them out.
 _OUTER_PACKAGES = {"lockstep", "lockstep.cli", "lockstep.launch", "typer", "typer._click"}
-# What torch says in a script without lockstep where another rank does not come in time.
-_LATE = ("Timed out waiting", "wait timeout after")
-_MOST_SHOWN = 20_000  # characters of each end of a traceback
+# Parts of torch's messages when another rank does not come in time, in a script that does not use lockstep.
+_TIMEOUT_MESSAGES = ("Timed out waiting", "wait timeout after")
+_MOST_SHOWN = 20_000  # characters of the beginning of a traceback, and as many of its end
 _TRACEBACK = "Traceback (most recent call last):\n"
 _PR_SET_PDEATHSIG = 1
 _ITERATION_BYTES = 8  # an integer, little-endian
@@ -79,10 +80,10 @@ def main(argv: list[str]) -> None:
     has_log = log_dir != "" and os.environ["LOCAL_RANK"] != "0"
     if has_log:
         _write_output_to(rank_log(log_dir, os.environ["RANK"]))
-    outlive_output()
-    _write_by_lines()
+    tolerate_closed_output()
+    _buffer_lines()
     faulthandler.enable()
-    _tell_stack()
+    _write_stack_on_signal()
     sys.excepthook = _record_or_show
     try:
         _run(target)
@@ -114,7 +115,7 @@ def stack_file(error_file: str) -> Path:
     return Path(error_file).with_name("stack")
 
 
-def iteration_teller() -> Callable[[int], None]:
+def iteration_reporter() -> Callable[[int], None]:
     """Return a function that tells the launcher, if one asks, how many iterations this rank has completed.
 
     **Cost** of a call: 8 bytes in memory, without a system call.
@@ -124,10 +125,10 @@ def iteration_teller() -> Callable[[int], None]:
         with suppress(OSError):  # a full disk must not end a training
             memory = _mapped(path)
 
-            def tell(iteration: int) -> None:
+            def report(iteration: int) -> None:
                 memory[:] = iteration.to_bytes(_ITERATION_BYTES, "little")
 
-            return tell
+            return report
     return lambda iteration: None
 
 
@@ -184,15 +185,15 @@ def _write_output_to(path: Path) -> None:
     os.close(file)
 
 
-def _write_by_lines() -> None:
-    """Write each line immediately and in one piece; without buffering, `print` writes every word separately."""
+def _buffer_lines() -> None:
+    """Buffer output by lines: each is written at once and in one piece, also where `python -u` would write words."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-def _tell_stack() -> None:
-    """Write the stack of the main thread when the agent asks for it."""
+def _write_stack_on_signal() -> None:
+    """Write the stack of the main thread to `stack_file` at each `STACK_SIGNAL`."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, file=stack_file(path).open("w"), all_threads=False)
@@ -218,15 +219,15 @@ def _record(error: BaseException) -> bool:
     extra: dict[str, object] = {"timestamp": str(int(now)), "time": now, "type": kind, "exitcode": _exit_code(error)}
     try:
         place, follows, ranks = place_of(error.__traceback__), _follows(error), _failed_ranks(error)
-        shown = None if isinstance(error, (SystemExit, *INPUT_ERRORS)) else _own_frames(error.__traceback__)
+        shown = None if isinstance(error, (SystemExit, *INPUT_ERRORS)) else _without_launcher(error.__traceback__)
         stack, message = mask_text(_formatted(error.with_traceback(shown))), mask_text(error_in_words(error))
         extra |= {"py_callstack": stack, "follows": follows, "place": place, "failed_ranks": ranks}
     except Exception as second:  # an error's attributes may be functions of the user's
         message = f"{kind}, which can't be shown: {type(second).__name__} in {place_of(second.__traceback__)}"
         extra["py_callstack"] = message
-    report = {"message": message, "extraInfo": extra}
+    report = {"message": {"message": message, "extraInfo": extra}}  # the form that torchelastic reads
     draft = Path(f"{path}.{os.getpid()}")  # the agent may be reading the file
-    draft.write_text(json.dumps({"message": report}))
+    draft.write_text(json.dumps(report))
     draft.replace(path)
     return True
 
@@ -242,7 +243,8 @@ def _exit_code(error: BaseException) -> int:
 def _formatted(error: BaseException) -> str:
     """Return an error's traceback; of one that is very long, the beginning and the end.
 
-    Further lines of its message, and its notes, are indented: none of them looks like a line of the launcher's.
+    The first line of its message is kept as it is. Further lines and notes are indented, so that no text of a message
+    can look like a line that the launcher itself has printed.
     """
     parts, in_message = [], False
     for part in traceback.format_exception(error):
@@ -250,7 +252,8 @@ def _formatted(error: BaseException) -> str:
             in_message = False
             parts.append(part)
         else:
-            parts.append("    " * in_message + part.rstrip("\n").replace("\n", "\n    ") + "\n")
+            indent = "    " if in_message else ""
+            parts.append(indent + part.rstrip("\n").replace("\n", "\n    ") + "\n")
             in_message = True
     text = "".join(parts)
     more = len(text) - 2 * _MOST_SHOWN
@@ -266,13 +269,16 @@ def _record_or_show(kind: type[BaseException], error: BaseException, trace: Trac
 
 
 def _follows(error: BaseException) -> Literal["gone", "late"] | None:
-    """Return whether an error, or one behind it, says only that another rank is gone, or did not come in time."""
+    """Return "gone" or "late" if an error says only that another rank is gone, or did not come in time.
+
+    The causes of the error are looked at, too. None is an error of this rank's own.
+    """
     seen: set[int] = set()
     behind: BaseException | None = error
     while behind is not None and id(behind) not in seen:
         seen.add(id(behind))
         text = message_of(behind) if isinstance(behind, RuntimeError) else ""
-        if isinstance(behind, CollectiveTimeoutError) or any(words in text for words in _LATE):
+        if isinstance(behind, CollectiveTimeoutError) or any(words in text for words in _TIMEOUT_MESSAGES):
             return "late"
         if isinstance(behind, PeerError) or any(words in text for words in PEER_IS_GONE):
             return "gone"
@@ -283,7 +289,7 @@ def _follows(error: BaseException) -> Literal["gone", "late"] | None:
 
 
 def _failed_ranks(error: BaseException | None) -> list[int]:
-    """Return which ranks have caused an error, as far as it says so, or one behind it."""
+    """Return the ranks that an error, or its cause, names as those that failed; empty if it names none."""
     for one in (error, None if error is None else error.__cause__):
         ranks = getattr(one, "failed_ranks", ())
         if ranks and isinstance(ranks, tuple):
@@ -291,14 +297,14 @@ def _failed_ranks(error: BaseException | None) -> list[int]:
     return []
 
 
-def _own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Drop the frames before the user's script, or before the actual work of a lockstep command."""
+def _without_launcher(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames of the launcher and of `runpy`, which come before the user's script."""
     while trace is not None and trace.tb_next is not None:
         module = trace.tb_frame.f_globals
         if module.get("__package__") not in _OUTER_PACKAGES and module.get("__name__") != "runpy":
             break
         trace = trace.tb_next
-    # The script was not even begun: it has a syntax error, or it is a module that is not there.
+    # Only frames of runpy are left: the script has a syntax error, or the module does not exist.
     return None if trace is not None and trace.tb_frame.f_globals.get("__name__") == "runpy" else trace
 
 

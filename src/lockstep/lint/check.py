@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator, Sequence
 
+from lockstep.calls import short_path
 from lockstep.config import Config
 from lockstep.config.dictionary import leaves
 from lockstep.errors import ConfigError, counted, did_you_mean
@@ -15,7 +15,7 @@ from lockstep.registry import in_default_scope
 from lockstep.runner.arguments import ARGUMENTS, CONFIG_KEYS, invalid_arguments, missing_arguments
 
 _KNOWN = {**ARGUMENTS, **CONFIG_KEYS}
-_REMEDY = ". Remove it, or begin its name with an underscore if it is for somebody else"
+_UNKNOWN_KEY_REMEDY = ". Remove it, or begin its name with an underscore if it is for somebody else"
 
 
 def check_config(cfg: Config, needed: Collection[str] = ("model",), others: Sequence[str] = ()) -> None:
@@ -26,7 +26,7 @@ def check_config(cfg: Config, needed: Collection[str] = ("model",), others: Sequ
     Args:
         cfg: the config.
         needed: keys that the config must have.
-        others: faults that have been found already, as sentences.
+        others: sentences of further faults, to be listed first.
 
     Raises:
         ConfigError: something is wrong; the message lists every fault with file, line, key and value, and the name that
@@ -41,7 +41,7 @@ def check_config(cfg: Config, needed: Collection[str] = ("model",), others: Sequ
     """
     found = [f"{_where(cfg, fault.key)}{fault.sentence(cfg)}" for fault in find_faults(cfg, needed)]
     if lines := [f"  {fault}" for fault in (*others, *found)]:
-        title = f"{_shown(cfg.filename or 'the config')} has {counted(len(lines), 'fault')}:"
+        title = f"{short_path(cfg.filename or 'the config')} has {counted(len(lines), 'fault')}:"
         raise ConfigError("\n".join([title, *lines]))
 
 
@@ -53,17 +53,17 @@ def find_faults(cfg: Config, needed: Collection[str] = ("model",)) -> list[Fault
 
 
 def _faults(cfg: Config, needed: Collection[str]) -> Iterator[Fault]:
-    # A missing folder or model may be provided later.
-    unfit = {
+    # `model` and `work_dir` may be None here: the command line may give a work dir, and `needed` asks for a model.
+    invalid = {
         key: says for key, says in invalid_arguments(cfg) if key not in ("model", "work_dir") or cfg[key] is not None
     }
     for key, value in cfg.items():
-        if key in unfit:
-            yield Fault(key, unfit[key])
+        if key in invalid:
+            yield Fault(key, invalid[key])
         elif key in _KNOWN:
             yield from faults_of(key, value, _KNOWN[key])
-        elif key not in cfg.helpers and not str(key).startswith("_"):
-            hint = did_you_mean(key, ARGUMENTS, _REMEDY)
+        elif key not in cfg.intermediate_keys and not str(key).startswith("_"):
+            hint = did_you_mean(key, ARGUMENTS, _UNKNOWN_KEY_REMEDY)
             yield Fault(key, f"is not an argument of Runner, and nothing reads it{hint}")
     for key, says in missing_arguments(cfg):
         yield Fault(key, says)
@@ -78,9 +78,4 @@ def _faults(cfg: Config, needed: Collection[str]) -> Iterator[Fault]:
 
 def _where(cfg: Config, key: str) -> str:
     location = cfg.where(key)
-    return f"{_shown(location)}: " if location else ""
-
-
-def _shown(path: str) -> str:
-    """Return a path, relative to the current folder if it is inside it."""
-    return path.removeprefix(os.getcwd() + os.sep)
+    return f"{short_path(location)}: " if location else ""

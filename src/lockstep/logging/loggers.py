@@ -1,4 +1,4 @@
-"""Messages of a run: its console, the handlers that send log messages there and to a file, and loggers for any code."""
+"""A run's console, the handlers that send log messages there and to a file, and the loggers that user code obtains."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rich.console import Console
 from rich.text import Text
 
 from lockstep.masking import mask_text, printable
-from lockstep.output import outlive_output
+from lockstep.output import tolerate_closed_output
 
 _ROOT = "lockstep"
-_USERS = f"{_ROOT}.user"
+_USER_LOGGER = f"{_ROOT}.user"
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red", logging.CRITICAL: "bold red"}
 
 
-def open_console(*, speaks: bool) -> Console:
-    """Return a console on standard output; without `speaks`, it prints nothing."""
-    outlive_output()
-    return _EncodedConsole(quiet=not speaks, highlight=False, soft_wrap=True)
+def open_console(*, prints: bool) -> Console:
+    """Return a console on standard output; without `prints`, it shows nothing."""
+    tolerate_closed_output()
+    return _EncodedConsole(quiet=not prints, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -65,20 +65,20 @@ def run_logging(
 
 
 @contextmanager
-def warnings_once(*, speaks: bool) -> Iterator[None]:
+def warnings_once(*, shows_distributed: bool) -> Iterator[None]:
     """Show each warning of the `warnings` module once per process, and those of torch.distributed once per job.
 
     torch changes the warning filters in each step, and after any change Python shows a warning again.
 
     Args:
-        speaks: whether this process shows the warnings of torch.distributed, which are the same on every rank.
+        shows_distributed: show the warnings of torch.distributed, which are the same on every rank.
     """
     shown: set[tuple[str, type[Warning], str, int]] = set()
     before = warnings.showwarning
 
     def show(message: Any, category: type[Warning], filename: str, lineno: int, *rest: Any, **named: Any) -> None:
         key = str(message), category, filename, lineno
-        if key not in shown and (speaks or "/torch/distributed/" not in filename):
+        if key not in shown and (shows_distributed or "/torch/distributed/" not in filename):
             shown.add(key)
             before(message, category, filename, lineno, *rest, **named)
 
@@ -135,10 +135,10 @@ def file_handler(file: Path, secrets: Collection[str] = ()) -> logging.Handler:
 
 
 class MMLogger:
-    """Access to the loggers of the current run from anywhere.
+    """Gives any code the loggers of the current run; the name and the methods are MMEngine's.
 
-    Their messages appear on the run's console and in its log file, at the levels that these show. Without a run in
-    progress, messages of INFO and above appear on standard error.
+    Their messages appear on the run's console and in its log file, if their level is high enough for these. While no
+    run is in progress, messages of INFO and above appear on standard error.
 
     Example:
         >>> MMLogger.get_current_instance().name
@@ -150,8 +150,8 @@ class MMLogger:
     @staticmethod
     def get_current_instance() -> logging.Logger:
         """Return the logger of the run."""
-        logger = logging.getLogger(_USERS)
-        if not logger.handlers:
+        logger = logging.getLogger(_USER_LOGGER)
+        if not logger.handlers:  # at the first call
             logger.setLevel(logging.DEBUG)
             outside = _StderrOutsideRuns(logging.INFO)
             outside.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
@@ -166,7 +166,8 @@ class MMLogger:
 
         Args:
             name: the logger's name.
-            log_file: a file that also receives its messages.
+            log_file: a file that also receives its messages; ignored if the logger has one already. Secrets of the
+                run's config are not masked there.
             log_level: the lowest level that it logs; None leaves it unchanged.
             **others: MMEngine's further arguments, which have no effect.
         """
@@ -180,7 +181,7 @@ class MMLogger:
     @staticmethod
     def check_instance_created(name: str) -> bool:
         """Return whether there is a logger with this name."""
-        return f"{_USERS}.{name}" in logging.Logger.manager.loggerDict
+        return isinstance(logging.Logger.manager.loggerDict.get(f"{_USER_LOGGER}.{name}"), logging.Logger)
 
 
 def print_log(msg: object, logger: logging.Logger | str | None = None, level: int = logging.INFO) -> None:
@@ -197,16 +198,18 @@ def print_log(msg: object, logger: logging.Logger | str | None = None, level: in
     """
     if logger is None:
         print(msg)
-    elif isinstance(logger, logging.Logger):
-        logger.log(level, msg)
-    elif logger == "current":
-        MMLogger.get_current_instance().log(level, msg)
-    elif logger != "silent":
+        return
+    if logger == "silent":
+        return
+    if logger == "current":
+        logger = MMLogger.get_current_instance()
+    elif isinstance(logger, str):
         if not MMLogger.check_instance_created(logger):
             raise ValueError(
                 f"`logger` must be the name of a logger, but {logger!r} is none. Call MMLogger.get_instance"
             )
-        MMLogger.get_instance(logger).log(level, msg)
+        logger = MMLogger.get_instance(logger)
+    logger.log(level, msg)
 
 
 class _StderrOutsideRuns(logging.Handler):

@@ -19,10 +19,10 @@ def read_scalars(values: Iterable[Scalar]) -> list[float]:
 
 
 def start_reading(values: Iterable[Scalar]) -> Callable[[], list[float]]:
-    """Begin to convert numbers and one-element tensors to numbers, and return what waits for them and returns them.
+    """Begin to convert numbers and one-element tensors to numbers; return a function that waits and returns them.
 
-    What is on an accelerator is copied when that has done what it has been given so far. So whoever calls the result an
-    iteration later does not wait for what it has been given since.
+    Tensors of an accelerator are copied to the host behind the work that is queued there now. A call of the function an
+    iteration later waits for that work only, and not for what has been queued since.
     """
     values = list(values)
     read: dict[int, float] = {}
@@ -32,7 +32,7 @@ def start_reading(values: Iterable[Scalar]) -> Callable[[], list[float]]:
             read[id(value)] = float(value.item())  # ten of these take a quarter of the time of a stack
         elif isinstance(value, Tensor):
             by_device.setdefault(value.device, []).append(value)
-    under_way = [(tensors, *_sent_to_host(tensors, device)) for device, tensors in by_device.items()]
+    under_way = [(tensors, *_copy_to_host(tensors, device)) for device, tensors in by_device.items()]
 
     def complete() -> list[float]:
         for tensors, numbers, event in under_way:
@@ -44,7 +44,7 @@ def start_reading(values: Iterable[Scalar]) -> Callable[[], list[float]]:
     return complete
 
 
-def _sent_to_host(tensors: list[Tensor], device: torch.device) -> tuple[Tensor, torch.Event]:
+def _copy_to_host(tensors: list[Tensor], device: torch.device) -> tuple[Tensor, torch.Event]:
     numbers = torch.stack([tensor.detach().reshape(()) for tensor in tensors]).to("cpu", non_blocking=True)
     event = torch.Event(device)
     event.record(torch.accelerator.current_stream(device))

@@ -57,9 +57,9 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
 
 def begin_compiled_step() -> None:
-    """Say that a step begins: outputs of CUDA graphs in the steps before may be overwritten, those in this one not.
+    """Tell torch that a step begins: outputs of CUDA graphs of earlier steps may be overwritten, those of this one not.
 
-    Without it, torch takes each call of a compiled function without gradients for a step.
+    Without it, torch counts each call of a compiled function without gradients as a step.
     """
     if _uses_cuda_graphs():
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]

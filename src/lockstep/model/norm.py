@@ -45,6 +45,7 @@ class CpuSyncBatchNorm(BatchNormXd):
         return self._normalised(input.float() if is_half else input).to(input.dtype)
 
     def _normalised(self, values: Tensor) -> Tensor:
+        """Return the values, normalised over the samples of all ranks. **Collective**: every rank."""
         dims, shape = [0, *range(2, values.dim())], [1, -1] + [1] * (values.dim() - 2)
         count = values.new_tensor([values.numel() // self.num_features])
         sums = all_reduce(torch.cat([values.sum(dims), count]), sync_grads=True)
@@ -53,21 +54,22 @@ class CpuSyncBatchNorm(BatchNormXd):
         centered = values - mean.view(shape)
         # In two passes, which has a smaller rounding error than a mean of squares.
         variance = all_reduce(centered.square().sum(dims), sync_grads=True) / count
-        self._follow(mean.detach(), variance.detach(), count)
+        self._update_running_stats(mean.detach(), variance.detach(), count)
         normalised = centered * (variance + self.eps).rsqrt().view(shape)
         if self.weight is not None:
             normalised = normalised * self.weight.view(shape)
         return normalised if self.bias is None else normalised + self.bias.view(shape)
 
     @torch.no_grad()
-    def _follow(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+    def _update_running_stats(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         """Update the running statistics with those of a batch."""
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         momentum = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-            momentum = 1 / float(self.num_batches_tracked) if momentum is None else momentum
+            if momentum is None:  # torch's cumulative average
+                momentum = 1 / float(self.num_batches_tracked)
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum or 0.0)
         unbiased = variance * count / (count - 1).clamp(min=1)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum or 0.0)
@@ -91,7 +93,7 @@ def convert_sync_batchnorm(module: nn.Module, implementation: str = "torch") -> 
     """
     if implementation != "torch":
         raise ValueError(f"`implementation` must be 'torch', but is {implementation!r}")
-    return _replaced(module, BATCH_NORMS, CpuSyncBatchNorm if get_device() == "cpu" else nn.SyncBatchNorm)
+    return _replace_layers(module, BATCH_NORMS, CpuSyncBatchNorm if get_device() == "cpu" else nn.SyncBatchNorm)
 
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
@@ -103,12 +105,12 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     Args:
         module: the model, not wrapped yet.
     """
-    return _replaced(module, (nn.SyncBatchNorm, CpuSyncBatchNorm), BatchNormXd)
+    return _replace_layers(module, (nn.SyncBatchNorm, CpuSyncBatchNorm), BatchNormXd)
 
 
 def sync_on_this_device(module: nn.Module) -> nn.Module:
     """Return `module`; without an accelerator, torch's `SyncBatchNorm`s are replaced by `CpuSyncBatchNorm`s."""
-    return _replaced(module, nn.SyncBatchNorm, CpuSyncBatchNorm) if get_device() == "cpu" else module
+    return _replace_layers(module, nn.SyncBatchNorm, CpuSyncBatchNorm) if get_device() == "cpu" else module
 
 
 def is_synced(module: nn.Module) -> bool:
@@ -116,13 +118,15 @@ def is_synced(module: nn.Module) -> bool:
     return isinstance(module, nn.SyncBatchNorm | CpuSyncBatchNorm)
 
 
-def _replaced(module: nn.Module, kinds: type[nn.Module] | tuple[type[nn.Module], ...], by: type[Any]) -> nn.Module:
+def _replace_layers(
+    module: nn.Module, kinds: type[nn.Module] | tuple[type[nn.Module], ...], new_kind: type[Any]
+) -> nn.Module:
     """Return `module` with its layers of some kinds replaced; a shared layer gets one replacement."""
     done: dict[nn.Module, nn.Module] = {}
 
     def replaced(part: nn.Module) -> nn.Module:
         if part not in done:
-            done[part] = _as(by, part) if isinstance(part, kinds) else part
+            done[part] = _with_state_of(new_kind, part) if isinstance(part, kinds) else part
             for name, child in part._modules.items():  # `named_children` gives a shared layer once
                 if child is not None:
                     setattr(part, name, replaced(child))
@@ -131,15 +135,14 @@ def _replaced(module: nn.Module, kinds: type[nn.Module] | tuple[type[nn.Module],
     return replaced(module)
 
 
-def _as(kind: type[Any], norm: Any) -> nn.Module:
-    other: Any = kind(
+def _with_state_of(kind: type[Any], norm: Any) -> nn.Module:
+    """Return a layer of another class with the options, parameters and buffers of a BatchNorm."""
+    layer: nn.Module = kind(
         norm.num_features, norm.eps, norm.momentum, affine=False, track_running_stats=norm.track_running_stats
     )
-    other.affine = norm.affine
-    other.register_parameter("weight", norm.weight)
-    other.register_parameter("bias", norm.bias)
+    layer.affine = norm.affine
+    layer.register_parameter("weight", norm.weight)
+    layer.register_parameter("bias", norm.bias)
     for name, buffer in norm.named_buffers(recurse=False):
-        other.register_buffer(name, buffer)
-    other.train(norm.training)
-    made: nn.Module = other
-    return made
+        layer.register_buffer(name, buffer)
+    return layer.train(norm.training)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.registry import MODELS
-from lockstep.structures import BaseDataElement
-from lockstep.tree import map_children
+from lockstep.tree import TreeNode, map_children
 
 
 @MODELS.register_module()
@@ -60,8 +59,8 @@ class BaseDataPreprocessor(nn.Module):
 def move_to_device(data: Any, device: torch.device, non_blocking: bool = True) -> Any:
     """Return `data` with its tensors, and whatever else has a `.to` method, on `device`.
 
-    Dicts, lists, tuples, named tuples and dataclasses are rebuilt with their own type; other leaves, such as names of
-    files, are returned unchanged.
+    Dicts, lists, tuples, named tuples, dataclasses and `TreeNode`s are rebuilt with their own type, the last two unless
+    they have a `.to`. Other leaves, such as names of files, are returned unchanged.
 
     Args:
         data: a batch.
@@ -80,14 +79,13 @@ def _moved(data: Any, device: torch.device, non_blocking: bool) -> Any:
             if not (isinstance(value, Tensor) and value.device == device):
                 return type(data)([_moved(value, device, non_blocking) for value in data])
         return type(data)(data)
-    if isinstance(data, str | bytes | int | float | None):
+    if isinstance(data, str | bytes | int | float | type | None):
         return data
-    owns_to = hasattr(data, "to") and getattr(type(data), "to", None) is not BaseDataElement.to
-    is_record = isinstance(data, BaseDataElement) or (is_dataclass(data) and not isinstance(data, type))
-    if isinstance(data, Mapping | list | tuple) or (is_record and not owns_to):
+    if isinstance(data, Mapping | list | tuple):
         return map_children(lambda value: _moved(value, device, non_blocking), data)
-    if not owns_to:
-        return data
+    if not hasattr(data, "to"):
+        is_node = is_dataclass(data) or isinstance(data, TreeNode)
+        return map_children(lambda value: _moved(value, device, non_blocking), data) if is_node else data
     kind: type = type(data)
     return data.to(device, non_blocking=True) if non_blocking and _takes_non_blocking(kind) else data.to(device)
 

@@ -135,10 +135,10 @@ class PlanTrial:
     error. So one module of each kind is copied twice, with random weights, and one copy is split. Given the inputs of
     the module's own first call, both must agree on what they return and on the gradients of inputs and parameters.
 
-    Let through untried: modules inside compiled ones; modules that have a `forward` of the instance's own, share
-    parameters, need half precision, draw random numbers or can't be copied; that get or return nothing but parts, as
-    under plans that split the sequence; layers around which there is none but the whole model; and models whose
-    `forward` is never called.
+    These are not tried: modules inside compiled ones; modules that have a `forward` of the instance's own, share
+    parameters, need half precision, draw random numbers or can't be copied; modules that get or return only parts, as
+    under plans that split the sequence; layers that only the whole model encloses; and models whose `forward` is never
+    called.
 
     Args:
         model: its first forward pass with gradients ends the trial.
@@ -174,7 +174,7 @@ class PlanTrial:
             if _may_be_copied(module):
                 with suppress(Exception):  # whatever it needs to be copied is not known here
                     region.copy = _without_weights(module)
-                    self._hooks.append(module.register_forward_pre_hook(_keeping_inputs(region), with_kwargs=True))
+                    self._hooks.append(module.register_forward_pre_hook(_input_recorder(region), with_kwargs=True))
 
     def _runs_compiled(self, name: str) -> bool:
         """Return whether a module around this one is compiled, in which a hook would only make another graph."""
@@ -187,9 +187,10 @@ class PlanTrial:
         for hook in self._hooks:
             hook.remove()
         while self._regions:
-            self._judge(self._regions.pop(0))
+            self._try_region(self._regions.pop(0))
 
-    def _judge(self, region: _Region) -> None:
+    def _try_region(self, region: _Region) -> None:
+        """Run a whole and a split copy of a module, and refuse the plan if they differ. **Collective**: the mesh."""
         device = torch.device(self._mesh.device_type)
         whole, has_run = None, torch.zeros(1, device=device)
         with suppress(Exception):  # half precision is needed, or there is no memory for it
@@ -212,9 +213,9 @@ class PlanTrial:
         except Exception:  # a size does not fit, on any rank, which the module itself says
             pass
         all_reduce(differences, "max", self._mesh)
-        self._require_none(region, whole.module, differences.tolist())
+        self._refuse_differences(region, whole.module, differences.tolist())
 
-    def _require_none(self, region: _Region, whole: nn.Module, differences: list[float]) -> None:
+    def _refuse_differences(self, region: _Region, whole: nn.Module, differences: list[float]) -> None:
         names = [name for name, _ in whole.named_parameters()]
         kind, where = type(whole).__name__, f"`{region.name}`"
         layers = ", ".join(f"`{layer}`" for layer in region.styles if layer)
@@ -245,13 +246,15 @@ def _regions_of(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> list[_
     """Return the smallest modules around layers that return parts, the first of each kind."""
     regions: dict[object, _Region] = {}
     for name, style in styles.items():
-        if not _opens(style):
+        if not _returns_parts(style):
             continue
         around = name.rpartition(".")[0]
-        while around and not (_is_called(model, around) and any(map(_closes, _inside(around, styles).values()))):
+        while around and not (
+            _is_called(model, around) and any(map(_returns_whole, _styles_inside(around, styles).values()))
+        ):
             around = around.rpartition(".")[0]
         if around:
-            inside = _inside(around, styles)
+            inside = _styles_inside(around, styles)
             kind = type(model.get_submodule(around)), tuple((layer, type(style)) for layer, style in inside.items())
             regions.setdefault(kind, _Region(around, inside))
     return list(regions.values())
@@ -261,15 +264,18 @@ def _is_called(model: nn.Module, name: str) -> bool:
     return not isinstance(model.get_submodule(name), nn.ModuleList | nn.ModuleDict)
 
 
-def _inside(around: str, styles: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+def _styles_inside(around: str, styles: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+    """Return the styles of the layers inside a module, by their names in it."""
     return {name[len(around) + 1 :]: style for name, style in styles.items() if f"{name}.".startswith(f"{around}.")}
 
 
-def _opens(style: ParallelStyle) -> bool:
+def _returns_parts(style: ParallelStyle) -> bool:
+    """Return whether a layer with this style returns only a part of its output on each rank."""
     return isinstance(style, ColwiseParallel) and not all(map(_is_whole, style.output_layouts))
 
 
-def _closes(style: ParallelStyle) -> bool:
+def _returns_whole(style: ParallelStyle) -> bool:
+    """Return whether a layer with this style makes a whole output from parts."""
     if isinstance(style, RowwiseParallel):
         return all(map(_is_whole, style.output_layouts))
     return isinstance(style, PrepareModuleOutput) and all(map(_is_whole, style.desired_output_layouts))
@@ -280,7 +286,7 @@ def _is_whole(placement: object) -> bool:
 
 
 def _may_be_copied(module: nn.Module) -> bool:
-    has_own_forward = any("forward" in vars(part) and not _is_of_class(part) for part in module.modules())
+    has_own_forward = any("forward" in vars(part) and not _has_forward_of_class(part) for part in module.modules())
     has_ties = any(len(sites) > 1 for sites in owners_of_parameters(module).values())
     return not has_own_forward and not has_ties and not any(isinstance(x, DTensor) for x in module.parameters())
 
@@ -292,8 +298,8 @@ def _is_compiled(module: nn.Module) -> bool:
     return hasattr(forward, "_torchdynamo_orig_callable") or module._compiled_call_impl is not None
 
 
-def _is_of_class(module: nn.Module) -> bool:
-    """Return whether what a module has in the place of `forward` is that of its class, compiled or recomputed."""
+def _has_forward_of_class(module: nn.Module) -> bool:
+    """Return whether the `forward` of an instance is only its class's, compiled or wrapped for recomputation."""
     forward: Any = module.forward
     while (inner := getattr(forward, "_torchdynamo_orig_callable", None)) is not None or (
         isinstance(forward, partial) and forward.func is checkpoint
@@ -342,7 +348,7 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _keeping_inputs(region: _Region) -> Callable[..., None]:
+def _input_recorder(region: _Region) -> Callable[..., None]:
     """Return a hook that keeps a copy of what a module is called with for the first time in training."""
 
     # A closure, which copies of the model share.
@@ -353,18 +359,18 @@ def _keeping_inputs(region: _Region) -> Callable[..., None]:
         trains = module.training or torch.is_grad_enabled()  # recomputed modules run without gradients at first
         if trains and not any(isinstance(tensor, DTensor) for tensor in tensors):
             with suppress(Exception):  # of an object that can't be copied, such as a cache that has been filled
-                region.inputs = _copied((args, kwargs))
+                region.inputs = _copy_inputs((args, kwargs))
 
     return keep
 
 
-def _copied(inputs: Any) -> Any:
+def _copy_inputs(inputs: Any) -> Any:
     """Return a copy of arguments, with tensors in float32, as leaves of a graph of their own."""
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    return deepcopy(inputs, {id(tensor): _leaf(tensor) for tensor in tensors})
+    return deepcopy(inputs, {id(tensor): _as_leaf(tensor) for tensor in tensors})
 
 
-def _leaf(tensor: Tensor) -> Tensor:
+def _as_leaf(tensor: Tensor) -> Tensor:
     leaf = tensor.detach().clone()
     if leaf.is_floating_point():
         leaf = leaf.float().requires_grad_(tensor.requires_grad)
@@ -381,13 +387,13 @@ class _TrialRun:
 
     def __init__(self, module: nn.Module, inputs: Any, seed: int = 0) -> None:
         self.module = module
-        args, kwargs = _copied(inputs)
+        args, kwargs = _copy_inputs(inputs)
         self._leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
         device = next(module.parameters()).device
         with _seeded(seed, device), torch.autocast(device.type, enabled=False):
             leaves = tree_leaves(module(*args, **kwargs))
         self._returned = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
-        self.outputs = [_plain(x.detach()) for x in self._returned]
+        self.outputs = [_gathered(x.detach()) for x in self._returned]
 
     def gradients(self, chosen: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the gradients of the inputs and of the parameters, for random gradients of some outputs."""
@@ -431,10 +437,10 @@ def _size(tensors: list[Tensor]) -> Tensor:
 
 
 def _gradient(tensor: Tensor) -> Tensor:
-    return _plain((torch.zeros_like(tensor) if tensor.grad is None else tensor.grad).detach())
+    return _gathered((torch.zeros_like(tensor) if tensor.grad is None else tensor.grad).detach())
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """Return a tensor that is whole, and has arrived."""
+def _gathered(tensor: Tensor) -> Tensor:
+    """Return the whole tensor of a DTensor, after waiting for its collective; another tensor as it is."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.wait() if isinstance(whole, AsyncCollectiveTensor) else whole

@@ -259,7 +259,7 @@ def _patterns_for(model: nn.Module) -> list[str]:
 
 
 def split_layer(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
-    """Split a layer that has the same values on all ranks of a mesh; what it returns has arrived. Nothing is sent."""
+    """Split a layer that has the same values on all ranks of a mesh, without communication; wait for its outputs."""
     parallelize_module(module, mesh, style, src_data_rank=None)
     module.register_forward_hook(_wait)
 

@@ -101,8 +101,9 @@ class Registry:
         self.parent: Final = parent
         self.root: Final[Registry] = self if parent is None else parent.root
         self._ancestry: tuple[Registry, ...] = (self,) if parent is None else (self, *parent._ancestry)
-        named = locations if isinstance(locations, Mapping) else dict.fromkeys(locations, ())
-        self._locations = {module: tuple(names) for module, names in named.items()}  # no names: may have any
+        by_module = locations if isinstance(locations, Mapping) else dict.fromkeys(locations, ())
+        # A module without names may register any.
+        self._locations = {module: tuple(names) for module, names in by_module.items()}
         self._libraries = tuple(libraries)
         self._build_func: Entry | None = build_func or (None if parent is None else parent._build_func)
         self._entries: dict[str, Entry] = {}
@@ -201,12 +202,12 @@ class Registry:
             raise TypeError(f"`key` must be a str, but is {key!r} of {type(key).__name__}")
         scope, dot, name = key.partition(".")
         if not dot:
-            there = None if _default_scope is None else self._in_scope(_default_scope, key)
-            return self._ascend(key) if there is None else there
-        if (found := self._in_scope(scope, name)) is not None:
+            found = None if _default_scope is None else self._find_in_scope(_default_scope, key)
+            return self._find(key) if found is None else found
+        if (found := self._find_in_scope(scope, name)) is not None:
             return found
         imported = _import_entry(key)  # may import the package that creates the scope
-        found = self._in_scope(scope, name)
+        found = self._find_in_scope(scope, name)
         return imported if found is None else found
 
     def __getitem__(self, key: str) -> Entry:
@@ -222,8 +223,8 @@ class Registry:
         if scoped is not None:
             return scoped.suggest(name)
         if module in sys.modules:
-            there = [own for own, value in vars(sys.modules[module]).items() if own[0] != "_" and callable(value)]
-            return f"in the module `{module}`{did_you_mean(name, there)}"
+            known = [one for one, value in vars(sys.modules[module]).items() if one[0] != "_" and callable(value)]
+            return f"in the module `{module}`{did_you_mean(name, known)}"
         here = f"in the registry of scope `{self.scope}`"
         name = key.removeprefix(f"{self.scope}.")
         if module and all(other.scope != key.partition(".")[0] for other in self.root._family()):
@@ -267,12 +268,13 @@ class Registry:
                 raise TypeError(f"`type` of a {self.name} must be a name, a class or a function, but is {kind!r}")
             return construct(kind, arguments, self.name)
 
-    def _ascend(self, name: str) -> Entry | None:
+    def _find(self, name: str) -> Entry | None:
         """Look up `name` here, then in the parents."""
-        found = (registry._own(name) for registry in self._ancestry)
+        found = (registry._find_here(name) for registry in self._ancestry)
         return next((entry for entry in found if entry is not None), None)
 
-    def _own(self, name: str) -> Entry | None:
+    def _find_here(self, name: str) -> Entry | None:
+        """Look up `name` in this registry alone: its entries, after its modules are imported, then its libraries."""
         for location, names in self._locations.items():
             if name not in self._entries and (not names or name in names):
                 import_module(location)
@@ -281,10 +283,10 @@ class Registry:
         found = (library.entries().get(name) for library in self._libraries)
         return next((entry for entry in found if entry is not None), None)
 
-    def _in_scope(self, scope: str, name: str) -> Entry | None:
+    def _find_in_scope(self, scope: str, name: str) -> Entry | None:
         found = (registry for registry in (self, *self.root._family()) if registry.scope == scope)
         registry = next(found, None)
-        return None if registry is None else registry._ascend(name)
+        return None if registry is None else registry._find(name)
 
     def _family(self) -> Iterator[Registry]:
         """Yield this registry and all its descendants."""
@@ -347,10 +349,10 @@ def is_registered(name: str) -> bool:
         >>> is_registered("lockstep.AdamW"), is_registered("torch.optim.AdamW")
         (True, False)
     """
-    scope, _, own = name.partition(".")
-    if not own or "." in own:
+    scope, _, name = name.partition(".")
+    if not name or "." in name:
         return False
-    return any(registry.scope == scope and registry._ascend(own) is not None for registry in list(_registries))
+    return any(registry.scope == scope and registry._find(name) is not None for registry in list(_registries))
 
 
 def _import_entry(path: str) -> Entry | None:

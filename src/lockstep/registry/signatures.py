@@ -16,7 +16,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments that a class or function takes by name.
+    """The arguments that a class or function takes by name; parameters that are positional only are left out.
 
     Attributes:
         named: the arguments that its signature names.
@@ -33,10 +33,11 @@ class Arguments:
             parameters = inspect.signature(constructor).parameters.values()
         except (TypeError, ValueError):  # Some built-in types have no signature.
             return cls({}, takes_others=True)
-        code = inspect.unwrap(constructor.__init__ if inspect.isclass(constructor) else constructor)
-        names = getattr(code, "__globals__", {})
+        function = inspect.unwrap(constructor.__init__ if inspect.isclass(constructor) else constructor)
+        module_globals = getattr(function, "__globals__", {})
+        # One annotation at a time, since `signature(eval_str=True)` fails for all if one can't be evaluated.
         return cls(
-            {parameter.name: _evaluated(parameter, names) for parameter in parameters if parameter.kind in _NAMED},
+            {one.name: _evaluated(one, module_globals) for one in parameters if one.kind in _NAMED},
             any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters),
         )
 
@@ -53,11 +54,11 @@ class Arguments:
         ]
 
 
-def _evaluated(parameter: inspect.Parameter, names: dict[str, Any]) -> inspect.Parameter:
+def _evaluated(parameter: inspect.Parameter, module_globals: dict[str, Any]) -> inspect.Parameter:
     if not isinstance(parameter.annotation, str):
         return parameter
     try:
-        return parameter.replace(annotation=eval(parameter.annotation, names))
+        return parameter.replace(annotation=eval(parameter.annotation, module_globals))
     except Exception:  # The annotation names something that exists for type checkers only.
         return parameter
 
@@ -75,46 +76,51 @@ def construct(constructor: Callable[..., Any], arguments: Mapping[str, Any], kin
     Raises:
         BuildError: an argument is unknown or missing.
     """
-    title = check_names(constructor, arguments, kind)
+    check_names(constructor, arguments, kind)
+    subject = _subject(constructor, kind)
     try:
         return constructor(**arguments)
     except Exception as error:
-        # With **kwargs the signature does not name the key; the error of the class that rejects the key does.
-        refused = _UNEXPECTED.search(message_of(error))
-        if refused and refused[1] in arguments and isinstance(error, TypeError) and not isinstance(error, BuildError):
+        # A constructor with **kwargs passes unknown keys on. The class that rejects one names it in its TypeError.
+        refused = _UNEXPECTED.search(message_of(error)) if isinstance(error, TypeError) else None
+        if refused and refused[1] in arguments and not isinstance(error, BuildError):
             key = refused[1]
+            # A base class may accept a key that its subclass refuses.
             hint = did_you_mean(key, _accepted(constructor) - {key})
-            raise BuildError(f"{title}: unknown argument `{key}`{hint}") from error
-        error.add_note(f"while building the {title} with {', '.join(arguments) or 'no arguments'}")
+            raise BuildError(f"{subject}: unknown argument `{key}`{hint}") from error
+        error.add_note(f"while building the {subject} with {', '.join(arguments) or 'no arguments'}")
         raise
 
 
 def check_names(
     constructor: Callable[..., Any], arguments: Collection[str], kind: str, also: Iterable[str] = ()
-) -> str:
-    """Check the names of the arguments for a constructor, and return what is built, in words.
+) -> None:
+    """Check the names of the arguments for a constructor.
 
     Args:
-        constructor: what is to be called.
+        constructor: the class or function to be called.
         arguments: the names.
-        kind: what is built.
-        also: names that the caller takes itself, for the suggestions.
+        kind: the noun for messages, such as "hook".
+        also: further names that a suggestion may offer, because the caller handles them itself.
 
     Raises:
         BuildError: an argument is unknown or missing.
     """
-    title = f"{kind} `{getattr(constructor, '__qualname__', None) or repr(constructor)}`"
     takes = Arguments.of(constructor)
     known = {*takes.named, *also}
     faults = [f"unknown argument `{key}`{did_you_mean(key, known)}" for key in takes.unknown(arguments)]
     if missing := [f"`{name}`" for name in takes.missing(arguments)]:
-        faults.append(f"missing argument{'s'[: len(missing) > 1]} {', '.join(missing)}")
+        faults.append(f"missing {'argument' if len(missing) == 1 else 'arguments'} {', '.join(missing)}")
     if faults:
-        raise BuildError(f"{title}: {'; '.join(faults)}")
-    return title
+        raise BuildError(f"{_subject(constructor, kind)}: {'; '.join(faults)}")
+
+
+def _subject(constructor: Callable[..., Any], kind: str) -> str:
+    """Return the phrase for messages, such as ``hook `EMAHook` ``."""
+    return f"{kind} `{getattr(constructor, '__qualname__', None) or repr(constructor)}`"
 
 
 def _accepted(constructor: Callable[..., Any]) -> set[str]:
     """Return every argument name in the signatures of a function, or of a class and its bases."""
-    owners = inspect.getmro(constructor) if inspect.isclass(constructor) else (constructor,)
+    owners = constructor.__mro__ if inspect.isclass(constructor) else (constructor,)
     return set().union(*(Arguments.of(owner).named for owner in owners))

@@ -16,8 +16,8 @@ _COMPUTE = "compute"
 _DATA = "wait for data"
 _EXCHANGE = "wait for gradients"
 _SEARCH_CURVES = {"smoothed": "smoothed_loss", "each update": "loss"}
-_RISE_SHOWN = 0.5  # how far above the first loss the axis of a search reaches, in terms of the fall
-_HEATMAPS = {  # how to read them
+_RISE_SHOWN = 0.5  # the axis of a search reaches this part of the fall (first loss - lowest) above the first loss
+_HEATMAPS = {  # titles, and the text below each that says how to read it
     "Whole step": "From batch to batch. Ranks that wait for each other take equally long.",
     "Compute": "What is left of a step. A rank that needs longer than the others keeps them waiting.",
     "Wait for gradients": "The exchange as far as it goes on after the backward pass, and waiting for slower ranks.",
@@ -30,7 +30,7 @@ def charts_of(run: RunRecords) -> list[Chart]:
     names = _names(run.train)
     losses = [name for name in names if "loss" in name]
     rates = [name for name in names if name.rpartition(".")[2] == "lr"]
-    taken = {*losses, *rates, *_PARTS_OF_A_STEP, *_AMOUNTS, "mfu", "memory_mib", "grad_norm"}
+    charted = {*losses, *rates, *_PARTS_OF_A_STEP, *_AMOUNTS, "mfu", "memory_mib", "grad_norm"}
     charts = [
         *_loss_charts(run, losses),
         *_metric_charts(run),
@@ -41,7 +41,7 @@ def charts_of(run: RunRecords) -> list[Chart]:
         _chart(run, "Learning rate", dict(zip(rates, rates, strict=True)), from_zero=True),
         _chart(run, "Gradient norm", {"grad_norm": "before clipping"}),
         _chart(run, "Peak memory", {"memory_mib": "rank that holds most"}, unit="MiB", from_zero=True),
-        *(_chart(run, name, {name: "train"}) for name in names if name not in taken),
+        *(_chart(run, name, {name: "train"}) for name in names if name not in charted),
     ]
     return [chart for chart in charts if chart.lines]
 
@@ -81,7 +81,7 @@ def search_of(run: RunRecords) -> tuple[Chart, tuple[float, float]] | None:
 
 
 def points_of(records: Sequence[Record], name: str, over: str = "iter") -> list[Point]:
-    """Return the values recorded under one name, with their iterations, or with what else they are drawn over."""
+    """Return pairs of the values recorded under two names: `over` (the x axis) and `name` (the y axis)."""
     return [(float(record[over]), value) for record in records if (value := number(record.get(name))) is not None]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from lockstep.errors import ReportError
+from lockstep.errors import ReportError, counted
 from lockstep.masking import mask_text, mask_value
 
 Record: TypeAlias = Mapping[str, Any]
@@ -18,7 +18,7 @@ _RANKS = "ranks.jsonl"
 MODES = ("val", "test")
 _LR_SEARCH = "lr_search"
 _STRAGGLER = "straggler"
-_MOST_NESTED = 50  # dicts and lists in one another
+_MOST_NESTED = 50  # levels of dicts and lists
 _NOT_FINITE = {"nan", "inf", "-inf"}
 
 
@@ -96,14 +96,15 @@ def read_run(folder: Path) -> RunRecords:
         raise ReportError(f"`{folder / _RECORDS}` has no record yet{found}; there is nothing to show of this run")
     config = folder / "config.py"
     searches = [record for record in records if record["mode"] == _LR_SEARCH]
-    began = max((place for place, record in enumerate(searches) if record["iter"] == 1), default=0)
+    # Each search counts its iterations from 1.
+    last_search = max((index for index, record in enumerate(searches) if record["iter"] == 1), default=0)
     return RunRecords(
         folder=folder,
         train=[record for record in records if record["mode"] == "train"],
         evaluations=[record for record in records if record["mode"] in MODES],
         ranks=list(_json_lines(folder / _RANKS, faults)),
         stragglers=[record for record in records if record["mode"] == _STRAGGLER],
-        lr_search=searches[began:],
+        lr_search=searches[last_search:],
         # Masked also here: another library or an earlier version may have written them.
         environment=mask_value(_json_object(folder / "environment.json", faults)),
         config=mask_text(config.read_text(encoding="utf-8", errors="replace")) if config.is_file() else "",
@@ -139,7 +140,7 @@ def _json_lines(path: Path, faults: list[str]) -> Iterator[Record]:
                 broken.append(line_number)
     if broken:
         shown = ", ".join(map(str, broken[:5])) + (", ..." if len(broken) > 5 else "")
-        faults.append(f"{path.name}: {len(broken)} unreadable line{'s'[: len(broken) > 1]} left out ({shown})")
+        faults.append(f"{path.name}: {counted(len(broken), 'unreadable line')} left out ({shown})")
 
 
 def _json_object(path: Path, faults: list[str]) -> Record:
@@ -161,7 +162,7 @@ def _parsed(text: str) -> Any:
 
 
 def _is_flat(value: Any, most: int) -> bool:
-    """Return whether dicts and lists lie in one another at most so deep, and no number is too large for a float."""
+    """Return whether dicts and lists are nested at most `most` times, and each integer fits into a float."""
     if isinstance(value, dict | list):
         items = value.values() if isinstance(value, dict) else value
         return most > 0 and all(_is_flat(item, most - 1) for item in items)

@@ -200,8 +200,8 @@ CONFIG_KEYS: Mapping[str, Argument] = {
 }
 
 
-# What other frameworks, or one's own habit, call an argument, and where it is given here.
-_OTHER_WORDS = {
+# Names of arguments in other frameworks, and where the same is given here.
+_FOREIGN_NAMES = {
     **dict.fromkeys(("by_epoch", "max_epochs", "max_iters", "val_interval"), "a key of `train_cfg`"),
     **dict.fromkeys(("deterministic", "seed"), "a key of `randomness`"),
     **dict.fromkeys(("callbacks", "hooks"), "`custom_hooks`"),
@@ -219,7 +219,7 @@ def unknown_argument(names: Iterable[str], owner: str = "Runner") -> TypeError |
     problems = []
     for name in names:
         if name not in ARGUMENTS:
-            meant = f": it is {_OTHER_WORDS[name]}" if name in _OTHER_WORDS else did_you_mean(name, ARGUMENTS)
+            meant = f": it is {_FOREIGN_NAMES[name]}" if name in _FOREIGN_NAMES else did_you_mean(name, ARGUMENTS)
             problems.append(f"a {owner} has no argument `{name}`{meant}")
     return TypeError("\n".join(problems)) if problems else None
 

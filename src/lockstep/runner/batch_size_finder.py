@@ -28,7 +28,7 @@ from lockstep.topology import infer_launcher
 MakeRunner: TypeAlias = Callable[[int], Runner]
 Outcome: TypeAlias = Literal["fits", "out of memory", "too few samples"]
 
-TRYING = "LOCKSTEP_TRIES_BATCH_SIZE"  # set in the ranks of a trial
+TRIAL_FOLDER = "LOCKSTEP_TRIES_BATCH_SIZE"  # variable of the ranks of a trial: the folder of its files
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -82,8 +82,8 @@ def find_batch_size(
     """Search the largest batch size per rank with which training fits into memory, by doubling it.
 
     Each size is tried by `nproc` ranks that are started for it, under the strategy of the run, by some updates of its
-    real training without hooks; they then end. If one of them runs out of memory, the size fits none. Nothing is saved,
-    and learning rates are not changed: whether to scale them with the batch is up to the user (`auto_scale_lr`).
+    real training without hooks; they then end. If one of them runs out of memory, the size does not fit. Nothing is
+    saved, and learning rates are not changed: whether to scale them with the batch is up to the user (`auto_scale_lr`).
 
     Args:
         make_runner: a function of a module that returns the Runner for a batch size; it is called in each rank. Or a
@@ -105,7 +105,7 @@ def find_batch_size(
         TopologyError: this process is a rank itself.
         LaunchError: a rank failed for another reason than memory.
     """
-    if os.environ.get(TRYING):
+    if os.environ.get(TRIAL_FOLDER):
         raise RuntimeError(
             "find_batch_size() was called while a rank imported this script. Call it under "
             "`if __name__ == '__main__':`, because each rank imports the script to find the function"
@@ -117,7 +117,7 @@ def find_batch_size(
         )
     if isinstance(make_runner, Mapping):
         start = batch_size_in(make_runner) if start is None else start
-        make_runner = OfConfig(make_runner)
+        make_runner = RunnerOfConfig(make_runner)
     ranks = TrialRanks(make_runner, nproc, updates, memory, on_trial or (lambda trial: None))
     return search_sizes(ranks.trial, 1 if start is None else start, max_batch_size, bisect=bisect, nproc=nproc)
 
@@ -149,7 +149,7 @@ def batch_size_in(cfg: Mapping[str, Any]) -> int:
 def search_sizes(
     try_size: Callable[[int], Trial], start: int, most: int | None, *, bisect: bool, nproc: int = 1
 ) -> BatchSizeSearch:
-    """Search the largest size that fits: double or halve `start`, then bisect if asked to.
+    """Search the largest size that fits: double or halve `start`, then bisect if `bisect` is True.
 
     Args:
         try_size: tries a size. Sizes up to some limit must fit.
@@ -176,7 +176,8 @@ def search_sizes(
         match outcome_of(size):
             case "fits":
                 low, size = size, 2 * size if most is None else min(2 * size, most)
-                ended_by = "limit" if size == low and ended_by == "memory" else ended_by
+                if size == low and ended_by != "samples":  # `most` may come from the number of samples
+                    ended_by = "limit"
             case "out of memory":
                 high = size
             case "too few samples":
@@ -197,7 +198,7 @@ def search_sizes(
 
 
 @dataclass(frozen=True, slots=True)
-class OfConfig:
+class RunnerOfConfig:
     """Makes the Runner for a batch size from a config."""
 
     cfg: Mapping[str, Any]
@@ -249,8 +250,8 @@ class TrialRanks:
         if memory is None and get_device() == "cpu" and (free := _free_memory()) is not None:
             memory = free // self._nproc
         with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
-            asked = {"make_runner": self._make_runner, "size": size, "updates": self._updates, "memory": memory}
-            Path(folder, "asked").write_bytes(pickle.dumps(_main_module()) + pickle.dumps(asked))
+            request = {"make_runner": self._make_runner, "size": size, "updates": self._updates, "memory": memory}
+            Path(folder, "request").write_bytes(pickle.dumps(_main_module()) + pickle.dumps(request))
             failure = self._failure_of(folder)
             results = [
                 json.loads(file.read_text(encoding="utf-8")) for file in sorted(Path(folder).glob("rank_*.json"))
@@ -260,13 +261,13 @@ class TrialRanks:
         return found
 
     def _failure_of(self, folder: str) -> LaunchError | None:
-        os.environ[TRYING] = folder
+        os.environ[TRIAL_FOLDER] = folder
         try:
             launch(["-m", "lockstep.runner.batch_size_trial"], JobSpec(self._nproc), log_dir=Path(folder, "logs"))
         except LaunchError as error:
             return error
         finally:
-            del os.environ[TRYING]
+            del os.environ[TRIAL_FOLDER]
         return None
 
 

@@ -1,7 +1,7 @@
 """One rank of a trial of a batch size: ``python -m lockstep.runner.batch_size_trial``.
 
-It writes what came of it into a file of the folder that the variable names, and ends with an error if it runs out of
-memory, so that its agent ends the other ranks.
+It writes its result into a file of the folder that the variable `TRIAL_FOLDER` names, and ends with an error if it runs
+out of memory, so that its agent ends the other ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lockstep.dataset import amount_of
 from lockstep.device import peak_memory
 from lockstep.dist import all_gather_object
 from lockstep.errors import ConfigError, error_in_words, with_causes
-from lockstep.runner.batch_size_finder import TRYING, MakeRunner, Trial
+from lockstep.runner.batch_size_finder import TRIAL_FOLDER, MakeRunner, Trial
 from lockstep.runner.loops import NO_BATCHES
 from lockstep.runner.lr_finder import rehearse
 from lockstep.runner.run import TrainRun
@@ -42,19 +42,19 @@ _OUT_OF_MEMORY = (
 
 
 def main() -> None:
-    """Try the size that has been asked for, and write what came of it."""
-    folder = Path(os.environ[TRYING])
-    with (folder / "asked").open("rb") as stream:
+    """Try the size that has been asked for, and write the result."""
+    folder = Path(os.environ[TRIAL_FOLDER])
+    with (folder / "request").open("rb") as stream:
         multiprocessing.spawn.prepare(pickle.load(stream))
-        asked = pickle.load(stream)
+        request = pickle.load(stream)
     file = folder / f"rank_{os.environ['RANK']}.json"
     try:
         with (folder / f"printed_{os.environ['RANK']}").open("w") as printed, redirect_stdout(printed):
-            found = try_size(folder, **asked)
+            found = try_size(folder, **request)
     except Exception as error:
         if (message := out_of_memory_message(error)) is None:
             raise
-        _write(file, Trial(asked["size"], "out of memory", message=message))
+        _write(file, Trial(request["size"], "out of memory", message=message))
         os._exit(1)  # at once, because the others wait for this rank
     _write(file, found)
 

@@ -13,7 +13,7 @@ from lockstep.dataset.position import BEGINNING
 from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.errors import ConfigError, require_count
 from lockstep.groups import resolve
-from lockstep.launch.worker import iteration_teller
+from lockstep.launch.worker import iteration_reporter
 from lockstep.model import train_step_of, unwrap_model
 from lockstep.model.compiling import begin_compiled_step
 from lockstep.model.steps import values_to_log
@@ -136,7 +136,7 @@ class TrainLoop(ABC):
         if not self._has_begun:
             self._has_begun = True
             part_ranks(runner.args.randomness, runner.seed + self.iter, runner.data_shard.rank)
-        self._tell_iteration = iteration_teller()
+        self._tell_iteration = iteration_reporter()
         self._tell_iteration(self.iter)
         runner.model.train()
         runner.set_optimizer_mode(training=True)

@@ -100,7 +100,7 @@ def search_lr(run: TrainRun, start: float, end: float, steps: int, divergence: f
         steps: number of updates.
         divergence: as above.
 
-    **Collective**: every rank. **Cost**: as `rehearse` and `run_kept`.
+    **Collective**: every rank. **Cost**: as `rehearse` and `restoring_run`.
 
     **Source**: the range test of Smith 2015, "Cyclical Learning Rates for Training Neural Networks", section 3.3, with
     an exponential rise, the stopping rule and the steepest descent of fastai's and Lightning's finders.
@@ -113,7 +113,7 @@ def search_lr(run: TrainRun, start: float, end: float, steps: int, divergence: f
     lrs: list[float] = []
     losses: list[float] = []
     has_diverged = False
-    with run_kept(run):
+    with restoring_run(run):
         rates = [start * (end / start) ** (step / (steps - 1)) for step in range(steps)]
         updates = rehearse(run)
         for lr in rates:
@@ -288,17 +288,17 @@ def rehearse(run: TrainRun) -> Generator[Update]:
             samples += batch.samples
         if isinstance(wrapper, OptimWrapperDict) or wrapper.should_update():
             sums = all_gather_object((total, samples, has_loss))
-            mean = sum(own for own, *_ in sums) / (sum(own for _, own, _ in sums) or 1)
+            mean = sum(one for one, *_ in sums) / (sum(count for _, count, _ in sums) or 1)
             yield Update(mean if all(known for *_, known in sums) else None, batch_size)
             total, samples, batch_size = 0.0, 0, 0
 
 
 @contextmanager
-def run_kept(run: TrainRun) -> Iterator[None]:
-    """Restore at the end, unless there is an error, what training changes in a run that has just been built.
+def restoring_run(run: TrainRun) -> Iterator[None]:
+    """Let a block train a run that has just been built, and restore the run at the end, unless there is an error.
 
-    That is what a checkpoint holds (model, optimizer, loss scale, random state, position in the data), and buffers that
-    are not persistent. A sampler or dataset with a state of its own is restored if a checkpoint can do so.
+    Restored are model, optimizer, loss scale, random state and position in the data, as a checkpoint holds them, and
+    buffers that are not persistent. A sampler or dataset with a state of its own is restored if a checkpoint can do so.
 
     **Collective**: every rank. **Cost**: memory for a copy of this rank's part of the parameters and of the optimizer's
     state.

@@ -1,6 +1,7 @@
-"""The options of optimizers and schedules: the same on every rank, and in a run that resumes those that are to hold.
+"""The options of optimizers and schedules: whether they are the same on every rank, and which ones a resumed run has.
 
-Replicas and shards rely on equal options. A run that resumes has them as the config says now, or as they were saved.
+Replicas and shards need equal options on all ranks. A resumed run takes them from the config as it is now, or from the
+checkpoint; `resume_options` says which.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ from lockstep.optim.build_schedulers import step_quietly
 from lockstep.runner.run import TrainRun
 
 _logger = logging.getLogger(__name__)
-# Which implementation computes an update may depend on a rank's device.
-_HOW_COMPUTED = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
-# What schedules of torch note, and which of its weights a schedule-free optimizer shows.
-_NO_OPTIONS = _HOW_COMPUTED | {"initial_lr", "max_lr", "min_lr", "train_mode"}
-_MOST_COUNTS = 10**8  # of a schedule that is computed anew
+# Keys of a parameter group that are no options, or choose an implementation, which may depend on a rank's device.
+_IMPLEMENTATION_KEYS = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
+# Also keys that torch's schedules add, and `train_mode`, which a schedule-free optimizer changes with each evaluation.
+_NOT_FROM_CONFIG = _IMPLEMENTATION_KEYS | {"initial_lr", "max_lr", "min_lr", "train_mode"}
+_MOST_STEPS = 10**8  # that a schedule is computed for when a run resumes
+# Entries of a torch schedule's state that change while it runs; all others come from the config.
 _PROGRESS = frozenset({"last_epoch", "_step_count", "_last_lr", "base_lrs"})
 
 
-def begin_options(run: TrainRun) -> None:
-    """Note the options of the parameter groups as the config says them, before a schedule acts."""
+def record_first_options(run: TrainRun) -> None:
+    """Keep the options of the parameter groups as the config gives them, before a schedule changes them."""
     groups = run.optim_wrapper.param_groups
     run.first_options = [
         {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
@@ -42,8 +44,8 @@ def begin_options(run: TrainRun) -> None:
     run.initial_lrs = [group.get("initial_lr", group.get("lr")) for group in groups]
 
 
-def begin_schedules(run: TrainRun) -> None:
-    """Note what the config says of options and schedules, in JSON values: what `resume` compares with."""
+def record_config(run: TrainRun) -> None:
+    """Keep what the config says of options and schedules as JSON values, which are saved and compared when resuming."""
     run.begun_with = {
         "options": [dict(_plain_options(first)) for first in run.first_options],
         "schedules": list(_descriptions(run)),
@@ -57,8 +59,12 @@ class ResumedOptions:
         run: the run, built as its config says.
         meta: the metadata of the checkpoint.
         own: the run's parameter groups, with the names of their parameters; None if the checkpoint has no optimizer.
-        saved: those of the checkpoint.
+        saved: the parameter groups of the checkpoint.
         origin: the checkpoint, for messages.
+
+    A schedule is restored in one of two ways. Usually its state is loaded. But where the config's values are to hold
+    and have changed (`replays`), the schedule is stepped again from its beginning, up to the iteration of the
+    checkpoint.
     """
 
     def __init__(
@@ -72,14 +78,15 @@ class ResumedOptions:
         self.run, self.meta, self.origin = run, meta, origin
         self.states: Sequence[Mapping[str, Any]] = meta["param_schedulers"]
         self.begun_with: Mapping[str, Any] | None = meta.get("begun_with")
-        # By group: the options that the config has changed, each as it was and is.
+        # For each group: the options that the config has changed, with the value when the run began and the one now.
         self.changed: list[dict[str, tuple[Any, Any]]] = [{} for _ in run.first_options]
         self.has_new_schedules = False
         if self.begun_with is not None:
             options = self.begun_with["options"]
-            for index, former in enumerate(_former_groups(own, saved, len(run.first_options), len(options))):
-                if former is not None and former < len(options):
-                    self.changed[index] = dict(_changes(options[former], run.begun_with["options"][index]))
+            saved_indices = _indices_of_saved_groups(own, saved, len(run.first_options), len(options))
+            for index, saved_index in enumerate(saved_indices):
+                if saved_index is not None and saved_index < len(options):
+                    self.changed[index] = dict(_changes(options[saved_index], run.begun_with["options"][index]))
             self.has_new_schedules = self.begun_with["schedules"] != run.begun_with["schedules"]
         elif len(self.states) != len(run.param_schedulers):
             self.has_new_schedules = True
@@ -88,7 +95,8 @@ class ResumedOptions:
         self.follows_metric = any(issubclass(kind, ReduceOnPlateauLR | ReduceLROnPlateau) for kind in kinds)
         scheduled = {key for scheduler in run.param_schedulers for key in _scheduled(scheduler)}
         is_stale = self.has_new_schedules or any(scheduled & changed.keys() for changed in self.changed)
-        # An optimizer that begins anew has the values of the schedules' beginning.
+        # Without a saved state, the optimizer has the values with which the schedules begin. A schedule that follows a
+        # metric can't be replayed, because the metrics are not saved.
         self.replays = (own is None or (self.takes_config and is_stale)) and not self.follows_metric
         self.scheduled = scheduled
 
@@ -96,7 +104,7 @@ class ResumedOptions:
         """Restore the states of the schedules.
 
         Raises:
-            ConfigError: they are those of other schedules, and are to hold.
+            ConfigError: the checkpoint has another number of schedules, and `resume_options` is "checkpoint".
         """
         run, states = self.run, self.states
         saved, present = len(states), len(run.param_schedulers)
@@ -109,12 +117,15 @@ class ResumedOptions:
             state = states[index] if saved == present else None
             if isinstance(scheduler, ParamScheduler):
                 done = self.meta["epoch"] if scheduler.by_epoch else self.meta["iter"]
-                own, key = scheduler.state_dict(), scheduler.count_key
-                if state is None or (self.takes_config and own.keys() - state.keys()):
-                    state = {**own, key: (state or {}).get(key, done)}
+                initial, key = scheduler.state_dict(), scheduler.count_key
+                if state is None or (self.takes_config and initial.keys() - state.keys()):
+                    # The state is missing, or of another class of schedule: only its count of steps is of use.
+                    state = {**initial, key: (state or {}).get(key, done)}
             if state is not None and not (self.replays and _can_replay(scheduler)):
-                is_other = self.takes_config and self.has_new_schedules and isinstance(scheduler, ParamScheduler)
-                (scheduler.load_progress if is_other else scheduler.load_state_dict)(state)
+                if self.takes_config and self.has_new_schedules and isinstance(scheduler, ParamScheduler):
+                    scheduler.load_progress(state)
+                else:
+                    scheduler.load_state_dict(state)
             elif isinstance(scheduler, ParamScheduler) and state is not None:
                 key = scheduler.count_key
                 scheduler.load_state_dict({**scheduler.state_dict(), key: state[key]})
@@ -137,7 +148,7 @@ class ResumedOptions:
             run.begun_with = dict(self.begun_with)
 
     def _rescale(self, index: int, group: dict[str, Any], key: str, now: Any, former: Any) -> None:
-        """Change a value that a schedule has reduced by a metric in the proportion in which the config changes it."""
+        """Scale an option that a schedule has reduced by a metric as the config has scaled it: by `now / former`."""
         if not isinstance(now, int | float) or not former:
             _set(group, key, self.run.first_options[index][key])
             return
@@ -147,7 +158,7 @@ class ResumedOptions:
                 scheduler.rescale(group, now / former)
 
     def _replay(self) -> None:
-        """Compute the schedules anew, from the values that the config has now, up to where the run is."""
+        """Step the schedules from their beginning, with the values that the config has now, up to where the run is."""
         run = self.run
         for group, first in zip(run.optim_wrapper.param_groups, run.first_options, strict=True):
             for key in self.scheduled:
@@ -157,13 +168,13 @@ class ResumedOptions:
                 group.pop(initial, None)
                 if initial in first:
                     group[initial] = first[initial]
-        own = [one for one in run.param_schedulers if isinstance(one, ParamScheduler)]
-        counts = {id(one): one.state_dict()[one.count_key] for one in own}
-        for one in own:
+        schedules = [one for one in run.param_schedulers if isinstance(one, ParamScheduler)]
+        counts = {id(one): one.state_dict()[one.count_key] for one in schedules}
+        for one in schedules:
             one.restart()
         self._require_short(counts.values())
         length = run.train_loop.epoch_length or 0
-        by_batch, by_epoch = ([one for one in own if one.by_epoch is kind] for kind in (False, True))
+        by_batch, by_epoch = ([one for one in schedules if one.by_epoch is kind] for kind in (False, True))
         for done in range(1, max((counts[id(one)] for one in by_batch), default=0) + 1):
             _step(one for one in by_batch if done <= counts[id(one)])
             if length and done % length == 0:
@@ -180,7 +191,8 @@ class ResumedOptions:
                     step_quietly(scheduler)
 
     def _require_short(self, counts: Iterable[int]) -> None:
-        if (most := max(counts, default=0)) > _MOST_COUNTS:
+        """Refuse a count that only a damaged checkpoint can hold: the loop that replays it would not end."""
+        if (most := max(counts, default=0)) > _MOST_STEPS:
             raise CheckpointError(f"{self.origin} says that a schedule has counted to {most}")
 
     def _summary(self) -> str:
@@ -204,7 +216,7 @@ class ResumedOptions:
         )
 
 
-def _former_groups(
+def _indices_of_saved_groups(
     own: Sequence[Mapping[str, Any]] | None, saved: Sequence[Mapping[str, Any]], count: int, saved_count: int
 ) -> Iterator[int | None]:
     """Yield for each parameter group the index of the saved one that has its parameters; None for a new one."""
@@ -219,7 +231,7 @@ def _former_groups(
 
 def _plain_options(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in options.items():
-        if key in _NO_OPTIONS:
+        if key in _NOT_FROM_CONFIG:
             continue
         if key == "lr":
             value = options.get("initial_lr", value)
@@ -331,7 +343,7 @@ def optimizer_options(run: TrainRun, *, reads_device: bool) -> dict[str, str]:
         found[f"`clip_grad` of the wrapper of {kind}"] = _text(part.clip_grad, reads_device)
         for number, group in enumerate(part.param_groups):
             for key, value in group.items():
-                if key not in _HOW_COMPUTED:
+                if key not in _IMPLEMENTATION_KEYS:
                     found[f"`{key}` of parameter group {number} of {kind}"] = _text(value, reads_device)
     return found
 

@@ -65,7 +65,7 @@ class Agreement:
         self._request: Request | None = None
         self._last = _NEVER  # the last point before the ranks act
         self._is_agreed = threading.Event()
-        self._ranks: _Ranks | None = None
+        self._ranks: _StoreAgreement | None = None
         self.has_acted = threading.Event()
 
     def act_if_asked(self, *, may_save: bool = True) -> None:
@@ -110,7 +110,7 @@ class Agreement:
         """
         rank, world_size = get_dist_info()
         if world_size > 1:
-            self._ranks = _Ranks(rank, world_size, self)
+            self._ranks = _StoreAgreement(rank, world_size, self)
         self._save = save
         try:
             yield
@@ -170,21 +170,21 @@ class Agreement:
                 self.has_acted.set()
 
 
-class _Ranks:
-    """The agreement of several ranks, made by a thread of each that waits at the store.
+class _StoreAgreement:
+    """Lets several ranks agree through the store, at which a thread of each rank waits for requests.
 
     Args:
         rank: this rank.
         world_size: number of ranks.
-        agreement: what this rank does.
+        agreement: the agreement of this rank, which counts its points and acts.
     """
 
-    _count = 0  # agreements that this process has prepared, the same on every rank
+    _count = 0  # number of these objects in this process, the same on every rank; keeps their keys apart
 
     def __init__(self, rank: int, world_size: int, agreement: Agreement) -> None:
         type(self)._count += 1
         self._prefix = f"agreement_{self._count}"
-        self._closed = f"{self._prefix}/closed"  # rank 0 decides no more
+        self._closed = f"{self._prefix}/closed"  # set once rank 0 has left, and answers no more requests
         self._rank, self._world_size = rank, world_size
         self._agreement = agreement
         self._closing = threading.Event()
@@ -228,7 +228,7 @@ class _Ranks:
                 self._store.wait([asked], _FOR_EVER)
                 request = self._store.get(asked).decode()
                 if self._closing.is_set() or not request:
-                    self._conclude(self._agreement.point, "the training has ended")  # somebody may be asking just now
+                    self._last_point(self._agreement.point, "the training has ended")  # somebody may be asking just now
                     return
                 self._agree(Request(*json.loads(request)))
                 while not self._agreement.has_acted.wait(_POLL_SECONDS):
@@ -240,7 +240,7 @@ class _Ranks:
         """Learn after which point all ranks act, and let this one go on up to there."""
         last: int | None = None
         try:
-            last = self._conclude(self._agreement.begin(request), request.reason)
+            last = self._last_point(self._agreement.begin(request), request.reason)
             if last is not None and self._rank == 0:
                 what = "training stops" if request.action == "stop" else "a checkpoint is saved"
                 level = logging.WARNING if request.action == "stop" else logging.INFO
@@ -248,10 +248,10 @@ class _Ranks:
         finally:
             self._agreement.settle(last)
 
-    def _conclude(self, own: int, reason: str) -> int | None:
-        """Publish this rank's point, and return the highest one; None if the ranks don't act, because one is silent.
+    def _last_point(self, own: int, reason: str) -> int | None:
+        """Publish this rank's point, and return the highest of all ranks; None if one is silent, and no rank acts.
 
-        Rank 0 decides which it is, so that all ranks do the same.
+        Rank 0 decides for all ranks, so that they do the same.
         """
         self._store.set(self._key("point", self._rank, self._round), str(own))
         verdict = self._key("verdict", 0, self._round)
@@ -301,7 +301,7 @@ def stopping_at(signals: Sequence[str], agreement: Agreement) -> Iterator[None]:
         return
     rank = get_dist_info()[0]
     own = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
-    with _calling(lambda name: _stop_or_end(agreement, name, rank), own):
+    with _calling_at_signals(lambda name: _stop_or_end(agreement, name, rank), own):
         yield
 
 
@@ -313,7 +313,7 @@ def _stop_or_end(agreement: Agreement, name: str, rank: int) -> None:
 
 
 @contextmanager
-def _calling(act: Callable[[str], None], numbers: Sequence[signal.Signals]) -> Iterator[None]:
+def _calling_at_signals(act: Callable[[str], None], numbers: Sequence[signal.Signals]) -> Iterator[None]:
     """Call `act` with the name of a signal as soon as it comes, in a thread, whatever the main thread is doing.
 
     Python's own handlers wait until the main thread returns from C++, for instance from a collective.
@@ -331,7 +331,7 @@ def _calling(act: Callable[[str], None], numbers: Sequence[signal.Signals]) -> I
         if signal.Signals(number) not in _handled:  # somebody has put this handler back later
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        elif before != _NO_FD:  # the user's own event loop is woken, and not the thread
+        elif before != _NO_FD:  # Python then wakes the user's event loop, and not the thread
             writing.send(bytes([number]))
 
     thread = threading.Thread(target=read, name="lockstep-signals", daemon=True)
@@ -360,8 +360,8 @@ def _calling(act: Callable[[str], None], numbers: Sequence[signal.Signals]) -> I
 _handled: set[signal.Signals] = set()
 
 
-def _leave_to_parent() -> None:
-    """Let a forked process end at these signals, as other processes do."""
+def _restore_signals_in_child() -> None:
+    """Let a forked process end at these signals, as a process without handlers does."""
     if _handled:
         signal.set_wakeup_fd(_NO_FD)
         for number in _handled:
@@ -369,7 +369,7 @@ def _leave_to_parent() -> None:
         _handled.clear()
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_child=_restore_signals_in_child)
 
 
 def _number(name: str) -> signal.Signals:

@@ -333,7 +333,7 @@ class Runner(_AttributesOfRun):
         file, file_level = ("log.txt", "DEBUG") if space.rank == 0 else (f"log_rank{space.rank}.txt", "WARNING")
         with (
             in_default_scope(self.args.default_scope),
-            warnings_once(speaks=space.rank == 0),
+            warnings_once(shows_distributed=space.rank == 0),
             run_logging(
                 space.console,
                 space.run_dir / file,
@@ -391,11 +391,11 @@ class Runner(_AttributesOfRun):
         )
         if args.auto_scale_lr is not None:
             build.scale_lr(args.auto_scale_lr, run)
-        options.begin_options(run)
+        options.record_first_options(run)
         if param_schedulers is None:
             param_schedulers = build.build_schedulers(args.param_scheduler, run)
         run.param_schedulers = param_schedulers
-        options.begin_schedules(run)
+        options.record_config(run)
         if args.val_dataloader is not None:
             self._make_eval_loop("val", run)
         return run

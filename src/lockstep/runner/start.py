@@ -81,7 +81,7 @@ def open_workspace(
         checkpoint_dir=folders[1] / run_dir.name if folders[1:] else run_dir,
         stored=stored,
         skipped=skipped,
-        console=open_console(speaks=rank == 0),
+        console=open_console(prints=rank == 0),
         records=JsonLinesSink(run_dir / "metrics.jsonl"),
         message_hub=message_hub,
     )

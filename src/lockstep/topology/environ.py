@@ -189,7 +189,7 @@ def read_topology(env: Environment, launcher: str) -> Topology:
 
 
 def topology_if_known(env: Environment) -> Topology:
-    """Return the place of this process in its job: one alone if no launcher started it, or contradicts itself."""
+    """Return the topology of this process; that of a single process if variables are missing or contradict."""
     with suppress(TopologyError):
         return read_topology(env, infer_launcher(env))
     return Topology("none")

@@ -1,8 +1,8 @@
 """The control plane: what the hosts of a group tell each other, over gloo, beside the tensors of their devices.
 
-Its operation is `exchange`: each rank gives bytes, and gets those of all. Whatever a rank is about to do, it
-meets what another one does, so ranks that differ learn of it here, all at once, and can use the group further. Besides,
-a `GatherHandle` brings the bytes of all to one rank while they go on.
+Its operation is `exchange`: each rank gives bytes, and gets those of all. Every call that needs the control plane uses
+it, with slots of the same size. So ranks whose calls differ still complete the same exchange, learn of the difference,
+and can use the group further. Besides, a `GatherHandle` brings the bytes of all to one rank while they go on.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from lockstep.transport.moving import all_gather_single, bytes_of, transfer
 from lockstep.watch.failures import mismatch
 
 _SLOT_BYTES = 256
-# In each slot: digest of the calls, whether the rank reports a failure, length of what it says.
+# Each slot begins with: digest of the calls, whether the rank reports a failure, length of its payload.
 _HEAD = struct.Struct("<3q")
-_ROOM_BYTES = _SLOT_BYTES - _HEAD.size
-# What does not fit into slots goes to all in one call up to this size, padded; above, in one broadcast for each rank.
+_INLINE_BYTES = _SLOT_BYTES - _HEAD.size
+# What does not fit into the slots is sent by one padded all_gather up to this size, else by a broadcast for each rank.
 _PADDED_BYTES = 2**16
 _MOST_FAILURE_BYTES = 480
 _CPU = torch.device("cpu")
@@ -92,7 +92,7 @@ def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None) -> li
         payload: this rank's bytes, any number; few ranks should have more than 64 KiB.
         failure: why this rank can't take part in what follows, in place of `payload`.
 
-    **Collective**: every rank of the group. What another rank calls meanwhile may be any call that exchanges.
+    **Collective**: every rank of the group. The other ranks may be in other calls, as long as these exchange, too.
 
     **Raises**: CollectiveMismatchError on every rank, where they have made different calls; PeerError, naming the first
     rank with a `failure`, on all but that one, which gets a list and raises its own error.
@@ -109,21 +109,21 @@ def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None) -> li
         # A file's name may hold what UTF-8 can't encode.
         payload = failure.encode(errors="backslashreplace")[:_MOST_FAILURE_BYTES]
     _HEAD.pack_into(control.own_bytes, 0, calls.digest, failure is not None, len(payload))
-    inline = payload[:_ROOM_BYTES]
+    inline = payload[:_INLINE_BYTES]
     control.own_bytes[_HEAD.size : _HEAD.size + len(inline)] = inline
     with in_backend(comm):
         all_gather_single(control.every, control.own, group=control.reference())
     heads = [_HEAD.unpack_from(control.every_bytes, rank * _SLOT_BYTES) for rank in range(comm.size)]
     if any(digest != calls.digest for digest, _, _ in heads):
-        raise mismatch(comm, all_know=True)
+        raise mismatch(comm, is_usable=True)
     found = []
     for rank, (_, _, length) in enumerate(heads):
         first = rank * _SLOT_BYTES + _HEAD.size
-        found.append(bytes(control.every_bytes[first : first + min(length, _ROOM_BYTES)]))
-    is_refused = any(failed for _, failed, _ in heads)  # then only what has failed is told to its end
-    lengths = [max(length - _ROOM_BYTES, 0) if failed or not is_refused else 0 for _, failed, length in heads]
+        found.append(bytes(control.every_bytes[first : first + min(length, _INLINE_BYTES)]))
+    is_refused = any(failed for _, failed, _ in heads)  # then only the messages of failures are sent as a whole
+    lengths = [max(length - _INLINE_BYTES, 0) if failed or not is_refused else 0 for _, failed, length in heads]
     if any(lengths):
-        rests = _exchange_rests(payload[_ROOM_BYTES:] if lengths[comm.rank] else b"", lengths, comm)
+        rests = _exchange_rests(payload[_INLINE_BYTES:] if lengths[comm.rank] else b"", lengths, comm)
         found = [one + rest for one, rest in zip(found, rests, strict=True)]
     failures = [
         one.decode(errors="replace") if failed else None for one, (_, failed, _) in zip(found, heads, strict=True)
@@ -133,24 +133,24 @@ def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None) -> li
     return found
 
 
-def _exchange_rests(own: bytes, lengths: Sequence[int], comm: Comm) -> list[bytes]:
-    """Give every rank what did not fit into every rank's slot."""
+def _exchange_rests(rest: bytes, lengths: Sequence[int], comm: Comm) -> list[bytes]:
+    """Give every rank the bytes of all that did not fit into their slots; `rest` are this rank's."""
     longest = max(lengths)
     if sum(length > 0 for length in lengths) > 1 and longest <= _PADDED_BYTES:
-        sent = torch.frombuffer(bytearray(own.ljust(longest, b"\0")), dtype=torch.uint8)
+        sent = torch.frombuffer(bytearray(rest.ljust(longest, b"\0")), dtype=torch.uint8)
         every = torch.empty(comm.size * longest, dtype=torch.uint8, device=_CPU)
         with in_backend(comm):
             all_gather_single(every, sent, group=control_group(comm))
         whole = memoryview(bytes_of(every)).cast("B")
         return [bytes(whole[rank * longest : rank * longest + length]) for rank, length in enumerate(lengths)]
     parts = [torch.empty(length, dtype=torch.uint8, device=_CPU) for length in lengths]
-    if own:
-        parts[comm.rank] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-    give_to_all([[part] if part.numel() else [] for part in parts], comm)
+    if rest:
+        parts[comm.rank] = torch.frombuffer(bytearray(rest), dtype=torch.uint8)
+    broadcast_from_all([[part] if part.numel() else [] for part in parts], comm)
     return [bytes(bytes_of(part)) for part in parts]
 
 
-def give_to_all(segments: Sequence[Sequence[Tensor]], comm: Comm) -> None:
+def broadcast_from_all(segments: Sequence[Sequence[Tensor]], comm: Comm) -> None:
     """Give every rank every rank's segments, in place: for each rank a list of flat tensors of the CPU.
 
     **Collective**: every rank, with the same sizes. **Cost**: one broadcast for each segment, all in flight at once.
@@ -178,11 +178,11 @@ def transfer_between_hosts(
 
 @contextmanager
 def report_failure(comm: Comm, kind: type[BaseException] = Exception) -> Iterator[None]:
-    """If the block raises, tell the other ranks, which are in `exchange` or about to be, why this one can't take part.
+    """If the block raises, send the error to the other ranks, which are in `exchange` or will be.
 
     Args:
         comm: the group.
-        kind: which errors are told; others are not.
+        kind: the class of errors that are sent.
     """
     try:
         yield
@@ -194,7 +194,7 @@ def report_failure(comm: Comm, kind: type[BaseException] = Exception) -> Iterato
 def tell_failure(error: BaseException, comm: Comm) -> None:
     """Tell the other ranks, which are in `exchange`, that this one can't take part; it then raises `error`."""
     if comm.calls is not None and comm.calls.failure is not None:
-        return  # they hear of it, too
+        return  # the watch has already told all ranks of a failure
     with suppress(DistError):  # this rank raises its own error
         exchange(comm, failure=error_in_words(error))
 

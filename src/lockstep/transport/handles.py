@@ -50,7 +50,7 @@ class Handle:
         return True
 
     def is_completed(self) -> bool:
-        """Return whether `wait` would not block; what goes from rank to rank over gloo knows that only after `wait`."""
+        """Return whether `wait` would not block; a send or receive over gloo returns False until `wait` was called."""
         return all(work.is_completed() for work in self._works)
 
     def get_future(self) -> Future[Any]:
@@ -58,7 +58,7 @@ class Handle:
 
         Its value means nothing. The result is in its place, in the caller's dtype and on its device, after `wait`.
 
-        **Raises**: RuntimeError, by torch, for what goes from rank to rank over gloo.
+        **Raises**: RuntimeError, by torch, for sends and receives over gloo.
         """
         futures = [work.get_future() for work in self._works]
         return futures[0] if len(futures) == 1 else collect_all(futures)
@@ -75,7 +75,7 @@ def wait_unless_async(handle: Handle, async_op: bool) -> Handle | None:
 class waiting:  # noqa: N801 - a context manager; as a generator it would take twice as long
     """Let the watch know that this rank may wait in the last call of a group."""
 
-    __slots__ = ("_comm", "_former")
+    __slots__ = ("_before", "_comm")
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
@@ -83,13 +83,13 @@ class waiting:  # noqa: N801 - a context manager; as a generator it would take t
     def __enter__(self) -> None:
         calls = self._comm.calls
         if calls is not None:
-            self._former = calls.since, calls.waiting
+            self._before = calls.since, calls.waiting
             calls.since, calls.waiting = monotonic(), calls.number
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         calls = self._comm.calls
         if calls is not None:
-            calls.since, calls.waiting = self._former
+            calls.since, calls.waiting = self._before
 
 
 class in_backend(waiting):  # noqa: N801
@@ -102,7 +102,7 @@ class in_backend(waiting):  # noqa: N801
         try:
             if isinstance(error, RuntimeError) and not isinstance(error, DistError):
                 translated = translate_error(error, self._comm)
-                # What the backend says then is only how the watch has ended the wait.
+                # The backend's error then only comes from the way in which the watch has ended the wait.
                 raise translated from None if isinstance(translated, CollectiveMismatchError) else error
         finally:
             super().__exit__(kind, error, trace)
@@ -135,7 +135,7 @@ def note_running(comm: Comm, device: torch.device, work: Work | None = None) -> 
     if calls is None or comm.size == 1 or (work is None and device.type == "cpu"):
         return
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return  # what belongs to a graph can't be asked
+        return  # events that are recorded in a CUDA graph can't be queried
     last: Work | torch.Event | None = work
     if last is None:
         stream = torch.accelerator.current_stream(device)

@@ -64,7 +64,7 @@ def gather_into(outputs: Sequence[Tensor], wire: Tensor, comm: Comm, async_op: b
 
 
 def place_for(output: Tensor, device: torch.device) -> Tensor:
-    """Return where a tensor arrives: the output itself, if it can be received there."""
+    """Return the tensor to receive into: the output itself if possible, else a new one on the device."""
     if output.device == device and is_plain_memory(output):
         return output
     return torch.empty(output.shape, dtype=output.dtype, device=device)
@@ -101,7 +101,7 @@ def transfer(
     if ops:
         with in_backend(comm):
             works = torch_dist.batch_isend_irecv(ops)
-        if not ops[0].tensor.is_cpu:  # what goes from rank to rank over gloo can't be asked (torch 2.13)
+        if not ops[0].tensor.is_cpu:  # gloo's sends and receives can't be queried (torch 2.13)
             note_running(comm, ops[0].tensor.device, works[-1])
     return Handle(works, comm)
 
@@ -110,13 +110,13 @@ def copy_all(data: Sequence[Tensor], results: Sequence[Tensor]) -> None:
     """Copy each result into its tensor, as `copy_into` does, unless they are the same tensor."""
     for one, result in zip(data, results, strict=True):
         if result is not one:
-            copy_into(one, used_here(result))
+            copy_into(one, used_on_current_stream(result))
 
 
-def used_here(staged: Tensor) -> Tensor:
-    """Return memory of lockstep's own that the present stream reads, and another one may have been given it.
+def used_on_current_stream(staged: Tensor) -> Tensor:
+    """Return a staging tensor after telling torch's allocator that the current stream reads it.
 
-    It is then given to nobody else before that stream has read it.
+    Its memory is then not reused, by whichever stream has allocated it, before the current stream has read it.
     """
     if not staged.is_cpu:
         staged.record_stream(torch.accelerator.current_stream(staged.device))

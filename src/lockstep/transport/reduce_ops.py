@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from lockstep.groups import BIT_OPS
+
 OpName: TypeAlias = Literal["sum", "mean", "avg", "product", "prod", "min", "max", "band", "bor", "bxor"]
 OpLike: TypeAlias = OpName | ReduceOp.RedOpType
 
@@ -31,7 +33,6 @@ _OPS: dict[OpName, tuple[Any, Callable[..., Tensor]]] = {
     "bxor": (ReduceOp.BXOR, torch.bitwise_xor),
 }
 TORCH_OPS = {name: torch_op for name, (torch_op, _) in _OPS.items()}
-BIT_OPS = frozenset({"band", "bor", "bxor"})
 _NAMES: dict[str, OpName] = {**{name: name for name in _OPS}, "avg": "mean", "prod": "product"}
 _ORDERED_OPS = frozenset({"product", "min", "max"})
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})

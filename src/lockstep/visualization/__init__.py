@@ -12,7 +12,6 @@ from lockstep.visualization.comet import CometVisualizer
 from lockstep.visualization.dvclive import DVCLiveVisualizer
 from lockstep.visualization.files import CsvVisualizer, LocalVisualizer
 from lockstep.visualization.mlflow import MLflowVisualizer
-from lockstep.visualization.neptune import NeptuneVisualizer
 from lockstep.visualization.tensorboard import TensorBoardVisualizer
 from lockstep.visualization.visualizer import ShowsScalars, Visualizers, build_visualizers
 from lockstep.visualization.wandb import WandbVisualizer
@@ -28,7 +27,6 @@ __all__ = [
     "DVCLiveVisualizer",
     "LocalVisualizer",
     "MLflowVisualizer",
-    "NeptuneVisualizer",
     "ShowsScalars",
     "TensorBoardVisualizer",
     "Visualizer",

@@ -35,8 +35,8 @@ class AimVisualizer(LibraryVisualizer):
             "experiment": work_dir.name,
             "capture_terminal_logs": False,
         }
-        self._held = Run(**{**defaults, **self._init_kwargs})
-        self._held.name = run_dir.name
+        self._opened = Run(**{**defaults, **self._init_kwargs})
+        self._opened.name = run_dir.name
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Track values."""

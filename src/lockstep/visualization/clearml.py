@@ -65,7 +65,7 @@ class ClearMLVisualizer(LibraryVisualizer):
             "auto_connect_arg_parser": False,
             "auto_connect_frameworks": False,
         }
-        self._held = Task.init(**{**defaults, **self._init_kwargs})
+        self._opened = Task.init(**{**defaults, **self._init_kwargs})
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Report values: `train/loss` is the series `loss` in the plot `train`."""

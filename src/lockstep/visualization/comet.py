@@ -48,7 +48,7 @@ class CometVisualizer(LibraryVisualizer):
                 "auto_output_logging": False,
             }
             given = comet_ml.ExperimentConfig(**{**defaults, **(given or {})})
-        self._held = comet_ml.start(**arguments, experiment_config=given)
+        self._opened = comet_ml.start(**arguments, experiment_config=given)
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Log values as metrics."""

@@ -44,10 +44,10 @@ class DVCLiveVisualizer(LibraryVisualizer):
         from dvclive import Live
 
         self._run_dir = run_dir
-        own = run_dir / "dvclive"
-        folder, resume = (own, own.exists()) if self._save_dir is None else (self._save_dir, False)
+        default = run_dir / "dvclive"
+        folder, resume = (default, default.exists()) if self._save_dir is None else (self._save_dir, False)
         defaults = {"dir": str(folder), "resume": resume, "save_dvc_exp": False, "dvcyaml": None}
-        self._held = Live(**{**defaults, **self._init_kwargs})
+        self._opened = Live(**{**defaults, **self._init_kwargs})
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Append each value to its table, `plots/metrics/NAME.tsv`, and write the last ones to `metrics.json`."""

@@ -1,4 +1,4 @@
-"""What the visualizers of experiment trackers share: an optional library, and a run of it to end."""
+"""The base class of visualizers that write to an experiment tracker, through that tracker's own library."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from lockstep.errors import ConfigError
 
 
 class LibraryVisualizer(ABC):
-    """Base class of visualizers that hand everything on to an optional library, which they import when opened.
+    """Base class of visualizers that pass everything to an optional library, which `open` imports.
 
-    A subclass names the package, stores in `_held` what `open` gets from it, and ends that in `_end`.
+    A subclass names the package. Its `open` stores the run, client or writer that the library returns in `_opened`, and
+    its `_end` ends it.
 
     Args:
         init_kwargs: arguments of the library, which come before the defaults of `open`.
@@ -36,24 +37,24 @@ class LibraryVisualizer(ABC):
             )
         self._init_kwargs = dict(init_kwargs or {})
         self._save_dir = save_dir
-        self._held: Any = None
+        self._opened: Any = None
 
     @property
     def opened(self) -> Any:
-        """What `open` got from the library: its run, task, client or writer."""
-        if self._held is None:
+        """The library's run, client or writer, which `open` has made."""
+        if self._opened is None:
             raise RuntimeError(f"{type(self).__name__} must be opened before it is used; a Runner does so")
-        return self._held
+        return self._opened
 
     def close(self) -> None:
         """End what was opened, as failed if an exception is being handled."""
-        held, self._held = self._held, None
-        if held is not None:
-            self._end(held, failed=sys.exception() is not None)
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            self._end(opened, failed=sys.exception() is not None)
 
     @abstractmethod
     def _end(self, held: Any, *, failed: bool) -> None:
-        """End what `open` stored in `_held`."""
+        """End what `open` stored in `_opened`."""
 
 
 def is_installed(package: str) -> bool:
@@ -62,7 +63,7 @@ def is_installed(package: str) -> bool:
 
 
 def with_suffix(folder: Path, suffixes: str | Sequence[str]) -> list[Path]:
-    """Return the files of a folder whose names end in one of the suffixes, sorted; those of its folders are left out.
+    """Return the files of a folder whose names end in one of the suffixes, sorted; not those in folders inside it.
 
     Args:
         folder: a folder that exists.

@@ -63,7 +63,7 @@ class MLflowVisualizer(LibraryVisualizer):
         else:
             experiment_id = experiment.experiment_id
         run = client.create_run(experiment_id, run_name=self.run_name or run_dir.name, tags=dict(self.tags or {}))
-        self._held, self._run_id = client, run.info.run_id
+        self._opened, self._run_id = client, run.info.run_id
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Log values as metrics."""

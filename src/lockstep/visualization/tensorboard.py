@@ -40,7 +40,7 @@ class TensorBoardVisualizer(LibraryVisualizer):
         from torch.utils.tensorboard import FileWriter
 
         folder = run_dir / "tensorboard" if self._save_dir is None else self._save_dir
-        self._held = FileWriter(str(folder), max_queue=_MAX_QUEUE, flush_secs=_FLUSH_SECONDS)
+        self._opened = FileWriter(str(folder), max_queue=_MAX_QUEUE, flush_secs=_FLUSH_SECONDS)
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Write values, each under its own tag."""

@@ -1,4 +1,4 @@
-"""What a visualizer is, several of them combined into one, and the function that builds those of a run."""
+"""The interface of visualizers, and `Visualizers`, which combines several into one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.visualization.tensorboard import TensorBoardVisualizer
 
 @runtime_checkable
 class ShowsScalars(Protocol):
-    """What every visualizer must be able to do; it may have more.
+    """The interface of a visualizer: `add_scalars`.
 
     These methods are called if a visualizer has them:
 
@@ -35,7 +35,7 @@ class ShowsScalars(Protocol):
 
 @VISUALIZERS.register_module(name=["Visualizers", "Visualizer"])
 class Visualizers:
-    """Passes everything on to those of several visualizers that can show it.
+    """Several visualizers as one: passes each call to those that have the method.
 
     `Visualizer` is another name for it. A visualizer that fails after it was opened does not end the training: what it
     could not show is left out, and its first failure is a warning.
@@ -137,7 +137,7 @@ class Visualizers:
 
     @contextmanager
     def _failure_as_warning(self, part: ShowsScalars) -> Iterator[None]:
-        """Warn of a visualizer's first failure, and pass over all of them."""
+        """Turn the first failure of a visualizer into a warning, and suppress its further ones."""
         try:
             yield
         except Exception as error:

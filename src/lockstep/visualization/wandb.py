@@ -29,7 +29,7 @@ class WandbVisualizer(LibraryVisualizer):
         import wandb
 
         defaults = {"project": run_dir.resolve().parent.name, "name": run_dir.name}
-        self._held = wandb.init(**{**defaults, "dir": str(self._save_dir or run_dir), **self._init_kwargs})
+        self._opened = wandb.init(**{**defaults, "dir": str(self._save_dir or run_dir), **self._init_kwargs})
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Log values; `step` must not decrease."""

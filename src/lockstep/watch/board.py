@@ -1,9 +1,9 @@
-"""The board: how ranks ask what others do, through the store at which they met. Their groups may be stuck.
+"""The board: ranks ask each other what they do, through the store at which they met, because their groups may hang.
 
-Keys of a rank r: `who/r` (host and process), `asked/r` (number of the last question to it), `answered/r` (of the last
-one that it has answered, `_ENDED` if it has ended), `state/r` (the answer). A rank has one request for each time that
-it looks, and some for each question that it asks, whatever the number of ranks; none of the store's own waits is used,
-because torch prints a warning for each one that ends in vain (2.13).
+Keys of a rank r: `who/r` (host and process), `asked/r` (number of the last question to it), `answered/r` (number of the
+last question that it has answered, `_ENDED` after its end), `state/r` (the answer). A rank makes one request to the
+store each time that it looks for a question, and a few for each question that it asks, whatever the number of ranks.
+The store's own waits are not used, because torch prints a warning for each one that times out (2.13).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ State: TypeAlias = Mapping[str, Any]
 """What a rank does, as `Watch.state` says it."""
 
 _RANKS_PER_SECOND = 1000  # that look at the store; its answer to one takes about 20 microseconds
-_SHORTEST, _LONGEST = 0.25, 1.0  # seconds from one look to the next
+_SHORTEST, _LONGEST = 0.25, 1.0  # seconds from one look at the store to the next
 _ENDED = 2**62
 
 
 class Board:
-    """What ranks tell each other; one of each rank.
+    """The questions and answers of ranks; each rank has one board.
 
     Args:
-        store: at which they met.
-        rank: this one, in the default group.
+        store: the store at which the ranks met.
+        rank: this rank, in the default group.
         size: the number of ranks.
-        state: says what this rank does.
+        state: a function that returns what this rank does.
 
     Attributes:
         tick: seconds from one look at the store to the next.
@@ -52,25 +52,25 @@ class Board:
         self._host = socket.gethostname()
         self._who: dict[int, dict[str, Any]] = {}
         who = json.dumps({"host": self._host, "pid": os.getpid()})
-        first = {"asked": "0", "answered": "-1", "state": "null", "who": who}  # others look for the last
+        first = {"asked": "0", "answered": "-1", "state": "null", "who": who}  # other ranks check for the last key
         self.store.multi_set([f"{key}/{rank}" for key in first], list(first.values()))
 
     def answer(self) -> None:
-        """Tell what this rank does, if another one has asked since the last time."""
+        """Publish what this rank does, if another rank has asked since the last answer."""
         with self._lock:
             asked = int(self.store.get(f"asked/{self.rank}"))
             if asked != self._asked and self.answered < _ENDED:
                 self._asked = asked
                 number = self.store.add("asks", 0)  # a later question may have been overwritten by an earlier one
-                self._tell(self._state(), number)
+                self._publish(self._state(), number)
 
     def end(self, state: State) -> None:
-        """Tell this rank's last word."""
+        """Publish the final state of this rank."""
         with self._lock:
-            self._tell(state, _ENDED)
+            self._publish(state, _ENDED)
 
     def notify(self, ranks: Sequence[int]) -> int:
-        """Let ranks look; return the number of this question."""
+        """Ask ranks without waiting for answers; return the number of the question."""
         number: int = self.store.add("asks", 1)
         if ranks:
             self.store.multi_set([f"asked/{rank}" for rank in ranks], [str(number)] * len(ranks))
@@ -79,7 +79,7 @@ class Board:
     def ask(self, ranks: Iterable[int]) -> dict[int, State | None]:
         """Return what ranks do; None for one that does not answer."""
         answers: dict[int, State | None] = dict.fromkeys(ranks)
-        waiting = [rank for rank in self._begun(answers) if rank != self.rank]
+        waiting = [rank for rank in self._known(answers) if rank != self.rank]
         number = self.notify(waiting)
         for _ in pauses(self.seconds_to_answer, self.tick):
             self.answer()  # somebody may be asking this rank
@@ -94,14 +94,14 @@ class Board:
         return answers
 
     def last_states(self, ranks: Iterable[int]) -> dict[int, State]:
-        """Return the last words of those ranks that have ended."""
-        answered = self._read("answered", self._begun(ranks))
+        """Return the final states of those ranks that have ended."""
+        answered = self._read("answered", self._known(ranks))
         return self._read("state", [rank for rank, last in answered.items() if last == _ENDED])
 
     def missing(self) -> list[int]:
-        """Return which other ranks have not told their last word."""
+        """Return the other ranks that have not published a final state."""
         others = [rank for rank in range(self.size) if rank != self.rank]
-        answered = self._read("answered", self._begun(others))
+        answered = self._read("answered", self._known(others))
         return [rank for rank in others if answered.get(rank) != _ENDED]
 
     def location(self, rank: int) -> str:
@@ -110,7 +110,7 @@ class Board:
         return f"process {who['pid']} on {who['host']}" if who else "a process that never said where it runs"
 
     def process(self, rank: int) -> str:
-        """Return what the system says of a rank's process: gone, stopped, or ""; it does not know those elsewhere."""
+        """Return "gone" or "stopped" for such a process of a rank on this host; "" for any other process."""
         who = self._who.get(rank)
         if not who or who["host"] != self._host or not Path("/proc/self/stat").exists():
             return ""
@@ -122,10 +122,10 @@ class Board:
 
     def gone(self, ranks: Iterable[int]) -> list[int]:
         """Return which ranks are gone from this host."""
-        return [rank for rank in self._begun(ranks) if self.process(rank) == "gone"]
+        return [rank for rank in self._known(ranks) if self.process(rank) == "gone"]
 
-    def _begun(self, ranks: Iterable[int]) -> list[int]:
-        """Return which ranks have begun to answer, and learn where they run."""
+    def _known(self, ranks: Iterable[int]) -> list[int]:
+        """Return the ranks that have a board, and read where they run."""
         ranks = list(ranks)
         new = [rank for rank in ranks if rank not in self._who]
         if new and not self.store.check([f"who/{rank}" for rank in new]):
@@ -137,7 +137,7 @@ class Board:
         texts = self.store.multi_get([f"{key}/{rank}" for rank in ranks]) if ranks else []
         return dict(zip(ranks, map(json.loads, texts), strict=True))
 
-    def _tell(self, state: State, number: int) -> None:
+    def _publish(self, state: State, number: int) -> None:
         self.answered = number
         self.store.multi_set([f"state/{self.rank}", f"answered/{self.rank}"], [json.dumps(state), str(number)])
 

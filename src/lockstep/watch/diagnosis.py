@@ -1,7 +1,7 @@
-"""What the answers of ranks mean, and how errors say it: which call differs, who is absent, who waits for whom.
+"""Makes errors of the answers of ranks: which call differs, who is absent, who waits for whom.
 
-A rank is blocked in a call that others have not made yet, or in which they run a block that the rest waits for. Blocked
-ranks all of whose absent ones are blocked, too, can't go on, whatever their calls wait for: that is no matter of time.
+A rank is blocked in a call if other ranks are absent: they have not made the call yet, or run a block in it for which
+the rest waits. If all absent ranks are blocked themselves, in a circle, none of them can go on: a deadlock.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lockstep.errors import (
 from lockstep.groups import Comm
 from lockstep.watch.board import Board, State
 
-# A rank that ended with one of these did so because of another one.
+# A rank that has ended with one of these errors was not the cause: another rank was.
 _OF_OTHERS = (f"{PeerError.__name__}:", f"{CollectiveTimeoutError.__name__}:")
 
-_SECONDS_STILL = 1.5  # of a main thread at one place, which then waits for its device
+_SECONDS_STILL = 1.5  # a main thread that stays in one line so long waits for its device
 
 
 class Absent(NamedTuple):
@@ -141,7 +141,7 @@ def absence(
     cause: str = "",
     number: int | None = None,
     is_gone: bool = False,
-    is_of_torch: bool = False,
+    is_called_by_torch: bool = False,
     is_cut_off: bool = False,
 ) -> DistError:
     """Return the error of a call that others did not join; it names them.
@@ -153,13 +153,13 @@ def absence(
         cause: what the backend says.
         number: that of the call; the last one by default.
         is_gone: one of them has ended, even if `absent` does not have it.
-        is_of_torch: it was a collective of torch's own, as in DDP's backward pass.
+        is_called_by_torch: it was a collective of torch's own, as in DDP's backward pass.
         is_cut_off: the store does not answer.
     """
     number = comm.calls.number if number is None and comm.calls is not None else number
-    of_torch = "a collective of torch's own" if is_of_torch else "a collective"
+    of_torch = "a collective of torch's own" if is_called_by_torch else "a collective"
     call = f"call {number}, {comm.calls.call(number)}," if comm.calls is not None and number else ""
-    what = (f"{of_torch} after {call}" if is_of_torch else call) if call else of_torch
+    what = (f"{of_torch} after {call}" if is_called_by_torch else call) if call else of_torch
     ended = [one for one in absent if one.has_ended]
     shown: Sequence[Absent] = [one for one in ended if not one.cause.startswith(_OF_OTHERS)] or ended or absent
     who = f"{ranks_in_words([one.rank for one in shown])} of {comm.name}" if shown else f"a rank of {comm.name}"

@@ -1,4 +1,4 @@
-"""The end: the calls of all ranks are compared for the last time, so that no job succeeds with unequal ones."""
+"""Compares the calls of all ranks for the last time when a job ends, so that none succeeds with unequal calls."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from lockstep.watch.interrupt import interrupt
 from lockstep.watch.watch import Watch, take_watch
 
 _SECONDS_TO_END = 2.0
-_SECONDS_TO_ASK = 0.5  # after which a rank that does not come is asked what it waits for
+_SECONDS_TO_ASK = 0.5  # then a rank that has not arrived is asked what it waits for
 _SECONDS_TO_LINGER = 2.0
-_JUDGE = 0  # the rank that compares the calls of all at the end
+_COMPARING_RANK = 0  # compares the calls of all ranks, and sends the others the result
 
 
 def end_watch() -> DistError | None:
@@ -44,7 +44,7 @@ def end_watch() -> DistError | None:
 
 
 class _LastComparison:
-    """What a rank does before it leaves: it tells its calls, and learns whether the others have made the same.
+    """The last comparison: a rank publishes its calls before it ends, and learns whether those of all ranks agree.
 
     Args:
         watch: the watch of this rank.
@@ -71,40 +71,43 @@ class _LastComparison:
         try:
             if has_failed or failure is not None:
                 return None if has_failed else failure
-            if watch.rank == _JUDGE:
-                return self._judge()
-            return self._verdict() if self._groups else None
+            if watch.rank == _COMPARING_RANK:
+                return self._compare_all()
+            return self._read_result() if self._groups else None
         finally:
             watch.store.add("left", 1)
-            if watch.rank == _JUDGE:
-                self._linger()
+            if watch.rank == _COMPARING_RANK:
+                self._wait_for_readers()
 
-    def _linger(self) -> None:
-        """Let the others read what they need: the store may end with this process."""
+    def _wait_for_readers(self) -> None:
+        """Wait until the others have read the result: the store may end with this process."""
         board, others = self._watch.board, range(1, self._watch.size)
         for _ in pauses(_SECONDS_TO_LINGER, board.tick):
             if board.store.add("left", 0) == board.size or all(board.process(rank) == "gone" for rank in others):
                 return
 
-    def _verdict(self) -> DistError | None:
-        """Return what the first rank says of the calls of all ranks."""
+    def _read_result(self) -> DistError | None:
+        """Return the result that `_COMPARING_RANK` publishes, or a failure that is declared before."""
         store = self._watch.store
-        failure = self._wait(_SECONDS_TO_END + 0.5, lambda: [] if store.check(["verdict"]) else [_JUDGE])
-        verdict = json.loads(store.get("verdict")) if failure is None and store.check(["verdict"]) else None
-        return mismatch_from_json(verdict) if verdict else failure
+        failure = self._wait(_SECONDS_TO_END + 0.5, lambda: [] if store.check(["result"]) else [_COMPARING_RANK])
+        result = json.loads(store.get("result")) if failure is None and store.check(["result"]) else None
+        return mismatch_from_json(result) if result else failure
 
-    def _judge(self) -> DistError | None:
-        """Compare the calls of all ranks, and tell them; of a failure that was declared they hear by themselves."""
+    def _compare_all(self) -> DistError | None:
+        """Compare the calls of all ranks, and publish the result.
+
+        A failure that another rank has declared is not published again, because each rank reads it by itself.
+        """
         heard = difference = None
         try:
             heard = self._wait(_SECONDS_TO_END, self._watch.board.missing) if self._groups else None
             difference = None if heard else self._difference()
         finally:
-            self._watch.store.set("verdict", json.dumps(difference and mismatch_as_json(difference)))
+            self._watch.store.set("result", json.dumps(difference and mismatch_as_json(difference)))
         return heard or difference
 
     def _wait(self, seconds: float, missing: Callable[[], list[int]]) -> DistError | None:
-        """Wait for ranks that are missing, as long as they are there; return what fails meanwhile."""
+        """Wait for the ranks that `missing` returns, while their processes live; return a failure that comes first."""
         board, asked = self._watch.board, False
         for passed in pauses(seconds, board.tick):
             if (failure := self._watch.hear()) is not None:
@@ -114,7 +117,7 @@ class _LastComparison:
                 return None
             if passed > _SECONDS_TO_ASK and not asked:
                 asked = True
-                if (failure := self._awaited(ranks)) is not None:
+                if (failure := self._find_blocked_rank(ranks)) is not None:
                     return failure
         return None
 
@@ -122,12 +125,12 @@ class _LastComparison:
         states = self._watch.board.last_states(range(1, self._watch.size))
         if any(state["failed"] for state in states.values()):
             return None
-        states[_JUDGE] = self._watch.state(ended=True)
+        states[_COMPARING_RANK] = self._watch.state(ended=True)
         differences = (described_if_different(comm, records_of(comm, states)) for comm, _ in self._groups)
         return next((one for one in differences if one is not None), None)
 
-    def _awaited(self, ranks: Sequence[int]) -> DistError | None:
-        """Return what some ranks wait for that this one, which ends, never calls."""
+    def _find_blocked_rank(self, ranks: Sequence[int]) -> DistError | None:
+        """Return the error of a rank that waits in a call which this one will never make, as it ends; else None."""
         states = self._watch.board.ask(ranks)
         for comm, calls in self._groups:
             for rank, record in records_of(comm, states).items():

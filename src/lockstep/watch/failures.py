@@ -13,16 +13,16 @@ from lockstep.watch.interrupt import interrupt
 from lockstep.watch.watch import current_watch
 
 # The backends' messages (torch 2.13) for a connection that timed out, and for a call that was ended from here.
-_SILENT = ("Timed out", "timed out", "timeout", "Timeout")
-_ABORTED = ("was aborted",)
+_TIMEOUT_MESSAGES = ("Timed out", "timed out", "timeout", "Timeout")
+_ABORT_MESSAGES = ("was aborted",)
 
 
-def mismatch(comm: Comm, *, all_know: bool = False) -> DistError:
-    """Return the error for a group that can't be used further, or, if `all_know`, for calls that differ.
+def mismatch(comm: Comm, *, is_usable: bool = False) -> DistError:
+    """Return the error for calls that differ, or for the earlier failure of a group.
 
     Args:
         comm: the group.
-        all_know: all of its ranks have found out that their calls differ, so that it can be used further.
+        is_usable: whether the group can be used further, because all of its ranks have found the difference at once.
     """
     calls, watch = comm.calls, current_watch()
     assert calls is not None
@@ -32,20 +32,20 @@ def mismatch(comm: Comm, *, all_know: bool = False) -> DistError:
         error = CollectiveMismatchError(text)
         with suppress(Exception):  # the store may be gone
             error = watch.explain(comm, calls) if watch is not None and comm.group_name else error
-    if all_know:
+    if is_usable:
         calls.reset()
     else:
         calls.has_failed = True
     return copy(error)
 
 
-def translate_error(error: RuntimeError, comm: Comm, *, is_of_torch: bool = False) -> Exception:
+def translate_error(error: RuntimeError, comm: Comm, *, is_called_by_torch: bool = False) -> Exception:
     """Return lockstep's error for a backend's error: it names the ranks that are gone, or did not arrive.
 
     Args:
         error: what the backend has raised.
         comm: the group.
-        is_of_torch: it was raised in a collective that torch has called, as in DDP's backward pass.
+        is_called_by_torch: it was raised in a collective that torch has called, as in DDP's backward pass.
     """
     text, calls = message_of(error), comm.calls
     if isinstance(error, DistError):
@@ -55,20 +55,20 @@ def translate_error(error: RuntimeError, comm: Comm, *, is_of_torch: bool = Fals
     if (failure := _known_failure(comm, text)) is not None:
         return copy(failure)
     is_gone = any(words in text for words in PEER_IS_GONE)
-    if not is_gone and not any(words in text for words in _SILENT):
+    if not is_gone and not any(words in text for words in _TIMEOUT_MESSAGES):
         return DistError(f"{text} ({comm.this_rank})")
     absent, is_cut_off = _absent(comm)
     if calls is not None and calls.failure is not None:
         return copy(calls.failure)
     return absence(
-        comm, absent, f"The backend says: {text}", cause=text, is_gone=is_gone, is_of_torch=is_of_torch,
+        comm, absent, f"The backend says: {text}", cause=text, is_gone=is_gone, is_called_by_torch=is_called_by_torch,
         is_cut_off=is_cut_off,
     )  # fmt: skip
 
 
 def _known_failure(comm: Comm, text: str) -> DistError | None:
     """Return why a group can't be used further, or for which group the watch has ended what the backend ran."""
-    if comm.calls is None or comm.calls.failure is not None or not any(words in text for words in _ABORTED):
+    if comm.calls is None or comm.calls.failure is not None or not any(words in text for words in _ABORT_MESSAGES):
         return None if comm.calls is None else comm.calls.failure
     return next((calls.failure for _, calls in recorded_groups() if calls.failure is not None), None)
 
@@ -88,12 +88,12 @@ def backend_errors_translated() -> Iterator[None]:
         yield
     except RuntimeError as error:
         text, comm = message_of(error), resolve()
-        is_of_peer = any(words in text for words in (*PEER_IS_GONE, *_SILENT, *_ABORTED))
+        is_of_peer = any(words in text for words in (*PEER_IS_GONE, *_TIMEOUT_MESSAGES, *_ABORT_MESSAGES))
         if isinstance(error, DistError) or not is_of_peer or comm.size == 1:
             raise
-        translated = translate_error(error, comm, is_of_torch=True)
-        # What torch has queued would wait for the timeout: here at the end of the process, and on ranks that are no
-        # neighbours, in gloo's rings, of the one that is gone.
+        translated = translate_error(error, comm, is_called_by_torch=True)
+        # torch has queued further calls, which would wait for the timeout: here when the process ends, and on the ranks
+        # that gloo's ring does not connect with the one that is gone.
         for one in known_groups():
             interrupt(one)
         raise translated from error

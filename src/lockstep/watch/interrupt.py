@@ -1,4 +1,4 @@
-"""How what hangs is ended: calls of a group on the host and on a device, and at last the process."""
+"""Ends calls that hang: those of a group on the host and on a device, and as a last resort the process."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from torch.distributed import ProcessGroup
 from lockstep.errors import PEER_IS_GONE
 from lockstep.groups import Comm, control_groups
 
-_SECONDS_TO_ABORT = 2.0
-_TAG = 0x10C7  # of a receive that nobody sends for
+_SECONDS_TO_ABORT = 2.0  # how long torch's `abort` is waited for
+_TAG = 0x10C7  # of a receive for which no rank sends anything
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
 
 def interrupt(comm: Comm) -> None:
-    """Let what the main thread waits for in a group fail, and what the group runs on a device."""
+    """Make the collectives of a group fail: the one that the main thread waits for, and those that run on a device."""
     pg = comm.pg
     if pg is None:
         return
@@ -44,7 +44,7 @@ def interrupt(comm: Comm) -> None:
                     continue
             break
     if comm.devices - {"cpu"}:
-        # On a device that is stuck it may never return.
+        # In a thread of its own, because `abort` may never return on a device that hangs.
         aborting = threading.Thread(target=_abort, args=(pg,), name="lockstep-abort", daemon=True)
         aborting.start()
         aborting.join(_SECONDS_TO_ABORT)
@@ -56,12 +56,12 @@ def _abort(pg: ProcessGroup) -> None:
 
 
 def let_graphs_be_captured() -> None:
-    """Let this thread ask events of CUDA while another one captures a graph, which asking would end otherwise.
+    """Let this thread query CUDA events while another one captures a graph. Without this, a query ends the capture.
 
-    Call it before each time. torch has no function for it; it is a setting of the thread, in CUDA's runtime.
+    Call it before each query. It changes a mode of the thread in CUDA's runtime, for which torch has no function.
     """
     if torch.version.cuda is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        with suppress(OSError, AttributeError):  # a runtime of another name
+        with suppress(OSError, AttributeError):  # the runtime library has another name
             runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
             runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
 

@@ -1,4 +1,4 @@
-"""What a model says of its weights: which are tied, and what `from_pretrained` of its own library wants beside them.
+"""Describes a model's weights: which are tied, and what `from_pretrained` of the model's library needs beside them.
 
 A description consists of JSON values, so that a checkpoint can keep it, and an exporter needs no model:
 
@@ -41,14 +41,17 @@ def describe_model(core: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
         try:
             found.append(_adapter(model, prefix, state) if _is_peft(model) else _transformer(model, prefix))
         except Exception as error:  # a config of the user's own may raise anything, which must not end a training
-            _logger.warning("%s says not how it is loaded again: %s", type(model).__name__, error_in_words(error))
+            _logger.warning(
+                "%s cannot be described for from_pretrained: %s", type(model).__name__, error_in_words(error)
+            )
     return {"tied": tied_names(core), "pretrained": found}
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
     """Return the names of each parameter or buffer that has several; first the one to keep.
 
-    This is the first one, unless the model says, as those of transformers do, that it is filled in from another.
+    This is the first one, unless the model lists it among those that it fills in from another, as models of
+    transformers do.
 
     Example:
         >>> model = nn.ModuleDict({"words": nn.Embedding(5, 4), "head": nn.Linear(4, 5)})
@@ -69,7 +72,7 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def sized_on_loading(model: nn.Module) -> set[str]:
-    """Return the names of the buffers whose modules load them in a way of their own, and may resize them.
+    """Return the names of buffers that may get another size when they are loaded, since their modules override loading.
 
     Those are the observers of quantization-aware training, and others that size a buffer at the first batch. Batch
     norms override only what they do with old files.
@@ -118,13 +121,14 @@ def _adapter(model: Any, prefix: str, state: Mapping[str, Any]) -> dict[str, Any
 
     adapter = model.active_adapter
     names = [name for name in state if name.startswith(prefix)]
-    # Values that say which is which, because peft names and chooses, but does not look at them.
+    # Empty tensors instead of the weights: peft chooses and renames them without reading them, and each is recognised
+    # by its id afterwards.
     probes = {name.removeprefix(prefix): torch.empty(0, device="meta") for name in names}
     known = {id(probe): prefix + name for name, probe in probes.items()}
     # Base embeddings are looked up on the web, if asked for by "auto".
     chosen = get_peft_model_state_dict(model, probes, adapter_name=adapter, save_embedding_layers=False)
-    if strange := [name for name, probe in chosen.items() if id(probe) not in known]:
-        raise ConfigError(f"the adapter computes {strange[0]} when it is saved, which only peft itself can do")
+    if computed := [name for name, probe in chosen.items() if id(probe) not in known]:
+        raise ConfigError(f"the adapter computes {computed[0]} when it is saved, which only peft itself can do")
     config = model.peft_config[adapter]
     base = model.base_model if config.is_prompt_learning else model.base_model.model
     facts = {key: list(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}

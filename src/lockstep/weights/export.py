@@ -37,8 +37,10 @@ from lockstep.weights.source import find_checkpoint
 Target: TypeAlias = Literal["safetensors", "hf", "torch"]
 Form: TypeAlias = Literal["safetensors", "hf", "torch", "pretrained"]
 TARGETS: tuple[Target, ...] = ("safetensors", "hf", "torch")
-_TRAINED = "ema"  # where EMAHook keeps the trained weights, while the average is the checkpoint's model
-_BESIDE = (
+# EMAHook saves the averaged weights as the checkpoint's model, and the trained ones in this part.
+_TRAINED_PART = "ema"
+# The files of a HuggingFace folder that are copied beside the weights.
+_COPIED_FILES = (
     "config.json", "generation_config.json", "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json",
     "added_tokens.json", "spiece.model", "sentencepiece*.model", "chat_template*", "*processor_config.json",
 )  # fmt: skip
@@ -110,19 +112,24 @@ def export_checkpoint(
     check_new(place, file=is_file)
     most = read_size(max_shard_size)
     description: dict[str, Any] = weights.meta.get("weights") or {}
-    beside = {} if files_from is None or is_file else _files_beside(locate(files_from))
-    config = beside.pop("config.json", None)
+    copied = {} if files_from is None or is_file else _config_and_tokenizer(locate(files_from))
+    config = copied.pop("config.json", None)
     if config is not None and not description.get("pretrained"):
-        own = {"prefix": f"{prefix.rstrip('.')}." if prefix else "", "stem": "model", "names": None}
-        description = {**description, "pretrained": [{**own, "files": {"config.json": config}}]}
-    chosen = select(
+        entry = {
+            "prefix": f"{prefix.rstrip('.')}." if prefix else "",
+            "stem": "model",
+            "names": None,
+            "files": {"config.json": config},
+        }
+        description = {**description, "pretrained": [entry]}
+    chosen = select_weights(
         weights.infos, description, to, what=str(weights.path), prefix=prefix, revise_keys=revise_keys, dtype=dtype
     )
     if to == "torch":
         _write_torch(place, chosen, weights)
     else:
         shards = plan_shards(chosen.infos, chosen.stem, math.inf if is_file else most)
-        writer = SafetensorsWriter(place, shards, chosen.infos, {**beside, **chosen.files}, single=is_file)
+        writer = SafetensorsWriter(place, shards, chosen.infos, {**copied, **chosen.files}, single=is_file)
         _write_safetensors(writer, chosen, weights)
     nbytes = sum(info.nbytes for info in chosen.infos.values())
     return Exported(weights.path, place, len(chosen.origins), nbytes, chosen.left_out)
@@ -160,7 +167,7 @@ def save_pretrained(core: nn.Module, state: Mapping[str, Any], out: str | Path, 
     infos = {n: TensorInfo(tuple(value.shape), value.dtype) for n, value in state.items() if isinstance(value, Tensor)}
     description = describe_model(core, state)
     prefix, dtype = options.get("prefix"), options.get("dtype")
-    chosen = select(infos, description, "pretrained", what=type(core).__name__, prefix=prefix, dtype=dtype)
+    chosen = select_weights(infos, description, "pretrained", what=type(core).__name__, prefix=prefix, dtype=dtype)
     shards = plan_shards(chosen.infos, chosen.stem, read_size(options.get("max_shard_size", MAX_SHARD_SIZE)))
     writer = SafetensorsWriter(location, shards, chosen.infos, chosen.files) if is_main_process() else None
     for name in (name for names in shards.values() for name in names):
@@ -188,7 +195,7 @@ class Selection(NamedTuple):
     """The weights to write.
 
     Attributes:
-        origins: for each name in the file, the name where the tensor is stored.
+        origins: for each name in the file, the name of the stored tensor.
         infos: for each name in the file, shape and dtype of what is written.
         files: further files, by name, as JSON values.
         stem: name of the file of weights, without its ending.
@@ -202,7 +209,7 @@ class Selection(NamedTuple):
     left_out: list[str]
 
 
-def select(
+def select_weights(
     stored: Mapping[str, TensorInfo],
     description: Mapping[str, Any],
     form: Form,
@@ -212,49 +219,50 @@ def select(
     revise_keys: Sequence[tuple[str, str]] = (),
     dtype: str | torch.dtype | None = None,
 ) -> Selection:
-    """Return which weights to write.
+    """Choose the weights to write, their names, their dtypes, and the files beside them.
 
     Args:
         stored: shape and dtype of each weight, by name.
-        description: what the model says of them; see `describe_model`.
+        description: the model's description of its weights, see `describe_model`.
         form: `"safetensors"`, all of them; `"hf"`, what `from_pretrained` loads; `"torch"`, all of them, tied ones
-            under each name; `"pretrained"`, as `"hf"` if the model is one of a library's, else as `"safetensors"`.
-        what: whose weights they are, for messages.
+            under each name; `"pretrained"`, as `"hf"` if the model has a HuggingFace config, else as `"safetensors"`.
+        what: the checkpoint or model that has the weights, for messages.
         prefix: write only the weights under this name, without it.
         revise_keys: patterns in names, and their replacements.
         dtype: convert floating-point weights to it.
 
     Raises:
-        ConfigError: there are no such weights, the model is not one of a library's, or two weights get one name.
+        ConfigError: there are no such weights, the model has no config of HuggingFace's, or two weights get one name.
     """
     described: list[Mapping[str, Any]] = list(description.get("pretrained", ()))
     prefix = None if prefix is None else prefix.rstrip(".") + "." if prefix else ""
     chosen = _choose(described, form, prefix, what)
     names: Mapping[str, str] | None = None if chosen is None else chosen["names"]
-    within = prefix if prefix is not None else "" if chosen is None else chosen["prefix"]
-    inside = [name for name in stored if name.startswith(within)]
+    if prefix is None:
+        prefix = "" if chosen is None else chosen["prefix"]
+    inside = [name for name in stored if name.startswith(prefix)]
     if not inside:
         parts = sorted({name.partition(".")[0] for name in stored})
         raise ConfigError(
-            f"`prefix` must be the name of a part of {what}, out of {', '.join(parts)}, but is '{within[:-1]}'"
+            f"`prefix` must be the name of a part of {what}, out of {', '.join(parts)}, but is '{prefix[:-1]}'"
         )
-    kept = _kept_names(inside, description.get("tied", ()))
+    first_names = _first_of_tied(inside, description.get("tied", ()))
     origins: dict[str, str] = {}
     for name in inside:
-        if (form != "torch" and kept[name] != name) or (names is not None and name not in names):
+        if (form != "torch" and first_names[name] != name) or (names is not None and name not in names):
             continue
-        written = name.removeprefix(within) if names is None else names[name]
+        written = name.removeprefix(prefix) if names is None else names[name]
         for pattern, replacement in revise_keys:
             written = _replaced(pattern, replacement, written)
         if written in origins:
             raise ConfigError(f"each weight must keep a name of its own, but two of {what} would be called `{written}`")
-        origins[written] = kept[name] if form == "torch" else name
+        origins[written] = first_names[name] if form == "torch" else name
     target = _dtype(dtype)
     infos = {name: _converted(stored[origin], target) for name, origin in origins.items()}
     files = {} if chosen is None else _with_dtype(chosen["files"], infos)
-    tensors = _kept_names([*stored], description.get("tied", ()))
-    taken = {tensors[origin] for origin in origins.values()}
-    left_out = [name for name in stored if tensors[name] not in taken]
+    first_names = _first_of_tied([*stored], description.get("tied", ()))
+    written_tensors = {first_names[origin] for origin in origins.values()}
+    left_out = [name for name in stored if first_names[name] not in written_tensors]
     return Selection(origins, infos, files, "model" if chosen is None else chosen["stem"], left_out)
 
 
@@ -270,12 +278,12 @@ class _CheckpointWeights:
     def __init__(self, path: Location, ema: bool | None) -> None:
         self.path = path
         self.meta = read_meta(path)
-        found = {part: read_infos(path, part) for part in ("model", _TRAINED)}
-        if ema and not found[_TRAINED]:
+        found = {part: read_infos(path, part) for part in ("model", _TRAINED_PART)}
+        if ema and not found[_TRAINED_PART]:
             raise ConfigError(f"{path} must have averaged weights, as EMAHook saves them, but has none")
         self._parts = dict.fromkeys(found["model"], "model")
         if ema is False:
-            self._parts |= dict.fromkeys(found[_TRAINED], _TRAINED)
+            self._parts |= dict.fromkeys(found[_TRAINED_PART], _TRAINED_PART)
         self.infos = {name: TensorInfo(*found[part][name]) for name, part in self._parts.items()}
         if not self.infos:
             raise ConfigError(f"{path} must hold a model's weights, but has none")
@@ -303,11 +311,13 @@ def _checkpoint(path: str | Path) -> Location:
     return found
 
 
-def _files_beside(folder: Location) -> dict[str, Any]:
+def _config_and_tokenizer(folder: Location) -> dict[str, Any]:
     """Return the config, as JSON values, and the files of a tokenizer in a folder of HuggingFace's."""
     try:
         names = sorted(one.name for one in folder.iterdir())
-        found = {name: (folder / name).read_bytes() for name in names if any(fnmatch(name, form) for form in _BESIDE)}
+        found = {
+            name: (folder / name).read_bytes() for name in names if any(fnmatch(name, form) for form in _COPIED_FILES)
+        }
         if "config.json" in found:
             return {**found, "config.json": json.loads(found["config.json"])}
     except (OSError, ValueError) as error:
@@ -345,26 +355,26 @@ def _write_torch(place: Location, chosen: Selection, weights: _CheckpointWeights
             torch.save(content, file)
         if isinstance(place, Path) and isinstance(draft, Path):
             draft.replace(place)
-    except (OSError, RuntimeError) as error:  # torch's writer says of a full disk that it is unexpected
+    except (OSError, RuntimeError) as error:  # torch.save raises a RuntimeError if the disk is full
         with suppress(OSError):
             draft.unlink()
         raise ConfigError(f"{place} cannot be written: {error}") from error
 
 
 def _choose(described: Sequence[Mapping[str, Any]], form: Form, prefix: str | None, what: str) -> Any:
-    """Return the description of the library's model that is written; None if none is."""
+    """Return the description of the HuggingFace model to write, or None to write weights without a config."""
     if form == "torch":
         return None
-    if form == "safetensors":  # all weights under the names that they have: those of an adapter would be few
+    if form == "safetensors":  # all weights under their own names; a description with `names` is of an adapter alone
         return next((one for one in described if one["prefix"] == (prefix or "") and one["names"] is None), None)
-    fitting = [one for one in described if prefix is None or one["prefix"] == prefix]
-    if len(fitting) > 1:
-        names = ", ".join(one["prefix"].rstrip(".") for one in fitting)
+    candidates = [one for one in described if prefix is None or one["prefix"] == prefix]
+    if len(candidates) > 1:
+        names = ", ".join(one["prefix"].rstrip(".") for one in candidates)
         raise ConfigError(
             f"`prefix` must say which of the models of {what} is written, out of {names}, but is not given"
         )
-    if fitting or form == "pretrained":
-        return fitting[0] if fitting else None
+    if candidates or form == "pretrained":
+        return candidates[0] if candidates else None
     inner = ", ".join(one["prefix"].rstrip(".") for one in described)
     raise ConfigError(
         f"{what} must have a config of HuggingFace's to be written for from_pretrained, but has none"
@@ -373,13 +383,14 @@ def _choose(described: Sequence[Mapping[str, Any]], form: Form, prefix: str | No
     )
 
 
-def _kept_names(names: Sequence[str], tied: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Return for each name the one under which its tensor is kept."""
-    kept = {name: name for name in names}
-    for same in tied:
-        present = [name for name in same if name in kept]
-        kept |= dict.fromkeys(present, *present[:1])
-    return kept
+def _first_of_tied(names: Sequence[str], tied: Sequence[Sequence[str]]) -> dict[str, str]:
+    """Return for each name the first name of its tensor; `tied` lists the names of tensors that have several."""
+    first_names = {name: name for name in names}
+    for tied_names in tied:
+        present = [name for name in tied_names if name in first_names]
+        for name in present:
+            first_names[name] = present[0]
+    return first_names
 
 
 def _replaced(pattern: str, replacement: str, name: str) -> str:

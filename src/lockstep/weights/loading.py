@@ -128,6 +128,7 @@ def _filled(core: nn.Module, own: Mapping[str, Any], weights: Weights, *, strict
         assert source is not None
         read = {name: own[name] for name in fitting}
         _read(read, source, origins, weights.path)
+    # A weight that is tied to a loaded one has its values, too.
     twins = ((name, next((twin for twin in ties.get(name, ()) if twin in read), None)) for name in own)
     return {**own, **{name: read[twin] for name, twin in twins if twin is not None}, **read}
 

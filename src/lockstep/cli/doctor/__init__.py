@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from lockstep.cli.doctor import machine
-from lockstep.cli.doctor.finding import Finding, as_json, examined, print_table, worst
+from lockstep.cli.doctor.finding import Finding, as_json, print_table, run_checks, worst
 from lockstep.cli.jobs import check_ranks_found
 from lockstep.cli.options import RankOptions, print_error, whole_number
 from lockstep.errors import ConfigError, LockstepError, counted
@@ -76,7 +76,7 @@ class Doctor(RankOptions):
         if at.rank == 0:
             self._print(found, at.world_size, shown=own)
         sys.stdout.flush()
-        self._end(found, speaks=at.rank == 0)
+        self._end(found, prints=at.rank == 0)
 
     def _start_ranks(self, own: Sequence[Finding]) -> None:
         """Start ranks that look together, and print what they have found on node 0."""
@@ -103,12 +103,12 @@ class Doctor(RankOptions):
         common = [one for one in found if not one.ranks or (0 in one.ranks and one.name not in known)]
         print_table(f"over {world_size} ranks", [*(one for one in others if one not in common), *common], world_size)
 
-    def _end(self, findings: Sequence[Finding], *, speaks: bool = True) -> None:
+    def _end(self, findings: Sequence[Finding], *, prints: bool = True) -> None:
         """Exit with code 1 if there are faults, and name them."""
         if worst(finding.status for finding in findings) != "fault":
             return
         names = list(dict.fromkeys(finding.name for finding in findings if finding.status == "fault"))
-        if speaks and not self.json_:
+        if prints and not self.json_:
             print_error(ConfigError(f"{counted(len(names), 'fault')}, see above: {', '.join(names)}"))
         raise typer.Exit(1)
 
@@ -152,7 +152,7 @@ def _own_findings(env: Mapping[str, str]) -> list[Finding]:
         "shared memory": machine.shared_memory,
         "limits": machine.limits,
     }
-    return [*machine.versions(), *examined({name: partial(check, env) for name, check in checks.items()})]
+    return [*machine.versions(), *run_checks({name: partial(check, env) for name, check in checks.items()})]
 
 
 def _torch_findings(env: Mapping[str, str]) -> list[Finding]:

@@ -24,7 +24,7 @@ class Finding:
         name: the thing, the same in each version of lockstep.
         text: what was found, in words.
         status: "fault" if something contradicts itself or cannot work, "warning" if it may be slow or fail later.
-        remedy: what to do, unless all is well.
+        remedy: what to do; empty if the status is "ok".
         facts: the numbers and names behind it, plain values for JSON.
         ranks: the ranks on which it was found; empty if it is about this process alone, or about the whole job.
     """
@@ -53,8 +53,15 @@ def worst(statuses: Iterable[Status]) -> Status:
     return "fault" if "fault" in found else "warning" if "warning" in found else "ok"
 
 
-def joined(name: str, usual: str, others: Iterable[tuple[Status, str, str]], facts: Mapping[str, Any]) -> Finding:
-    """Return one finding of what is usual and of what is not: statuses, texts and remedies."""
+def summarise(name: str, usual: str, others: Iterable[tuple[Status, str, str]], facts: Mapping[str, Any]) -> Finding:
+    """Return one finding for a subject that several checks looked at.
+
+    Args:
+        name: the subject.
+        usual: text on what is as it should be; may be empty.
+        others: status, text and remedy of everything else; the worst status is the finding's.
+        facts: numbers and names for JSON.
+    """
     found = list(others)
     return Finding(
         name,
@@ -65,8 +72,8 @@ def joined(name: str, usual: str, others: Iterable[tuple[Status, str, str]], fac
     )
 
 
-def examined(checks: Mapping[str, Callable[[], Finding]]) -> list[Finding]:
-    """Return what the checks find; one that the system does not allow is a warning."""
+def run_checks(checks: Mapping[str, Callable[[], Finding]]) -> list[Finding]:
+    """Run checks by name, and return their findings; a check that the system does not allow becomes a warning."""
     found = []
     for name, check in checks.items():
         try:
@@ -99,7 +106,7 @@ def print_table(title: str, findings: Sequence[Finding], ranks: int = 1) -> None
 
 
 def as_json(findings: Sequence[Finding], world_size: int) -> str:
-    """Return findings as JSON, whose keys stay: format, lockstep, status, world_size and findings."""
+    """Return findings as JSON. Its keys are a promise: format, lockstep, status, world_size and findings."""
     found = {
         "format": FORMAT,
         "lockstep": __version__,

@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.cli.doctor.finding import Finding, Status, joined
+from lockstep.cli.doctor.finding import Finding, Status, summarise
 from lockstep.errors import TopologyError, counted
 from lockstep.launch import JobSpec
 from lockstep.launch.job import LOOPBACK, address_of, answers, interface_towards
@@ -29,7 +29,7 @@ from lockstep.version import __version__
 
 _OPTIONAL = (
     *("scikit-learn", "deepspeed", "colossalai", "pytest", "tensorboard", "mlflow", "wandb"),
-    *("comet-ml", "aim", "clearml", "neptune", "dvclive"),
+    *("comet-ml", "aim", "clearml", "dvclive"),
 )
 _SHM = Path("/dev/shm")
 _SHM_PER_RANK = 256 * 2**20  # what the workers of a data loader soon need, and NCCL
@@ -139,7 +139,7 @@ def limits(env: Mapping[str, str]) -> Finding:
     shown = {"nofile": files, "nproc": processes, "memlock_bytes": memory}
     facts = {name: None if value == resource.RLIM_INFINITY else value for name, value in shown.items()}
     said = ", ".join(f"{name} {'unlimited' if value is None else value}" for name, value in facts.items())
-    return joined("limits", said, others, facts)
+    return summarise("limits", said, others, facts)
 
 
 def cores(env: Mapping[str, str]) -> Finding:
@@ -232,7 +232,7 @@ def host(env: Mapping[str, str]) -> Finding:
         elif at.num_nodes > 1 and all(address.startswith("127.") or address == "::1" for address in found):
             says = f"MASTER_ADDR, {at.master_addr}, is {found[0]} here, which no other node reaches"
             others.append(("fault", says, "Give an address of the node of rank 0 in the network between the nodes."))
-    return joined("host", f"{name} ({', '.join(own) or 'no address'})", others, facts)
+    return summarise("host", f"{name} ({', '.join(own) or 'no address'})", others, facts)
 
 
 def addresses_of(name: str) -> list[str]:
@@ -270,7 +270,7 @@ def interfaces(env: Mapping[str, str]) -> Finding:
             others.append(("fault", says, remedy))
     shown = ", ".join(f"{each.name} {each.address or '-'}{'' if each.is_up else ' (down)'}" for each in known)
     facts = {"interfaces": [each._asdict() for each in known], "gloo": taken}
-    return joined("interfaces", f"{shown}; gloo takes {taken or 'that of the host name'}", others, facts)
+    return summarise("interfaces", f"{shown}; gloo takes {taken or 'that of the host name'}", others, facts)
 
 
 def port(env: Mapping[str, str]) -> Finding:

@@ -14,14 +14,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as torch_dist
 
-from lockstep.cli.doctor.finding import Finding, Status, joined
+from lockstep.cli.doctor.finding import Finding, Status, summarise
 from lockstep.cli.doctor.machine import affinity, device_of_rank, installed, usable_cores
 from lockstep.dist import all_gather_object, broadcast_object, get_dist_info
 from lockstep.errors import counted, ranks_in_words
 from lockstep.version import __version__
 
 _VARIABLES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_LAUNCH_BLOCKING", "LOCKSTEP_CHECK", "OMP_NUM_THREADS")
-_OWN = ("_IFNAME", "NCCL_HOSTID", "TORCHELASTIC", "TORCH_NCCL_ASYNC_ERROR_HANDLING")  # may differ, or come from torch
+# Parts of names of variables that may differ between ranks, or that torch itself sets.
+_NOT_COMPARED = ("_IFNAME", "NCCL_HOSTID", "TORCHELASTIC", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 _MOST_FOR_ALL_PAIRS = 8
 _PING_PONGS = 30
 _LARGE_PING_PONGS = 4
@@ -70,7 +71,7 @@ def _facts() -> dict[str, Any]:
     variables = {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(_VARIABLES) and not any(part in name for part in _OWN)
+        if name.startswith(_VARIABLES) and not any(part in name for part in _NOT_COMPARED)
     }
     return {
         "host": platform.node(),
@@ -99,7 +100,7 @@ def _of_ranks(found: Sequence[Sequence[Mapping[str, Any]]]) -> list[Finding]:
 
 
 def _differing(ranks: Sequence[Mapping[str, str]], status: Status, remedy: str) -> list[tuple[Status, str, str]]:
-    """Return which names have different values on several ranks, for `joined`."""
+    """Return which names have different values on several ranks, for `summarise`."""
     values = {name: [each.get(name, "unset") for each in ranks] for name in sorted(set().union(*ranks))}
     return [(status, f"{name} differs: {_by_value(v)}", remedy) for name, v in values.items() if len(set(v)) > 1]
 
@@ -107,7 +108,7 @@ def _differing(ranks: Sequence[Mapping[str, str]], status: Status, remedy: str) 
 def _versions(facts: Sequence[Mapping[str, Any]]) -> Finding:
     others = _differing([each["versions"] for each in facts], "fault", "Install the same environment on all nodes.")
     usual = "" if others else "the same on all ranks: " + ", ".join(f"{n} {v}" for n, v in facts[0]["versions"].items())
-    return joined("versions over ranks", usual, others, {"versions": [each["versions"] for each in facts]})
+    return summarise("versions over ranks", usual, others, {"versions": [each["versions"] for each in facts]})
 
 
 def _environment(facts: Sequence[Mapping[str, Any]]) -> Finding:
@@ -115,7 +116,7 @@ def _environment(facts: Sequence[Mapping[str, Any]]) -> Finding:
     others = _differing([each["variables"] for each in facts], "warning", remedy)
     count = len(facts[0]["variables"])
     usual = "" if others else f"{counted(count, 'variable')} of torch, NCCL and OpenMP, the same on all ranks"
-    return joined("variables over ranks", usual, others, {"variables": [dict(each["variables"]) for each in facts]})
+    return summarise("variables over ranks", usual, others, {"variables": [dict(each["variables"]) for each in facts]})
 
 
 def _devices(facts: Sequence[Mapping[str, Any]]) -> Finding:
@@ -134,7 +135,7 @@ def _devices(facts: Sequence[Mapping[str, Any]]) -> Finding:
         if len(ranks) > 1
     ]
     shown = _by_value(f"{each['device']} {each['name']}".strip() for each in devices)
-    return joined("devices over ranks", shown, others, {"devices": devices})
+    return summarise("devices over ranks", shown, others, {"devices": devices})
 
 
 def _threads(facts: Sequence[Mapping[str, Any]]) -> Finding:
@@ -152,7 +153,7 @@ def _threads(facts: Sequence[Mapping[str, Any]]) -> Finding:
             remedy = f"Set OMP_NUM_THREADS={least}" + (", and start fewer ranks." if len(here) > cores else ".")
             others.append(("warning", says, remedy))
     facts_of = {"threads": [each["threads"] for each in facts], "cores": [each["cores"] for each in facts]}
-    return joined("threads over ranks", "\n".join(shown), others, facts_of)
+    return summarise("threads over ranks", "\n".join(shown), others, facts_of)
 
 
 def _clock_offsets(facts: Sequence[Mapping[str, Any]]) -> dict[int, float]:
@@ -196,7 +197,9 @@ def _clocks(facts: Sequence[Mapping[str, Any]], offsets: Mapping[int, float]) ->
     ]
     largest = max(map(abs, offsets.values()), default=0.0)
     usual = "" if others else f"within {max(largest, 1e-3) * 1e3:.0f} ms of rank 0's"
-    return joined("clocks over ranks", usual, others, {"offset_seconds": {str(rank): o for rank, o in offsets.items()}})
+    return summarise(
+        "clocks over ranks", usual, others, {"offset_seconds": {str(rank): o for rank, o in offsets.items()}}
+    )
 
 
 def pairs_of(size: int) -> Iterator[tuple[int, int]]:
@@ -274,7 +277,9 @@ def _network(facts: Sequence[Mapping[str, Any]], measured: Iterable[Sequence[Pai
             remedy = f"Look at the network and the load of {who}: every collective waits for the slowest."
             others[-1] = (*others[-1][:2], remedy)
     plain = [pair._asdict() for pair in pairs]
-    return joined("network over ranks", "\n".join(shown), others, {"pairs": plain, "message_bytes": _BANDWIDTH_BYTES})
+    return summarise(
+        "network over ranks", "\n".join(shown), others, {"pairs": plain, "message_bytes": _BANDWIDTH_BYTES}
+    )
 
 
 def outliers(pairs: Sequence[Pair]) -> dict[Pair, float]:

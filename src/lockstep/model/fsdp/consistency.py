@@ -22,12 +22,12 @@ from lockstep.model.fsdp.units import is_unit, sites_by_unit
 from lockstep.model.parts import is_callable, parameter_at
 from lockstep.model.written import DATA_SET, IN_FORWARD, LostWrites
 
-_FIRST = 6  # passes of each kind that are compared
-_MIXED = "mixed torch.Tensor and DTensor"
+_COMPARED_PASSES = 6  # passes of each kind that are compared
+_MIXED_TENSORS_MESSAGE = "mixed torch.Tensor and DTensor"
 
 
 class Consistency:
-    """Compares, across ranks, what FSDP takes for granted.
+    """Compares, across ranks, the calls of units and the gradients, which FSDP assumes to be the same.
 
     Units are gathered, and their gradients reduced, by collectives that carry no names: see `CallOrder` for forward
     passes. Ranks whose losses depend on different parameters of a unit would wait for each other forever or, if the
@@ -61,23 +61,29 @@ class Consistency:
             rule="all ranks must call the same units of FSDP in the same order",
             remedy=self._remedy,
             error=CollectiveMismatchError,
-            first=_FIRST,
+            first=_COMPARED_PASSES,
             mesh=mesh,
         )
         self._sites = sites_by_unit(module)
         self._writes = LostWrites(self._sites)
-        self._gathered: dict[Tensor, str] = {}  # of the units that have been called
-        self._found: set[nn.Module] = set()
+        self._gathered: dict[
+            Tensor, str
+        ] = {}  # gathered parameters of the units that have been called, and their names
+        self._known_units: set[nn.Module] = set()  # units whose gathered parameters are in there
         whole = set(replicated)
         self._replicated = {own: name for name, own in module.named_parameters() if own in whole}
         names = [name for sites in self._sites.values() for name in sites.values()]
         self._param_names = list(dict.fromkeys([*names, *self._replicated.values()]))
-        self._open: list[nn.Module] = []
+        # Of the present forward pass: units that run, outermost first; names of units called; the exception that was
+        # being handled when it began.
+        self._running: list[nn.Module] = []
         self._called: dict[str, None] = {}
         self._handled: BaseException | None = None
+        # Of the present window of accumulation: whether its backward passes are compared, None before the first; names
+        # of the parameters that they have reached.
         self._window_is_due: bool | None = None
         self._window: set[str] = set()
-        self._is_prepared = False
+        self._is_prepared = False  # inside `backward_pass`
         for unit in self._units:
             # Before and after FSDP's own hooks; like those, they must be excluded from compilation.
             unit.register_forward_pre_hook(never_compiled(self._before_unit), prepend=True)
@@ -97,7 +103,7 @@ class Consistency:
         try:
             yield
         except RuntimeError as error:
-            if _MIXED not in message_of(error):
+            if _MIXED_TENSORS_MESSAGE not in message_of(error):
                 raise
             user = _innermost_module(error, self._module)
             names = listed((f"`{name}`" for name in self._sharded_units(user)), most=4)
@@ -129,7 +135,7 @@ class Consistency:
 
     @contextmanager
     def backward_pass(self, loss: Tensor, *, reduces: bool) -> Iterator[None]:
-        """Run a backward pass inside, after all ranks have checked that they will reach the same.
+        """Run a backward pass inside, after all ranks have checked that it will reach the same units and parameters.
 
         With `find_unused`, this rank first contributes zeros for gradients that only other ranks get.
 
@@ -214,8 +220,8 @@ class Consistency:
     def _before_unit(self, module: nn.Module, args: Any) -> None:
         if backward_pass() != -1:  # recomputation in a backward pass
             return
-        if module is self._module or not self._open:
-            self._open.clear()
+        if module is self._module or not self._running:
+            self._running.clear()
             self._called.clear()
             self._handled = sys.exception()
             self._order.begin("with gradients" if torch.is_grad_enabled() else "without gradients")
@@ -223,15 +229,15 @@ class Consistency:
             self._order.call(self._unit_names.index(self._units[module]))
         if self._order.is_sampled:
             self._writes.check_shards(module)
-        self._open.append(module)
+        self._running.append(module)
         self._called[self._units[module]] = None
 
     def _find_gathered(self, module: nn.Module, args: Any) -> None:
         if self._order.is_sampled and backward_pass() == -1:
             self._writes.begin(module)
-        if module in self._found and not self._order.is_compared and not self._find_unused:
+        if module in self._known_units and not self._order.is_compared and not self._find_unused:
             return
-        self._found.add(module)
+        self._known_units.add(module)
         for site, full_name in self._sites[module].items():
             self._gathered[parameter_at(site)] = full_name
 
@@ -239,10 +245,10 @@ class Consistency:
         self._writes.end(module)
 
     def _after_unit(self, module: nn.Module, args: Any, output: Any) -> None:
-        if backward_pass() != -1 or module not in self._open:
+        if backward_pass() != -1 or module not in self._running:
             return
-        del self._open[self._open.index(module) :]
-        if not self._open:
+        del self._running[self._running.index(module) :]
+        if not self._running:
             self._order.end(failed=sys.exception() is not self._handled)
 
     def _refuse_writes(self, lost: Mapping[str, str]) -> None:

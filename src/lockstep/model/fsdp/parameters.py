@@ -55,8 +55,8 @@ class Materializer:
         Raises:
             ValueError: a module has no `reset_parameters`, or a tensor is still on the meta device.
         """
-        self._make(unit)
-        self._move(unit, ignored)
+        self._fill_meta_tensors(unit)
+        self._move_to_device(unit, ignored)
         if self._mesh is not None:
             tensors = [
                 tensor.detach()
@@ -67,7 +67,7 @@ class Materializer:
             broadcast_from_first(tensors, self._mesh)
 
     @torch.no_grad()
-    def _make(self, unit: nn.Module) -> None:
+    def _fill_meta_tensors(self, unit: nn.Module) -> None:
         waiting = [module for module in unit.modules() if any(tensor.is_meta for tensor in _own_tensors(module))]
         if not waiting:
             return
@@ -88,7 +88,7 @@ class Materializer:
                 )
 
     @torch.no_grad()
-    def _move(self, unit: nn.Module, ignored: Collection[Tensor]) -> None:
+    def _move_to_device(self, unit: nn.Module, ignored: Collection[Tensor]) -> None:
         for parameter, owners in owners_of_parameters(unit).items():
             if isinstance(parameter, DTensor) or parameter in ignored or parameter.device.type == self.device.type:
                 continue
@@ -138,8 +138,8 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
     return chain(module.parameters(recurse=False), module.buffers(recurse=False))
 
 
-# What is the same for the shard and the original.
-_HARMLESS = frozenset(
+# Attributes and methods that give the same for the shard and the original.
+_UNCHANGED = frozenset(
     {"device", "dim", "dtype", "is_floating_point", "ndim", "numel", "requires_grad", "shape", "size"}
 )
 
@@ -243,13 +243,13 @@ class ReplacedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise an error, unless the function only asks for what has not changed."""
+        """Raise an error, unless the function only reads an attribute that has not changed."""
         name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__"):  # of a property, which has the name
+        if name in ("__get__", "__set__"):  # an attribute, whose descriptor has the name
             changes, name = name == "__set__", getattr(func.__self__, "__name__", name)
         else:
             changes = False
-        if name in _HARMLESS and not changes:
+        if name in _UNCHANGED and not changes:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         replaced = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ReplacedParameter))
@@ -316,16 +316,17 @@ class ReplicatedParameters:
         for (dtype, device), alike in by_kind.items():
             zero = torch.zeros((), dtype=dtype, device=device)
             gradients = [zero if parameter.grad is None else parameter.grad for parameter in alike]
-            own = [parameter.grad is not None for parameter in alike]
+            has_gradient = [parameter.grad is not None for parameter in alike]
             precise = torch.promote_types(dtype, torch.float32)
             # Made on the device: a copy from the host would wait for it.
-            none, one = (make((), dtype=precise, device=device) for make in (torch.zeros, torch.ones))
-            counts = torch.stack([one if has_one else none for has_one in own])
+            count_0, count_1 = (make((), dtype=precise, device=device) for make in (torch.zeros, torch.ones))
+            counts = torch.stack([count_1 if has_one else count_0 for has_one in has_gradient])
             sums = torch.stack([torch.stack(gradients).to(precise), counts])
             for group in self._groups:
                 all_reduce(sums, group=group)
             means = (sums[0] / self._ranks).to(dtype)
-            anywhere = own if all(own) else (sums[1] != 0).tolist()  # waits for the device, where a gradient is missing
-            for parameter, mean, has_one in zip(alike, means, anywhere, strict=True):
+            # Reading the counts waits for the device, and is not needed if this rank has all gradients.
+            on_any_rank = has_gradient if all(has_gradient) else (sums[1] != 0).tolist()
+            for parameter, mean, has_one in zip(alike, means, on_any_rank, strict=True):
                 if has_one:
                     parameter.grad = mean.clone()

@@ -241,10 +241,16 @@ def cut_by_dtype(model: nn.Module, units: Collection[nn.Module], ignored: Collec
 
 
 class _Cut:
+    """Collects the parts that must become units, for `cut_by_dtype`.
+
+    Attributes:
+        parts: the parts found so far, each after the unit around it.
+    """
+
     def __init__(self, model: nn.Module, units: Collection[nn.Module], ignored: Collection[nn.Module]) -> None:
         self.parts: list[nn.Module] = []
         self._names = {module: name for name, module in model.named_modules()}
-        self._apart = {*units, *ignored}
+        self._apart = {*units, *ignored}  # modules whose parameters do not belong to the unit around them
         self._owners = owners_of_parameters(model)
         for unit in (model, *units):
             self._cut_unit(unit)

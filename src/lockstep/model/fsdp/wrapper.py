@@ -185,7 +185,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
         self._is_summoned = False
         axes = [axis for axis in range(whole.ndim) if whole.size(axis) > 1]
         if device.type != "cpu" and axes:
-            # What hangs on a device is told by the watch, which must know of it; see `note_running`.
+            # The watch reports collectives that hang on a device, but only those that it has been told of.
             self._comm = resolve(whole.get_group(axes[-1]))
             module.register_forward_hook(never_compiled(self._note_running))
         if forward_prefetch:
@@ -325,10 +325,11 @@ class MMFullyShardedDataParallel(ModelWrapper):
             self.module.set_reshard_after_backward(False)
 
     def _complete_differentiated(self) -> None:
-        """Reduce what a pass through a backward pass has left, and release the parameters.
+        """Reduce the gradients that FSDP leaves unreduced after a second-order backward pass, and reshard.
 
-        FSDP takes the first pass for the end of an iteration. In the second one it reduces the units whose outputs the
-        loss depends on, and would leave the gradients of those that only the first pass has used (2.13).
+        FSDP takes the first backward pass, the one with `create_graph=True`, for the end of an iteration. In the second
+        one it reduces the units whose outputs the loss depends on, and would leave the gradients of those that only the
+        first one has used (2.13).
         """
         assert isinstance(self.module, FSDPModule)
         self.module.set_reshard_after_backward(True)
@@ -377,7 +378,7 @@ def _shard(
     Returns:
         The parameters of dimension 0, which can't be sharded, and stay whole.
     """
-    # Sharding moves parameters and buffers. A preprocessor may have none, and would not learn the device.
+    # A preprocessor learns its device by `to`. Sharding moves parameters and buffers only, and it may have neither.
     if isinstance(preprocessor := getattr(module, "data_preprocessor", None), nn.Module):
         preprocessor.to(materializer.device)
     ignored_params = {parameter for each in ignored for parameter in each.parameters()}

@@ -29,7 +29,7 @@ class EMAHook(lockstep.hooks.EMAHook):
 
     def _swap_ema_parameters(self) -> None:
         """Replace the model's weights by the average, or put them back."""
-        if self._put_aside is None:
+        if self._trained_weights is None:
             lockstep.hooks.EMAHook.before_val_epoch(self, None)  # type: ignore[arg-type]
         else:
             self.close()

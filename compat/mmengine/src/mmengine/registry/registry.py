@@ -108,7 +108,7 @@ class Registry(core.Registry):
             raise TypeError(f"`key` must be a str, but is {key!r} of {type(key).__name__}")
         scope, dot, _ = key.partition(".")
         if not dot:
-            return self._ascend(key)
+            return self._find(key)
         self._fill(scope)
         return super().get(key)
 

@@ -1,4 +1,4 @@
-"""Structures of data: lockstep's, with what subclasses of MMEngine's read."""
+"""Containers for the data of one sample: instances, pixels, labels, and metainfo."""
 
 from __future__ import annotations
 

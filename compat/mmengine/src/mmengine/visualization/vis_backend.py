@@ -7,11 +7,12 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import cv2
 
 import lockstep.visualization
+from lockstep.errors import ConfigError
 from mmengine.registry import VISBACKENDS
 from mmengine.visualization.utils import as_float, as_uint8_image
 
@@ -346,9 +347,17 @@ class ClearMLVisBackend(TrackerBackend):
 
 @VISBACKENDS.register_module()
 class NeptuneVisBackend(TrackerBackend):
-    """Neptune, by `lockstep.visualization.NeptuneVisualizer`, whose arguments it takes."""
+    """Refused: Neptune's hosted service ended in March 2026.
 
-    tracker = lockstep.visualization.NeptuneVisualizer
+    Raises:
+        ConfigError: always.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ConfigError(
+            "`NeptuneVisBackend` is not there: Neptune's service ended in March 2026. Use another one, such as "
+            "MLflowVisBackend, or leave it out"
+        )
 
 
 @VISBACKENDS.register_module()

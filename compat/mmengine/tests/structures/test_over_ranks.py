@@ -16,9 +16,9 @@ from lockstep.dist import (
 from lockstep.dist.pickling import dump
 from lockstep.groups import resolve
 from lockstep.model.preprocessor import move_to_device
-from lockstep.structures import BaseDataElement, InstanceData, PixelData
 from lockstep.testing import ranks
 from lockstep.tree import TreeNode, tree_items
+from mmengine.structures import BaseDataElement, InstanceData, PixelData
 
 LARGE = 40_000  # floats: more than travels within a pickle
 
