@@ -6,14 +6,13 @@ Writing gives a state to the parameters that were saved with one, and removes it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
 from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Adagrad, Optimizer, SparseAdam
 
 from lockstep.errors import CheckpointError, ConfigError, listed
@@ -42,7 +41,7 @@ def read_optim_state(core: nn.Module, optimizers: Iterable[Optimizer]) -> OptimS
     entries: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for optimizer in optimizers:
-        own = _names_by_group(optimizer, names)
+        own = names_by_group(optimizer, names)
         by_index = list(chain(*own))
         packed = optimizer.state_dict()
         for name in [*sorted(packed.keys() - {"state", "param_groups"}), *packed.get("state", ())]:
@@ -75,7 +74,7 @@ def write_optim_state(core: nn.Module, optimizers: Iterable[Optimizer], state: O
     parameters = named_parameters(core)
     names = {parameter: name for name, parameter in parameters.items()}
     groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
-    own = [group for optimizer in optimizers for group in _names_by_group(optimizer, names)]
+    own = [group for optimizer in optimizers for group in names_by_group(optimizer, names)]
     options = options_to_load(groups, own, parameters, state)
     of_groups = iter(options)
     for optimizer in optimizers:
@@ -196,9 +195,6 @@ def options_to_load(
     names: Sequence[Sequence[str]],
     parameters: Mapping[str, Tensor],
     state: OptimState,
-    *,
-    known: Collection[str] = (),
-    agree: Callable[[str | None], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Return the options of each parameter group after loading a state; see `match_groups`.
 
@@ -207,60 +203,50 @@ def options_to_load(
         names: the names of their parameters.
         parameters: tensors with the shapes of the model's parameters on this rank, by name.
         state: the state to load.
-        known: names of parameters that other ranks have.
-        agree: raises an error if its argument, the complaint of this rank about the state, is not None on some rank.
 
     Raises:
         ConfigError: the state belongs to another model, another optimizer, or other groups.
     """
-    agree = _refuse if agree is None else agree
-    agree(_unknown_entries(parameters, names, state, known))
+    _check_names(parameters, names, state)
     if not state["state"]:  # else its entries tell which kind has saved them
         _check_kind((group for _, group in groups), state["param_groups"])
     options = match_groups([group for _, group in groups], names, state["param_groups"])
-    complaint = None
     for (optimizer, _), own, merged in zip(groups, names, options, strict=True):
         entries = {name: state["state"].get(name) for name in own if name in parameters}
-        complaint = complaint or _unfit_entry(optimizer, merged, parameters, entries)
-    agree(complaint)
+        _check_entries(optimizer, merged, parameters, entries)
     return options
 
 
-def _unknown_entries(
-    parameters: Mapping[str, Tensor], own: Iterable[Iterable[str]], state: OptimState, known: Collection[str]
-) -> str | None:
-    """Return what is wrong with a state that has entries for parameters that the optimizer does not update.
-
-    Entries of parameters that are frozen now are ignored.
-    """
+def _check_names(parameters: Mapping[str, Tensor], own: Iterable[Iterable[str]], state: OptimState) -> None:
+    """Refuse a state that has entries for parameters that the optimizer does not update, unless they are frozen now."""
     held = {name for names in own for name in names}
     others = [name for name in state["state"] if name not in held]
-    unknown = [name for name in others if name not in parameters and name not in known]
+    unknown = [name for name in others if name not in parameters]
     if unknown:
-        return (
+        raise ConfigError(
             f"the optimizer's state must be that of this model, but has entries for {listed(map(repr, unknown))}, "
             "which the model does not have. Resume with the model that was saved, or load its weights alone, by "
             "`load_from` with resume=False"
         )
     trained = [name for name in others if name in parameters and parameters[name].requires_grad]
     if trained:
-        return (
+        raise ConfigError(
             f"the optimizer must update the parameters that the state which is loaded was saved with, but does not "
             f"update {listed(map(repr, trained))}. Give them to the optimizer, or freeze them (requires_grad=False)"
         )
-    return None
 
 
-def _unfit_entry(
+def _check_entries(
     optimizer: Optimizer,
     options: Mapping[str, Any],
     parameters: Mapping[str, Tensor],
     entries: Mapping[str, Mapping[str, Any] | None],
-) -> str | None:
-    """Return what is wrong with entries of a group, with these options, that another kind of optimizer has saved.
+) -> None:
+    """Refuse entries of a group, with these options, that another kind of optimizer has saved.
 
     Raises:
         CheckpointError: an entry has the right names, but values of another kind, as no optimizer saves them.
+        ConfigError: an entry has other names.
     """
     kind = type(optimizer)
     # If `first_state` does not work, compare with the state of another parameter.
@@ -281,12 +267,11 @@ def _unfit_entry(
             wanted = dict.fromkeys(_ALWAYS[kind]) if kind in _ALWAYS else present
             fits = wanted is None or bool(wanted.keys() & entry.keys())
         if not fits:
-            return (
+            raise ConfigError(
                 f"the optimizer's state of {name!r} must have {sorted(wanted or ())}, as {kind.__name__} keeps it, but "
                 f"has {sorted(entry)}. Resume with the optimizer that saved it, or load the weights alone, by "
                 "`load_from` with resume=False"
             )
-    return None
 
 
 def _dims(value: Any) -> int:
@@ -311,13 +296,12 @@ def first_state(optimizer: Optimizer, options: Mapping[str, Any], dim: int) -> d
     return dict(twin.state[parameter])
 
 
-def _refuse(complaint: str | None) -> None:
-    """Raise a ConfigError with the complaint, if there is one."""
-    if complaint is not None:
-        raise ConfigError(complaint)
+def names_by_group(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[list[str]]:
+    """Return the names of the parameters in each group of an optimizer.
 
-
-def _names_by_group(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[list[str]]:
+    Raises:
+        ConfigError: it updates parameters that have no name.
+    """
     for group in optimizer.param_groups:
         shapes = [tuple(parameter.shape) for parameter in group["params"] if parameter not in names]
         if shapes:
@@ -334,15 +318,8 @@ def _like(entry: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
     def convert(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        fits = value.shape == parameter.shape and value.dim() > 0
-        resharded = reshard_like(value, parameter if fits else None)
-        if fits:
-            resharded = resharded.to(parameter.device)
-        return resharded.clone() if _memory(resharded) == _memory(value) else resharded
+        if value.shape == parameter.shape and value.dim() > 0:
+            return reshard_like(value, parameter).to(parameter.device).clone()
+        return reshard_like(value, None).clone()
 
     return {key: tree_map(convert, value) for key, value in entry.items()}
-
-
-def _memory(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().data_ptr()
