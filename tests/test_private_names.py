@@ -214,7 +214,7 @@ PRIVATE: dict[str, Private] = {
     "_call_impl": Private(lambda: nn.Identity()._call_impl(1) == 1, ("model/compiling.py",)),
     "_compiled_call_impl": Private(
         called_first,
-        ("model/compiling.py", "model/tensor_parallel.py", "model/wrapper.py", "strategy/own_steps.py"),
+        ("model/compiling.py", "model/tensor_parallel.py", "model/wrapper.py"),
     ),
     # Compiling.
     "torch._dynamo": Private(

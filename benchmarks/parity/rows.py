@@ -54,7 +54,7 @@ def _deepspeed(stage: int) -> Row:
     )
 
 
-def _colossalai(name: str, *, bf16: dict[str, Any] | None = None, **options: Any) -> Row:
+def _colossalai(name: str, **options: Any) -> Row:
     strategy = {"type": "colossalai", **options}
     tensor_parallel = options.get("tp_size", 1) > 1
     return Row(
@@ -64,7 +64,7 @@ def _colossalai(name: str, *, bf16: dict[str, Any] | None = None, **options: Any
         "colossalai",
         loss_tolerance=1e-5 if tensor_parallel else 5e-6,
         replicas=1 if tensor_parallel else 0,
-        bf16=bf16 or {"strategy": {**strategy, "precision": "bf16"}},
+        bf16={"strategy": {**strategy, "precision": "bf16"}},
     )
 
 
@@ -77,7 +77,6 @@ ROWS = (
     Row("TP-2", 2, **_fsdp(tensor_parallel=2), loss_tolerance=1e-5, replicas=1),
     Row("FSDP-2 x TP-2", 4, **_fsdp(tensor_parallel=2), loss_tolerance=1e-5, replicas=2),
     *(_deepspeed(stage) for stage in range(4)),
-    _colossalai("ddp", plugin="ddp", bf16=AUTOCAST),
     _colossalai("zero1", plugin="lowlevel_zero", stage=1),
     _colossalai("zero2", plugin="lowlevel_zero", stage=2),
     _colossalai("hybrid", plugin="hybrid"),

@@ -339,14 +339,6 @@ def test_hooks_of_the_wrapper_outlast_a_change_of_what_is_trained():
     assert seen == [["x", "y"]] * 2
 
 
-@ranks(2)
-def test_what_is_no_bool_in_the_second_place_is_taken_for_device_ids():
-    wrapped = MMDistributedDataParallel(nn.Linear(1, 1), [0])
-    assert wrapped.detect_anomalous_params is False
-    with pytest.raises(TypeError, match="`device_ids` must be given once"):
-        MMDistributedDataParallel(nn.Linear(1, 1), [0], device_ids=[0])
-
-
 class PenalisedOutside(Net):
     def loss_of(self, x, y):
         return F.mse_loss(self(x), y) + self.head.weight.square().sum()

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lockstep.dist import all_reduce_params, broadcast_tree
-from lockstep.model import ModelWrapper
 from lockstep.model.shards import own_shard
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
@@ -21,16 +20,14 @@ class SyncBuffersHook(Hook):
     """Average the model's buffers over ranks before each validation, test and checkpoint.
 
     During an epoch, the running statistics of BatchNorm depend on each rank's own samples, but all ranks must validate
-    and save the same model. Integer buffers are copied from rank 0. The buffers of pipeline stages differ and are not
-    changed.
+    and save the same model. Integer buffers are copied from rank 0.
 
     **Cost**: one all_reduce for each dtype, and one broadcast_tree.
     """
 
     def before_val_epoch(self, runner: Run) -> None:
         """Average before validating."""
-        if not (isinstance(runner.model, ModelWrapper) and runner.model.is_stage):
-            average_buffers(runner.model.buffers())
+        average_buffers(runner.model.buffers())
 
     before_test_epoch = before_val_epoch
 

@@ -16,7 +16,8 @@ from lockstep.model.averaged import (
 )
 from lockstep.model.base import BaseModel, BaseModule
 from lockstep.model.compiling import compile_in_place, uncompiled
-from lockstep.model.ddp import COMM_HOOKS, MMDistributedDataParallel, MMSeparateDistributedDataParallel
+from lockstep.model.ddp import COMM_HOOKS, MMDistributedDataParallel
+from lockstep.model.ddp_separate import MMSeparateDistributedDataParallel
 from lockstep.model.image import ImgDataPreprocessor
 from lockstep.model.norm import convert_sync_batchnorm, revert_sync_batchnorm
 from lockstep.model.outside_loss import OutsideLoss, outside_loss

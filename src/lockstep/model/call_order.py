@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -35,7 +35,7 @@ class CallOrder:
     Args:
         names: names of the units, the same on all ranks; the whole model's name is empty.
         rule: what all ranks must do; the beginning of an error message.
-        remedy: returns what to do, the end of an error message, given the names of the units in question.
+        remedy: what to do; the end of an error message.
         error: the class of the error.
         first: how many passes of each kind are compared call by call, before only every fiftieth is compared.
         mesh: the ranks, along one axis or several; by default all.
@@ -54,7 +54,7 @@ class CallOrder:
         names: Sequence[str],
         *,
         rule: str,
-        remedy: Callable[[Sequence[str]], str],
+        remedy: str,
         error: type[Exception],
         first: int,
         mesh: DeviceMesh | None = None,
@@ -171,8 +171,7 @@ class CallOrder:
             f"{self._in_words(other)} on {self.ranks_with(other, events)}" for other in dict.fromkeys(events)
         )
         last = f" after `{self._last}`" if self._last else ""
-        units = [self._names[other] for other in dict.fromkeys(events) if 0 <= other < _WHOLE]
-        error = self._error(f"{self._rule}, but the forward pass {does}{last}. {self._remedy(units)}")
+        error = self._error(f"{self._rule}, but the forward pass {does}{last}. {self._remedy}")
         return caused_by(error, self.unlike_most(events))
 
     def meet_in_backward(self, digest: int) -> bool:

@@ -1,13 +1,12 @@
-"""torch's DDP with the training and validation steps of a model, around the whole model or each of its parts."""
+"""torch's DDP with the training and validation steps of a model."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from time import perf_counter
 from typing import Any, NoReturn, TypeAlias
@@ -19,7 +18,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.device import Moment, moment
-from lockstep.dist import all_gather, all_gather_object, get_rank, get_world_size, is_main_process
+from lockstep.dist import all_gather, all_gather_object, get_rank, get_world_size
 from lockstep.dist.consistency import check_call
 from lockstep.errors import ConfigError, listed, message_of
 from lockstep.groups import resolve
@@ -30,12 +29,10 @@ from lockstep.model.autograd_graph import (
     hides_leaves,
     leaves_of,
     nodes_of,
-    on_backward,
     reaches_none,
 )
-from lockstep.model.parts import callable_children
-from lockstep.model.wrapper import ModelWrapper, all_entered, note_no_backward
-from lockstep.model.written import OWN_STEP, DriftCheck, refuse_max_norm
+from lockstep.model.wrapper import ModelWrapper, note_no_backward
+from lockstep.model.written import AVERAGED, OWN_STEP, DriftCheck, refuse_max_norm
 from lockstep.registry import MODEL_WRAPPERS, Registry
 from lockstep.transport.handles import note_running, waiting
 from lockstep.watch.failures import backend_errors_translated
@@ -136,7 +133,7 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         module: the module, on the device on which it will be trained. It need not be a `BaseModel`.
         detect_anomalous_params: before each backward pass, look for trainable parameters that the loss does not depend
             on, and warn about those not yet named. Each rank warns about its own loss. Costs one walk over the autograd
-            graph per step. A value that is not a bool is taken as `device_ids`, which is second in torch's class.
+            graph per step.
         comm_hook: how gradients travel: `"fp16_compress"`, `"bf16_compress"`, `"powerSGD"` or another name in
             `COMM_HOOKS`; a dict with such a `type` and its options; or a function for torch's `register_comm_hook`.
         **kwargs: those of `torch.nn.parallel.DistributedDataParallel`. `device_ids` can be left out, and is ignored on
@@ -164,15 +161,11 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
     def __init__(
         self,
         module: nn.Module,
-        detect_anomalous_params: bool | Sequence[int | torch.device] | None = False,
+        detect_anomalous_params: bool = False,
         *,
         comm_hook: HookConfig | None = None,
         **kwargs: Any,
     ) -> None:
-        if not isinstance(detect_anomalous_params, bool):
-            if "device_ids" in kwargs:
-                raise TypeError("`device_ids` must be given once, but is given by position and by name")
-            kwargs["device_ids"], detect_anomalous_params = detect_anomalous_params, False
         if all(parameter.device.type == "cpu" for parameter in module.parameters()):
             kwargs.pop("device_ids", None)
             kwargs.pop("output_device", None)
@@ -205,7 +198,7 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         self._begin_drift_check()
 
     def _begin_drift_check(self) -> None:
-        self._drift = DriftCheck(self._replicated, self.process_group, OWN_STEP if self._trains_itself else _ELSEWHERE)
+        self._drift = DriftCheck(self._replicated, self.process_group, OWN_STEP if self._trains_itself else AVERAGED)
 
     def _replicate(self, module: nn.Module, options: Mapping[str, Any], comm_hook: HookConfig | None) -> None:
         super().__init__(module, **options)
@@ -256,21 +249,21 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         self._follow_trainability()
         before = getattr(optim_wrapper, "inner_count", None)
         self._has_averaged = False
+        yield
+        if before is not None and optim_wrapper.inner_count == before:
+            note_no_backward(self._comm)
         # A step of the user's own may also update without a backward pass that averages gradients.
-        with self._drift.step(lambda: self._has_averaged or self._trains_itself):
-            yield
-            if before is not None and optim_wrapper.inner_count == before:
-                note_no_backward(self._comm)
+        if self._has_averaged or self._trains_itself:
+            self._drift.after_update()
 
     @contextmanager
-    def backward_context(self, loss: Tensor, *, syncs: bool) -> Iterator[None]:
+    def backward_context(self, loss: Tensor, *, syncs: bool) -> Iterator[Tensor]:
         """Prepare the backward pass of a loss, whichever modules were called to compute it.
 
         Args:
             loss: the loss on which the backward pass runs.
             syncs: whether the pass averages gradients.
         """
-        self._drift.note_forward()
         if self.detect_anomalous_params:
             self._report_anomalous(loss)
         if self._trains_itself:
@@ -292,7 +285,7 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
             if loss.requires_grad:
                 loss.register_hook(self.clock.follow)  # type: ignore[no-untyped-call]
             with waiting(self._comm) if syncs and self.device_type == "cpu" else nullcontext():
-                yield
+                yield loss
             if syncs and self.device_type != "cpu":
                 note_running(self._comm, loss.device)
         except RuntimeError as error:
@@ -326,11 +319,6 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         self._changes += 1
         if self._changes > _MOST_CHANGES:  # as in a step that freezes parts in turn
             self._options = {**self._options, "find_unused_parameters": True}
-        if is_main_process(self.process_group):
-            names = {parameter: name for name, parameter in self.module.named_parameters()}
-            for what, some in (("unfrozen", unfrozen), ("frozen", frozen)):
-                if some:
-                    _logger.info("%d parameters are %s: %s", len(some), what, ", ".join(map(names.__getitem__, some)))
         # The user's settings on this wrapper are kept; its communication hook is registered again.
         kept = {
             name: value
@@ -393,12 +381,6 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
                 "with requires_grad_(False), or pass find_unused_parameters=True",
                 len(names), get_rank(self.process_group), get_world_size(self.process_group), ", ".join(names),
             )  # fmt: skip
-
-
-_ELSEWHERE = (
-    "Its gradients are averaged, so that something else has changed it: an option of the optimizer, a hook, or random "
-    "numbers in the update, which must be the same on every rank"
-)
 
 
 def _unused(names: Sequence[str], rank: int, world_size: int) -> str:
@@ -466,112 +448,3 @@ class ExchangeClock:
     def _end_wait(self, began: Moment) -> None:
         ended = perf_counter() if isinstance(began, float) else moment(began.device)
         self._waits.append((began, ended))
-
-
-@MODEL_WRAPPERS.register_module()
-class MMSeparateDistributedDataParallel(ModelWrapper):
-    """Wrap each child that has trainable parameters in its own DDP.
-
-    With one DDP around a whole GAN, the generator's step waits for gradients of the discriminator, unless DDP searches
-    the graph in every step (`find_unused_parameters`). With a DDP around each of the two, each waits only for its own
-    gradients. The module's `train_step` runs unchanged; its children are now DDPs (their own attributes are in
-    `.module`).
-
-    Containers without a `forward`, such as `ModuleList`, are not wrapped; their children are.
-
-    Args:
-        module: the model. Each trainable parameter must belong to exactly one child.
-        device_ids: as for DDP; ignored on the CPU.
-        output_device: as for DDP; ignored on the CPU.
-        broadcast_buffers: send rank 0's buffers to the others in each forward pass of training.
-        find_unused_parameters: search the graph of each child's outputs for parameters that get no gradient.
-        **kwargs: further arguments of `MMDistributedDataParallel`, for every child.
-
-    **Collective**: every rank; the parameters of rank 0 are sent to the others.
-
-    Raises:
-        ValueError: a trainable parameter belongs to no child, or to two of them.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        device_ids: Sequence[int | torch.device] | None = None,
-        output_device: int | torch.device | None = None,
-        broadcast_buffers: bool = False,
-        find_unused_parameters: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__()
-        _check_ownership(module)
-        kwargs |= {"device_ids": device_ids, "output_device": output_device}
-        kwargs |= {"broadcast_buffers": broadcast_buffers, "find_unused_parameters": find_unused_parameters}
-        device = _device_of(module, device_ids)
-        self._parallel: list[MMDistributedDataParallel] = []
-        for parent, name, child in callable_children(module):
-            child.to(device)
-            if any(parameter.requires_grad for parameter in child.parameters()):
-                wrapped = MMDistributedDataParallel(child, **kwargs)
-                on_backward(wrapped, wrapped.clock.follow)  # nobody enters its `backward_context`
-                setattr(parent, name, wrapped)
-                self._parallel.append(wrapped)
-        self.module = module
-        self._drift = DriftCheck(self._replicated, kwargs.get("process_group"), OWN_STEP)
-
-    def step_context(self, optim_wrapper: Any) -> AbstractContextManager[None]:
-        """Return the context of one step; after it, check now and then that replicas are equal; see `DriftCheck`."""
-        return self._drift.step(lambda: True)
-
-    def _replicated(self) -> list[tuple[str, nn.Parameter]]:
-        return [
-            (f"{name}.{own_name}", own)
-            for name, part in self.module.named_modules()
-            if isinstance(part, MMDistributedDataParallel)
-            for own_name, own in part.module.named_parameters()
-            if own_name not in part.parameters_to_ignore
-        ]
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Let no child exchange gradients in the forward and backward passes inside."""
-        return all_entered(wrapped.no_sync() for wrapped in self._parallel)
-
-    @contextmanager
-    def evaluation_context(self) -> Iterator[None]:
-        """Let no child send its buffers."""
-        # The module calls its children's DDPs, which would send buffers even without gradients, while ranks may hold
-        # different numbers of validation batches.
-        before = [wrapped.require_forward_param_sync for wrapped in self._parallel]
-        for wrapped in self._parallel:
-            wrapped.require_forward_param_sync = False
-        try:
-            yield
-        finally:
-            for wrapped, required in zip(self._parallel, before, strict=True):
-                wrapped.require_forward_param_sync = required
-
-
-def _check_ownership(module: nn.Module) -> None:
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad:
-            names.setdefault(parameter, []).append(name)
-    owners = Counter(parameter for _, _, part in callable_children(module) for parameter in part.parameters())
-    if orphans := [known[0] for parameter, known in names.items() if not owners[parameter]]:
-        raise ValueError(
-            f"`module` must hold its trainable parameters in children that have a forward, but {type(module).__name__} "
-            f"itself has {', '.join(orphans)}, which would not be averaged over ranks. Move them into a child, or use "
-            "MMDistributedDataParallel"
-        )
-    if shared := ["=".join(known) for parameter, known in names.items() if owners[parameter] > 1]:
-        raise ValueError(
-            "`module` must hold each trainable parameter in one child, but two would both average "
-            f"{', '.join(shared)}. Use MMDistributedDataParallel"
-        )
-
-
-def _device_of(module: nn.Module, device_ids: Sequence[int | torch.device] | None) -> torch.device:
-    first = next(module.parameters(), None)
-    if first is None or first.device.type == "cpu" or not device_ids:
-        return torch.device("cpu") if first is None else first.device
-    chosen = device_ids[0]
-    return chosen if isinstance(chosen, torch.device) else torch.device(first.device.type, chosen)

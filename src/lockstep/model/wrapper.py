@@ -30,7 +30,6 @@ class ModelWrapper(nn.Module):
         forward_is_collective: whether ranks must call `forward` equally often, also in validation; a loop over uneven
             data must ensure this.
         prepares_backward: whether `backward_context` must be entered for each backward pass.
-        is_stage: whether this rank has only some of the layers, and other ranks have others.
         partitioned: text that says what holds the parameters in pieces that only an engine can join, and what to use
             instead; None if each rank has them whole or as DTensors.
         data_shard: the data shard that this rank needs, as `(index, count)`; None if each rank has its own.
@@ -39,7 +38,6 @@ class ModelWrapper(nn.Module):
     module: nn.Module
     forward_is_collective: bool = False
     prepares_backward: bool = False
-    is_stage: bool = False
     partitioned: str | None = None
     data_shard: tuple[int, int] | None = None
 
@@ -77,14 +75,17 @@ class ModelWrapper(nn.Module):
         """Return the context in which each rank accumulates its gradients, and they are not averaged."""
         return nullcontext()
 
-    def backward_context(self, loss: Tensor, *, syncs: bool) -> AbstractContextManager[Any]:
+    def backward_context(self, loss: Tensor, *, syncs: bool) -> AbstractContextManager[Tensor]:
         """Return the context of the backward pass of a loss, whichever modules were called to compute it.
 
         Args:
-            loss: the loss on which the backward pass runs.
+            loss: the loss, scaled.
             syncs: whether the pass averages gradients.
+
+        Returns:
+            The context, which gives the loss to run the backward pass on.
         """
-        return nullcontext()
+        return nullcontext(loss)
 
     @property
     def num_parameters(self) -> int:

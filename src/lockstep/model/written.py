@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import compress
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.calls import unlike_most
-from lockstep.dist import all_gather, all_gather_object, get_world_size
+from lockstep.dist import all_gather, get_world_size
 from lockstep.errors import ConfigError, DivergenceError, counted, ranks_in_words
 from lockstep.groups import GroupLike
 from lockstep.model.parts import Site, parameter_at
@@ -112,36 +111,25 @@ class DriftCheck:
         group: the ranks.
         remedy: what to do if there is a difference whose cause is not known.
 
-    **Collective**: every rank of the group. **Cost**: per check, three readings of all parameters, and 8 bytes for each
-    of them from every rank.
+    **Collective**: every rank of the group. **Cost**: per check, one reading of all parameters, and 8 bytes for each of
+    them from every rank.
     """
 
     def __init__(self, named: Callable[[], Sequence[tuple[str, Tensor]]], group: GroupLike, remedy: str) -> None:
         self._named, self._group, self._remedy = named, group, remedy
         self._has_peers = get_world_size(group) > 1
         self._updates = 0
-        self._is_due = False
-        self._at_start: Tensor | None = None
-        self._written: Tensor | None = None
 
-    @contextmanager
-    def step(self, has_updated: Callable[[], bool]) -> Iterator[None]:
-        """Run a training step inside, and compare after it if that is due.
-
-        Args:
-            has_updated: returns, after the step, whether it may have updated the parameters.
+    def after_update(self) -> None:
+        """Compare if that is due, after a training step that may have updated the parameters.
 
         Raises:
             DivergenceError: on every rank, if replicas differ.
         """
-        self._is_due = self._due()
-        self._at_start = self._checksums() if self._is_due else None
-        yield
-        if has_updated():
-            self._updates += 1
-            if self._is_due:
-                self._compare(f"after {counted(self._updates, 'update')}")
-                self._written = None
+        is_due = self._is_due()
+        self._updates += 1
+        if is_due:
+            self._compare(f"after {counted(self._updates, 'update')}")
 
     def before_update(self) -> None:
         """Compare if that is due, where an engine is about to update.
@@ -149,58 +137,52 @@ class DriftCheck:
         Raises:
             DivergenceError: on every rank, if replicas differ.
         """
-        if self._due():
+        if self._is_due():
             self._compare(f"before update {self._updates + 1}")
         self._updates += 1
 
-    def note_forward(self) -> None:
-        """Note what the step has written before its first backward pass."""
-        if self._at_start is not None:
-            changed = self._checksums() != self._at_start
-            self._written = changed if self._written is None else self._written | changed
-            self._at_start = None
-
-    def _due(self) -> bool:
+    def _is_due(self) -> bool:
         return self._has_peers and (self._updates < _FIRST or self._updates % _INTERVAL == 0)
 
-    def _checksums(self) -> Tensor:
-        sums = [checksum(tensor) for _, tensor in self._named()]
-        return torch.stack([each.to(sums[0].device) for each in sums]) if sums else torch.zeros(0)
-
     def _compare(self, when: str) -> None:
-        by_rank = all_gather(self._checksums(), group=self._group)
-        if all(torch.equal(by_rank[0], other) for other in by_rank[1:]):
+        names = [name for name, _ in self._named()]
+        sums = [checksum(tensor) for _, tensor in self._named()]
+        if not sums:
             return
-        written = [] if self._written is None else self._written.nonzero().flatten().tolist()
-        written_anywhere = {place for places in all_gather_object(written, group=self._group) for place in places}
-        table = torch.stack(by_rank)
+        own = torch.stack([each.to(sums[0].device) for each in sums])
+        table = torch.stack(all_gather(own, group=self._group))
         differing: list[int] = (table != table[0]).any(0).nonzero().flatten().tolist()
-        place = next((place for place in differing if place in written_anywhere), differing[0])
-        ranks = unlike_most(dict(enumerate(table[:, place].tolist())))
-        name = self._named()[place][0]
+        if not differing:
+            return
+        name, sums_by_rank = names[differing[0]], table[:, differing[0]].tolist()
+        ranks = unlike_most(dict(enumerate(sums_by_rank)))
         raise DivergenceError(
-            f"`{name}` must be the same on all ranks, but is not: {ranks_in_words(ranks)} of {len(by_rank)} "
-            f"{'differs' if len(ranks) == 1 else 'differ'} from the others {when}. "
-            + (_WRITTEN if place in written_anywhere else self._remedy),
+            f"`{name}` must be the same on all ranks, but is not: {ranks_in_words(ranks)} of {len(table)} "
+            f"{'differs' if len(ranks) == 1 else 'differ'} from the others {when}. {self._remedy}",
             name=name,
             ranks=ranks,
             iteration=self._updates,
         )
 
 
-OWN_STEP = (
-    "The training step may have updated it with gradients that were not averaged over ranks. Let the optim wrapper "
-    "run the backward pass: optim_wrapper.update_params(loss), or optim_wrapper.backward(loss) and "
-    "optim_wrapper.step(); in the loop of a Session, session.step(loss)"
-)
-"""What to do if a training step of the user's own has let replicas drift apart."""
+_IN_FORWARD = "in the forward pass, where each rank has its own batch"
 _ALIKE = (
     "Write weights between steps, in the same way on every rank, as in a hook; let a layer that initialises itself "
     "with its first batch do so before training, with a batch that is the same on every rank; or train in one process "
     "with strategy 'single'"
 )
-_WRITTEN = f"It was written in the forward pass, where each rank has its own batch. {_ALIKE}"
-BY_RANK = f"Each rank has written other values, as in a forward pass, where each rank has its own batch. {_ALIKE}"
+OWN_STEP = (
+    "The training step may have updated it with gradients that were not averaged over ranks. Let the optim wrapper "
+    "run the backward pass: optim_wrapper.update_params(loss), or optim_wrapper.backward(loss) and "
+    f"optim_wrapper.step(); in the loop of a Session, session.step(loss). Or it was written {_IN_FORWARD}. {_ALIKE}"
+)
+"""What to do if a training step of the user's own has let replicas drift apart."""
+AVERAGED = (
+    f"Its gradients are averaged, so it was written {_IN_FORWARD}; or an option of the optimizer, a hook, or random "
+    f"numbers in the update differ between ranks. {_ALIKE}"
+)
+"""What to do if replicas have drifted apart whose gradients were averaged."""
+BY_RANK = f"Each rank has written other values, as {_IN_FORWARD}. {_ALIKE}"
 """What to do if replicas differ before an update of an engine's."""
 
 

@@ -39,8 +39,8 @@ class OptimWrapper:
     ```
 
     It owns an update: the forward pass runs in `optim_context`; `update_params` calls `scale_loss` and `backward`, and
-    at the end of a window `step`, which clips, and `zero_grad`. Mixed precision and engines override these; a model
-    wrapper prepares backward passes, see `bind`.
+    at the end of a window `step`, which clips, and `zero_grad`. Mixed precision and engines fill in these verbs; a
+    model wrapper prepares backward passes, see `bind`.
 
     An optimizer with `train` and `eval`, as schedule-free ones have, trains other weights than it evaluates: the loops
     of a Runner and of a Session, and saves, call them; see `set_mode`.
@@ -139,7 +139,8 @@ class OptimWrapper:
     def bind(self, model: nn.Module) -> None:
         """Run each backward pass in the model wrapper's `backward_context(loss, syncs=...)`, if it prepares them.
 
-        There the wrapper prepares the exchange of this loss's gradients, whatever was called to compute the loss.
+        There the wrapper prepares the exchange of this loss's gradients, whatever was called to compute the loss, and
+        gives the loss to run the pass on.
         """
         self._model = model if isinstance(model, ModelWrapper) and model.prepares_backward else None
 
@@ -228,13 +229,18 @@ class OptimWrapper:
                 "count for nothing, multiply its loss by 0"
             )
         try:
-            model = self._model
-            with _NO_CONTEXT if model is None else model.backward_context(loss, syncs=self.should_sync()):
-                loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+            if self._model is None:
+                self._run_backward(loss, **kwargs)
+            else:
+                with self._model.backward_context(loss, syncs=self.should_sync()) as prepared:
+                    self._run_backward(prepared, **kwargs)
         except RuntimeError:
             with backend_errors_translated():  # entered here alone, because every step would pay for it
                 raise
         self._windows.add()
+
+    def _run_backward(self, loss: Tensor, **kwargs: Any) -> None:
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def step(self, **kwargs: Any) -> None:
         """Clip the gradients, then let the optimizer update the parameters."""

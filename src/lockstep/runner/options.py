@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lockstep.dist import all_gather, all_gather_object
 from lockstep.errors import CheckpointError, ConfigError, listed
 from lockstep.location import Location
-from lockstep.model import ModelWrapper
 from lockstep.optim import FormulaScheduler, OptimWrapperDict, ParamScheduler, ReduceOnPlateauLR, TorchScheduler
 from lockstep.optim.build_schedulers import step_quietly
 from lockstep.runner.run import TrainRun
@@ -327,14 +326,12 @@ def check_same_options(run: TrainRun) -> None:
 
 
 def optimizer_options(run: TrainRun, *, reads_device: bool) -> dict[str, str]:
-    """Return the options of all optimizers as text, by names for messages; of a pipeline's stage, none.
+    """Return the options of all optimizers as text, by names for messages.
 
     Args:
         run: the run.
         reads_device: also read options that are tensors on a device, and wait for it.
     """
-    if isinstance(run.model, ModelWrapper) and run.model.is_stage:
-        return {}  # stages have different parameters, so that they may have different groups
     found: dict[str, str] = {}
     wrapper = run.optim_wrapper
     for part in wrapper.values() if isinstance(wrapper, OptimWrapperDict) else [wrapper]:

@@ -51,8 +51,7 @@ class Session:
 
     Args:
         work_dir: the folder for this experiment; each session creates its own folder in it.
-        strategy: name, config or object; by default `ddp` on several ranks, else `single`. Stages of a pipeline are
-            refused, because no rank can call the whole model.
+        strategy: name, config or object; by default `ddp` on several ranks, else `single`.
         accumulative_counts: number of calls of `step` whose gradients are averaged into one update.
         clip_grad: `dict(max_norm=...)` or `dict(type="value", clip_value=...)`; see `OptimWrapper`.
         amp: `"bfloat16"` or `"float16"` for mixed precision: calls of `model` compute under autocast, and return

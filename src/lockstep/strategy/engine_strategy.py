@@ -44,14 +44,13 @@ class EngineState(ABC):
             ConfigError: the state belongs to another model.
         """
         present = self._own_state()
-        names = self._state_names(present)
-        missing, surplus = sorted(names - state.keys()), sorted(state.keys() - names)
+        missing, surplus = sorted(present.keys() - state.keys()), sorted(state.keys() - present.keys())
         if missing or surplus:
             raise ConfigError(f"the model's state must fit the model, but lacks {missing} and has {surplus} besides")
         rest: dict[str, Any] = {}
-        for name in sorted(names):  # the same order on every rank
+        for name in sorted(present):  # the same order on every rank
             value = gather_full(state[name])
-            if name in present and not self._load_tensor(name, present[name], value):
+            if not self._load_tensor(name, present[name], value):
                 rest[name] = value
         self._core.load_state_dict(rest, strict=False)
 
@@ -82,10 +81,6 @@ class EngineState(ABC):
     def _own_state(self) -> dict[str, Any]:
         """Return the entries of the model's state by name, as this rank holds them."""
         return self._core.state_dict(keep_vars=True)
-
-    def _state_names(self, present: ModelState) -> set[str]:
-        """Return the names in the whole model's state; this rank holds those in `present`."""
-        return set(present)
 
 
 def require_plain(model: nn.Module, engine: str) -> None:

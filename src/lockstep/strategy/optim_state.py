@@ -6,14 +6,13 @@ Writing gives a state to the parameters that were saved with one, and removes it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
 from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Adagrad, Optimizer, SparseAdam
 
 from lockstep.errors import CheckpointError, ConfigError, listed
@@ -42,7 +41,7 @@ def read_optim_state(core: nn.Module, optimizers: Iterable[Optimizer]) -> OptimS
     entries: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for optimizer in optimizers:
-        own = _names_by_group(optimizer, names)
+        own = names_by_group(optimizer, names)
         by_index = list(chain(*own))
         packed = optimizer.state_dict()
         for name in [*sorted(packed.keys() - {"state", "param_groups"}), *packed.get("state", ())]:
@@ -75,7 +74,7 @@ def write_optim_state(core: nn.Module, optimizers: Iterable[Optimizer], state: O
     parameters = named_parameters(core)
     names = {parameter: name for name, parameter in parameters.items()}
     groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
-    own = [group for optimizer in optimizers for group in _names_by_group(optimizer, names)]
+    own = [group for optimizer in optimizers for group in names_by_group(optimizer, names)]
     options = options_to_load(groups, own, parameters, state)
     of_groups = iter(options)
     for optimizer in optimizers:
@@ -196,8 +195,6 @@ def options_to_load(
     names: Sequence[Sequence[str]],
     parameters: Mapping[str, Tensor],
     state: OptimState,
-    *,
-    known: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Return the options of each parameter group after loading a state; see `match_groups`.
 
@@ -206,31 +203,25 @@ def options_to_load(
         names: the names of their parameters.
         parameters: tensors with the shapes of the model's parameters on this rank, by name.
         state: the state to load.
-        known: names of parameters that other ranks have.
 
     Raises:
-        ConfigError: the state belongs to another model, another optimizer, or other groups; on this rank alone if its
-            groups or parameters differ from those of others.
+        ConfigError: the state belongs to another model, another optimizer, or other groups.
     """
-    _check_names(parameters, names, state, known)
+    _check_names(parameters, names, state)
     if not state["state"]:  # else its entries tell which kind has saved them
         _check_kind((group for _, group in groups), state["param_groups"])
     options = match_groups([group for _, group in groups], names, state["param_groups"])
     for (optimizer, _), own, merged in zip(groups, names, options, strict=True):
-        _check_entries(optimizer, merged, parameters, {name: state["state"].get(name) for name in own})
+        entries = {name: state["state"].get(name) for name in own if name in parameters}
+        _check_entries(optimizer, merged, parameters, entries)
     return options
 
 
-def _check_names(
-    parameters: Mapping[str, Tensor], own: Iterable[Iterable[str]], state: OptimState, known: Collection[str]
-) -> None:
-    """Refuse a state that has entries for parameters that the optimizer does not update.
-
-    Entries of parameters that are frozen now are ignored.
-    """
+def _check_names(parameters: Mapping[str, Tensor], own: Iterable[Iterable[str]], state: OptimState) -> None:
+    """Refuse a state that has entries for parameters that the optimizer does not update, unless they are frozen now."""
     held = {name for names in own for name in names}
     others = [name for name in state["state"] if name not in held]
-    unknown = [name for name in others if name not in parameters and name not in known]
+    unknown = [name for name in others if name not in parameters]
     if unknown:
         raise ConfigError(
             f"the optimizer's state must be that of this model, but has entries for {listed(map(repr, unknown))}, "
@@ -254,15 +245,15 @@ def _check_entries(
     """Refuse entries of a group, with these options, that another kind of optimizer has saved.
 
     Raises:
-        ConfigError: an entry has the names of another kind of optimizer.
         CheckpointError: an entry has the right names, but values of another kind, as no optimizer saves them.
+        ConfigError: an entry has other names.
     """
     kind = type(optimizer)
     # If `first_state` does not work, compare with the state of another parameter.
     present = next((held for held in optimizer.state.values() if held), None)
     first = cache(partial(first_state, optimizer, options))
     for name, entry in entries.items():
-        if not entry or name not in parameters:
+        if not entry:
             continue
         wanted = first(parameters[name].dim())
         if wanted is not None:
@@ -305,7 +296,12 @@ def first_state(optimizer: Optimizer, options: Mapping[str, Any], dim: int) -> d
     return dict(twin.state[parameter])
 
 
-def _names_by_group(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[list[str]]:
+def names_by_group(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[list[str]]:
+    """Return the names of the parameters in each group of an optimizer.
+
+    Raises:
+        ConfigError: it updates parameters that have no name.
+    """
     for group in optimizer.param_groups:
         shapes = [tuple(parameter.shape) for parameter in group["params"] if parameter not in names]
         if shapes:
@@ -322,15 +318,8 @@ def _like(entry: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
     def convert(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        fits = value.shape == parameter.shape and value.dim() > 0
-        resharded = reshard_like(value, parameter if fits else None)
-        if fits:
-            resharded = resharded.to(parameter.device)
-        return resharded.clone() if _memory(resharded) == _memory(value) else resharded
+        if value.shape == parameter.shape and value.dim() > 0:
+            return reshard_like(value, parameter).to(parameter.device).clone()
+        return reshard_like(value, None).clone()
 
     return {key: tree_map(convert, value) for key, value in entry.items()}
-
-
-def _memory(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().data_ptr()

@@ -49,7 +49,6 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "fp16": {"stage": 1, "fp16": True},
     },
     "colossalai": {
-        "ddp": {"plugin": "ddp"},
         "ZeRO 1": {"plugin": "lowlevel_zero", "stage": 1},
         "ZeRO 2": {"plugin": "lowlevel_zero", "stage": 2},
         "hybrid": {"plugin": "hybrid"},
@@ -58,6 +57,7 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "fp16": {"plugin": "lowlevel_zero", "precision": "fp16"},
         "pipeline": {"plugin": "hybrid", "pp_size": 2},
         "gemini": {"plugin": "gemini"},
+        "ddp": {"plugin": "ddp"},
         "fsdp": {"plugin": "fsdp"},
     },
 }

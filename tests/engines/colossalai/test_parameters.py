@@ -78,7 +78,7 @@ def test_what_would_be_trained_in_another_precision_or_can_not_be_sent_is_refuse
 
 
 @ranks(2)
-@pytest.mark.parametrize("plugin", ["ddp", "zero1", "hybrid"])
+@pytest.mark.parametrize("plugin", ["zero1", "hybrid"])
 def test_parameters_that_are_unfrozen_during_training_are_refused(plugin: str):
     model = Unused()
     model.extra.requires_grad_(False)

@@ -10,7 +10,7 @@ from lockstep.testing import ranks
 
 STRATEGIES = [
     {"type": "ColossalAIStrategy", "plugin": "lowlevel_zero", "stage": 2},
-    {"type": "ColossalAIStrategy", "plugin": "torch_ddp"},
+    {"type": "ColossalAIStrategy", "plugin": "hybrid"},
 ]
 
 

@@ -12,7 +12,6 @@ from ..training import PreparedTraining, train_with
 
 PLAN = {"*.linear1": "colwise", "*.linear2": "rowwise", "head": "rowwise_rep"}
 PLUGINS: dict[str, dict[str, Any]] = {
-    "ddp": {"plugin": "ddp"},
     "zero1": {"plugin": "lowlevel_zero"},
     "zero2": {"plugin": "lowlevel_zero", "stage": 2},
     "hybrid": {"plugin": "hybrid"},

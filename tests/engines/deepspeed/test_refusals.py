@@ -110,7 +110,7 @@ def refuse(message: str, model: nn.Module | None = None, optim: Any = None, **op
 def test_what_deepspeed_can_not_do_here_is_refused_before_training():
     refuse("`fp16` must not be enabled on the CPU.*Use bf16=True", fp16=True)
     refuse(
-        "must have one optimizer under DeepSpeed.*those of layers.*Use strategy 'ddp'",
+        "with one optimizer under DeepSpeed, but is of type OptimWrapperDict.*use strategy 'ddp'",
         optim={"layers": {"optimizer": SGD}},
     )
     model = seeded()
@@ -118,8 +118,8 @@ def test_what_deepspeed_can_not_do_here_is_refused_before_training():
         layers=OptimWrapper(torch.optim.SGD(model.layers.parameters(), lr=0.1)),
         head=OptimWrapper(torch.optim.SGD(model.head.parameters(), lr=0.1)),
     )
-    refuse("must have one optimizer under DeepSpeed.* has those of layers, head", model, wrapper)
-    refuse("For mixed precision give the strategy bf16=True", optim={"type": "AmpOptimWrapper", "optimizer": SGD})
+    refuse("with one optimizer under DeepSpeed, but is of type OptimWrapperDict", model, wrapper)
+    refuse("For half precision give the strategy bf16=True", optim={"type": "AmpOptimWrapper", "optimizer": SGD})
     refuse("`model` must not be wrapped.*MMDistributedDataParallel", MMDistributedDataParallel(seeded()))
     with torch.device("meta"):
         refuse("on the meta device.*Use strategy 'fsdp'", seeded())
@@ -127,7 +127,8 @@ def test_what_deepspeed_can_not_do_here_is_refused_before_training():
     refuse("`optimizer` must be given once", config={"optimizer": own})
     refuse("`accumulative_counts` .* 4 and 2", optim=optim_config(4), gradient_accumulation_steps=2)
     refuse("they are 1 and 2", optim=optim_config(1), gradient_accumulation_steps=2)
-    refuse("made for parameters of the model", optim=torch.optim.SGD(seeded().parameters()))
+    refuse("must update parameters of the model", optim=torch.optim.SGD(seeded().parameters()))
+    refuse("`scheduler.type` must be a schedule of DeepSpeed's, but is 'StepLR'", scheduler={"type": "StepLR"})
     refuse("DeepSpeed refuses what it is given: ", zero_optimization={"stage": 1, "no_such_key": 1})
     muon = {"type": "Muon"}
     refuse("`optimizer.type` must not be 'muon'", optim={"type": "DeepSpeedOptimWrapper"}, optimizer=muon)

@@ -84,14 +84,8 @@ def test_new_processes_go_on_as_if_nothing_had_happened(stage: int, tmp_path: Pa
     go_on(work_dir=tmp_path, strategy=config_of(f"zero{stage}"), changes={})
 
 
-SCHEDULES = {
-    "warmup": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 8, "warmup_type": "linear"}},
-    "torch's": {"type": "ExponentialLR", "params": {"gamma": 0.9}},
-}
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_json_file_is_taken_as_it_is_and_its_schedule_goes_on(schedule: str, tmp_path: Path):
+def test_a_json_file_is_taken_as_it_is_and_its_schedule_goes_on(tmp_path: Path):
+    schedule = {"warmup_max_lr": 3e-3, "warmup_num_steps": 8, "warmup_type": "linear"}
     file = tmp_path / "deepspeed.json"
     config = {
         "train_micro_batch_size_per_gpu": 4,
@@ -99,7 +93,7 @@ def test_a_json_file_is_taken_as_it_is_and_its_schedule_goes_on(schedule: str, t
         "gradient_clipping": 0.5,
         "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1}},
-        "scheduler": SCHEDULES[schedule],
+        "scheduler": {"type": "WarmupLR", "params": schedule},
     }
     file.write_text(json.dumps(config))
     changes = {"optim_wrapper": None, "param_scheduler": None}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple, TypeAlias
+from enum import Enum
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ _logger = logging.getLogger("lockstep.model.fsdp")
 
 Precision: TypeAlias = MixedPrecision | MixedPrecisionPolicy | Mapping[str, Any] | str | torch.dtype
 Offload: TypeAlias = bool | CPUOffload | OffloadPolicy
+_Kind = TypeVar("_Kind", bound=Enum)
 
 _DTYPES = {
     "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16,
@@ -78,18 +80,7 @@ def read_sharding(strategy: Any, reshard_after_forward: bool | int | None) -> Sh
             "`sharding_strategy` and `reshard_after_forward` must not be given both, but are "
             f"{strategy!r} and {reshard_after_forward!r}: the first implies the second"
         )
-    if isinstance(strategy, str):
-        names = {kind.name.strip("_").lower(): kind for kind in ShardingStrategy}
-        name = strategy.strip("_").lower()
-        if name not in names:
-            raise ValueError(
-                f"`sharding_strategy` must name a member of ShardingStrategy, but is {strategy!r}"
-                + did_you_mean(strategy, (kind.name for kind in ShardingStrategy))
-            )
-        strategy = names[name]
-    if not isinstance(strategy, ShardingStrategy):
-        raise wrong_type("sharding_strategy", "a ShardingStrategy, its name or None", strategy)
-    return _SHARDINGS[strategy]
+    return _SHARDINGS[_member("sharding_strategy", strategy, ShardingStrategy, "a ShardingStrategy, its name or None")]
 
 
 def read_precision(precision: Precision | None) -> MixedPrecisionPolicy:
@@ -148,16 +139,11 @@ def check_meaningless(backward_prefetch: Any, limit_all_gathers: bool, use_orig_
         TypeError: `backward_prefetch` has an unknown type.
         ValueError: `backward_prefetch` is an unknown name.
     """
-    if isinstance(backward_prefetch, str):
-        name = f"BACKWARD_{backward_prefetch.upper().removeprefix('BACKWARD_')}"
-        if name not in BackwardPrefetch.__members__:
-            raise ValueError(
-                f"`backward_prefetch` must be 'pre', 'post', a BackwardPrefetch or None, but is {backward_prefetch!r}"
-            )
-        backward_prefetch = BackwardPrefetch[name]
-    if backward_prefetch is not None and not isinstance(backward_prefetch, BackwardPrefetch):
-        raise wrong_type("backward_prefetch", "'pre', 'post', a BackwardPrefetch or None", backward_prefetch)
-    if backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+    kinds = "'pre', 'post', a BackwardPrefetch or None"
+    given = None
+    if backward_prefetch is not None:
+        given = _member("backward_prefetch", backward_prefetch, BackwardPrefetch, kinds, "backward_")
+    if given is BackwardPrefetch.BACKWARD_POST:
         _warn_of_no_meaning("backward_prefetch", "post", "the next part is gathered before the present one's gradients")
     if not limit_all_gathers:
         _warn_of_no_meaning("limit_all_gathers", False, "the memory of gathered parameters is always limited")
@@ -209,6 +195,19 @@ def read_ignored(modules: Any, model: nn.Module) -> set[nn.Module]:
                 f"{type(module).__name__} that is not inside it"
             )
     return {part for module in ignored for part in module.modules()}
+
+
+def _member(name: str, value: Any, kind: type[_Kind], allowed: str, prefix: str = "") -> _Kind:
+    """Return a member of an enum, which may be given by its name, without the prefix that all its names have."""
+    if isinstance(value, str):
+        members = {member.name.strip("_").lower().removeprefix(prefix): member for member in kind}
+        found = members.get(value.strip("_").lower().removeprefix(prefix))
+        if found is None:
+            raise ValueError(f"`{name}` must be {allowed}, but is {value!r}{did_you_mean(value, kind.__members__)}")
+        return found
+    if not isinstance(value, kind):
+        raise wrong_type(name, allowed, value)
+    return value
 
 
 def _warn_of_no_meaning(name: str, value: object, instead: str) -> None:

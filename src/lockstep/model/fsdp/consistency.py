@@ -6,8 +6,7 @@ import sys
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import compress, takewhile
-from traceback import walk_tb
+from itertools import compress
 from typing import Any, NoReturn
 
 import torch
@@ -15,15 +14,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.dist import all_reduce
-from lockstep.errors import CollectiveMismatchError, ConfigError, listed, message_of
+from lockstep.errors import CollectiveMismatchError, ConfigError, listed
 from lockstep.model.autograd_graph import backward_pass, never_compiled, nodes_of, on_backward
 from lockstep.model.call_order import CallOrder
 from lockstep.model.fsdp.units import is_unit, sites_by_unit
-from lockstep.model.parts import is_callable, parameter_at
+from lockstep.model.parts import parameter_at
 from lockstep.model.written import DATA_SET, IN_FORWARD, LostWrites
 
 _COMPARED_PASSES = 6  # passes of each kind that are compared
-_MIXED_TENSORS_MESSAGE = "mixed torch.Tensor and DTensor"
+_REMEDY = (
+    "Use strategy 'ddp' with find_unused_parameters=True; or gather the part around them as one unit, by its class in "
+    "`auto_wrap_policy` or by auto_wrap_policy=None, with find_unused_parameters=True"
+)
 
 
 class Consistency:
@@ -59,7 +61,7 @@ class Consistency:
         self._order = CallOrder(
             self._unit_names,
             rule="all ranks must call the same units of FSDP in the same order",
-            remedy=self._remedy,
+            remedy=_REMEDY,
             error=CollectiveMismatchError,
             first=_COMPARED_PASSES,
             mesh=mesh,
@@ -74,10 +76,8 @@ class Consistency:
         self._replicated = {own: name for name, own in module.named_parameters() if own in whole}
         names = [name for sites in self._sites.values() for name in sites.values()]
         self._param_names = list(dict.fromkeys([*names, *self._replicated.values()]))
-        # Of the present forward pass: units that run, outermost first; names of units called; the exception that was
-        # being handled when it began.
+        # Of the present forward pass: units that run, outermost first; the exception that was being handled before it.
         self._running: list[nn.Module] = []
-        self._called: dict[str, None] = {}
         self._handled: BaseException | None = None
         # Of the present window of accumulation: whether its backward passes are compared, None before the first; names
         # of the parameters that they have reached.
@@ -92,46 +92,6 @@ class Consistency:
             unit.register_forward_hook(never_compiled(self._after_unit), always_call=True)
         if find_unused and self._order.has_peers:
             on_backward(module, self._require_preparation)
-
-    @contextmanager
-    def naming_sharded_weights(self) -> Iterator[None]:
-        """Raise an error that names the units whose sharded weights are used inside by torch's functions.
-
-        Raises:
-            RuntimeError: on every rank that uses them, chained to torch's error, `got mixed torch.Tensor and DTensor`.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            if _MIXED_TENSORS_MESSAGE not in message_of(error):
-                raise
-            user = _innermost_module(error, self._module)
-            names = listed((f"`{name}`" for name in self._sharded_units(user)), most=4)
-            raise RuntimeError(
-                f"weights must be used inside the forward pass of their unit under FSDP, but {type(user).__name__} "
-                f"uses some outside of it, where they are sharded: now those of {names or 'no unit'}. Call that "
-                "module as a whole, or leave it out of `auto_wrap_policy`, so that its weights are gathered with those "
-                "around it; a penalty in a `train_step` can use weight.full_tensor()"
-            ) from error
-
-    def _sharded_units(self, user: nn.Module) -> list[str]:
-        """Return the names of the units whose sharded weights the running module `user` may have used.
-
-        This is the unit of `user`, if that has not been called; else the units inside `user` that have not been called
-        in the present forward pass; else all units inside `user` that are sharded now.
-        """
-        gathered = self._gathered
-        sharded = {
-            unit: name
-            for unit, name in self._units.items()
-            if any(parameter_at(site) not in gathered for site in self._sites[unit])
-        }
-        for unit, name in sharded.items():
-            if any(owner is user for owner, _ in self._sites[unit]):
-                return [name]
-        inside = set(user.modules())
-        names = [name for unit, name in sharded.items() if unit in inside] or list(sharded.values())
-        return [name for name in names if name not in self._called] or names
 
     @contextmanager
     def backward_pass(self, loss: Tensor, *, reduces: bool) -> Iterator[None]:
@@ -222,7 +182,6 @@ class Consistency:
             return
         if module is self._module or not self._running:
             self._running.clear()
-            self._called.clear()
             self._handled = sys.exception()
             self._order.begin("with gradients" if torch.is_grad_enabled() else "without gradients")
         if self._order.is_compared:
@@ -230,7 +189,6 @@ class Consistency:
         if self._order.is_sampled:
             self._writes.check_shards(module)
         self._running.append(module)
-        self._called[self._units[module]] = None
 
     def _find_gathered(self, module: nn.Module, args: Any) -> None:
         if self._order.is_sampled and backward_pass() == -1:
@@ -276,7 +234,7 @@ class Consistency:
         remedy = "Pass find_unused_parameters=True, or use strategy 'ddp' with it"
         raise CollectiveMismatchError(
             "the losses of all ranks must depend on the same units and parameters under FSDP, but depend on "
-            f"{listed(named, most=4)}. {self._remedy(list(units)) if units else remedy}",
+            f"{listed(named, most=4)}. {_REMEDY if units else remedy}",
             failed_ranks=self._order.unlike_most(list(zip(*columns, strict=True))),
         )
 
@@ -287,36 +245,3 @@ class Consistency:
             for name, column in zip(names, columns, strict=False)
             if len(set(column)) > 1
         }
-
-    def _remedy(self, units: Sequence[str]) -> str:
-        otherwise = "Use strategy 'ddp' with find_unused_parameters=True"
-        around = _around(self._module, units)
-        if around is None:
-            return f"{otherwise}, or pass auto_wrap_policy=None and find_unused_parameters=True"
-        kind = type(around).__name__.removeprefix("FSDP")
-        return (
-            f"{otherwise}, or make the part around them one unit: auto_wrap_policy=['{kind}'] with "
-            "find_unused_parameters=True"
-        )
-
-
-def _around(module: nn.Module, units: Sequence[str]) -> nn.Module | None:
-    """Return the innermost callable part that contains all of these units; None if that is the whole module."""
-    levels = zip(*(unit.split(".")[:-1] for unit in units), strict=False)
-    common = [names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels)]
-    while common:
-        part = module.get_submodule(".".join(common))
-        if is_callable(part) and not isinstance(part, nn.ModuleList | nn.ModuleDict):
-            return part
-        common.pop()
-    return None
-
-
-def _innermost_module(error: Exception, model: nn.Module) -> nn.Module:
-    """Return the module of `model` whose method was running when an error was raised."""
-    inside, found = set(model.modules()), model
-    for frame, _ in walk_tb(error.__traceback__):
-        running = frame.f_locals.get("self")
-        if isinstance(running, nn.Module) and running in inside:
-            found = running
-    return found

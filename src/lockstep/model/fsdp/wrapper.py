@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.dist import get_rank
 from lockstep.dist.consistency import check_call
-from lockstep.errors import ConfigError, did_you_mean, wrong_type
+from lockstep.errors import ConfigError, did_you_mean, message_of, wrong_type
 from lockstep.groups import Comm, resolve, this_rank
 from lockstep.model import steps
 from lockstep.model.autograd_graph import never_compiled, on_backward
@@ -201,12 +201,12 @@ class MMFullyShardedDataParallel(ModelWrapper):
             raise RuntimeError(
                 "forward must not be called inside summon_full_params: the units would gather old values"
             )
-        with _without_inference_mode(), self._consistency.naming_sharded_weights():
+        with _without_inference_mode(), _sharded_weights_explained():
             return self.module(*args, **kwargs)
 
     @contextmanager
     def step_context(self, optim_wrapper: Any) -> Iterator[None]:
-        """Prepare the module for a step of the user's own; an error about sharded weights names them.
+        """Prepare the module for a step of the user's own; an error about sharded weights says what to do.
 
         **Collective**: every rank of the mesh.
         """
@@ -216,17 +216,17 @@ class MMFullyShardedDataParallel(ModelWrapper):
             self.module._get_fsdp_state()._lazy_init()
             # The step may also change parameters, such as a teacher's; changes of gathered parameters would be lost.
             self.module.set_reshard_after_forward(True, recurse=False)
-        with self._consistency.naming_sharded_weights():
+        with _sharded_weights_explained():
             yield
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
         """Return the context in which units are gathered as in training, also in inference mode."""
-        with _without_inference_mode(), self._consistency.naming_sharded_weights():
+        with _without_inference_mode(), _sharded_weights_explained():
             yield
 
     @contextmanager
-    def backward_context(self, loss: Tensor, *, syncs: bool) -> Iterator[None]:
+    def backward_context(self, loss: Tensor, *, syncs: bool) -> Iterator[Tensor]:
         """Run a backward pass inside; before it, the ranks compare what it will reach.
 
         Args:
@@ -241,7 +241,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
         """
         synced = nullcontext() if syncs else self.no_sync()
         with synced, self._consistency.backward_pass(loss, reduces=self._syncs_gradients):
-            yield
+            yield loss
             if self._is_differentiated:
                 self._complete_differentiated()
         if self._comm is not None:
@@ -417,6 +417,26 @@ def _precisions_of_norms(
     own = MixedPrecisionPolicy(cast_forward_inputs=False)
     is_half = precision.param_dtype is not None
     return {norm: own for norm in norms if is_half and norm.affine and norm not in ignored}
+
+
+@contextmanager
+def _sharded_weights_explained() -> Iterator[None]:
+    """Raise an error that says what to do where torch's functions use weights inside that are sharded.
+
+    Raises:
+        RuntimeError: chained to torch's error, `got mixed torch.Tensor and DTensor`.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in message_of(error):
+            raise
+        raise RuntimeError(
+            "weights must be used inside the forward pass of their unit under FSDP, but some are used outside of it, "
+            "where they are sharded. Call the module that holds them as a whole, or leave it out of "
+            "`auto_wrap_policy`, so that its weights are gathered with those around it; a penalty in a `train_step` "
+            "can use weight.full_tensor()"
+        ) from error
 
 
 @contextmanager

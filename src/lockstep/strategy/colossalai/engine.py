@@ -18,7 +18,6 @@ from lockstep.engines import load_engine
 from lockstep.errors import ConfigError, DistError, did_you_mean
 from lockstep.model.tensor_parallel_plan import check_layer, read_plan, split_of
 from lockstep.registry.signatures import Arguments
-from lockstep.tree import tree_leaves
 
 # Ignores warnings that users cannot act on: about optional parts, and about names that torch has deprecated.
 _QUIET = partial(warnings.catch_warnings, action="ignore")
@@ -45,12 +44,9 @@ def require_engine() -> None:
             "docs/strategies.md has the recipe to install it, or use the strategy 'ddp' or 'fsdp'"
         ) from error
     logging.getLogger("colossalai").setLevel(logging.WARNING)
-    # Its ZeRO and its pipelines use these at every step; torch has deprecated them (2.13).
-    for name in (r"torch\.distributed\.(all_gather_into|reduce_scatter)_tensor", r"isinstance\(treespec, LeafSpec\)"):
-        warnings.filterwarnings("ignore", f"`{name}` is deprecated", FutureWarning)
-    # Its pipelines call this function, which only Huawei's torch has.
-    if not hasattr(torch.distributed, "is_hccl_available"):
-        torch.distributed.is_hccl_available = lambda: False  # type: ignore[attr-defined]
+    # Its ZeRO uses these at every step; torch has deprecated them (2.13).
+    name = r"torch\.distributed\.(all_gather_into|reduce_scatter)_tensor"
+    warnings.filterwarnings("ignore", f"`{name}` is deprecated", FutureWarning)
     if type(accelerator.get_accelerator()) is accelerator.CpuAccelerator:
         accelerator.set_accelerator(_host_accelerator())
 
@@ -151,49 +147,6 @@ def has_policy(model: nn.Module) -> bool:
     except NotImplementedError:
         return False
     return True
-
-
-def take_micro_batches(plugin: Any) -> None:
-    """Let the plugin's schedule take a list of micro-batches, of any number and of unequal sizes."""
-    from colossalai.pipeline.schedule import OneForwardOneBackwardSchedule
-
-    class MicroBatchSchedule(OneForwardOneBackwardSchedule):  # type: ignore[misc]
-        """One forward, one backward, over micro-batches that are already cut.
-
-        **Source**: `OneForwardOneBackwardSchedule` (0.5.0), which cuts each batch itself: into the same number of equal
-        parts, at least one per stage. So it refuses the last, shorter batch of an epoch. It also assumes that all
-        batches have the shapes of the first.
-        """
-
-        def load_batch(self, data_iter: Iterator[list[Any]], device: torch.device | None = None) -> None:
-            self.batch = next(data_iter)
-            self.num_microbatches = len(self.batch)
-            self.microbatch_offset = 0
-            shapes = {
-                tuple(leaf.shape for leaf in tree_leaves(part) if isinstance(leaf, Tensor)) for part in self.batch
-            }
-            self.enable_metadata_cache = len(shapes) == 1
-            self.send_tensor_metadata = self.send_grad_metadata = True
-            self.tensor_metadata_recv = self.grad_metadata_recv = None
-
-        def load_micro_batch(self) -> Any:
-            self.microbatch_offset += 1
-            return self.batch[self.microbatch_offset - 1]
-
-    plugin.scheduler = MicroBatchSchedule(
-        plugin.stage_manager, num_microbatches=1, fp8_communication=plugin.scheduler.fp8_communication
-    )
-
-
-def run_pipeline(booster: Any, model: Any, micro_batches: list[Any], criterion: Any, optimizer: Any) -> None:
-    """Run micro-batches forward through the stages, and backward if an optimizer is given."""
-    booster.execute_pipeline(iter([micro_batches]), model, criterion, optimizer, return_loss=False)
-
-
-def shared_parameters(model: Any) -> list[Tensor]:
-    """Return this stage's parameters whose gradients are summed with those of other stages."""
-    stage = model.stage_manager.stage
-    return [by_stage[stage] for by_stage in model.shared_params if stage in by_stage]
 
 
 def gradients_of(engine: Any, model: nn.Module) -> Iterator[Tensor]:

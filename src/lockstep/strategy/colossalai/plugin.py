@@ -11,19 +11,15 @@ from torch.optim import Optimizer
 
 from lockstep.device import get_device
 from lockstep.dist import get_world_size
-from lockstep.errors import ConfigError, did_you_mean, require_count
+from lockstep.errors import ConfigError, did_you_mean
 from lockstep.model.norm import BATCH_NORMS
-from lockstep.model.written import refuse_max_norm
-from lockstep.strategy.colossalai.pipeline import Cutting
 from lockstep.strategy.engine_parameters import check_kinds, refuse_lbfgs, updates_elementwise
 
 _CLASSES: Mapping[str, str] = {
-    "ddp": "TorchDDPPlugin",
     "lowlevel_zero": "LowLevelZeroPlugin",
     "hybrid": "HybridParallelPlugin",
 }
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "ddp": {"broadcast_buffers": False},
     "lowlevel_zero": {"stage": 1, "precision": "fp32"},
     "hybrid": {
         "tp_size": 1,
@@ -36,6 +32,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 _REFUSED: Mapping[str, str] = {
+    "ddp": "is PyTorch's DDP. Use strategy='ddp', which takes its options",
     "gemini": (
         "leaves out the clipping of gradients in bf16, has no fp32, and runs on no processor (ColossalAI 0.5.0). Use "
         "plugin='lowlevel_zero' with stage=2, or strategy='fsdp', which shards the parameters, too"
@@ -57,14 +54,12 @@ class PluginChoice:
         options: arguments of the plugin's class.
 
     Attributes:
-        kind: `"ddp"`, `"lowlevel_zero"` or `"hybrid"`.
+        kind: `"lowlevel_zero"` or `"hybrid"`.
         class_name: name of the plugin's class.
         options: the arguments, with lockstep's defaults.
         zero_stage: 0 if every rank has the whole optimizer, 1 or 2 if it is sharded.
         tp_size: number of ranks that share one replica of the model.
-        pp_size: number of stages of each replica.
         dtype: the dtype that the model computes in.
-        clips: whether the plugin's optimizer clips gradients itself, because only it can compute their whole norm.
 
     Raises:
         ConfigError: the plugin or an option is unknown, or gives wrong results.
@@ -78,26 +73,14 @@ class PluginChoice:
         self.options: Mapping[str, Any] = {**_DEFAULTS[kind], **options}
         self.zero_stage: int = self.options.get("stage", self.options.get("zero_stage", 0))
         self.tp_size: int = self.options.get("tp_size", 1)
-        self.pp_size: int = self.options.get("pp_size", 1)
         self.dtype = torch.bfloat16 if self.options.get("precision") == "bf16" else torch.float32
-        self.clips = kind != "ddp"
         self._check_options()
-
-    @property
-    def cutting(self) -> Cutting:
-        """How a batch is cut into micro-batches."""
-        number, size = self.options.get("num_microbatches"), self.options.get("microbatch_size")
-        return Cutting(2 * self.pp_size if size is None and number is None else number, size)
 
     def with_run(self, max_norm: float | None) -> dict[str, Any]:
         """Return the options, completed with the values known when training begins."""
-        options = dict(self.options)
-        if self.pp_size > 1:  # the plugin requires one of the two, but never uses it
-            options |= {"num_microbatches": 1, "microbatch_size": None}
-        if self.clips:
-            options["max_norm"] = max_norm or 0.0
-            if get_device() == "cpu":
-                options["overlap_communication"] = False
+        options = {**self.options, "max_norm": max_norm or 0.0}
+        if get_device() == "cpu":
+            options["overlap_communication"] = False
         return options
 
     def check_run(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -107,31 +90,20 @@ class PluginChoice:
             ConfigError: the model, the optimizer or the number of ranks does not fit.
         """
         refuse_lbfgs(optimizer, "ColossalAI")
-        if (self.zero_stage or self.tp_size * self.pp_size > 1) and not _is_elementwise(optimizer):
+        if (self.zero_stage or self.tp_size > 1) and not _is_elementwise(optimizer):
             raise ConfigError(
                 f"`optimizer` must update each number by itself, because {self.kind!r} hands it shards, but is "
-                f"{type(optimizer).__name__}, which is not known to do so. Use AdamW or SGD, plugin='ddp' or strategy "
-                "'ddp', or set `is_elementwise = True` on its class if it does"
+                f"{type(optimizer).__name__}, which is not known to do so. Use AdamW or SGD, strategy 'ddp' or 'fsdp', "
+                "or set `is_elementwise = True` on its class if it does"
             )
-        if self.clips:
-            engine = f"ColossalAI's {self.kind!r}"
-            check_kinds(model, half=self.dtype != torch.float32, engine=engine, half_option="precision='bf16'")
-        elif get_world_size() > 1:
-            refuse_max_norm(model, "where each rank has its own batch, so that replicas would differ")
-        if get_world_size() % (self.tp_size * self.pp_size):
-            times = f" times `pp_size`, which is {self.pp_size}," if self.pp_size > 1 else ""
+        engine = f"ColossalAI's {self.kind!r}"
+        check_kinds(model, half=self.dtype != torch.float32, engine=engine, half_option="precision='bf16'")
+        if get_world_size() % self.tp_size:
             raise ConfigError(
-                f"`tp_size`{times} must divide the number of ranks, but is {self.tp_size}, and there are "
-                f"{get_world_size()}"
+                f"`tp_size` must divide the number of ranks, but is {self.tp_size}, and there are {get_world_size()}"
             )
         norms = [path for path, module in model.named_modules() if isinstance(module, BATCH_NORMS)]
-        if norms and self.pp_size > 1:
-            raise ConfigError(
-                "the model must have no BatchNorm with `pp_size` above 1, because it would normalise within each "
-                "micro-batch, but has one. Use GroupNorm or LayerNorm, or strategy='fsdp'"
-            )
-        replaced = self.kind == "ddp" or (self.kind == "hybrid" and not self.zero_stage)
-        if norms and replaced and get_device() == "cpu":
+        if norms and self.kind == "hybrid" and not self.zero_stage and get_device() == "cpu":
             raise ConfigError(
                 f"the model must have no BatchNorm on the CPU, because {self.kind!r} turns it into SyncBatchNorm, "
                 f"which runs on accelerators alone, but {norms[0]!r} is one. Use plugin='lowlevel_zero', or "
@@ -150,15 +122,10 @@ class PluginChoice:
                 f"`tp_size` must come with plugin='hybrid', which alone splits layers, but comes with {self.kind!r}"
             )
         precision = options.get("precision", "fp32")
-        if self.kind == "ddp" and "precision" in options:
-            raise ConfigError(
-                "`precision` must be left out with plugin='ddp', which computes in the model's own dtype, but is "
-                f"{precision!r}. Use an AmpOptimWrapper, or plugin='lowlevel_zero'"
-            )
         if precision not in ("fp32", "bf16"):
             raise ConfigError(
                 f"`precision` must be 'fp32' or 'bf16', but is {precision!r}. ColossalAI's fp16 does not run on a "
-                "CPU, and its loss scale is in no checkpoint: use precision='bf16', or plugin='ddp' with an "
+                "CPU, and its loss scale is in no checkpoint: use precision='bf16', or strategy 'ddp' with an "
                 "AmpOptimWrapper"
             )
         if self.kind == "lowlevel_zero" and self.zero_stage not in (1, 2):
@@ -169,9 +136,12 @@ class PluginChoice:
             self._check_hybrid(precision)
 
     def _check_hybrid(self, precision: str) -> None:
-        require_count("pp_size", self.pp_size)
-        if self.pp_size > 1:
-            self._check_pipeline()
+        if (stages := self.options.get("pp_size", 1)) != 1:
+            raise ConfigError(
+                f"`pp_size` must be 1, because lockstep makes no pipelines, but is {stages}. For a model that does not "
+                "fit on one device use strategy='fsdp', perhaps with `tensor_parallel`; `tp_size`; or "
+                "plugin='lowlevel_zero' with stage=2"
+            )
         if self.zero_stage and precision == "fp32":
             raise ConfigError(
                 f"`zero_stage` must be 0 in fp32, but is {self.zero_stage}: ColossalAI's 'hybrid' shards its "
@@ -182,31 +152,6 @@ class PluginChoice:
                 "`enable_sequence_parallelism` must be False, because ranks would compute on the same samples, "
                 "which the data loader splits between them. Use tp_size"
             )
-
-    def _check_pipeline(self) -> None:
-        options = self.options
-        style, chunks = options.get("pp_style", "1f1b"), options.get("num_model_chunks", 1)
-        if style != "1f1b" or chunks != 1:
-            raise ConfigError(
-                f"`pp_style` must be '1f1b' and `num_model_chunks` 1, but are {style!r} and {chunks}: of the other "
-                "schedules a rank has several pieces of the model, which are not put together again for a checkpoint. "
-                "Leave both out"
-            )
-        if self.zero_stage == 2:
-            raise ConfigError(
-                "`zero_stage` must be 0 or 1 with `pp_size` above 1, but is 2: gradients of many micro-batches add up "
-                "whole before they are sent. Use zero_stage=1"
-            )
-        given = {
-            name: options[name] for name in ("num_microbatches", "microbatch_size") if options.get(name) is not None
-        }
-        if len(given) == 2:
-            raise ConfigError(
-                "`num_microbatches` must not come with `microbatch_size`, but is "
-                f"{options['num_microbatches']} and {options['microbatch_size']}. Leave one out"
-            )
-        for name, value in given.items():
-            require_count(name, value)
 
 
 def _is_elementwise(optimizer: Optimizer) -> bool:

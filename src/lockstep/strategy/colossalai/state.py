@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.together import on_all
 from lockstep.dist import all_gather
 from lockstep.model.shards import gather_full, shard_rows, template_of_rows
 from lockstep.strategy import optim_state as canonical
@@ -69,11 +67,13 @@ class ColossalAIState(EngineState):
 
         A parameter that has had no update has no entry.
         """
-        state = {
-            name: self._entry(param, trained)
-            for name, (param, trained) in self._trained().items()
-            if self._optimizer.state.get(trained)
-        }
+        state = {}
+        for name, (param, trained) in self._trained().items():
+            if held := self._optimizer.state.get(trained):
+                state[name] = {
+                    key: self._kept(param, value) if getattr(value, "shape", None) == trained.shape else value
+                    for key, value in held.items()
+                }
         return {"state": state, "param_groups": self._groups()}
 
     def optim_template(self) -> ModelState:
@@ -86,36 +86,28 @@ class ColossalAIState(EngineState):
         }
 
     def load_optim(self, state: OptimState) -> None:
-        """Load an optimizer's state by parameter name. **Collective**: every rank.
+        """Load an optimizer's state by parameter name. **Collective**: every rank, if there are DTensors in it.
 
         A parameter without an entry has no state afterwards, and starts as in a new optimizer; entries of frozen
         parameters that the optimizer does not hold are ignored.
 
         Raises:
-            ConfigError: on every rank, if the state belongs to other parameters or another optimizer.
+            ConfigError: the state belongs to other parameters or another optimizer.
         """
         groups = self._groups()
-        options = on_all(  # since the stages of a pipeline check parameters of their own
-            "the optimizer's state could not be loaded",
-            partial(
-                canonical.options_to_load,
-                [(self._optimizer, group) for group in groups],
-                [group["params"] for group in groups],
-                self._parameters(),
-                state,
-                known=self._names_elsewhere(),
-            ),
+        options = canonical.options_to_load(
+            [(self._optimizer, group) for group in groups],
+            [group["params"] for group in groups],
+            dict(self._core.named_parameters()),
+            state,
         )
         named = self._trained()
-        names = {trained: name for name, (_, trained) in named.items()}
-        order = [[names[trained] for trained in group["params"]] for group in self._optimizer.param_groups]
-        indices = {name: index for index, name in enumerate(chain(*order))}
         packed: dict[int, dict[str, Any]] = {}
         of_numbers = self._keys_of_numbers(options)
-        for name in self._names_to_load(indices):
+        for index, name in enumerate(chain.from_iterable(group["params"] for group in groups)):
             entry = {key: gather_full(value) for key, value in state["state"].get(name, {}).items()}
-            if entry and name in indices:
-                packed[indices[name]] = self._own_entry(named[name][0], entry, of_numbers)
+            if entry:
+                packed[index] = self._own_entry(named[name][0], entry, of_numbers)
         canonical.write_entries(self._optimizer, packed, options)
 
     def _trained(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -126,27 +118,21 @@ class ColossalAIState(EngineState):
 
     def _own_state(self) -> dict[str, Any]:
         """Return the tensors of the model's state by name, as this rank holds them."""
-        if any(is_split(param) for param in self._core.parameters()):
-            return owned_state(self._core)
-        return self._core.state_dict(keep_vars=True)
-
-    def _names_to_load(self, own: Iterable[str]) -> Iterable[str]:
-        """Return the names of the parameters whose state is to be loaded; this rank trains those in `own`."""
-        return own
+        if not any(is_split(param) for param in self._core.parameters()):
+            return self._core.state_dict(keep_vars=True)
+        # Not by `state_dict`, where parallel layers would gather all their parameters at once.
+        state: dict[str, Any] = {}
+        for path, module in self._core.named_modules(remove_duplicate=False):
+            buffers = {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}
+            owned: Mapping[str, Any] = {**module._parameters, **buffers}
+            state |= {f"{path}.{name}".lstrip("."): value for name, value in owned.items() if value is not None}
+        return state
 
     def _groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's groups, with the names of their parameters."""
         names = {trained: name for name, (_, trained) in self._trained().items()}
         groups = self._optimizer.param_groups
         return canonical.named_groups(groups, ([names[trained] for trained in group["params"]] for group in groups))
-
-    def _parameters(self) -> dict[str, Tensor]:
-        """Return the parameters that this rank holds, by name."""
-        return dict(self._core.named_parameters())
-
-    def _names_elsewhere(self) -> Collection[str]:
-        """Return the names of parameters that other ranks may hold."""
-        return ()
 
     def _keys_of_numbers(self, options: Sequence[Mapping[str, Any]]) -> set[str] | None:
         """Return the keys with one value per element of a parameter in the state; None if they are not known."""
@@ -183,15 +169,6 @@ class ColossalAIState(EngineState):
             self._masters[id(own)].copy_(self._own_shard(own, value))
         return True
 
-    def _entry(self, param: Tensor, trained: Tensor) -> dict[str, Any]:
-        """Return the optimizer's state of a parameter."""
-        state = self._optimizer.state[trained]
-        return {key: self._kept(param, value) if _is_like(value, trained) else value for key, value in state.items()}
-
-    def _portion(self, whole: Tensor) -> Tensor:
-        """Return the part that this rank keeps of a gathered tensor: its rows."""
-        return shard_rows(whole)
-
     def _canonical(self, own: Any) -> Any:
         if not isinstance(own, Tensor):
             return own
@@ -199,7 +176,7 @@ class ColossalAIState(EngineState):
         if master is not None and master.dtype != own.dtype:
             return self._kept(own, master, own.detach())
         # ZeRO's shards are not needed here: the tensor that the model computes with is whole.
-        return self._portion(gather_like(own.detach(), own, self._tp_group)) if is_split(own) else own.detach()
+        return shard_rows(gather_like(own.detach(), own, self._tp_group)) if is_split(own) else own.detach()
 
     def _kept(self, param: Tensor, tensor: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return the whole tensor of one in the trained form of `param`; if it had to be gathered, this rank's rows.
@@ -214,7 +191,7 @@ class ColossalAIState(EngineState):
             tensor = newer(tensor, weights)
         if group is None and not is_split(param):
             return tensor.detach()
-        return self._portion(gather_like(tensor, param, self._tp_group))
+        return shard_rows(gather_like(tensor, param, self._tp_group))
 
     def _own_shard(self, param: Tensor, full: Tensor) -> Tensor:
         """Return this rank's part of a whole tensor, in the trained form of `param`."""
@@ -225,21 +202,6 @@ class ColossalAIState(EngineState):
         padded = nn.functional.pad(part.flatten(), (0, -part.numel() % group.size()))
         shard: Tensor = padded.chunk(group.size())[group.rank()]
         return shard
-
-
-def owned_state(core: nn.Module) -> dict[str, Any]:
-    """Return the parameters and persistent buffers of a model by name, as this rank holds them."""
-    # Not by `state_dict`, where parallel layers would gather all their parameters at once.
-    state: dict[str, Any] = {}
-    for path, module in core.named_modules(remove_duplicate=False):
-        buffers = {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}
-        owned: Mapping[str, Any] = {**module._parameters, **buffers}
-        state |= {f"{path}.{name}".lstrip("."): value for name, value in owned.items() if value is not None}
-    return state
-
-
-def _is_like(value: Any, trained: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == trained.shape
 
 
 def _dims(value: Any) -> int | None:

@@ -1,40 +1,34 @@
-"""`ColossalAIStrategy`: replicas, ZeRO 1 and 2, tensor parallelism and pipelines, by ColossalAI's plugins."""
+"""`ColossalAIStrategy`: ZeRO 1 and 2, and tensor parallelism, by ColossalAI's plugins."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
 from lockstep.dataset.random_state import sync_random_state
 from lockstep.device import get_device
 from lockstep.dist import broadcast, init_dist, is_distributed
 from lockstep.errors import ConfigError
-from lockstep.model import outside_loss
 from lockstep.model.tensor_parallel import PlanTrial
 from lockstep.model.tensor_parallel_plan import read_plan, read_request
 from lockstep.model.written import BY_RANK, DriftCheck
-from lockstep.optim import OptimWrapperDict, build_optim_wrapper
+from lockstep.optim import build_optim_wrapper
 from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
 from lockstep.strategy.base import OptimLike, Prepared
 from lockstep.strategy.colossalai import engine
-from lockstep.strategy.colossalai.pipeline import Inventory, Pipeline, PipelineState, Stages, check_model
 from lockstep.strategy.colossalai.plugin import PluginChoice, name_and_options
 from lockstep.strategy.colossalai.state import ColossalAIState
-from lockstep.strategy.colossalai.wrappers import ColossalAIOptimWrapper, Drive
-from lockstep.strategy.engine_parameters import GradientPlaceholders, leave_out_frozen, max_norm_of
+from lockstep.strategy.colossalai.wrappers import ColossalAIOptimWrapper
+from lockstep.strategy.engine_parameters import leave_out_frozen, max_norm_of
 from lockstep.strategy.engine_strategy import EngineStrategy, require_plain
+from lockstep.strategy.engine_wrappers import cast_inputs_and_parts
 from lockstep.strategy.gradient_flow import GradientFlow
-from lockstep.strategy.own_steps import WholeParams, called_by, called_from, cast_inputs, cast_parts
-
-# ColossalAI's optimizer, the translator of its states, and the arguments of the model's wrapper.
-_Boosted: TypeAlias = tuple[Any, ColossalAIState, dict[str, Any]]
+from lockstep.strategy.whole_params import WholeParams, called_by, called_from
 
 
 @STRATEGIES.register_module(name=["ColossalAIStrategy", "colossalai"])
@@ -45,10 +39,9 @@ class ColossalAIStrategy(EngineStrategy):
     without an optim wrapper is only moved to its device.
 
     Args:
-        plugin: `"ddp"`, `"lowlevel_zero"` (shards the optimizer, with `stage=2` also the gradients) or `"hybrid"`
-            (`tp_size` times `pp_size` ranks share each replica: `tp_size` ranks split each layer, and `pp_size` stages
-            have some layers each); or a dict with one of these as `type` and its options. MMEngine's default is
-            "gemini", which is refused.
+        plugin: `"lowlevel_zero"` (shards the optimizer, with `stage=2` also the gradients) or `"hybrid"`
+            (`tp_size` ranks share each replica and split its layers); or a dict with one of these as `type` and its
+            options. MMEngine's default is "gemini", which is refused.
         mixed_precision: must be None; give `precision="bf16"` to the plugin.
         model_wrapper: config of the wrapper, `ColossalAIModelWrapper` by default.
         tensor_parallel: as for `FSDPStrategy`, with plugin="hybrid": the number of ranks that share a replica, for a
@@ -56,8 +49,7 @@ class ColossalAIStrategy(EngineStrategy):
             `dict(degree=2, plan={"*.up": "colwise", "*.down": "rowwise"})`, with patterns of names of linear layers.
             With `tp_size` only, the split comes from a `custom_policy`, from ColossalAI's own policy for the model, or
             from the model's `_tp_plan`.
-        **kwargs: options of the plugin: `stage`, `precision`, `tp_size`, `pp_size` with `num_microbatches` or
-            `microbatch_size`, and so on.
+        **kwargs: options of the plugin: `stage`, `precision`, `tp_size` and so on.
 
     Raises:
         ConfigError: the plugin or an option is unknown, or gives wrong results in ColossalAI 0.5.0.
@@ -108,45 +100,40 @@ class ColossalAIStrategy(EngineStrategy):
             return model, None
         if not is_distributed():
             init_dist("none")
-        wrapper = build_optim_wrapper(model, optim_wrapper)
-        if self._choice.clips or isinstance(wrapper, OptimWrapperDict):  # else any may be used, as with DDP
-            wrapper = ColossalAIOptimWrapper.of(wrapper)
+        wrapper = ColossalAIOptimWrapper.of(build_optim_wrapper(model, optim_wrapper))
         self._choice.check_run(model, wrapper.optimizer)
         if self._choice.zero_stage:
             leave_out_frozen(wrapper.optimizer)
-        max_norm = max_norm_of(wrapper.clip_grad, f"ColossalAI's {self._choice.kind!r}") if self._choice.clips else None
+        max_norm = max_norm_of(wrapper.clip_grad, f"ColossalAI's {self._choice.kind!r}")
         options = self._choice.with_run(max_norm) | self._policy(model)
         plugin = engine.make_plugin(self._choice.class_name, options)
         _begin_alike(model)
-        in_pipeline = self._choice.pp_size > 1
-        lay = self._in_stages if in_pipeline else self._whole
-        laid, translator, parts = lay(plugin, model, wrapper.optimizer)
+        if self._plan_is_used:
+            styles = read_plan(model, self._plan)
+            mesh = DeviceMesh.from_group(plugin.tp_group, get_device())
+            PlanTrial(model, styles, mesh, lambda _: "Use strategy 'fsdp'").copy(model)
+        booster, boosted, laid = engine.boost(plugin, model, wrapper.optimizer)
+        state = ColossalAIState(model, laid, getattr(plugin, "tp_group", None))
         engine.check_splits(model)
         if options.get("custom_policy") is None and not options.get("parallel_output"):
             engine.predict_whole_vocabulary(model)
-        drift = DriftCheck(lambda: list(model.named_parameters()), getattr(plugin, "dp_group", None), BY_RANK)
-        if isinstance(wrapper, ColossalAIOptimWrapper):
-            drive = Drive(
-                laid,
-                partial(engine.gradients_of, laid, model),
-                clips=self._choice.clips,
-                in_pipeline=in_pipeline,
-                flow=GradientFlow(model) if self._choice.zero_stage and not in_pipeline else None,
-                sends_as_they_come=self._choice.zero_stage == 2 or bool(options.get("overlap_communication", True)),
-                held=GradientPlaceholders("ColossalAI"),
-                drift=drift,
-                masters=translator.masters(offloads=bool(options.get("cpu_offload"))),
-            )
-            wrapper.attach(drive)
-        else:
-            parts["drift"] = drift
-        cast_inputs(model, self._choice.dtype)
-        cast_parts(model, self._choice.dtype)
-        if self._choice.tp_size * self._choice.pp_size > 1:
+        wrapper.attach(
+            laid,
+            model,
+            flow=GradientFlow(model) if self._choice.zero_stage else None,
+            masters=state.masters(offloads=bool(options.get("cpu_offload"))),
+            drift=DriftCheck(lambda: list(model.named_parameters()), getattr(plugin, "dp_group", None), BY_RANK),
+        )
+        wrapper.sends_as_they_come = self._choice.zero_stage == 2 or bool(options.get("overlap_communication", True))
+        cast_inputs_and_parts(model, self._choice.dtype)
+        if self._choice.tp_size > 1:
             self._sync_replica(plugin)
-        self._state, self._trains = translator, True
-        cfg = {"type": "ColossalAIModelWrapper", **self._wrapper}
-        wrapped: nn.Module = MODEL_WRAPPERS.build(cfg, model=model, **parts)
+        self._state, self._trains = state, True
+        no_sync = None if self._choice.zero_stage == 2 else partial(booster.no_sync, boosted, laid)
+        wrapped: nn.Module = MODEL_WRAPPERS.build(
+            {"type": "ColossalAIModelWrapper", **self._wrapper},
+            model=model, model_wrapper=boosted, booster=booster, no_sync=no_sync, **self._checks_of_parts(model),
+        )  # fmt: skip
         self._model = wrapped  # keeps its booster alive, which owns the groups that gather states
         return wrapped, wrapper
 
@@ -155,58 +142,17 @@ class ColossalAIStrategy(EngineStrategy):
         """The data shard of this rank's replica and the number of shards."""
         return super().data_shard if self._data_shard is None else self._data_shard
 
-    def compiled_parts(self, model: nn.Module) -> list[nn.Module]:
-        """Return the parts that are compiled separately: here the whole model.
-
-        Raises:
-            ConfigError: the model will be in stages, and the code of its layers is replaced when they are built.
-        """
-        if self._choice.pp_size > 1:
-            raise ConfigError("`compile` must be left out with `pp_size` above 1, but is given. Use strategy='fsdp'")
-        return super().compiled_parts(model)
-
-    def _whole(self, plugin: Any, model: nn.Module, optimizer: Optimizer) -> _Boosted:
-        """Boost a model that has all its layers on each rank; see `_Boosted`."""
-        if self._plan_is_used:
-            styles = read_plan(model, self._plan)
-            mesh = DeviceMesh.from_group(plugin.tp_group, get_device())
-            PlanTrial(model, styles, mesh, lambda _: "Use strategy 'fsdp'").copy(model)
-        booster, boosted, laid = engine.boost(plugin, model, optimizer)
-        no_sync = None if self._choice.zero_stage == 2 else partial(booster.no_sync, boosted, laid)
-        options = {"model_wrapper": boosted, "booster": booster, "no_sync": no_sync}
-        if self._choice.tp_size > 1:
-            options["guard"] = WholeParams(model, _problem_of_parts)
-            if self._choice.options.get("custom_policy") is None:  # whose layers may use their weights themselves
-                options["uses"] = WholeParams(
-                    model, _problem_outside_layers, user="forward", owner="the layer that holds it"
-                )
-        options["may_go_round"] = self._choice.kind == "ddp"
-        return laid, ColossalAIState(model, laid, getattr(plugin, "tp_group", None)), options
-
-    def _in_stages(self, plugin: Any, model: nn.Module, optimizer: Optimizer) -> _Boosted:
-        """Boost a model in stages; see `_Boosted`."""
-        if outside_loss(model) is not None:
-            raise ConfigError(
-                "`loss` must be None with `pp_size` above 1, because the last stage computes the loss. Let "
-                "its `forward` return the loss"
-            )
-        inventory = Inventory.of(model, optimizer)
-        engine.take_micro_batches(plugin)
-        with _put_aside(model, "data_preprocessor"):  # no policy gives it to a stage, but each stage needs it
-            booster, boosted, laid = engine.boost(plugin, model, optimizer)
-        shared, zero = engine.shared_parameters(boosted), self._choice.zero_stage > 0
-        stages = Stages(inventory, model, plugin.pp_group, plugin.dp_group, shared, zero)
-        pipeline = Pipeline(
-            partial(engine.run_pipeline, booster, boosted), boosted.no_sync, laid, model, stages, self._choice.cutting
-        )
-        no_sync = partial(booster.no_sync, boosted, laid)
-        options = {"model_wrapper": boosted, "booster": booster, "no_sync": no_sync, "pipeline": pipeline}
-        return laid, PipelineState(model, laid, plugin.tp_group, stages), options
+    def _checks_of_parts(self, model: nn.Module) -> dict[str, Any]:
+        """Return what refuses to use a part of a parameter as the whole; see `EngineModelWrapper`."""
+        if self._choice.tp_size == 1:
+            return {}
+        uses = WholeParams(model, _problem_outside_layers, user="forward", owner="the layer that holds it")
+        has_policy = self._choice.options.get("custom_policy") is not None  # whose layers may use weights themselves
+        return {"parts": WholeParams(model, _problem_of_parts), "forward_checks": [] if has_policy else [uses]}
 
     def _sync_replica(self, plugin: Any) -> None:
         """Let the ranks of a replica process the same samples and draw the same random numbers."""
         self._data_shard = (plugin.dp_group.rank(), plugin.dp_group.size())
-        sync_random_state(plugin.pp_group)
         sync_random_state(plugin.tp_group)
         # The inference fast path of nn.TransformerEncoderLayer would use a part of the weights as the whole.
         torch.backends.mha.set_fastpath_enabled(False)
@@ -215,15 +161,6 @@ class ColossalAIStrategy(EngineStrategy):
         """Return the sharding policy, as an option of the plugin."""
         choice = self._choice
         has_custom = choice.options.get("custom_policy") is not None
-        if choice.pp_size > 1:
-            if self._splits_by_plan:
-                raise ConfigError(
-                    "`tensor_parallel` must be left out with `pp_size` above 1, because a plan does not say which "
-                    "stage has which layers. Use `tp_size`, by which ColossalAI's own policy for the model also splits "
-                    "layers"
-                )
-            check_model(model, has_policy=engine.has_policy(model), has_custom_policy=has_custom)
-            return {}
         if choice.kind != "hybrid" or has_custom:
             return {}
         if choice.tp_size == 1:
@@ -233,19 +170,6 @@ class ColossalAIStrategy(EngineStrategy):
             return {}
         self._plan_is_used = True
         return {"custom_policy": engine.replacing_policy(engine.replacements(model, self._plan, choice.tp_size))}
-
-
-@contextmanager
-def _put_aside(model: nn.Module, name: str) -> Iterator[None]:
-    """Remove a child module from a model inside the context."""
-    child = dict(model.named_children()).get(name)
-    if child is not None:
-        delattr(model, name)
-    try:
-        yield
-    finally:
-        if child is not None:
-            model.add_module(name, child)
 
 
 def _read_tensor_parallel(tensor_parallel: Any, options: Mapping[str, Any]) -> tuple[int, Mapping[str, Any] | None]:

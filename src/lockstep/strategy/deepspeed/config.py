@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 
 from lockstep.errors import ConfigError, nearest, require_one_of
 from lockstep.strategy.engine_parameters import max_norm_of
+from lockstep.tree import tree_items
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 BATCH = "train_batch_size"
@@ -140,24 +141,17 @@ def _read(config: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
     for section in ("optimizer", "scheduler"):
-        for path in _autos(config.get(section), section):
-            raise ConfigError(
-                f"`{path}` must have a value, but is 'auto', which means something to HuggingFace's Trainer only. Give "
-                f"the value, or leave out `{section}` and give the Runner an optim_wrapper or param_scheduler"
-            )
+        for path, value in tree_items(config.get(section), section):
+            if value == "auto":
+                raise ConfigError(
+                    f"`{path}` must have a value, but is 'auto', which means something to HuggingFace's Trainer only. "
+                    f"Give the value, or leave out `{section}` and give the Runner an optim_wrapper or param_scheduler"
+                )
     return {
         key: _without_auto(value) if isinstance(value, dict) else value
         for key, value in config.items()
         if value != "auto"
     }
-
-
-def _autos(tree: Any, path: str) -> Iterator[str]:
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _autos(value, f"{path}.{key}")
-    elif tree == "auto":
-        yield path
 
 
 def _set_once(config: dict[str, Any], name: str, value: Any, prefix: str = "") -> None:
@@ -198,24 +192,19 @@ def _accumulation(config: Mapping[str, Any], counts: int | None, world_size: int
     stated: int | None = config.get(ACCUMULATION)
     if stated is None and config.get(BATCH) is not None and config.get(MICRO_BATCH) is not None:
         stated = max(1, config[BATCH] // (config[MICRO_BATCH] * world_size))
-    if counts is None or stated is None:
-        return counts or stated or 1
-    if counts != stated:
-        raise ConfigError(
-            f"`accumulative_counts` of the optim wrapper must agree with `{ACCUMULATION}` of the DeepSpeed config, but "
-            f"they are {counts} and {stated}. Leave out one"
-        )
-    return counts
+    return _agreed("accumulative_counts", counts, ACCUMULATION, stated) or 1
 
 
 def _clipping(config: Mapping[str, Any], clip_grad: Mapping[str, Any] | None) -> float:
-    stated = config.get(CLIPPING)
     max_norm = max_norm_of(clip_grad, "DeepSpeed")
-    if max_norm is None:
-        return float(stated or 0.0)
-    if stated is not None and float(stated) != max_norm:
+    return float(_agreed("clip_grad['max_norm']", max_norm, CLIPPING, config.get(CLIPPING)) or 0.0)
+
+
+def _agreed(name: str, given: Any, key: str, stated: Any) -> Any:
+    """Return what the optim wrapper or the config gives."""
+    if given is not None and stated is not None and given != stated:
         raise ConfigError(
-            f"`clip_grad['max_norm']` of the optim wrapper must agree with `{CLIPPING}` of the DeepSpeed config, but "
-            f"they are {max_norm} and {stated}. Leave out one"
+            f"`{name}` of the optim wrapper must agree with `{key}` of the DeepSpeed config, but they are {given} and "
+            f"{stated}. Leave out one"
         )
-    return max_norm
+    return stated if given is None else given

@@ -6,13 +6,11 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer, lr_scheduler
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim import Optimizer
 
 from lockstep.device import get_device
 from lockstep.dist import (
@@ -28,22 +26,13 @@ from lockstep.dist import (
 from lockstep.engines import adopt_group, load_engine, undisturbed
 from lockstep.errors import ConfigError, listed, message_of, ranks_in_words
 from lockstep.groups import this_rank
-from lockstep.model import ModelWrapper, steps
 from lockstep.model.autograd_graph import never_compiled, refuse_second_backward
 from lockstep.model.call_order import CallOrder
 from lockstep.model.parts import Site
 from lockstep.model.written import LostWrites
 from lockstep.registry import MODEL_WRAPPERS
-from lockstep.strategy.engine_parameters import FrozenParamsGuard
-from lockstep.strategy.own_steps import (
-    GuardedPasses,
-    OwnStep,
-    WholeParams,
-    called_by,
-    called_from,
-    cast_inputs,
-    cast_parts,
-)
+from lockstep.strategy.engine_wrappers import EngineModelWrapper, cast_inputs_and_parts
+from lockstep.strategy.whole_params import WholeParams, called_by, called_from
 
 _RULE = (
     "every rank must call the same layers in the same order at ZeRO stage 3, which gathers their parameters from all"
@@ -74,33 +63,20 @@ def start_engine(model: nn.Module, optimizer: Optimizer | None, config: Mapping[
     """
     for buffer in model.buffers():
         broadcast(buffer)  # DeepSpeed sends parameters only
-    config = dict(config)
-    schedule = _torch_schedule(config.get("scheduler"))
-    if schedule is not None:
-        del config["scheduler"]
+    schedule = (config.get("scheduler") or {}).get("type")
+    if schedule is not None and not hasattr(load_engine("deepspeed.runtime.lr_schedules"), str(schedule)):
+        raise ConfigError(
+            f"`scheduler.type` must be a schedule of DeepSpeed's, but is {schedule!r}. Give others, torch's too, as "
+            "`param_scheduler`"
+        )
     try:
         with undisturbed({"LOCAL_RANK": str(get_local_rank())}):
             engine, *_ = load_engine("deepspeed").initialize(
-                model=model, optimizer=optimizer, config=config, lr_scheduler=schedule, dist_init_required=False
+                model=model, optimizer=optimizer, config=dict(config), dist_init_required=False
             )
     except (AssertionError, ValueError, NotImplementedError) as error:
         raise ConfigError(f"DeepSpeed refuses what it is given: {error}") from error
     return engine
-
-
-def _torch_schedule(section: Mapping[str, Any] | None) -> Callable[[Optimizer], LRScheduler] | None:
-    """Return a function that builds the schedule named in a config's section, if it is one of torch's; else None.
-
-    Raises a ConfigError for an unknown name. **Source**: DeepSpeed 0.19 also supports torch's schedules, but passes
-    them its own optimizer, which torch refuses.
-    """
-    name = (section or {}).get("type")
-    if section is None or hasattr(load_engine("deepspeed.runtime.lr_schedules"), str(name)):
-        return None
-    schedule = getattr(lr_scheduler, str(name), None)
-    if not (isinstance(schedule, type) and issubclass(schedule, LRScheduler)):
-        raise ConfigError(f"`scheduler.type` must be a schedule of DeepSpeed's or torch's, but is {name!r}")
-    return partial(schedule, **section.get("params", {}))
 
 
 def release_engine(wrapper: MMDeepSpeedEngineWrapper) -> nn.Module:
@@ -113,7 +89,7 @@ def release_engine(wrapper: MMDeepSpeedEngineWrapper) -> nn.Module:
 
 
 @MODEL_WRAPPERS.register_module()
-class MMDeepSpeedEngineWrapper(ModelWrapper):
+class MMDeepSpeedEngineWrapper(EngineModelWrapper):
     """A wrapper around a DeepSpeed engine that provides the steps of a model.
 
     Args:
@@ -126,32 +102,27 @@ class MMDeepSpeedEngineWrapper(ModelWrapper):
         module: the user's own module.
     """
 
+    passes_each_loss = True
     model: Any
 
     def __init__(self, *, model: Any, inputs_to_half: Iterable[int | str] | None = None) -> None:
-        super().__init__()
-        # The engine is also a module: as a submodule it would give every parameter two names.
-        self.__dict__["model"] = model
-        self.module = model.module
-        if model.zero_optimization_stage() == 3:
+        module: nn.Module = model.module
+        shards = model.zero_optimization_stage() == 3
+        parts: WholeParams | None = None
+        checks: list[Any] = []
+        if shards:
+            parts = WholeParams(module, _problem_of_partitions)
+            uses = WholeParams(module, _problem_of_placeholders, user="forward", owner="the module that holds it")
+            checks = [GatheredWrites(module), uses]
+        super().__init__(module, model, "DeepSpeed", parts=parts, forward_checks=checks)
+        self.__dict__["model"] = model  # not as a submodule; see `EngineModelWrapper`
+        refuse_second_backward(module, "DeepSpeed's engine takes it for the pass that exchanges gradients")
+        cast_inputs_and_parts(module, model.get_data_types()[0], inputs_to_half)
+        self._order = _watch_calls(module) if shards else None
+        self._placeholders = MetaPlaceholders(module) if shards else None
+        if shards:
             self.forward_is_collective = True
             self.partitioned = "DeepSpeed's ZeRO stage 3 keeps them in pieces. Use stage=2, or strategy 'fsdp'"
-        dtype = model.get_data_types()[0]
-        cast_inputs(self.module, dtype, inputs_to_half)
-        refuse_second_backward(self.module, "DeepSpeed's engine takes it for the pass that exchanges gradients")
-        self._trainable = FrozenParamsGuard(self.module, "DeepSpeed")
-        self._own_step: OwnStep | None = None
-        if steps.defines_step(self.module, "train_step"):
-            guard = WholeParams(self.module, _problem_of_partitions) if self.forward_is_collective else None
-            self._own_step = OwnStep(self, self.module, model, guard, always=True)
-        cast_parts(self.module, dtype)
-        self._order = _watch_calls(self.module) if self.forward_is_collective else None
-        self._guards = GuardedPasses()
-        self._placeholders: MetaPlaceholders | None = None
-        if self.forward_is_collective:
-            uses = WholeParams(self.module, _problem_of_placeholders, user="forward", owner="the module that holds it")
-            self._guards = GuardedPasses(GatheredWrites(self.module), uses)
-            self._placeholders = MetaPlaceholders(self.module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model through the engine, which also runs the backward pass.
@@ -161,11 +132,9 @@ class MMDeepSpeedEngineWrapper(ModelWrapper):
                 gathered, or writes one, or calls a module with other weights, or the ranks call different layers;
                 checked in the first passes and every fiftieth.
         """
-        own_step = nullcontext() if self._own_step is None else self._own_step.forward()
-        order = nullcontext() if self._order is None else self._order.compared()
-        with self._local_rank_known(), own_step, order, self._guards.next():
+        with self._local_rank_known(), nullcontext() if self._order is None else self._order.compared():
             try:
-                return self.model(*args, **kwargs)
+                return super().forward(*args, **kwargs)
             except AttributeError as error:
                 if "no attribute 'ds_" not in message_of(error):  # of a tensor that has taken a parameter's place
                     raise
@@ -177,21 +146,16 @@ class MMDeepSpeedEngineWrapper(ModelWrapper):
 
     @contextmanager
     def step_context(self, optim_wrapper: Any) -> Iterator[None]:
-        """Let the engine take part in a step, also in one of the user's own.
+        """Return the context of one training step; see `EngineModelWrapper`.
 
         **Collective**: every rank.
 
         Raises:
-            RuntimeError: the user's own step bypasses the optim wrapper.
-            ConfigError: at stage 3, it uses or changes parameters outside the model's `forward`, or the ranks call
-                different layers; or parameters have been frozen or unfrozen since the model was prepared, or at stage
-                3 written.
+            ConfigError: at stage 3, the ranks call different layers, or parameters were written outside of it.
         """
-        self._trainable.check()
         self._check_placeholders()
         try:
-            own_step = nullcontext() if self._own_step is None else self._own_step.running(optim_wrapper)
-            with self._local_rank_known(), own_step:
+            with self._local_rank_known(), super().step_context(optim_wrapper):
                 yield
         except RuntimeError as error:
             if "Detected a disagreement" not in message_of(error):
@@ -253,7 +217,7 @@ def _watch_calls(module: nn.Module) -> CallOrder:
         for name, layer in module.named_modules()
         if any(hasattr(parameter, "ds_id") for parameter in layer.parameters(recurse=False))
     }
-    order = CallOrder(list(layers), rule=_RULE, remedy=lambda _: _REMEDY, error=ConfigError, first=3)
+    order = CallOrder(list(layers), rule=_RULE, remedy=_REMEDY, error=ConfigError, first=3)
     for index, layer in enumerate(layers.values()):
         layer.register_forward_pre_hook(lambda *_, index=index: order.call(index), prepend=True)
     return order

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -17,16 +16,15 @@ from lockstep.engines import load_engine
 from lockstep.errors import ConfigError, listed
 from lockstep.groups import this_rank
 from lockstep.model.written import BY_RANK, DriftCheck
-from lockstep.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
+from lockstep.optim import build_optim_wrapper
 from lockstep.optim.clipping import gradient_norm
 from lockstep.registry import OPTIM_WRAPPERS, OPTIMIZERS
 from lockstep.strategy.deepspeed.engine import autocast_of
-from lockstep.strategy.engine_parameters import GradientPlaceholders
+from lockstep.strategy.engine_wrappers import EngineOptimWrapper
 from lockstep.strategy.gradient_flow import GradientFlow
 
 if TYPE_CHECKING:
     from lockstep.strategy.deepspeed.state import DeepSpeedState
-    from lockstep.strategy.engine_parameters import MasterWeights
 
 _logger = logging.getLogger(__name__)
 
@@ -54,7 +52,7 @@ for _name, _home in _HOMES.items():
 
 
 @OPTIM_WRAPPERS.register_module()
-class DeepSpeedOptimWrapper(OptimWrapper):
+class DeepSpeedOptimWrapper(EngineOptimWrapper):
     """An optim wrapper whose backward passes and updates are run by a DeepSpeed engine.
 
     The engine averages gradients over ranks and clips them. This wrapper determines where a window of accumulation ends
@@ -67,27 +65,27 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         clip_grad: `dict(max_norm=...)`.
     """
 
-    _engine: Any = None
+    engine_name = "DeepSpeed"
+    half_option = "the strategy bf16=True, fp16=True or torch_autocast=dict(enabled=True, dtype='bfloat16')"
     _state: DeepSpeedState | None = None
-    _masters: MasterWeights | None = None
-    _drift: DriftCheck | None = None  # None where ranks hold no replicas
     _went_back = False
     _holds = False  # gradients since the last update
     _is_summed = False  # over the ranks, since the last update
-    _goes_on = False  # to the update, without code of the user's between
-    _flow: GradientFlow | None = None
     # Indices in the flow of the parameters reached in the first window; None after that window.
     _reached: set[int] | None = None
 
-    def attach(self, engine: Any, state: DeepSpeedState) -> None:
+    def attach_engine(self, engine: Any, state: DeepSpeedState) -> None:
         """Set the engine that this wrapper controls, and the view of its state."""
-        self._engine = engine
-        self._state = state
-        self._masters = state.masters
-        self._flow, self._reached = GradientFlow(engine.module), set()
-        self._held = GradientPlaceholders("DeepSpeed")
-        if engine.zero_optimization_stage() < 3:
-            self._drift = DriftCheck(lambda: list(engine.module.named_parameters()), None, BY_RANK)
+        module = engine.module
+        self._stage: int = engine.zero_optimization_stage()
+        self._state, self._reached = state, set()
+        self.attach(
+            engine,
+            module,
+            flow=GradientFlow(module),
+            masters=state.masters,
+            drift=DriftCheck(lambda: list(module.named_parameters()), None, BY_RANK) if self._stage < 3 else None,
+        )
 
     def initialize_count_status(self, model: nn.Module, init_counts: int = 0, max_counts: int | None = None) -> None:
         """Set how many batches there have been and will be; a scheduler of DeepSpeed's config continues from there."""
@@ -98,94 +96,29 @@ class DeepSpeedOptimWrapper(OptimWrapper):
             return
         for group in self.param_groups:
             group["lr"] = group.get("initial_lr", group["lr"])
-        with warnings.catch_warnings():
-            # torch's schedules warn because they did not see the optimizer's steps of the previous run.
-            warnings.filterwarnings("ignore", message=r".*lr_scheduler\.step\(\)")
-            for _ in range(updates):
-                schedule.step()
+        for _ in range(updates):
+            schedule.step()
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return the autocast of the engine's config; `backward` tells the engine when ranks synchronise."""
         return autocast_of(self.engine)
 
-    def update_params(
-        self, loss: Tensor, step_kwargs: Mapping[str, Any] | None = None, zero_kwargs: Mapping[str, Any] | None = None
-    ) -> None:
-        """Run the backward pass; at the end of a window, update the parameters and clear the gradients.
-
-        Args:
-            loss: the scalar loss of one batch, not divided by anything.
-            step_kwargs: passed on to the engine's `step`.
-            zero_kwargs: have no effect; the engine clears gradients.
-
-        **Collective**: every rank.
-        """
-        self._goes_on = True
-        try:
-            self.backward(self.scale_loss(loss))
-        finally:
-            self._goes_on = False
-        self.step(**(step_kwargs or {}))
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Add the gradients of a scaled loss, and count the batch.
-
-        **Collective**: every rank, whenever gradients are sent: at the end of a window; at stage 2, with every batch.
-
-        Raises:
-            ConfigError: at stage 2, or at stage 1 with `overlap_comm`, the ranks' losses reach different parameters, or
-                the same ones in a different order; or the gradients of an earlier pass were changed, or can't be added
-                to.
-        """
-        ends = self.should_sync()
-        self._held.release()
-        self.engine.set_gradient_accumulation_boundary(ends)
-        reached = [] if self._goes_on or self._flow is None or not self._by_zero else self._flow.reached(loss)
-        loss = self._reconciled(loss, ends=ends)
-        earlier = self._summed()
-        try:
-            self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
-        except Exception:
-            if self._masters is not None:
-                self._masters.check()  # of other shapes and dtypes, DeepSpeed fails with errors of its own
-            raise
-        self._add(earlier)
-        self._windows.add()
-        self._went_back = self._holds = True
-        self._is_summed |= ends
-        self._held.hold(reached)
-
     def step(self, **kwargs: Any) -> None:
         """Let the engine update the parameters if a window ends here, and clear the gradients.
 
         Raises:
-            DivergenceError: on every rank, if below stage 3 ranks have written other values into parameters.
             RuntimeError: this wrapper has run no backward pass since the last call.
         """
+        _ = self.engine
         if not self._went_back:
             raise RuntimeError(
                 "`step` must follow `update_params` or `backward` of the optim wrapper, but neither was called: under "
                 "DeepSpeed gradients of a `loss.backward()` are lost. Call optim_wrapper.backward(loss)"
             )
-        self._held.release()
         self._went_back = False
-        ends = self.should_update()
-        if ends:
+        if self.should_update():
             self._holds = self._is_summed = False
-            self._even_out()
-        wants_norm = ends and self.clip_grad is not None
-        by_engine = self._by_zero
-        if wants_norm and not by_engine:  # at stage 0 the engine clips but does not report the norm
-            self._grad_norm = gradient_norm([p.grad for p in self.engine.module.parameters() if p.grad is not None])
-        if ends and self._drift is not None:
-            self._drift.before_update()
-        if ends and self._masters is not None:
-            self._masters.follow()
-        self.engine.step(**kwargs)
-        if ends and self._masters is not None:
-            self._masters.record()
-        if wants_norm and by_engine:
-            self._grad_norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32)
+            super().step(**kwargs)
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients. After an update, the engine does so automatically.
@@ -193,17 +126,13 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         Raises:
             ConfigError: ZeRO holds gradients of batches since the last update, which it would not clear.
         """
-        if self._holds and self._by_zero:
+        if self._holds and self._stage > 0:
             raise ConfigError(
                 "`zero_grad` must not be called between a backward pass and the update under DeepSpeed's ZeRO, which "
                 f"would keep the gradients ({this_rank()}). For a batch that is to change nothing, pass a loss times "
                 "0; or use strategy 'ddp' or 'fsdp'"
             )
         self.engine.optimizer.zero_grad(**kwargs)
-
-    def left_out(self, model: nn.Module) -> list[str]:
-        """Return an empty list: the engine holds other tensors, and refuses parameters that it does not train."""
-        return []
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state in canonical form. **Collective**: every rank."""
@@ -213,24 +142,31 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         """Load a state in canonical form. **Collective**: every rank."""
         self._attached_state().load_optim(state_dict)
 
-    @property
-    def engine(self) -> Any:
-        """The DeepSpeed engine.
+    def _run_backward(self, loss: Tensor, **kwargs: Any) -> None:
+        ends = self.should_sync()
+        self.engine.set_gradient_accumulation_boundary(ends)
+        loss = self._reconciled(loss, ends=ends)
+        earlier = self._summed()
+        try:
+            self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
+        except Exception:
+            if self._masters is not None:
+                self._masters.check()  # of other shapes and dtypes, DeepSpeed fails with errors of its own
+            raise
+        self._add(earlier)
+        self._went_back = self._holds = True
+        self._is_summed |= ends
+        if not ends:
+            self.engine.step()  # which counts the batch
 
-        Raises:
-            RuntimeError: there is none yet.
-        """
-        if self._engine is None:
-            raise RuntimeError(
-                "DeepSpeedOptimWrapper must be given an engine, but has none. Give it to a Runner with "
-                "strategy='deepspeed', or to DeepSpeedStrategy.prepare, and use the one that comes back"
-            )
-        return self._engine
+    def _run_step(self, **kwargs: Any) -> None:
+        self.engine.step(**kwargs)
+        if self.clip_grad is not None and self._stage > 0:
+            self._grad_norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32)
 
-    @property
-    def _by_zero(self) -> bool:
-        """Whether ZeRO holds the gradients in pieces."""
-        return bool(self.engine.zero_optimization_stage() > 0)
+    def _clip_grad(self) -> None:
+        if self._stage == 0:  # where the engine clips but does not report the norm
+            self._grad_norm = gradient_norm([p.grad for p in self._module.parameters() if p.grad is not None])
 
     def _summed(self) -> dict[int, list[Tensor]]:
         """Return the gradients that have been summed over the ranks since the last update.
@@ -240,7 +176,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         Raises:
             ConfigError: they are in CPU memory, where nothing can be added to them.
         """
-        if not self._is_summed or self.engine.zero_optimization_stage() not in (1, 2):
+        if not self._is_summed or self._stage not in (1, 2):
             return {}
         if self.engine.zero_cpu_offload():
             raise ConfigError(
@@ -266,22 +202,22 @@ class DeepSpeedOptimWrapper(OptimWrapper):
 
     def _reconciled(self, loss: Tensor, *, ends: bool) -> Tensor:
         """Return the loss, changed or checked so that ZeRO, which sums gradients by position, sums matching ones."""
-        flow, stage = self._flow, self.engine.zero_optimization_stage()
+        flow = self._flow
         assert flow is not None  # comes with the engine
         if self._reached is not None:
             self._reached.update(flow.arrivals(loss))
             if ends:
                 warn_of_unreached(flow, self._reached, self.optimizer)
                 self._reached = None
-        if stage == 2 or (stage == 1 and self.engine.zero_overlap_comm()):
+        if self._stage == 2 or (self._stage == 1 and self.engine.zero_overlap_comm()):
             flow.check_order(loss, "Use stage=1 with overlap_comm=False, or strategy 'ddp'")
-        elif stage == 1 and ends:
+        elif self._stage == 1 and ends:
             # DeepSpeed also treats a gradient that is missing on all ranks as 0.
             return flow.reach(loss, sorted(set(range(len(flow.names))) - set(flow.arrivals(loss))))
         return loss
 
     def _multiply_gradients(self, factor: float) -> None:
-        parameters = [parameter for parameter in self.engine.module.parameters() if parameter.requires_grad]
+        parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         load_engine("deepspeed.utils").safe_update_full_grad_vectorized(
             parameters, lambda gradient, _: gradient * factor
         )
@@ -310,9 +246,7 @@ def read_optim(
                 "`optimizer` must be given once, but is in the DeepSpeed config and in `optim_wrapper`. Leave out one"
             )
         return None, cfg.get("accumulative_counts"), cfg.get("clip_grad")
-    built = build_optim_wrapper(model, optim_wrapper)
-    if type(built) not in (OptimWrapper, DeepSpeedOptimWrapper):
-        raise ConfigError(_not_wanted(built))
+    built = DeepSpeedOptimWrapper.of(build_optim_wrapper(model, optim_wrapper))
     counts = cfg.get("accumulative_counts", None if built.accumulative_counts == 1 else built.accumulative_counts)
     return built.optimizer, counts, built.clip_grad
 
@@ -336,16 +270,3 @@ def warn_of_unreached(flow: GradientFlow, reached: Iterable[int], optimizer: Opt
             "weight decay and momentum" if decays else "momentum",
             ", give them decay_mult=0 by paramwise_cfg" if decays else "",
         )  # fmt: skip
-
-
-def _not_wanted(built: OptimWrapper) -> str:
-    if isinstance(built, OptimWrapperDict):
-        return (
-            "`optim_wrapper` must have one optimizer under DeepSpeed, whose engine drives a single one, but has those "
-            f"of {', '.join(built)}. Use strategy 'ddp' with MMSeparateDistributedDataParallel, or 'fsdp'"
-        )
-    return (
-        f"`optim_wrapper` must be an OptimWrapper or a DeepSpeedOptimWrapper under DeepSpeed, but is of type "
-        f"{type(built).__name__}. For mixed precision give the strategy bf16=True, fp16=True or "
-        "torch_autocast=dict(enabled=True, dtype='bfloat16')"
-    )

@@ -22,7 +22,8 @@ from lockstep.strategy.deepspeed.optim import DeepSpeedOptimWrapper, read_optim
 from lockstep.strategy.deepspeed.state import DeepSpeedState
 from lockstep.strategy.engine_parameters import check_kinds, leave_out_frozen, refuse_lbfgs, updates_elementwise
 from lockstep.strategy.engine_strategy import EngineStrategy, require_plain
-from lockstep.strategy.own_steps import cast_inputs, cast_parts
+from lockstep.strategy.engine_wrappers import cast_inputs_and_parts
+from lockstep.strategy.optim_state import names_by_group
 
 _UNTESTED = "zero_allow_untested_optimizer"
 
@@ -112,7 +113,7 @@ class DeepSpeedStrategy(EngineStrategy):
             config[config_rules.ACCUMULATION],
             {"max_norm": clipping} if clipping else None,
         )
-        wrapper.attach(engine, state)
+        wrapper.attach_engine(engine, state)
         return MMDeepSpeedEngineWrapper(model=engine, inputs_to_half=self._inputs_to_half), wrapper
 
     def _unwrapped(self, model: nn.Module) -> nn.Module:
@@ -135,8 +136,7 @@ class DeepSpeedStrategy(EngineStrategy):
         if config_rules.stage_of(config) < 3:
             dtype = config_rules.model_dtype(config)
             model.to(dtype)
-            cast_inputs(model, dtype, self._inputs_to_half)
-            cast_parts(model, dtype)
+            cast_inputs_and_parts(model, dtype, self._inputs_to_half)
             config = {key: value for key, value in config.items() if key not in ("fp16", "bf16")}
             config["zero_optimization"] = {"stage": 0}
         engine = start_engine(model, None, config)
@@ -157,13 +157,12 @@ def _names_by_group(model: nn.Module, optimizer: Optimizer | None) -> list[list[
     if optimizer is None:  # DeepSpeed builds its own over all parameters
         return [[name for parameter, name in names.items() if parameter.requires_grad]]
     leave_out_frozen(optimizer)
-    groups = [group["params"] for group in optimizer.param_groups]
-    if any(parameter not in names for group in groups for parameter in group) or optimizer.state:
+    if optimizer.state:
         raise ConfigError(
-            f"`optimizer` must be new and made for parameters of the model, but {type(optimizer).__name__} "
-            "has others or a state already. Give its config instead, as in dict(type='AdamW', lr=1e-3)"
+            f"`optimizer` must be new, but {type(optimizer).__name__} has a state already. Give its config instead, as "
+            "in dict(type='AdamW', lr=1e-3)"
         )
-    return [[names[parameter] for parameter in group] for group in groups]
+    return names_by_group(optimizer, names)
 
 
 def _with_optimizer_rules(config: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:

@@ -1,0 +1,129 @@
+"""`MMSeparateDistributedDataParallel`: a DDP around each part of a model, as a GAN needs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.model.autograd_graph import on_backward
+from lockstep.model.ddp import MMDistributedDataParallel
+from lockstep.model.parts import callable_children
+from lockstep.model.wrapper import ModelWrapper, all_entered
+from lockstep.model.written import OWN_STEP, DriftCheck
+from lockstep.registry import MODEL_WRAPPERS
+
+
+@MODEL_WRAPPERS.register_module()
+class MMSeparateDistributedDataParallel(ModelWrapper):
+    """Wrap each child that has trainable parameters in its own DDP.
+
+    With one DDP around a whole GAN, the generator's step waits for gradients of the discriminator, unless DDP searches
+    the graph in every step (`find_unused_parameters`). With a DDP around each of the two, each waits only for its own
+    gradients. The module's `train_step` runs unchanged; its children are now DDPs (their own attributes are in
+    `.module`).
+
+    Containers without a `forward`, such as `ModuleList`, are not wrapped; their children are.
+
+    Args:
+        module: the model. Each trainable parameter must belong to exactly one child.
+        device_ids: as for DDP; ignored on the CPU.
+        output_device: as for DDP; ignored on the CPU.
+        broadcast_buffers: send rank 0's buffers to the others in each forward pass of training.
+        find_unused_parameters: search the graph of each child's outputs for parameters that get no gradient.
+        **kwargs: further arguments of `MMDistributedDataParallel`, for every child.
+
+    **Collective**: every rank; the parameters of rank 0 are sent to the others.
+
+    Raises:
+        ValueError: a trainable parameter belongs to no child, or to two of them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        broadcast_buffers: bool = False,
+        find_unused_parameters: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        _check_ownership(module)
+        kwargs |= {"device_ids": device_ids, "output_device": output_device}
+        kwargs |= {"broadcast_buffers": broadcast_buffers, "find_unused_parameters": find_unused_parameters}
+        device = _device_of(module, device_ids)
+        self._parallel: list[MMDistributedDataParallel] = []
+        for parent, name, child in callable_children(module):
+            child.to(device)
+            if any(parameter.requires_grad for parameter in child.parameters()):
+                wrapped = MMDistributedDataParallel(child, **kwargs)
+                on_backward(wrapped, wrapped.clock.follow)  # nobody enters its `backward_context`
+                setattr(parent, name, wrapped)
+                self._parallel.append(wrapped)
+        self.module = module
+        self._drift = DriftCheck(self._replicated, kwargs.get("process_group"), OWN_STEP)
+
+    @contextmanager
+    def step_context(self, optim_wrapper: Any) -> Iterator[None]:
+        """Return the context of one step; after it, check now and then that replicas are equal; see `DriftCheck`."""
+        yield
+        self._drift.after_update()
+
+    def _replicated(self) -> list[tuple[str, nn.Parameter]]:
+        return [
+            (f"{name}.{own_name}", own)
+            for name, part in self.module.named_modules()
+            if isinstance(part, MMDistributedDataParallel)
+            for own_name, own in part.module.named_parameters()
+            if own_name not in part.parameters_to_ignore
+        ]
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let no child exchange gradients in the forward and backward passes inside."""
+        return all_entered(wrapped.no_sync() for wrapped in self._parallel)
+
+    @contextmanager
+    def evaluation_context(self) -> Iterator[None]:
+        """Let no child send its buffers."""
+        # The module calls its children's DDPs, which would send buffers even without gradients, while ranks may hold
+        # different numbers of validation batches.
+        before = [wrapped.require_forward_param_sync for wrapped in self._parallel]
+        for wrapped in self._parallel:
+            wrapped.require_forward_param_sync = False
+        try:
+            yield
+        finally:
+            for wrapped, required in zip(self._parallel, before, strict=True):
+                wrapped.require_forward_param_sync = required
+
+
+def _check_ownership(module: nn.Module) -> None:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(parameter, []).append(name)
+    owners = Counter(parameter for _, _, part in callable_children(module) for parameter in part.parameters())
+    if orphans := [known[0] for parameter, known in names.items() if not owners[parameter]]:
+        raise ValueError(
+            f"`module` must hold its trainable parameters in children that have a forward, but {type(module).__name__} "
+            f"itself has {', '.join(orphans)}, which would not be averaged over ranks. Move them into a child, or use "
+            "MMDistributedDataParallel"
+        )
+    if shared := ["=".join(known) for parameter, known in names.items() if owners[parameter] > 1]:
+        raise ValueError(
+            "`module` must hold each trainable parameter in one child, but two would both average "
+            f"{', '.join(shared)}. Use MMDistributedDataParallel"
+        )
+
+
+def _device_of(module: nn.Module, device_ids: Sequence[int | torch.device] | None) -> torch.device:
+    first = next(module.parameters(), None)
+    if first is None or first.device.type == "cpu" or not device_ids:
+        return torch.device("cpu") if first is None else first.device
+    chosen = device_ids[0]
+    return chosen if isinstance(chosen, torch.device) else torch.device(first.device.type, chosen)

@@ -1,0 +1,282 @@
+"""What both engines' wrappers share: a model whose losses the engine sees, and updates that the engine makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import ConfigError
+from lockstep.groups import this_rank
+from lockstep.model import ModelWrapper, steps
+from lockstep.model.wrapper import all_entered, forwarded
+from lockstep.model.written import DriftCheck
+from lockstep.optim import OptimWrapper
+from lockstep.strategy.engine_parameters import FrozenParamsGuard, GradientPlaceholders, MasterWeights
+from lockstep.strategy.gradient_flow import GradientFlow
+from lockstep.strategy.whole_params import WholeParams
+from lockstep.tree import tree_map
+
+_STEPS = ("train_step", "val_step", "test_step")
+_FIRST, _EVERY = 3, 50  # forward passes in which uses of parameters and writes to them are checked
+
+
+class EngineModelWrapper(ModelWrapper):
+    """A model that is called through an engine, which also sees each loss before its backward pass.
+
+    Engines prepare for a backward pass by hooks on the outputs of the model's forward pass. A training step of the
+    user's own may call parts of the model instead, so a loss passes through the engine as if the model had returned it,
+    unless the engine has seen a forward pass since the last backward pass.
+
+    Args:
+        module: the user's own module.
+        engine: calls it.
+        name: name of the engine.
+        parts: for a model that computes with parts of parameters in its own `train_step`: refuses that; None if every
+            rank has all parameters whole.
+        forward_checks: contexts for the first forward passes, and every fiftieth.
+
+    Attributes:
+        passes_each_loss: whether each loss of a step of the user's own passes through the engine.
+    """
+
+    prepares_backward = True
+    passes_each_loss = False
+    _engine: Any
+
+    def __init__(
+        self,
+        module: nn.Module,
+        engine: Any,
+        name: str,
+        *,
+        parts: WholeParams | None = None,
+        forward_checks: Iterable[AbstractContextManager[Any]] = (),
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.__dict__["_engine"] = engine  # as a submodule it would give every parameter two names
+        self._trainable = FrozenParamsGuard(module, name)
+        self._has_own_step = steps.defines_step(module, "train_step")
+        self._parts = parts if self._has_own_step else None
+        self._forward_checks, self._passes = list(forward_checks), 0
+        self._has_seen_forward = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model through the engine.
+
+        Raises:
+            ConfigError: the model uses a part of a parameter as the whole; checked in the first passes and every
+                fiftieth.
+        """
+        self._has_seen_forward |= torch.is_grad_enabled()
+        is_checked = self._passes < _FIRST or self._passes % _EVERY == 0
+        self._passes += 1
+        with self.engine_context(), all_entered(self._forward_checks if is_checked else ()):
+            return self._engine(*args, **kwargs)
+
+    @contextmanager
+    def step_context(self, optim_wrapper: Any) -> Iterator[None]:
+        """Return the context of one training step.
+
+        Raises:
+            ConfigError: the step uses a part of a parameter as the whole; or parameters have been frozen or unfrozen
+                since the model was prepared.
+            RuntimeError: at its end, if the optim wrapper has run no backward pass.
+        """
+        self._trainable.check()
+        self._has_seen_forward = False
+        before = optim_wrapper.inner_count
+        with nullcontext() if self._parts is None else self._parts:
+            yield
+        if optim_wrapper.inner_count == before:
+            raise RuntimeError(
+                f"`train_step` of {type(self.module).__name__} must run its backward pass by "
+                "`optim_wrapper.update_params(loss)` or `optim_wrapper.backward(loss)`, but has done "
+                f"neither ({this_rank()}): with this strategy `loss.backward()` and `optimizer.step()` train "
+                "nothing. For a batch that is to change nothing, pass a loss times 0"
+            )
+
+    def engine_context(self) -> AbstractContextManager[Any]:
+        """Return the context of the engine's own operations, which may use parts of parameters."""
+        return nullcontext() if self._parts is None else self._parts.paused()
+
+    @contextmanager
+    def backward_context(self, loss: Tensor, *, syncs: bool) -> Iterator[Tensor]:
+        """Give the loss that the engine has seen."""
+        with self.engine_context():
+            is_seen = self._has_seen_forward and not (self.passes_each_loss and self._has_own_step)
+            self._has_seen_forward = False
+            yield loss if is_seen else self._returned_by_engine(loss)
+
+    def _returned_by_engine(self, loss: Tensor) -> Tensor:
+        """Return the loss as the engine returns it if the model returns it."""
+        with forwarded(self.module, lambda: loss):
+            returned: Tensor = self._engine().clone()  # the engine's hooks belong to this output only
+        return returned
+
+
+class EngineOptimWrapper(OptimWrapper):
+    """An optim wrapper whose backward passes and updates are made by an engine.
+
+    The order of an update is that of `OptimWrapper`. A subclass fills in what its engine does: `_run_backward`,
+    `_run_step`, `zero_grad`, `_clip_grad` and `_multiply_gradients`.
+
+    Attributes:
+        engine_name: for messages.
+        half_option: what selects half precision, for messages.
+    """
+
+    engine_name: ClassVar[str]
+    half_option: ClassVar[str]
+
+    _engine: Any = None
+    _flow: GradientFlow | None = None  # None where the engine leaves gradients in `parameter.grad`
+    _masters: MasterWeights | None = None
+    _drift: DriftCheck | None = None
+    _updates_at_once = False  # after the backward pass, without code of the user's between
+
+    def attach(
+        self,
+        engine: Any,
+        module: nn.Module,
+        *,
+        flow: GradientFlow | None,
+        masters: MasterWeights | None,
+        drift: DriftCheck | None,
+    ) -> None:
+        """Set what makes the updates.
+
+        Args:
+            engine: the engine, or its optimizer.
+            module: the user's own module.
+            flow: finds the parameters that losses reach; None if the engine leaves gradients where they are.
+            masters: the engine's master weights; None if it has none.
+            drift: compares replicas; None if ranks hold none.
+        """
+        self._engine, self._module = engine, module
+        self._placeholders = GradientPlaceholders(self.engine_name)
+        self._flow, self._masters, self._drift = flow, masters, drift
+
+    @classmethod
+    def of(cls, wrapper: OptimWrapper) -> Self:
+        """Return a wrapper of this class with the optimizer and the settings of another wrapper, or that one.
+
+        Raises:
+            ConfigError: the other one is not a plain `OptimWrapper`.
+        """
+        if isinstance(wrapper, cls):
+            return wrapper
+        if type(wrapper) is not OptimWrapper:
+            raise ConfigError(
+                f"`optim_wrapper` must be an OptimWrapper with one optimizer under {cls.engine_name}, but is of type "
+                f"{type(wrapper).__name__}. For half precision give {cls.half_option}; for several optimizers use "
+                "strategy 'ddp' or 'fsdp'"
+            )
+        return cls(wrapper.optimizer, wrapper.accumulative_counts, wrapper.clip_grad)
+
+    def update_params(
+        self, loss: Tensor, step_kwargs: Mapping[str, Any] | None = None, zero_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Run the backward pass; at the end of a window update the parameters and clear the gradients."""
+        self._updates_at_once = True
+        try:
+            super().update_params(loss, step_kwargs, zero_kwargs)
+        finally:
+            self._updates_at_once = False
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Add the gradients of a scaled loss, and count the batch.
+
+        **Collective**: every rank, whenever gradients are sent.
+
+        Raises:
+            ConfigError: the engine would add up gradients of different parameters; or the gradients of an earlier pass
+                were changed.
+        """
+        _ = self.engine
+        self._placeholders.release()
+        reached = [] if self._updates_at_once or self._flow is None else self._flow.reached(loss)
+        super().backward(loss, **kwargs)
+        self._placeholders.hold(reached)
+
+    def step(self, **kwargs: Any) -> None:
+        """Clip the gradients, then let the engine update the parameters.
+
+        Raises:
+            ConfigError: the gradients were changed.
+            DivergenceError: on every rank with the same part of the model, if ranks have written other values into it.
+        """
+        _ = self.engine
+        with self._model.engine_context() if isinstance(self._model, EngineModelWrapper) else nullcontext():
+            self._placeholders.release()
+            self._even_out()
+            if self.clip_grad is not None:
+                self._clip_grad()
+            if self._drift is not None:
+                self._drift.before_update()
+            if self._masters is not None:
+                self._masters.follow()
+            self._run_step(**kwargs)
+            if self._masters is not None:
+                self._masters.record()
+
+    @property
+    def engine(self) -> Any:
+        """The engine, or its optimizer.
+
+        Raises:
+            RuntimeError: there is none yet.
+        """
+        if self._engine is None:
+            raise RuntimeError(
+                f"{type(self).__name__} must be given an engine, but has none. Give it to a Runner, or to `prepare` of "
+                "the strategy, and use the one that comes back"
+            )
+        return self._engine
+
+    def left_out(self, model: nn.Module) -> list[str]:
+        """Return an empty list: the engine holds other tensors, and refuses parameters that it does not train."""
+        return []
+
+    def _run_step(self, **kwargs: Any) -> None:
+        """Let the engine update the parameters, and read the norm of the gradients if it clips them."""
+        raise NotImplementedError
+
+
+def cast_inputs_and_parts(core: nn.Module, dtype: torch.dtype, which: Iterable[int | str] | None = None) -> None:
+    """Convert floating-point inputs of a model to `dtype` before each forward pass, unless `dtype` is float32.
+
+    If the model has steps of its own, so are all inputs of its parts: such steps may call parts directly.
+
+    Args:
+        core: the user's own module.
+        dtype: the dtype that it computes in.
+        which: the inputs of the model to convert, by position or by name; None for all.
+    """
+    if dtype == torch.float32:
+        return
+    _cast_inputs(core, dtype, which)
+    if any(steps.defines_step(core, name) for name in _STEPS):
+        for part in core.modules():
+            own = list(part.parameters(recurse=False))
+            if part is not core and own and all(parameter.dtype == dtype for parameter in own):
+                _cast_inputs(part, dtype, None)
+
+
+def _cast_inputs(module: nn.Module, dtype: torch.dtype, which: Iterable[int | str] | None) -> None:
+    chosen = None if which is None else frozenset(which)
+
+    def cast(key: int | str, value: Any) -> Any:
+        return tree_map(to_dtype, value) if chosen is None or key in chosen else value
+
+    def to_dtype(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(map(cast, range(len(args)), args)), {key: cast(key, value) for key, value in kwargs.items()}
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
