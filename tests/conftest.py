@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -23,6 +24,12 @@ settings.load_profile("lockstep")
 
 # pytest changes its own between the phases of a test, torch and scikit-learn set theirs when they are first imported.
 _SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "TRITON_", "KMP_")
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector all that lives as long as the session: torch, and thousands of tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from dataclasses import asdict
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.config import Config, ConfigDict, ResolvedConfig
@@ -69,6 +69,7 @@ keys = st.text(min_size=1).filter(
 )
 
 
+@settings(max_examples=40)
 @given(st.dictionaries(keys, plain))
 def test_the_source_of_a_config_gives_an_equal_config(values):
     cfg = Config(values)

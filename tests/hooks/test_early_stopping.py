@@ -25,7 +25,7 @@ def epochs_until_it_stops(work_dir: Path, values: list[float], name: str = "accu
     return runner.epoch
 
 
-@ranks(1, 2)
+@ranks(2)
 @pytest.mark.parametrize(
     ("values", "options", "epochs"),
     [

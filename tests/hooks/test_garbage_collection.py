@@ -45,6 +45,7 @@ def thawed() -> Iterator[None]:
     gc.unfreeze()
     yield
     assert gc.get_freeze_count() == 0
+    gc.freeze()  # as tests/conftest.py has it
 
 
 @pytest.fixture(params=[True, False], ids=["automatic", "manual"])

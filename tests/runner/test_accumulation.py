@@ -20,7 +20,7 @@ from lockstep.testing import ranks
 
 BATCH = 4
 X = torch.randn(7 * BATCH, 3, generator=torch.Generator().manual_seed(2))
-STRATEGIES = ["single", "ddp", "fsdp"]
+STRATEGIES = ["single", "fsdp"]  # on two ranks, the first is DDP
 
 
 def loader(iterations: int) -> DataLoader[Any]:

@@ -301,13 +301,17 @@ PENALTIES = {
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"reshard_after_forward": False}, {"find_unused_parameters": True}],
-    ids=["default", "kept", "find_unused"],
+    ("options", "loss", "counts"),
+    [
+        ({}, "with the outputs", 1),
+        ({}, "alone", 2),
+        ({"reshard_after_forward": False}, "with the outputs", 2),
+        ({"reshard_after_forward": False}, "alone", 1),
+        ({"find_unused_parameters": True}, "with the outputs", 1),
+        ({"find_unused_parameters": True}, "alone", 2),
+    ],
 )
-@pytest.mark.parametrize("loss", PENALTIES)
-@pytest.mark.parametrize("counts", [1, 2])
-@ranks(1, 2)
+@ranks(2)
 def test_a_penalty_on_gradients_under_fsdp_trains_as_in_a_plain_loop(tmp_path, options, loss, counts):
     def penalized(model: nn.Module, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()

@@ -85,14 +85,14 @@ def train_by_hand(
 
 
 def train_by_strategy(
-    strategy: Any, counts: int = 1, clip: bool = False, make: Callable[[], nn.Module] = Transformer
+    strategy: Any, counts: int = 1, clip: bool = False, make: Callable[[], nn.Module] = Transformer, steps: int = STEPS
 ) -> tuple[list[float], list[float]]:
-    """Return the losses and gradient norms of a strategy's model and optim wrapper."""
+    """Return the losses and gradient norms of a strategy's model and optim wrapper, in the first `steps` steps."""
     model, optim_wrapper = strategy.prepare(seeded(make), optim_config(counts, clip))
-    optim_wrapper.initialize_count_status(model, 0, STEPS * counts)
+    optim_wrapper.initialize_count_status(model, 0, steps * counts)
     step = getattr(model, "train_step", partial(train_step, model))
     losses, norms = [], []
-    for batch in own_batches(counts, strategy.data_shard):
+    for batch in own_batches(counts, strategy.data_shard)[: steps * counts]:
         losses.append(step(batch, optim_wrapper)["loss"].item())
         if optim_wrapper.grad_norm is not None and optim_wrapper.inner_count % counts == 0:
             norms.append(optim_wrapper.grad_norm.item())

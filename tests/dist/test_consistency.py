@@ -87,7 +87,7 @@ def test_every_rank_learns_what_each_called() -> None:
             with pytest.raises(CollectiveMismatchError) as raised:
                 CALLS[called[get_rank()]]()
             table = "\n".join(
-                rf"  {who}: {re.escape(call)} at \S*test_guard\.py:\d+"
+                rf"  {who}: {re.escape(call)} at \S*test_consistency\.py:\d+"
                 for who, call in (("rank 0", first), (OTHERS[get_world_size()], others))
             )
             assert re.search(rf"their call \d+ differs:\n{table}$", str(raised.value))
