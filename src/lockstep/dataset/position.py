@@ -302,7 +302,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
     if isinstance(seeds := getattr(loader, "generator", None), WorkerSeeds):
         seeds.set_epoch(epoch)
     if _set_epoch_of(getattr(loader, "dataset", None), epoch) and not isinstance(loader, StreamLoader):
-        _end_workers(loader)
+        end_workers(loader)
     batch_sampler = getattr(loader, "batch_sampler", None)
     for sampler in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
         if sampler is not None and hasattr(sampler, "set_epoch"):
@@ -453,7 +453,8 @@ def _set_epoch_of(dataset: Any, epoch: int) -> bool:
     return any(found)
 
 
-def _end_workers(loader: Any) -> None:
+def end_workers(loader: Any) -> None:
+    """End the workers of a loader that keeps them from pass to pass; the next pass starts others."""
     iterator = getattr(loader, "_iterator", None)  # torch ends them in no public way (2.13)
     if iterator is not None:
         end = getattr(iterator, "_shutdown_workers", None)

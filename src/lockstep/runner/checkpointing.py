@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from lockstep.checkpoint import BackgroundSaver, save_state
@@ -168,11 +168,12 @@ class Saving:
         file, has_ended = self._run.work_dir / SAVE_FILE, threading.Event()
 
         def look() -> None:
+            asked = None  # until it is removed, the same file asks once
             while not has_ended.wait(_SECONDS_TO_LOOK):
-                if os.path.exists(file):
+                found = _identity_of(file)
+                if found is not None and found != asked:
                     agreement.ask(Request("save", str(file)))
-                    while not has_ended.wait(_SECONDS_TO_LOOK) and os.path.exists(file):
-                        pass
+                asked = found
 
         thread = threading.Thread(target=look, name="lockstep-save-now", daemon=True)
         thread.start()
@@ -252,3 +253,12 @@ def _root_of(run: Any, directory: Location) -> Location:
         work_dir: Location = run.work_dir
         return work_dir
     return directory.parent.parent if directory.parent.name == run.run_dir.name else directory.parent
+
+
+def _identity_of(file: Path) -> tuple[int, int] | None:
+    """Return what tells a file from another one of its name; None if it is not there."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns

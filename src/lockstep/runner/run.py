@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field
@@ -23,6 +24,7 @@ from torch import nn
 
 from lockstep.checkpoint.loading import Stored
 from lockstep.dataset import DataShard, Position
+from lockstep.dataset.position import end_workers
 from lockstep.device import get_device
 from lockstep.dist import infer_launcher
 from lockstep.errors import ConfigError
@@ -311,10 +313,20 @@ class Run(Workspace):
         return Prefetch(device) if self.args.prefetch_to_device and device.type != "cpu" else lambda batch: batch
 
     def close(self) -> None:
-        """Close the hooks, the visualizers and the records."""
+        """Close the hooks, the visualizers, the records, and the data loaders, which end the workers that they keep.
+
+        After an error these may hang; they are ended with the process then.
+        """
         self.hooks.close()
         self.visualizer.close()
         super().close()
+        if sys.exception() is None:
+            for loader in self._dataloaders():
+                if getattr(loader, "persistent_workers", False):  # as garbage, they would take 10 s each (torch 2.13)
+                    end_workers(loader)
+
+    def _dataloaders(self) -> list[Any]:
+        return [loop.dataloader for loop in (self.val_loop, self.test_loop) if loop is not None]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -368,6 +380,9 @@ class TrainRun(Run):
     def max_iters(self) -> int:
         """Length of the training in iterations."""
         return self.train_loop.max_iters
+
+    def _dataloaders(self) -> list[Any]:
+        return [self.train_dataloader, *super()._dataloaders()]
 
     def set_optimizer_mode(self, *, training: bool) -> None:
         """Let the model have the weights that its optimizer trains, or those that it evaluates and saves."""
