@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,10 +25,12 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.dist import all_reduce
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, DistError
 from lockstep.model.parts import owners_of_parameters
 from lockstep.model.tensor_parallel_plan import check_layer, read_plan, split_layer, split_of
 from lockstep.tree import tree_leaves
+
+_logger = logging.getLogger("lockstep.model")
 
 
 class TensorParallel:
@@ -208,10 +211,10 @@ class PlanTrial:
             for layer, style in region.styles.items():
                 split_layer(split.get_submodule(layer), deepcopy(style), self._mesh)
             differences = _differences(whole, _TrialRun(split, region.inputs))
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, MemoryError, DistError):  # of this rank alone
             raise
         except Exception:  # a size does not fit, on any rank, which the module itself says
-            pass
+            _logger.debug("the trial of `%s` has failed", region.name, exc_info=True)
         all_reduce(differences, "max", self._mesh)
         self._refuse_differences(region, whole.module, differences.tolist())
 
