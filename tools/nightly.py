@@ -80,7 +80,8 @@ def _last_word(lines: list[str]) -> str:
         match[1] for line in lines if (match := re.fullmatch(r"=+ (.*\b(?:passed|failed|error)\b.*) in .*=+", line))
     ]
     last = next((line for line in reversed(lines) if line and not line.startswith("make")), "no output")
-    return re.sub(r"\x1b\[[0-9;]*m", "", "; ".join(closing) or last[:120]).replace("|", "\\|")
+    text = "; ".join(closing) or last.replace(f"{ROOT}{os.sep}", "")[:120]
+    return re.sub(r"\x1b\[[0-9;]*m", "", text).replace("|", "\\|")
 
 
 def _commit() -> str:

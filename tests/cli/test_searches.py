@@ -134,13 +134,13 @@ def test_memory_that_is_really_not_there(lockstep, limited):
         (6, "fits"),
         (7, "out of memory"),
     ]
-    assert "can't allocate memory" in found["trials"][2]["told"]
+    assert "can't allocate memory" in found["trials"][2]["message"]
 
 
 def test_a_rank_that_the_system_ends(lockstep, limited):
     code = lockstep("find-batch-size", "line.py", "model.type=limited.Killed")[0]
     assert (code, the_search(limited)["batch_size"]) == (0, 2)
-    assert "ended by SIGKILL" in the_search(limited)["trials"][1]["told"]
+    assert "ended by SIGKILL" in the_search(limited)["trials"][1]["message"]
 
 
 def test_other_errors_end_the_search(lockstep, limited):

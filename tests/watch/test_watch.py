@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as torch_dist
 
-from lockstep.dist import all_gather, all_reduce, barrier, gather, get_rank, init_dist
+from lockstep.dist import all_gather, all_reduce, barrier, destroy_dist, gather, get_rank, init_dist
 from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, DistError
 from lockstep.groups import resolve
 from lockstep.testing import ranks
@@ -94,6 +96,34 @@ def test_who_is_late_for_a_call_on_a_device_is_named_at_the_timeout() -> None:
         rf"{late} \(rank \d of 3\):\n  rank 1: last call 2, barrier\(\) at {HERE}(.|\n)* now in\n", str(caught.value)
     )
     assert caught.value.failed_ranks == (1,)
+
+
+@ranks(2, fresh=True)
+def test_a_call_that_has_raised_at_its_timeout_is_not_compared_any_more(tmp_path: Path) -> None:
+    init_dist("pytorch", timeout=1)
+    if get_rank() == 1:
+        while not (tmp_path / "raised").exists():
+            time.sleep(0.01)
+        destroy_dist()  # this one has made fewer calls, which is no news: the other one has its error
+        return
+    watch, has_looked = current_watch(), threading.Event()
+    assert watch is not None
+    look = watch.absent_in_time
+
+    def look_late(*arguments: Any, **options: Any) -> Any:
+        is_late = threading.current_thread().name == "lockstep-watch"
+        while is_late and not watch.board.last_states([1]):
+            time.sleep(0.01)
+        found = look(*arguments, **options)
+        if is_late:
+            has_looked.set()
+        return found
+
+    pytest.MonkeyPatch().setattr(watch, "absent_in_time", look_late)  # the watch ends with the group
+    raised(lambda: all_reduce(ones()), CollectiveTimeoutError)
+    (tmp_path / "raised").touch()
+    has_looked.wait(10)
+    assert resolve().calls.failure is None
 
 
 @ranks(2, fresh=True)

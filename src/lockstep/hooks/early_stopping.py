@@ -54,7 +54,7 @@ class EarlyStoppingHook(Hook):
         self.rule = self.rule or rule_of(self.monitor)
         self.best: float | None = None
         self.wait_count = 0
-        self._is_told = False
+        self._has_warned = False
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Compare the metric with the best one so far."""
@@ -64,9 +64,9 @@ class EarlyStoppingHook(Hook):
             known = f"`monitor` must be one of the metrics {', '.join(metrics or {})}, but is {self.monitor!r}"
             if self.strict:
                 raise ConfigError(f"{known}. Give strict=False to pass over validations without it")
-            if not self._is_told:
+            if not self._has_warned:
                 runner.logger.warning("EarlyStoppingHook does nothing: %s", known)
-            self._is_told = True
+            self._has_warned = True
             return
         reason = self._reason_to_stop(float((metrics or {})[self.monitor]))
         if reason is not None:

@@ -221,10 +221,11 @@ class Watch:
             return
         name, seconds = comm.group_name, time.monotonic() - since
         if self._is_overdue(comm, seconds):
-            absent = self.absent_in_time(comm, calls, number)
+            absent = self.absent_in_time(comm, calls, number, is_unfinished=True)
             detail = f"It has not ended for {seconds:.0f} s."
             error = absence(comm, absent, detail, number=number, is_cut_off=self.is_cut_off)
-            self._fail(comm, calls, error)
+            if calls.unfinished()[0] == number:  # the main thread may have raised the backend's error meanwhile
+                self._fail(comm, calls, error)
         if self.is_cut_off:
             return
         begun, look, beat = self._waits.get(name, (0.0, 0.0, 0.0))
@@ -360,10 +361,10 @@ class Watch:
 
     # Calls that do not end.
 
-    def absent_in_time(self, comm: Comm, calls: Calls, number: int) -> list[Absent]:
+    def absent_in_time(self, comm: Comm, calls: Calls, number: int, *, is_unfinished: bool = False) -> list[Absent]:
         """Return what `find_absent` does for a call that has failed, or what the system knows, if the store is silent.
 
-        Where the network is gone, it is silent for a quarter of an hour.
+        Where the network is gone, it is silent for a quarter of an hour. The arguments are those of `find_absent`.
         """
         self.looks_for_others = True
         found: list[Absent] = []
@@ -371,7 +372,7 @@ class Watch:
         def find() -> None:
             let_graphs_be_captured()
             with suppress(Exception):  # the store may be gone
-                found.extend(self.find_absent(comm, calls, number, has_failed=True))
+                found.extend(self.find_absent(comm, calls, number, has_failed=True, is_unfinished=is_unfinished))
 
         if not self.is_cut_off:
             finding = threading.Thread(target=find, name="lockstep-find-absent", daemon=True)
@@ -382,17 +383,26 @@ class Watch:
             self._cut_off()
         return what_is_known([x for x in comm.ranks if self.board.process(x) == "gone"], comm, {}, self.board)
 
-    def find_absent(self, comm: Comm, calls: Calls, number: int, *, has_failed: bool = False) -> list[Absent]:
+    def find_absent(
+        self, comm: Comm, calls: Calls, number: int, *, has_failed: bool = False, is_unfinished: bool = True
+    ) -> list[Absent]:
         """Return which ranks of a group have not made a call that this rank has made, and what they do.
 
         Where the call can never end, because the ranks have made different ones, or wait for each other, the group
         fails; unless the call has failed by itself, also where a rank is gone.
+
+        Args:
+            comm: the group.
+            calls: its record on this rank.
+            number: that of the call.
+            has_failed: its time is over, or the backend has raised an error.
+            is_unfinished: this rank is still in the call. If it leaves it meanwhile, nobody is absent.
         """
         states = self.board.ask(comm.ranks)
         if has_failed and self.is_cut_off:
             return []  # nobody waits for this any longer
         self.hear()
-        if calls.failure is not None or not (has_failed or calls.unfinished()[0] == number):
+        if calls.failure is not None or (is_unfinished and calls.unfinished()[0] != number):
             return []
         others = {rank: states[rank] for rank in comm.ranks if rank != self.rank}
         records = {comm.ranks[rank]: record for rank, record in records_of(comm, states).items()}

@@ -43,11 +43,17 @@ def stack_batch(tensor_list: Sequence[Tensor], pad_size_divisor: int = 1, pad_va
         torch.Size([2, 3, 4, 8])
     """
     if not isinstance(tensor_list, list) or not tensor_list:
-        raise AssertionError(f"`tensor_list` must be a list of at least one tensor, but is {_told(tensor_list)}")
+        raise AssertionError(
+            f"`tensor_list` must be a list of at least one tensor, but is {_shapes_in_words(tensor_list)}"
+        )
     if len({tensor.ndim for tensor in tensor_list}) > 1:
-        raise AssertionError(f"`tensor_list` must hold tensors of equally many dims, but holds {_told(tensor_list)}")
+        raise AssertionError(
+            f"`tensor_list` must hold tensors of equally many dims, but holds {_shapes_in_words(tensor_list)}"
+        )
     if len({tensor.shape[0] for tensor in tensor_list}) > 1:
-        raise RuntimeError(f"`tensor_list` must hold tensors of equally many channels, but holds {_told(tensor_list)}")
+        raise RuntimeError(
+            f"`tensor_list` must hold tensors of equally many channels, but holds {_shapes_in_words(tensor_list)}"
+        )
     first = tensor_list[0]
     greatest = (max(tensor.shape[dim] for tensor in tensor_list) for dim in range(1, first.ndim))
     sizes = [-(-size // pad_size_divisor) * pad_size_divisor for size in greatest]
@@ -80,7 +86,7 @@ def detect_anomalous_params(loss: Tensor, model: nn.Module) -> None:
             )
 
 
-def _told(tensors: Any) -> str:
+def _shapes_in_words(tensors: Any) -> str:
     if not isinstance(tensors, list):
         return f"of {type(tensors).__name__}"
     return f"[{', '.join(str(tuple(tensor.shape)) for tensor in tensors)}]"

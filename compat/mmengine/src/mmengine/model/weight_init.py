@@ -173,7 +173,7 @@ class BaseInit:
         TypeError: an argument has a wrong type.
     """
 
-    _told: tuple[str, ...] = ()
+    _shown: tuple[str, ...] = ()
 
     def __init__(
         self, *, bias: float = 0, bias_prob: float | None = None, layer: str | list[str] | None = None
@@ -204,7 +204,7 @@ class BaseInit:
         _tell(module, self._get_init_info())
 
     def _get_init_info(self) -> str:
-        values = ", ".join(f"{name}={getattr(self, name)}" for name in (*self._told, "bias"))
+        values = ", ".join(f"{name}={getattr(self, name)}" for name in (*self._shown, "bias"))
         return f"{type(self).__name__}: {values}"
 
 
@@ -212,7 +212,7 @@ class BaseInit:
 class ConstantInit(BaseInit):
     """Set weights to `val`; see `constant_init` and, for the other arguments, `BaseInit`."""
 
-    _told = ("val",)
+    _shown = ("val",)
 
     def __init__(self, val: float, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -227,7 +227,7 @@ class ConstantInit(BaseInit):
 class XavierInit(BaseInit):
     """Draw weights by Glorot's rule; see `xavier_init` and, for the other arguments, `BaseInit`."""
 
-    _told = ("gain", "distribution")
+    _shown = ("gain", "distribution")
 
     def __init__(self, gain: float = 1, distribution: str = "normal", **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -243,7 +243,7 @@ class XavierInit(BaseInit):
 class NormalInit(BaseInit):
     """Draw weights from a normal distribution; for the other arguments see `BaseInit`."""
 
-    _told = ("mean", "std")
+    _shown = ("mean", "std")
 
     def __init__(self, mean: float = 0, std: float = 1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -259,7 +259,7 @@ class NormalInit(BaseInit):
 class TruncNormalInit(BaseInit):
     """Draw weights from a normal distribution cut off at `a` and `b`; for the other arguments see `BaseInit`."""
 
-    _told = ("a", "b", "mean", "std")
+    _shown = ("a", "b", "mean", "std")
 
     def __init__(self, mean: float = 0, std: float = 1, a: float = -2, b: float = 2, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -277,7 +277,7 @@ class TruncNormalInit(BaseInit):
 class UniformInit(BaseInit):
     """Draw weights uniformly from `a` to `b`; for the other arguments see `BaseInit`."""
 
-    _told = ("a", "b")
+    _shown = ("a", "b")
 
     def __init__(self, a: float = 0, b: float = 1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -293,7 +293,7 @@ class UniformInit(BaseInit):
 class KaimingInit(BaseInit):
     """Draw weights by He's rule; see `kaiming_init` and, for the other arguments, `BaseInit`."""
 
-    _told = ("a", "mode", "nonlinearity", "distribution")
+    _shown = ("a", "mode", "nonlinearity", "distribution")
 
     def __init__(
         self,

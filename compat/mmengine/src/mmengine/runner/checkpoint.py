@@ -100,14 +100,12 @@ def _read(file: Any, map_location: Any) -> Any:
     if not isinstance(file, str | Path):
         file.seek(0)
     known = _known()
-    strangers = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - known.keys() if is_zip else set()
+    unknown = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - known.keys() if is_zip else set()
     if not isinstance(file, str | Path):
         file.seek(0)
-    if strangers:
-        print_log(
-            f"objects of {', '.join(sorted(strangers))} in the checkpoint are left out", "current", logging.WARNING
-        )
-    safe: list[Any] = [*((entry, name) for name, entry in known.items()), *((Unread, name) for name in strangers)]
+    if unknown:
+        print_log(f"objects of {', '.join(sorted(unknown))} in the checkpoint are left out", "current", logging.WARNING)
+    safe: list[Any] = [*((entry, name) for name, entry in known.items()), *((Unread, name) for name in unknown)]
     with torch.serialization.safe_globals([*safe, *_dtypes()]):
         return torch.load(file, map_location=map_location, weights_only=True)
 
