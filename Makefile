@@ -5,6 +5,9 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 INSTALL := -m pip install --quiet --constraint constraints.txt
 
+# Tests start hundreds of processes: without Python's bytecode beside the source, each would compile it again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # SLICE=1 runs the few tests or cells of a long word that .ci/slices.mk names.
 include .ci/slices.mk
 

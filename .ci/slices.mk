@@ -42,7 +42,9 @@ SLICE_JOBS := tests/benchmarks/test_benchmarks.py tests/launch/test_ledger.py \
 	tests/cli/test_searches.py::test_two_ranks_search_a_rate_together \
 	tests/examples/test_examples.py::test_a_hook_and_a_metric_of_ones_own \
 	tests/runner/test_preemption.py::test_a_signal_to_one_rank_stops_all_after_the_same_iteration \
-	tests/runner/test_preemption.py::test_a_session_stops_and_goes_on
+	tests/runner/test_preemption.py::test_a_session_stops_and_goes_on \
+	tests/runner/test_failing_ranks.py::test_a_job_that_fails_says_why_and_ends \
+	tests/runner/test_data_workers.py::test_a_rank_whose_worker_fails_in_a_validation_ends_by_itself
 
 # Of each place in which a rank may fail, one way; calls that differ; who is named; ranks that go apart or are slow.
 SLICE_FAULTS := "tests/faults/test_blame.py::test_errors_and_exits_in_a_collective[raises in all_reduce-2]" \

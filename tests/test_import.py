@@ -76,33 +76,40 @@ DEVICES = {"cast_data_device", "get_comm_device", "get_data_device", "get_device
 AGREEMENT = {"CollectiveMismatchError", "CollectiveTimeoutError", "PeerError", "check_collectives"}
 
 
-def modules_after(statement: str) -> set[str]:
-    """Return the modules that a fresh interpreter has imported after a statement."""
-    script = f"{statement}\nimport sys\nprint(*sys.modules)"
+STATEMENTS = (
+    "pass", "import lockstep", "import lockstep.dist",
+    "import lockstep.runner, lockstep.hooks, lockstep.optim, lockstep.evaluator",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def modules() -> list[set[str]]:
+    """The modules that a fresh interpreter has imported after each of the statements."""
+    script = "import sys\n" + "".join(f"{statement}\nprint(*sys.modules)\n" for statement in STATEMENTS)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
+    return [set(line.split()) for line in done.stdout.splitlines()]
 
 
-def imported_by(statement: str) -> set[str]:
-    """Return the packages that a fresh interpreter has imported after a statement."""
-    return {name.partition(".")[0] for name in modules_after(statement)}
+def packages(modules: set[str]) -> set[str]:
+    return {name.partition(".")[0] for name in modules}
 
 
-def test_importing_lockstep_imports_neither_torch_nor_anything_else_from_outside() -> None:
-    added = imported_by("import lockstep") - imported_by("pass")
+def test_importing_lockstep_imports_neither_torch_nor_anything_else_from_outside(modules: list[set[str]]) -> None:
+    added = packages(modules[1]) - packages(modules[0])
     assert "lockstep" in added
     assert added <= {"lockstep", *sys.stdlib_module_names}
 
 
-def test_importing_dist_imports_no_package_that_only_some_need() -> None:
-    imported = imported_by("import lockstep.dist")
+def test_importing_dist_imports_no_package_that_only_some_need(modules: list[set[str]]) -> None:
+    imported = packages(modules[2])
     assert "torch" in imported
     assert imported & {"typer", "rich", "yaml", "sklearn", "deepspeed", "colossalai", "pytest"} == set()
 
 
-def test_importing_the_runner_and_the_hooks_does_not_import_what_only_sharded_models_need() -> None:
-    imported = modules_after("import lockstep.runner, lockstep.hooks, lockstep.optim, lockstep.evaluator")
-    assert imported & {"torch.distributed.tensor", "torch.distributed.fsdp"} == set()
+def test_importing_the_runner_and_the_hooks_does_not_import_what_only_sharded_models_need(
+    modules: list[set[str]],
+) -> None:
+    assert modules[3] & {"torch.distributed.tensor", "torch.distributed.fsdp"} == set()
 
 
 @pytest.mark.parametrize("name", lockstep.__all__)

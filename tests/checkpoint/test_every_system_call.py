@@ -19,6 +19,7 @@ from lockstep.checkpoint.drafts import drafts_in
 # strace as it enters its first, second, third ... system call on files. What it enters is no more done.
 TRACED = r"""
 import json, os, signal, subprocess, sys, time
+from contextlib import suppress
 from pathlib import Path
 import torch
 from lockstep.checkpoint import remove, save_state
@@ -45,29 +46,34 @@ def work(run):
         save_state(run / ("epoch_2" if case == "replaced" else "epoch_3"), state(3), {"n": 3}, last_of=run.parent)
 
 def traced(number, *options):
-    run, log = prepare(folder / str(number)), folder / "log"
+    run, log = prepare(folder / str(number)), folder / f"{number}.log"
     child = os.fork()
     if child == 0:
         try:
-            signal.sigwait([signal.SIGUSR1])
+            # It is traced as soon as the log shows a call that the work does not make.
+            while signal.SIGUSR1 not in signal.sigpending():
+                with suppress(OSError):
+                    os.readlink("marker")
+                time.sleep(0.002)
             work(run)
         finally:
             os._exit(0)
     words = ["strace", "-qq", "-o", log, "-e", f"trace={CALLS}", "-p", str(child), *options]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as strace:
-        while "TracerPid:\t0" in Path(f"/proc/{child}/status").read_text():
+        while not log.exists() or "marker" not in log.read_text():
             if strace.poll() is not None:
                 sys.exit(strace.stderr.read())
             time.sleep(0.001)
         os.kill(child, signal.SIGUSR1)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    lines = [line.partition("(") for line in log.read_text().splitlines()]
+    lines = [line.partition("(") for line in log.read_text().splitlines() if "marker" not in line]
     return status, [name for name, _, _ in lines if name.isidentifier()]
 
 prepare(folder / "warm")
 work(folder / "warm" / "20260101_000000")
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 names = traced("whole")[1]
+assert "readlink" not in names
 for index, name in enumerate(names):
     status, seen = traced(index, "-e", f"inject={name}:signal=SIGKILL:when={names[: index + 1].count(name)}")
     assert (status, seen) == (-signal.SIGKILL, names[: index + 1]), (index, status, seen[-3:])

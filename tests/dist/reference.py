@@ -1,17 +1,19 @@
-"""What the collectives must give, computed in one process with Python's own numbers."""
+"""What the collectives must give, computed in one process with Python's own numbers; what ranks then say."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from math import prod
 from operator import and_, or_, xor
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from lockstep.dist import all_reduce, get_dist_info
+from lockstep.errors import CollectiveMismatchError, DistError
 from lockstep.groups import GroupLike
 
 OPS = ("sum", "mean", "product", "min", "max", "band", "bor", "bxor")
@@ -61,6 +63,17 @@ def assert_group_works(group: GroupLike = None) -> None:
     data = torch.tensor([1 + rank])
     all_reduce(data, group=group)
     assert data.item() == sum(range(1, size + 1))
+
+
+def ones() -> Tensor:
+    return torch.ones(2)
+
+
+def raised(call: Callable[[], object], kind: type[DistError] = CollectiveMismatchError) -> str:
+    """Return the message of the error that a call raises."""
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
 
 
 def _wrapped(value: Any, dtype: torch.dtype) -> Any:

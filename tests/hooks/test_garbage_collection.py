@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from lockstep.hooks import GarbageCollectionHook, Hook
+from lockstep.testing import ranks
 
 from .runs import make_runner
 
@@ -39,40 +41,41 @@ class Litter(Hook):
         self.frozen.add(gc.get_freeze_count() > 0)
 
 
-@pytest.fixture(autouse=True)
-def thawed() -> Iterator[None]:
-    """See that a test freezes nothing for good."""
-    gc.unfreeze()
-    yield
-    assert gc.get_freeze_count() == 0
-    gc.freeze()  # as tests/conftest.py has it
-
-
-@pytest.fixture(params=[True, False], ids=["automatic", "manual"])
-def collector(request) -> Iterator[bool]:
-    """Let a test begin with the collector on or off, and see that it ends so."""
+@contextmanager
+def thawed(*, automatic: bool = True) -> Iterator[None]:
+    """Begin with the collector on or off and with nothing frozen, and see that it ends so."""
     assert gc.isenabled()
-    if not request.param:
+    gc.unfreeze()
+    if not automatic:
         gc.disable()
-    yield request.param
-    assert gc.isenabled() == request.param
+    yield
+    assert gc.isenabled() == automatic
+    assert gc.get_freeze_count() == 0
     gc.enable()
+    gc.freeze()
+
+
+BOTH = pytest.mark.parametrize("automatic", [True, False], ids=["automatic", "manual"])
 
 
 @pytest.mark.parametrize(("generation", "interval"), [(0, 2), (1, 3), (2, 2)])
+@ranks(1)  # whose collector has less to look at than that of a session of tests
 def test_garbage_goes_at_the_interval_and_not_before(tmp_path: Path, generation, interval):
     litter = Litter()
-    make_runner(tmp_path, [litter, GarbageCollectionHook(interval, generation)], **BRIEF).train()
+    with thawed():
+        make_runner(tmp_path, [litter, GarbageCollectionHook(interval, generation)], **BRIEF).train()
     gone_after = litter.alive.index(False) + 1
     assert gone_after == interval
     assert litter.enabled == {False}
     assert litter.frozen == {True}
 
 
-@pytest.mark.usefixtures("collector")
-def test_an_epochs_end_collects_everything(tmp_path: Path):
+@BOTH
+@ranks(1)
+def test_an_epochs_end_collects_everything(tmp_path: Path, automatic):
     litter = Litter()
-    make_runner(tmp_path, [litter, {"type": "GarbageCollectionHook", "interval": 1000}], **BRIEF).train()
+    with thawed(automatic=automatic):
+        make_runner(tmp_path, [litter, {"type": "GarbageCollectionHook", "interval": 1000}], **BRIEF).train()
     assert litter.alive == [True] * 4 + [False] * 4
 
 
@@ -81,19 +84,18 @@ class Fail(Hook):
         raise RuntimeError("no")
 
 
-@pytest.mark.usefixtures("collector")
-def test_the_collector_is_as_before_after_a_failure(tmp_path: Path):
-    with pytest.raises(RuntimeError, match="no"):
+@BOTH
+@ranks(1)
+def test_the_collector_is_as_before_after_a_failure(tmp_path: Path, automatic):
+    with thawed(automatic=automatic), pytest.raises(RuntimeError, match="no"):
         make_runner(tmp_path, [GarbageCollectionHook(), Fail()], **BRIEF).train()
 
 
+@ranks(1)
 def test_what_somebody_else_froze_stays_frozen(tmp_path: Path):
     gc.freeze()
-    try:
-        make_runner(tmp_path, [GarbageCollectionHook()], **BRIEF).train()
-        assert gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()
+    make_runner(tmp_path, [GarbageCollectionHook()], **BRIEF).train()
+    assert gc.get_freeze_count() > 0
 
 
 @pytest.mark.parametrize("options", [{"interval": 0}, {"generation": 3}])

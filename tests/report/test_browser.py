@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from html import unescape
 from pathlib import Path
 
@@ -17,37 +16,33 @@ import pytest
 
 from lockstep.report import page_html, read_run
 
+from .chromium import Chromium
 from .samples import train_record, write_run, write_search, write_whole_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-QUIET = """
-    --headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-component-update
-    --disable-sync --disable-extensions --disable-default-apps --enable-logging=stderr --window-size=1200,900 --dump-dom
-"""
-
 Browse = Callable[..., str]
 
 
-@pytest.fixture
-def browse(tmp_path: Path) -> Browse:
-    """Return a function that opens the report of a run, runs a script in it and returns the page as it is then."""
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
     if CHROMIUM is None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("chromium is not installed")
+    browser = Chromium(CHROMIUM, tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def browse(tmp_path: Path, chromium: Chromium) -> Browse:
+    """Return a function that opens the report of a run, runs a script in it and returns the page as it is then."""
 
     def browse(script: str = "", write: Callable[[Path], Path] = write_whole_run) -> str:
         html = page_html(read_run(write(tmp_path / f"run{len(list(tmp_path.iterdir()))}")))
         page = tmp_path / "page.html"
         page.write_text(html.replace("</body>", f"<script>{script}</script></body>"))
-        done = subprocess.run(
-            [CHROMIUM, *QUIET.split(), f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        )
-        complaints = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+        dom, complaints = chromium.page(page.as_uri())
         assert not complaints, "\n".join(complaints)
-        return done.stdout
+        return dom
 
     return browse
 

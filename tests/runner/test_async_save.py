@@ -269,20 +269,23 @@ def test_a_session_saves_while_it_goes_on(tmp_path):
 
 
 class Asks(Hook):
-    """Asks for a checkpoint as an operator would."""
+    """Asks for a checkpoint as an operator would, and slows the training down until so many are there."""
 
-    def __init__(self, after):
-        self.after = after
+    def __init__(self, after, until):
+        self.after, self.until = after, until
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        time.sleep(0.05)
         if runner.iter + 1 == self.after and runner.rank == 0:
+            if self.until > 1:
+                time.sleep(2.5)  # the run looks each second, and must see that the file before is gone
             (Path(runner.work_dir) / "save_now").touch()
+        if runner.iter + 1 >= self.after and len(names_in(runner.run_dir)) < self.until:
+            time.sleep(0.2)
 
 
 @ranks(1, 2)
 def test_a_file_asks_for_a_checkpoint_again_and_again(tmp_path):
-    run = train(tmp_path, Asks(2), Asks(40), iterations=70).run
+    run = train(tmp_path, Asks(2, until=1), Asks(40, until=2), iterations=70).run
     saved = [int(name.removeprefix("iter_")) for name in names_in(run.run_dir)]
     assert len(saved) == 2
     assert 2 <= min(saved) < 40 <= max(saved) < 70
@@ -311,7 +314,7 @@ def test_before_the_first_iteration_there_is_nothing_to_save(tmp_path):
 def test_a_window_of_accumulation_is_completed_before_a_checkpoint_that_is_asked_for(tmp_path):
     wrapper = {"optimizer": {"type": "SGD", "lr": 0.01}, "accumulative_counts": 8}
     torch.manual_seed(0)
-    run = train_with(tmp_path, wrapper, Asks(2))
+    run = train_with(tmp_path, wrapper, Asks(2, until=1))
     assert [int(name.removeprefix("iter_")) % 8 for name in names_in(run.run_dir)] == [0]
 
 

@@ -33,19 +33,23 @@ options["optim_wrapper"] = dict(optimizer=dict(type="SGD", lr=0.1))
 """
 
 
-def launched(folder: Path, lines: str, *, guarded: bool) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, lines: str, *words: str, guarded: bool) -> subprocess.CompletedProcess[str]:
     body = dedent(lines)
     if guarded:
         body = "if __name__ == '__main__':\n" + indent(body, "    ")
     (folder / "script.py").write_text(BEGIN + body)
     return subprocess.run(
-        [sys.executable, "-m", "lockstep", "launch", "--nproc", "2", "script.py"],
+        [sys.executable, *words, "script.py"],
         cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
 
 
+LAUNCHED = ("-m", "lockstep", "launch", "--nproc", "2")
+
+
+@pytest.mark.jobs
 def test_a_rank_whose_worker_fails_in_a_validation_ends_by_itself(tmp_path: Path):
-    done = launched(
+    done = run(
         tmp_path,
         """
         loaders = dict(
@@ -54,6 +58,7 @@ def test_a_rank_whose_worker_fails_in_a_validation_ends_by_itself(tmp_path: Path
         )
         Runner(nn.Linear(4, 2), "work", **loaders, **options).train()
         """,
+        *LAUNCHED,
         guarded=True,
     )
     assert done.returncode == 1
@@ -61,30 +66,32 @@ def test_a_rank_whose_worker_fails_in_a_validation_ends_by_itself(tmp_path: Path
     assert "It did not end by itself" not in done.stderr
 
 
+TRAINING = """
+loader = DataLoader(good, batch_size=4, num_workers=1, multiprocessing_context="{}")
+Runner(nn.Linear(4, 2), "work", train_dataloader=loader, **options).train()
+"""
+
+
+def test_a_script_that_workers_import_must_train_under_a_guard(tmp_path: Path):
+    done = run(tmp_path, TRAINING.format("spawn"), guarded=False)
+    assert done.returncode == 1
+    assert "training must begin under `if __name__ == '__main__':`, but begins while" in done.stderr
+    assert "the lines that train must be under `if __name__ == '__main__':`" in done.stderr
+    assert len(list((tmp_path / "work").iterdir())) == 1  # the worker has begun no run of its own
+
+
+@pytest.mark.jobs
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_script_that_workers_import_must_train_under_a_guard(tmp_path: Path, method: str):
-    done = launched(
-        tmp_path,
-        f"""
-        loader = DataLoader(good, batch_size=4, num_workers=1, multiprocessing_context="{method}")
-        Runner(nn.Linear(4, 2), "work", train_dataloader=loader, **options).train()
-        """,
-        guarded=False,
-    )
+def test_a_job_says_what_must_be_under_a_guard(tmp_path: Path, method: str):
+    done = run(tmp_path, TRAINING.format(method), *LAUNCHED, guarded=False)
     assert done.returncode == 1
     message = done.stderr.partition("\nerror: ")[2]
     assert "the lines that train must be under `if __name__ == '__main__':`" in message
     assert "training must begin under `if __name__ == '__main__':`, but begins while" in done.stderr
-    assert len(list((tmp_path / "work").iterdir())) == 1  # a worker has begun no run of its own
+    assert len(list((tmp_path / "work").iterdir())) == 1
 
 
+@pytest.mark.jobs
 def test_a_guarded_script_trains_with_spawned_workers(tmp_path: Path):
-    done = launched(
-        tmp_path,
-        """
-        loader = DataLoader(good, batch_size=4, num_workers=1, multiprocessing_context="spawn")
-        Runner(nn.Linear(4, 2), "work", train_dataloader=loader, **options).train()
-        """,
-        guarded=True,
-    )
+    done = run(tmp_path, TRAINING.format("spawn"), *LAUNCHED, guarded=True)
     assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,18 +17,18 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lockstep.dist import all_gather_object, get_rank
-from lockstep.errors import ConfigError
-from lockstep.evaluator import Accuracy
+from lockstep.errors import ConfigError, DistError
+from lockstep.evaluator import Accuracy, BaseMetric
 from lockstep.runner import Runner
 from lockstep.testing import RankFailure, ranks, run_ranks
 
 
 class Points(Dataset[tuple[Tensor, Tensor]]):
-    def __init__(self, broken: bool = False) -> None:
-        self.broken = broken
+    def __init__(self, broken: bool = False, length: int = 8) -> None:
+        self.broken, self.length = broken, length
 
     def __len__(self) -> int:
-        return 8
+        return self.length
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if self.broken and index > 3 and get_rank() == 1:
@@ -36,16 +37,18 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Net(nn.Module):
-    def __init__(self, vector: bool = False) -> None:
+    def __init__(self, vector: bool = False, nan: bool = False) -> None:
         super().__init__()
         self.linear = nn.Linear(1, 2)
-        self.vector = vector
+        self.vector, self.nan = vector, nan
 
     def forward(self, x: Tensor, y: Tensor, mode: str = "tensor"):
         scores = self.linear(x)
         if mode == "predict":
             return scores, y
-        return scores.square() if self.vector and get_rank() == 1 else scores.square().mean()
+        if self.vector and get_rank() == 1:
+            return scores.square()
+        return scores.square().mean() * (torch.nan if self.nan and get_rank() == 1 else 1.0)
 
 
 class Choosy(Accuracy):
@@ -53,6 +56,14 @@ class Choosy(Accuracy):
         if get_rank() == 1:
             raise LookupError("no such class")
         super().process(data_batch, data_samples)
+
+
+class Silent(BaseMetric):
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        self.results.append(1)
+
+    def compute_metrics(self, results: list[Any]) -> Any:
+        return None
 
 
 def count(batch: Any) -> int:
@@ -73,7 +84,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def train(folder: Path, case: str, strategy: str) -> None:
-    changes, _ = CASES[case]
+    run(folder, {"strategy": strategy, **CASES[case][0]})
+
+
+def run(folder: Path, changes: dict[str, Any]) -> None:
     Runner(
         **{
             "model": Net(),
@@ -81,7 +95,6 @@ def train(folder: Path, case: str, strategy: str) -> None:
             "train_dataloader": {"dataset": Points(), "batch_size": 2},
             "train_cfg": {"max_epochs": 1},
             "optim_wrapper": {"optimizer": {"type": "SGD", "lr": 0.1}},
-            "strategy": strategy,
             "visualizer": [],
             **changes,
         }
@@ -99,56 +112,57 @@ def test_a_fault_of_one_rank_is_told_as_the_cause(case, strategy, tmp_path: Path
     assert "(rank 1 of 2, after" in cause.detail
 
 
+# Faults that every rank learns of before one of them goes on.
+SHARED: dict[str, tuple[dict[str, Any], str]] = {
+    "nan": ({"model": Net(nan=True)}, "the loss must be finite, but is not in iteration 1"),
+    "metric": (
+        {"val_dataloader": {"dataset": Points(), "batch_size": 2}, "val_evaluator": Silent()},
+        "Silent.compute_metrics() must return a dict of numbers by name, but returned None",
+    ),
+    "short": (
+        {"train_dataloader": {"dataset": Points(length=1), "batch_size": 2}},
+        "`dataset` must have at least 2 samples, one for each rank, but has 1",
+    ),
+    "folder": (
+        {"work_dir": "/proc/nowhere"},
+        "`work_dir` must be a folder that can be created and written to, but /proc/nowhere",
+    ),
+}
+
+
+def train_with_a_shared_fault(folder: Path, case: str) -> None:
+    changes, says = SHARED[case]
+    with pytest.raises(
+        (ArithmeticError, ConfigError, DistError, OSError, TypeError, ValueError), match=re.escape(says)
+    ):
+        run(folder, changes)
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_a_fault_that_ranks_share_is_raised_on_all(case: str, tmp_path: Path):
+    run_ranks(2, train_with_a_shared_fault, tmp_path, case)
+
+
 SCRIPT = """
-    import sys, torch
+    import torch
     from torch import nn
-    from torch.utils.data import TensorDataset
     from lockstep import Runner
     from lockstep.dist import get_rank
-    from lockstep.evaluator import BaseMetric
 
-    case = sys.argv[1]
+    class Net(nn.Linear):
+        def forward(self, x):
+            out = super().forward(x).square()
+            return out if get_rank() == 1 else out.mean()
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(1, 1)
-
-        def forward(self, x, mode="tensor"):
-            out = self.linear(x).square()
-            if mode == "predict" or (case == "vector" and get_rank() == 1):
-                return out
-            return out.mean() * (torch.nan if case == "nan" and get_rank() == 1 else 1.0)
-
-    class Silent(BaseMetric):
-        def process(self, data_batch, data_samples):
-            self.results += [1] * len(data_samples)
-
-        def compute_metrics(self, results):
-            return None
-
-    data = dict(dataset=TensorDataset(torch.ones(1 if case == "short" else 8, 1)), batch_size=2)
-    Runner(
-        Net(), "/proc/nowhere" if case == "folder" else "work", train_dataloader=data, visualizer=[],
-        val_dataloader=data, val_evaluator=Silent(), train_cfg=dict(max_epochs=1),
-    ).train()
+    Runner(Net(1, 1), "work", train_dataloader=[torch.ones(2, 1)] * 4, train_cfg=dict(max_epochs=1)).train()
 """
 
 
-@pytest.mark.parametrize(
-    ("case", "says"),
-    [
-        ("vector", "the loss must be a scalar, but has shape (2, 1)"),
-        ("nan", "the loss must be finite, but is not in iteration 1"),
-        ("metric", "Silent.compute_metrics() must return a dict of numbers by name, but returned None"),
-        ("short", "`dataset` must have at least 2 samples, one for each rank, but has 1"),
-        ("folder", "`work_dir` must be a folder that can be created and written to, but /proc/nowhere"),
-    ],
-)
-def test_a_job_that_fails_says_why_and_ends(case, says, tmp_path: Path):
+@pytest.mark.jobs
+def test_a_job_that_fails_says_why_and_ends(tmp_path: Path):
     (tmp_path / "job.py").write_text(dedent(SCRIPT))
     done = subprocess.run(
-        [sys.executable, "-m", "lockstep", "launch", "--nproc", "2", "job.py", case],
+        [sys.executable, "-m", "lockstep", "launch", "--nproc", "2", "job.py"],
         cwd=tmp_path,
         env=os.environ,
         capture_output=True,
@@ -157,7 +171,7 @@ def test_a_job_that_fails_says_why_and_ends(case, says, tmp_path: Path):
         check=False,
     )
     assert done.returncode == 1
-    assert says in done.stderr
+    assert "the loss must be a scalar, but has shape (2, 1)" in done.stderr
 
 
 @ranks(2)

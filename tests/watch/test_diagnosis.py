@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,20 +14,10 @@ from lockstep.errors import CollectiveMismatchError, DistError
 from lockstep.groups import resolve
 from lockstep.testing import ranks
 
-from ..dist.reference import assert_group_works
+from ..dist.reference import assert_group_works, ones, raised
 
 HERE = r"\S*test_diagnosis\.py:\d+"
 SUM = r"all_reduce\(float32\[2\], sum\)"
-
-
-def ones() -> torch.Tensor:
-    return torch.ones(2)
-
-
-def raised(call: Callable[[], object], kind: type[DistError] = CollectiveMismatchError) -> str:
-    with pytest.raises(kind) as caught:
-        call()
-    return str(caught.value)
 
 
 @ranks(2, 3, fresh=True)

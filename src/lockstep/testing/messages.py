@@ -81,15 +81,24 @@ class FunctionReference:
 
 
 class _RewritingLoader(SourceFileLoader):
-    """Loads a module with pytest's assertion rewriting, as pytest did in the test process."""
+    """Loads a module with pytest's assertion rewriting, from the bytecode that the test process has kept, if it has."""
 
-    def get_code(self, fullname: str) -> CodeType:
+    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:  # type: ignore[override]
         from _pytest.assertion.rewrite import rewrite_asserts
 
-        source = self.get_data(self.path)
-        tree = ast.parse(source, filename=self.path)
-        rewrite_asserts(tree, source, self.path)
-        return compile(tree, self.path, "exec", dont_inherit=True)
+        tree = ast.parse(data, filename=path)
+        rewrite_asserts(tree, data, path)
+        return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
+
+    def get_data(self, path: str) -> bytes:
+        import pytest
+
+        stem, ending = os.path.splitext(path)
+        # Pytest keeps what it has rewritten beside Python's own bytecode, in the same format.
+        return super().get_data(f"{stem}-pytest-{pytest.__version__}{ending}" if ending == ".pyc" else path)
+
+    def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
+        """Write no bytecode: that is pytest's."""
 
 
 def _import_file(name: str, file: str, rewritten: bool) -> ModuleType:

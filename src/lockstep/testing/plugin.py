@@ -69,6 +69,8 @@ class RankTests:
         # A worker of pytest-xdist collects all tests, but runs only some.
         if not self._config.option.collectonly and not hasattr(self._config, "workerinput"):
             self._selected = {item.nodeid for item in session.items if _size_of(item)}
+            if self._selected:
+                pool.start_importing()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:

@@ -45,7 +45,12 @@ _GRACE_SECONDS = 1.0
 _MOST_POOLS_ALIVE = 4
 # Besides the worker with torch: what DDP, FSDP and checkpoints import on first use (1.5 s in every rank), and what test
 # modules import. Missing modules are skipped.
-_PRELOADED = ["lockstep.testing.worker", "torch._inductor.config", "torch.distributed.checkpoint", "pytest"]
+_PRELOADED = ("lockstep.testing.worker", "torch._inductor.config", "torch.distributed.checkpoint", "pytest")
+# Modules of these packages are preloaded, too, if the test process has them by then: the bodies will need them. Engines
+# are not, since they may use the accelerator as they are imported, which a forked process then can't use; nor are
+# packages that look then at the number of their rank, as torchmetrics does.
+_PRELOADED_IF_USED = ("lockstep.", "hypothesis.")
+_NEVER_PRELOADED = ("lockstep.strategy.colossalai.", "lockstep.strategy.deepspeed.")
 _END_SECONDS = 5.0
 _STACK_SECONDS = 2.0
 _OUTPUT_BYTES_SHOWN = 64 * 1024
@@ -116,6 +121,13 @@ def close_pools() -> None:
     """End all rank processes and remove their folders. The next `run_ranks` starts new ones."""
     while _alive:
         _alive.popitem()[1].close()
+
+
+def start_importing() -> None:
+    """Let a process import what ranks will need, while this one goes on: they are forked from it."""
+    _forkserver()
+    with _one_thread():
+        pass
 
 
 class Pool:
@@ -378,8 +390,14 @@ def _redirect_output(path: Path) -> None:
 @cache
 def _forkserver() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(_modules_to_preload())
     return context
+
+
+def _modules_to_preload() -> list[str]:
+    """Return modules that bodies will need, in the order in which they were first imported here."""
+    used = [name for name in list(sys.modules) if f"{name}.".startswith(_PRELOADED_IF_USED)]
+    return [*_PRELOADED, *(name for name in used if not f"{name}.".startswith(_NEVER_PRELOADED))]
 
 
 @contextmanager

@@ -66,7 +66,7 @@ def serve(seat: Seat, connection: Connection) -> None:
         while True:
             request = connection.recv()
             connection.send(rank.answer(rank.run if isinstance(request, Task) else rank.settle, request))
-    destroy_dist()
+    rank.leave()
 
 
 class _Rank:
@@ -135,10 +135,15 @@ class _Rank:
         if leaks:
             return RankReport.of_leaks(self._seat.rank, leaks)
         if settle.regroup or not self._seat.join:
-            destroy_dist()
+            self.leave()
         if settle.regroup and self._seat.join:
             self._join()
         return Passed()
+
+    def leave(self) -> None:
+        """Leave all groups."""
+        self._default_group = None  # `destroy_dist` waits for the threads of a group that is still held
+        destroy_dist()
 
     def _load(self, address: FunctionReference) -> Callable[..., Any]:
         modules = len(sys.modules)
@@ -174,7 +179,10 @@ def _die_with_parent(folder: Path) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    shutil.rmtree(folder, ignore_errors=True)
+    gone = folder.with_name(f"{folder.name}-gone")
+    with suppress(OSError):  # another rank was first
+        folder.rename(gone)  # else a thread of the group makes the store's file anew, while the folder is removed
+    shutil.rmtree(gone, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 
