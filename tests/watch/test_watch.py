@@ -10,29 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as torch_dist
 
 from lockstep.dist import all_gather, all_reduce, barrier, destroy_dist, gather, get_rank, init_dist
-from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, DistError
+from lockstep.errors import CollectiveTimeoutError, DistError
 from lockstep.groups import resolve
 from lockstep.testing import ranks
 from lockstep.watch.watch import current_watch
 
-from ..dist.reference import assert_group_works
+from ..dist.reference import assert_group_works, ones, raised
 from .test_board import Counted
 
 HERE = r"\S*test_watch\.py:\d+"
-
-
-def ones() -> torch.Tensor:
-    return torch.ones(2)
-
-
-def raised(call: Callable[[], object], kind: type[DistError] = CollectiveMismatchError) -> str:
-    with pytest.raises(kind) as caught:
-        call()
-    return str(caught.value)
 
 
 # Calls on a device.
