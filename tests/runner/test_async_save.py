@@ -276,8 +276,6 @@ class Asks(Hook):
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         if runner.iter + 1 == self.after and runner.rank == 0:
-            if self.until > 1:
-                time.sleep(2.5)  # the run looks each second, and must see that the file before is gone
             (Path(runner.work_dir) / "save_now").touch()
         if runner.iter + 1 >= self.after and len(names_in(runner.run_dir)) < self.until:
             time.sleep(0.2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -9,6 +10,11 @@ from pathlib import Path
 from textwrap import dedent, indent
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import Runner
 
 BEGIN = """
 import torch
@@ -95,3 +101,17 @@ def test_a_job_says_what_must_be_under_a_guard(tmp_path: Path, method: str):
 def test_a_guarded_script_trains_with_spawned_workers(tmp_path: Path):
     done = run(tmp_path, TRAINING.format("spawn"), *LAUNCHED, guarded=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_workers_that_a_loader_keeps_end_with_the_run(tmp_path: Path):
+    workers = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+    data = TensorDataset(torch.ones(8, 4), torch.zeros(8, dtype=torch.int64))
+    loaders = [DataLoader(data, batch_size=4, **workers) for _ in range(2)]
+    runner = Runner(
+        nn.Linear(4, 2), tmp_path, train_dataloader=loaders[0], val_dataloader=loaders[1], loss=nn.CrossEntropyLoss(),
+        train_cfg={"max_epochs": 2}, default_hooks={"progress": None}, log_level="WARNING", visualizer=[],
+    )  # fmt: skip
+    runner.train()
+    assert multiprocessing.active_children() == []
+    assert runner.val()["loss"] > 0  # with new ones
+    assert multiprocessing.active_children() == []

@@ -116,10 +116,6 @@ def compare_with_and_without(work_dir: Path, strategy: Any, changes: dict[str, A
     found = runner.find_lr(1e-5, 1.0, steps=20)
     assert len(set(all_gather_object(str(found)))) == 1
     assert traces(runner) == without
-    for one in (first, runner):
-        iterator = getattr(one.run.train_loop.dataloader, "_iterator", None)
-        if iterator is not None:
-            iterator._shutdown_workers()  # persistent ones; each takes 10 seconds where garbage collection ends it
 
 
 def by_config() -> Any:
