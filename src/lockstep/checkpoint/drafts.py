@@ -35,7 +35,7 @@ from lockstep.checkpoint.files import (
     sync_folder,
     write_durably,
 )
-from lockstep.checkpoint.manifest import OWN_FILES, ending_beside, read_manifest
+from lockstep.checkpoint.manifest import OWN_FILES, read_manifest, unused_ending
 from lockstep.errors import ConfigError
 from lockstep.location import Location, RemotePath, unlink_all
 
@@ -63,7 +63,7 @@ class FolderDraft:
         self.folder = directory.with_name(name_of_draft(directory.name))
         shutil.rmtree(self.folder, ignore_errors=True)  # left by an earlier save of this process that failed
         self.folder.mkdir(parents=True)
-        self.ending = ending_beside(path.name for path in directory.glob("rank_*"))
+        self.ending = unused_ending(path.name for path in directory.glob("rank_*"))
 
     def publish(self, manifest: bytes, sizes: Mapping[str, int]) -> None:
         """Give the draft its final name, or let it take the place of the checkpoint that has the name.
@@ -110,7 +110,7 @@ class BucketDraft:
     def __init__(self, directory: RemotePath) -> None:
         self.folder = directory
         self._mark = _made_mark(directory)
-        self.ending = ending_beside(_names_in(directory))
+        self.ending = unused_ending(_names_in(directory))
 
     def publish(self, manifest: bytes, sizes: Mapping[str, int]) -> None:
         """Write the manifest, which makes it a checkpoint, and remove the files of one that had its name.

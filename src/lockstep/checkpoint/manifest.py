@@ -195,8 +195,8 @@ def read_manifest(directory: Location) -> Manifest:
         ) from error
 
 
-def ending_beside(names: Iterable[str]) -> str:
-    """Return the end of the names of data files that differs from those which are there."""
+def unused_ending(names: Iterable[str]) -> str:
+    """Return an ending for the names of data files that none of the files which are there has."""
     taken, number, ending = list(names), 1, ".safetensors"
     while any(re.fullmatch(rf"rank_\d+{re.escape(ending)}", name) for name in taken):
         number += 1

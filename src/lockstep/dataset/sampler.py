@@ -378,7 +378,7 @@ class ShardedSampler(ShardingSampler):
             self._require(items, "sampler")
 
     def __iter__(self) -> Iterator[Any]:
-        return self._own(self.seed + self.epoch)
+        return self._shard_of_pass(self.seed + self.epoch)
 
     def __len__(self) -> int:
         """Return the number of items that this rank sees in a pass.
@@ -395,7 +395,7 @@ class ShardedSampler(ShardingSampler):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
 
-    def _own(self, seed: int) -> Iterator[Any]:
+    def _shard_of_pass(self, seed: int) -> Iterator[Any]:
         # Draw only as much as one batch needs: a sampler's draws may depend on the training so far.
         draw, size = self._drawing(seed), self.batch_size * self.world_size
         left_out = self._take_begin()

@@ -177,21 +177,21 @@ class StreamShard(IterableDataset[Any]):
             # Now, as the training goes on from here.
             for sample in islice(samples, max(0, begin.position - self._taken)):
                 self._note(sample)
-        return self._own(samples, begin.position, workers)
+        return self._samples_of_shard(samples, begin.position, workers)
 
     def _whole(self, samples: Iterator[Any]) -> Iterator[Any]:
         for sample in samples:
             self._taken += 1
             yield sample
 
-    def _own(self, samples: Iterator[Any], begin: int, workers: int) -> Iterator[Any]:
+    def _samples_of_shard(self, samples: Iterator[Any], begin: int, workers: int) -> Iterator[Any]:
         is_over = False
         while not is_over:
             batch: list[Any] = []
             with separate_random_state(self._random):
                 for sample in samples:
                     self._note(sample)
-                    if self._is_own(self._taken - 1 - begin, workers):
+                    if self._is_in_shard(self._taken - 1 - begin, workers):
                         batch.append(sample)
                         if len(batch) == self.batch_size:
                             break
@@ -229,7 +229,7 @@ class StreamShard(IterableDataset[Any]):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(int(self._epoch))
 
-    def _is_own(self, index: int, workers: int) -> bool:
+    def _is_in_shard(self, index: int, workers: int) -> bool:
         rank, ranks = self.shard
         return index % ranks == rank and index // ranks // self.batch_size % workers == self._worker
 
