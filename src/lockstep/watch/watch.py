@@ -16,22 +16,18 @@ import atexit
 import json
 import logging
 import os
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from datetime import timedelta
-from types import FrameType
 from typing import Any, cast
 
-import torch
 import torch.distributed as torch_dist
 from torch.distributed import GroupMember, ProcessGroup, Store
 
-from lockstep.calls import Calls, short_path
+from lockstep.calls import Calls
 from lockstep.errors import CollectiveMismatchError, DistError, message_of, ranks_in_words
 from lockstep.groups import Comm, recorded_groups
 from lockstep.watch.board import Board, State, pauses
@@ -49,6 +45,7 @@ from lockstep.watch.diagnosis import (
     what_is_known,
 )
 from lockstep.watch.interrupt import end_process, interrupt, let_graphs_be_captured
+from lockstep.watch.main_thread import frame_of_main_thread, is_waiting, stack_of_main_thread
 
 _SECONDS_TO_LOOK = 1.0  # after which a call is looked at for the first time, then at doubling intervals
 _SECONDS_TO_COMPARE = 1.0
@@ -56,18 +53,6 @@ _SECONDS_TO_CONFIRM = 0.5  # after which ranks that wait for each other are aske
 _SECONDS_TO_GO_ON = 2.0  # for a main thread whose group has been aborted
 _SECONDS_TO_ASK_AGAIN = 5.0  # a store that has not answered
 _SECONDS_OF_STORE = 10.0  # for one answer; torch would look for five minutes for the file of a FileStore that is gone
-_FRAMES = 6
-_LOCKSTEP = os.path.dirname(os.path.dirname(__file__))
-_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, _LOCKSTEP + os.sep)
-_FOLDERS = tuple(os.path.join(_LOCKSTEP, room, "") for room in ("dist", "transport", "watch"))
-# Where torch's collectives and backward passes, and lockstep's collectives, wait for other ranks.
-_WAITING = (
-    os.path.join("torch", "distributed") + os.sep,
-    os.path.join("torch", "autograd") + os.sep,
-    os.path.join("torch", "nn", "parallel") + os.sep,
-    *_FOLDERS,
-    *map(short_path, _FOLDERS),
-)
 _HEARTBEAT = "LOCKSTEP_HEARTBEAT"
 
 _logger = logging.getLogger("lockstep.dist")
@@ -193,7 +178,7 @@ class Watch:
 
     def _look_at_main_thread(self) -> None:
         """Note how long the main thread is at one instruction; end the process if that is a device that hangs."""
-        frame, now = _frame_of_main_thread(), time.monotonic()
+        frame, now = frame_of_main_thread(), time.monotonic()
         position = (id(frame), -1 if frame is None else frame.f_lasti)
         if position != self._position:
             self._position, self._since = position, now
@@ -201,7 +186,7 @@ class Watch:
         if calls is None or calls.failure is None or calls.has_failed or now - self._since < _SECONDS_TO_GO_ON:
             return
         error = copy(calls.failure)
-        error.add_note("\n".join(["The main thread does not go on:", *_stack()]))
+        error.add_note("\n".join(["The main thread does not go on:", *stack_of_main_thread()]))
         end_process(error)
 
     def _look_at_store(self) -> None:
@@ -273,7 +258,7 @@ class Watch:
         """Return what this rank does."""
         return {
             "groups": {comm.group_name: _exported(comm, calls) for comm, calls in recorded_groups()},
-            "stack": [] if ended else _stack(),
+            "stack": [] if ended else stack_of_main_thread(),
             "still": time.monotonic() - self._since,
             "ended": ended,
             "error": self.error,
@@ -456,7 +441,7 @@ class Watch:
         # Those that have made the call, and then ended, may have done so because of others. torch's own collectives are
         # not recorded: whoever is not in one of them is late.
         absent = absent or [x for x, state in others.items() if state and state["ended"]]
-        absent = absent or [x for x, state in others.items() if not _is_waiting(state)]
+        absent = absent or [x for x, state in others.items() if not is_waiting(state)]
         return what_is_known(absent, comm, states, self.board)
 
     def _find_deadlock(self, states: dict[int, State | None]) -> None:
@@ -479,31 +464,6 @@ def _exported(comm: Comm, calls: Calls) -> dict[str, Any]:
     """Return a group's record as the other ranks need it."""
     ranks = None if comm.pg is GroupMember.WORLD else comm.ranks
     return calls.export() | {"on_host": calls.waiting > 0, "inside": calls.inside, "ranks": ranks}
-
-
-def _frame_of_main_thread() -> FrameType | None:
-    return sys._current_frames().get(threading.main_thread().ident or 0)
-
-
-def _stack() -> list[str]:
-    """Return the innermost frames of the main thread, the innermost first; those of libraries are left out."""
-    frame = _frame_of_main_thread()
-    if frame is None:
-        return []
-    frames = [(one.filename, one.lineno, one.name) for one in traceback.extract_stack(frame)]
-    innermost = frames[-1]
-    own = [one for one in frames if not one[0].startswith((*_LIBRARIES, "<frozen"))]
-    shown = own[-_FRAMES:]
-    if innermost not in shown:
-        shown.append(innermost)
-    return [f'File "{short_path(file)}", line {line}, in {function}' for file, line, function in reversed(shown)]
-
-
-def _is_waiting(state: Mapping[str, Any] | None) -> bool:
-    """Return whether a rank's main thread is where torch or lockstep wait for other ranks, or has waited in vain."""
-    if state is not None and state["looks"]:
-        return True
-    return state is not None and bool(state["stack"]) and any(name in state["stack"][0] for name in _WAITING)
 
 
 def _heartbeat_seconds() -> float:
