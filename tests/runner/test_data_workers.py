@@ -111,7 +111,8 @@ def test_workers_that_a_loader_keeps_end_with_the_run(tmp_path: Path):
         nn.Linear(4, 2), tmp_path, train_dataloader=loaders[0], val_dataloader=loaders[1], loss=nn.CrossEntropyLoss(),
         train_cfg={"max_epochs": 2}, default_hooks={"progress": None}, log_level="WARNING", visualizer=[],
     )  # fmt: skip
+    before = set(multiprocessing.active_children())  # the ranks of other tests
     runner.train()
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before
     assert runner.val()["loss"] > 0  # with new ones
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before

@@ -137,9 +137,9 @@ VALIDATION = {
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("stop_after", [4, 6])
 @pytest.mark.parametrize("kind", LOADERS)
-def test_the_numbers_that_are_drawn_go_on(kind, stop_after, tmp_path: Path):
+def test_the_numbers_that_are_drawn_go_on(kind, tmp_path: Path):
+    stop_after = (4, 6)[(get_world_size() + list(LOADERS).index(kind)) % 2]  # at the end of an epoch, or within it
     whole = run(tmp_path / "whole", LOADERS[kind](), **VALIDATION)
     first = run(tmp_path / "work", LOADERS[kind](), stop_after, **VALIDATION)
     second = run(tmp_path / "work", LOADERS[kind](), resume=True, **VALIDATION)
@@ -167,7 +167,7 @@ LENGTHS = {
 }
 
 
-@ranks(1, 2)
+@ranks(2)
 @pytest.mark.parametrize("val_loop", ["ValLoop", "DrawingValLoop"])
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("kind", ["samples", "own loader", "batch sampler"])
