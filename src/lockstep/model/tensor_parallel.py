@@ -206,6 +206,7 @@ class PlanTrial:
         if whole is None or not has_run:
             return
         differences = torch.zeros(2 + sum(1 for _ in whole.module.parameters()), device=device)
+        failure: Exception | None = None
         try:
             split = deepcopy(whole.module)
             for layer, style in region.styles.items():
@@ -213,9 +214,13 @@ class PlanTrial:
             differences = _differences(whole, _TrialRun(split, region.inputs))
         except (torch.OutOfMemoryError, MemoryError, DistError):  # of this rank alone
             raise
-        except Exception:  # a size does not fit, on any rank, which the module itself says
+        except Exception as error:  # a size does not fit, on any rank, which the module itself says
             _logger.debug("the trial of `%s` has failed", region.name, exc_info=True)
-        all_reduce(differences, "max", self._mesh)
+            failure = error
+        try:
+            all_reduce(differences, "max", self._mesh)
+        except DistError as error:  # where the trial has failed on this rank alone, the others are still in it
+            raise error from failure
         self._refuse_differences(region, whole.module, differences.tolist())
 
     def _refuse_differences(self, region: _Region, whole: nn.Module, differences: list[float]) -> None:
