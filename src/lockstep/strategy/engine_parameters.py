@@ -305,8 +305,21 @@ class MasterWeights:
             )
 
     def _sums_of_weights(self) -> Tensor:
-        weights = [own for _, own in self._copies + self._rounded]
-        return torch.stack([own.view(_BITS[own.element_size()]).sum() for own in weights])
+        return torch.stack([_sums_of_bits(weights) for _, weights in self._copies + self._rounded])
+
+
+def _sums_of_bits(weights: Tensor) -> Tensor:
+    """Return three sums over the bits of a tensor, which change if an element does, or if elements change places.
+
+    The bits are laid out in rows, about as many as there are columns. Each sum of a row, and of a column, is multiplied
+    by the number of that row or column: no tensor of positions as large as the weights is needed.
+    """
+    bits = weights.view(_BITS[weights.element_size()]).flatten()
+    width = max(1, int(len(bits) ** 0.5))
+    end = len(bits) // width * width
+    rows = bits[:end].view(-1, width)
+    sums = (rows.sum(1), rows.sum(0), bits[end:])
+    return torch.stack([(one * torch.arange(1, len(one) + 1, device=one.device)).sum() for one in sums])
 
 
 def newer(master: Tensor, weights: Tensor) -> Tensor:
