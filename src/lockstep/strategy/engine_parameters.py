@@ -234,11 +234,12 @@ class MasterWeights:
         engine: name of the engine.
         named: the parameters, which are now where the engine keeps them.
         pairs: the masters, each with the weights that it belongs to, of the same shape.
-        offloads: whether the masters are in CPU memory. Then they are written only if a sum over the bits of the
-            weights has changed since the last update.
+        offloads: whether the masters are in CPU memory. Then they are written only if sums over the bits of the
+            weights have changed since the last update.
 
     **Cost**: per update, one copy of this rank's part of the weights on its device, or one comparison of it in half
-    precision. With `offloads`, a sum over it, which the host reads: such an engine waits for the device anyway.
+    precision. With `offloads`, two passes over it, for sums that the host reads: such an engine waits for the
+    device anyway.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ from lockstep.testing.messages import (
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
 _START_SECONDS = 120.0
-_SETTLE_SECONDS = 30.0
+_CLEAN_UP_SECONDS = 30.0
 # How long the others may take to fail or finish once one rank has failed.
 _GRACE_SECONDS = 1.0
 _MOST_POOLS_ALIVE = 4
@@ -156,8 +156,8 @@ class Pool:
             raise self._failure(f"before {title}, but after {self._last_title}", [rank.death() for rank in dead])
         self._last_title = title
         passed = self._exchange(task, timeout, title)
-        settle = CleanUp(regroup=any(answer.made_groups for answer in passed))
-        self._exchange(settle, _SETTLE_SECONDS, title)
+        clean_up = CleanUp(regroup=any(answer.made_groups for answer in passed))
+        self._exchange(clean_up, _CLEAN_UP_SECONDS, title)
         self._show_output()
         return [pickle.loads(answer.value) for answer in passed]
 

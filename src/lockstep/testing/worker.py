@@ -65,7 +65,7 @@ def serve(seat: Seat, connection: Connection) -> None:
     with suppress(EOFError, OSError):
         while True:
             request = connection.recv()
-            connection.send(rank.answer(rank.run if isinstance(request, Task) else rank.settle, request))
+            connection.send(rank.answer(rank.run if isinstance(request, Task) else rank.clean_up, request))
     rank.leave()
 
 
@@ -119,7 +119,7 @@ class _Rank:
             value = pickle.dumps(body(*args, **kwargs), protocol=5)
         return Passed(value, made_groups=_number_of_groups() > 1)
 
-    def settle(self, settle: CleanUp) -> Answer:
+    def clean_up(self, request: CleanUp) -> Answer:
         """Release what the body used, and compare the surroundings with those before it.
 
         All ranks have passed by now, so no connection is closed that a peer still needs.
@@ -129,14 +129,14 @@ class _Rank:
         leaks = list(self._strays)
         if self._seat.join:
             connects_late = get_comm_device().type != "cpu"
-            leaks += self._before.leaks(ignore_sockets=settle.regroup or connects_late)
+            leaks += self._before.leaks(ignore_sockets=request.regroup or connects_late)
             if get_default_group() is not self._default_group:
                 leaks.append("destroyed the default process group, which belongs to the pool")
         if leaks:
             return RankReport.of_leaks(self._seat.rank, leaks)
-        if settle.regroup or not self._seat.join:
+        if request.regroup or not self._seat.join:
             self.leave()
-        if settle.regroup and self._seat.join:
+        if request.regroup and self._seat.join:
             self._join()
         return Passed()
 
