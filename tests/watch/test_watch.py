@@ -176,6 +176,36 @@ def test_one_rank_asks_who_is_absent_and_the_others_hear_it(tmp_path: Path) -> N
     assert current_watch().store.add("asks", 0) <= 4
 
 
+@ranks(3, fresh=True)
+def test_who_is_absent_is_heard_from_a_rank_whose_watch_has_found_it_before_its_main_thread(tmp_path: Path) -> None:
+    init_dist("pytorch", timeout=2)
+    barrier()
+    watch, calls = current_watch(), resolve().calls
+    assert watch is not None
+    find = watch.find_absent
+
+    def find_late(*arguments: Any, **options: Any) -> Any:
+        if get_rank() == 0 and not options.get("is_unfinished", True):
+            until(lambda: calls.failure is not None)  # by the watch, which has found it
+        return find(*arguments, **options)
+
+    pytest.MonkeyPatch().setattr(watch, "find_absent", find_late)  # the watch ends with the group
+    if get_rank() == 1:
+        once = watch._find_absent_once
+
+        def ask_late(*arguments: Any, **options: Any) -> Any:
+            while not (tmp_path / "0").exists():
+                watch.board.answer()
+                time.sleep(0.05)
+            return once(*arguments, **options)
+
+        pytest.MonkeyPatch().setattr(watch, "_find_absent_once", ask_late)
+    if get_rank() < 2:
+        assert "rank 2 of the default group (3) did not take part" in raised(barrier, CollectiveTimeoutError)
+        (tmp_path / str(get_rank())).touch()
+    until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)))
+
+
 @ranks(6, fresh=True)
 def test_one_rank_asks_where_all_find_that_the_calls_of_the_first_differ() -> None:
     init_dist("pytorch", timeout=60)

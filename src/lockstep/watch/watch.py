@@ -387,10 +387,14 @@ class Watch:
                 return [] if calls.failure is not None else [Absent(*one) for one in answer]
             if answer == self.rank or self.board.gone([answer]):
                 found = self.find_absent(comm, calls, number, has_failed=True, is_unfinished=is_unfinished)
-                if not is_unfinished or calls.unfinished()[0] == number:  # else the main thread asks, or has asked
+                has_left = is_unfinished and calls.unfinished()[0] != number  # then the main thread asks, or has asked
+                if found or not (has_left or calls.failure):  # a failure is heard by itself
                     self.store.set(key, json.dumps(found))
                 return found
             self.board.answer()
+            self.hear()
+            if calls.failure is not None:
+                return []
             answer = json.loads(self.store.get(key))
         return self._known_to_be_gone(comm)
 
