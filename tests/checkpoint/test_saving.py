@@ -52,7 +52,9 @@ def test_what_json_does_not_have_is_kept():
 
 @ranks(1, 2)
 @pytest.mark.parametrize(
-    "value", [{1, 2}, object(), b"bytes", Path("x"), torch.device("cpu"), numpy.array(["a"])], ids=repr
+    "value",
+    [{1, 2}, object(), b"bytes", Path("x"), torch.device("cpu"), numpy.array(["a"])],
+    ids=lambda value: type(value).__name__,
 )
 def test_what_is_no_plain_value_is_refused_by_name_on_every_rank(value: Any, tmp_path: Path):
     mine = {"list": [0, value if get_rank() == get_world_size() - 1 else 0]}
