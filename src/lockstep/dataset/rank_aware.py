@@ -71,7 +71,7 @@ def differing_parts(dataset: Any, sampler: Any) -> list[str]:
     """Return, in words, what differs between the ranks in a dataset and its sampler. Reads no sample of a `Dataset`.
 
     It compares lengths, the indices in samplers and in a `Subset`, the weights of a `WeightedRandomSampler`, other
-    plain values in samplers, and the first and last rows of a `TensorDataset` or a list.
+    plain values in samplers, the first and last rows of a `TensorDataset` or a list, and how long files are.
 
     **Collective**: every rank. **Cost**: one all_gather of a few hundred bytes.
     """
@@ -193,6 +193,8 @@ def _of_data(dataset: Any) -> dict[str, str]:
     elif isinstance(dataset, TensorDataset) and len(dataset):
         rows = [tensor[index] for tensor in dataset.tensors for index in (0, -1)]
         found["the first and last rows of the TensorDataset"] = digest(rows)
+    elif is_plain(lengths := getattr(dataset, "lengths", None)):
+        found["the `lengths` of the dataset"] = digest(lengths)
     elif isinstance(dataset, list | tuple) and dataset and is_plain(ends := [dataset[0], dataset[-1]]):
         found["the first and last items"] = digest(ends)
     return found
