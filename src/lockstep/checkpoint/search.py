@@ -5,6 +5,8 @@ This module does not import torch.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -75,14 +77,20 @@ def find_last_checkpoint(work_dir: Location) -> Location | None:
 def find_checkpoints(roots: Sequence[Location]) -> list[CheckpointFolder]:
     """Return the checkpoints among these folders, the folders in them and those in these, the newest one first.
 
-    Links to folders are not followed. In a bucket, a folder without a manifest is none: its save has not ended.
+    No manifest is opened: the newest one is that whose manifest was written last, as its folder says. Links to folders
+    are not followed. In a bucket, a folder without a manifest is none: its save has not ended.
+
+    **Cost**: a look at each folder's manifest, and a listing of each folder that has none.
     """
-    folders: dict[Location, None] = {}
-    for root in roots:
-        runs = _folders_in(root)
-        folders.update(dict.fromkeys([root, *runs, *(folder for run in runs for folder in _folders_in(run))]))
-    found = [CheckpointFolder(folder) for folder in folders if _is_candidate(folder)]
-    return sorted(found, key=lambda one: one.time, reverse=True)
+    found: dict[Location, float] = {}
+    level = list(roots)
+    for depth in range(3):
+        times = {folder: _modified(folder) for folder in level if folder not in found}
+        found.update((folder, time) for folder, time in times.items() if time is not None)
+        if depth < 2:
+            level = [inner for folder, time in times.items() if time is None for inner in _folders_in(folder)]
+    ordered = sorted(found, key=lambda folder: (found[folder], _by_numbers(folder.name)), reverse=True)
+    return [CheckpointFolder(folder) for folder in ordered]
 
 
 def candidates(work_dir: Location, roots: Sequence[Location] = ()) -> Iterator[tuple[Location, str | None]]:
@@ -212,19 +220,27 @@ def check_resumable(directory: Location, manifest: Manifest) -> None:
         ) from error
 
 
-def _is_candidate(folder: Location) -> bool:
-    if isinstance(folder, RemotePath):
-        return any(entry.name == MANIFEST_FILE and not entry.is_dir for entry in folder.entries())
-    return any(OWN_FILES.fullmatch(path.name) for path in _paths_in(folder))
+def _modified(folder: Location) -> float | None:
+    """Return when a checkpoint's manifest, or what is left of one without, was written; None for no checkpoint."""
+    try:
+        return modified(folder / MANIFEST_FILE)
+    except OSError as error:
+        if isinstance(folder, RemotePath) and not isinstance(error, FileNotFoundError):
+            raise
+    with suppress(OSError):  # not a folder, or a run is removing it just now
+        if isinstance(folder, Path) and any(OWN_FILES.fullmatch(name) for name in os.listdir(folder)):
+            return modified(folder)
+    return None
+
+
+def _by_numbers(name: str) -> list[int | str]:
+    """Return a key by which `epoch_10` comes after `epoch_9`."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def _folders_in(folder: Location) -> list[Location]:
     if isinstance(folder, RemotePath):
         return [folder / entry.name for entry in folder.entries() if entry.is_dir and entry.name[0] != "."]
-    return [path for path in _paths_in(folder) if path.is_dir() and not path.is_symlink() and path.name[0] != "."]
-
-
-def _paths_in(folder: Path) -> list[Path]:
-    with suppress(OSError):  # not a folder, or a run is removing it just now
-        return list(folder.iterdir())
+    with suppress(OSError), os.scandir(folder) as entries:  # not a folder, or a run is removing it just now
+        return [folder / one.name for one in entries if one.is_dir(follow_symlinks=False) and one.name[0] != "."]
     return []
