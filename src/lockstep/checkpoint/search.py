@@ -5,12 +5,14 @@ This module does not import torch.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from lockstep.checkpoint.files import (
@@ -22,14 +24,17 @@ from lockstep.checkpoint.files import (
     modified,
     open_plainly,
     removed,
+    require_plain_file,
     require_plain_files,
 )
-from lockstep.checkpoint.manifest import OWN_FILES, Block, Manifest, checksum_of, read_manifest
+from lockstep.checkpoint.manifest import OWN_FILES, Block, Manifest, checksum_of, contradiction, read_manifest
 from lockstep.checkpoint.pointer import read_pointer
 from lockstep.checkpoint.values import check_resumable_form
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.location import Location, RemotePath
 from lockstep.masking import printable
+
+_THREADS = 4  # each sums up 4 GB/s, which is more together than a disk gives
 
 
 @dataclass(frozen=True)
@@ -172,6 +177,8 @@ def verify(directory: Location) -> int:
 def verify_share(directory: Location, manifest: Manifest, share: int = 0, shares: int = 1) -> int:
     """Compare a part of the bytes of a checkpoint with their checksums, and return how many were compared.
 
+    **Cost**: four threads, each with memory for a block.
+
     Args:
         directory: the checkpoint.
         manifest: its manifest.
@@ -181,15 +188,72 @@ def verify_share(directory: Location, manifest: Manifest, share: int = 0, shares
     Raises:
         ConfigError: a checksum differs; the message names the file.
     """
-    blocks = sorted(manifest.blocks(), key=lambda block: (block.file, block.start, block.size))
-    own = blocks[len(blocks) * share // shares : len(blocks) * (share + 1) // shares]
-    buffer = memoryview(bytearray(max((block.size for block in own), default=0)))
-    for name in sorted({block.file for block in own}):
-        with open_plainly(directory / name) as file:
-            for block in own:
-                if block.file == name:
-                    read_block(file, block, buffer[: block.size])
-    return sum(block.size for block in own)
+    ends = list(itertools.accumulate((file.size for file in manifest.files.values()), initial=0))
+    first, last = ends[-1] * share // shares, ends[-1] * (share + 1) // shares
+    compared = 0
+    with ThreadPoolExecutor(_THREADS) as threads:
+        for number, (begin, end) in enumerate(itertools.pairwise(ends)):
+            if begin >= last or end <= first:
+                continue
+            with closing(OpenFile(directory, manifest, number)) as file:
+                blocks = manifest.blocks_of(number, file.layout, file.checksums)
+                own = [block for block in blocks if first <= begin + block.start < last and block.size]
+            compared += sum(threads.map(partial(_verified, directory), _dealt(own)))
+    return compared
+
+
+def _dealt(blocks: Sequence[Block]) -> list[Sequence[Block]]:
+    """Cut blocks into a piece for each thread."""
+    length = max(1, -(-len(blocks) // _THREADS))
+    return [blocks[begin : begin + length] for begin in range(0, len(blocks), length)]
+
+
+def _verified(directory: Location, blocks: Sequence[Block]) -> int:
+    """Compare blocks of a file with their checksums, and return the number of bytes."""
+    buffer = memoryview(bytearray(max(block.size for block in blocks)))
+    with open_plainly(directory / blocks[0].file) as file:
+        for block in blocks:
+            read_block(file, block, buffer[: block.size])
+    return sum(block.size for block in blocks)
+
+
+class OpenFile:
+    """An open file of a checkpoint, of which it has been checked that it is what the manifest says, with its checksums.
+
+    Args:
+        directory: the checkpoint.
+        manifest: its manifest.
+        number: the number of the file.
+
+    Attributes:
+        layout: where the parts lie in it.
+        checksums: those of its blocks.
+        file: the file.
+
+    Raises:
+        CheckpointError: the manifest contradicts itself, or the checksums are damaged.
+    """
+
+    def __init__(self, directory: Location, manifest: Manifest, number: int) -> None:
+        name = manifest.file_names[number]
+        try:
+            self.layout = manifest.layout_of(number)
+        except ValueError as error:
+            raise contradiction(directory / MANIFEST_FILE, error) from error
+        size, block = manifest.files[name].size, manifest.last_block(number)
+        require_plain_file(directory / name, size)
+        self.file = open_plainly(directory / name, size)
+        buffer = bytearray(block.size)
+        try:
+            read_block(self.file, block, memoryview(buffer))
+        except BaseException:
+            self.file.close()
+            raise
+        self.checksums = bytes(buffer)
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
 
 
 def read_block(file: PlainFile, block: Block, into: memoryview) -> None:
