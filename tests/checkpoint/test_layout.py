@@ -65,7 +65,7 @@ def test_of_replicas_of_shards_one_writes_a_tensor():
 def test_a_rank_without_a_part_has_no_file():
     tensors, names = decided([{"w": rows(3, 4, rank)} for rank in range(4)])
     assert names == [["w"], ["w"], ["w"], []]
-    assert (tensors["w"].part, tensors["w"].place) == ((1, 3), (0, 1, 2))
+    assert (tensors["w"].begins, tensors["w"].place) == ((range(3), range(0, 3, 3)), (0, 1, 2))
     tensors, names = decided([{}, {"w": rows(2, 1, 0)}])
     assert names == [[], ["w"]]
     assert tensors["w"].place == (0,)
@@ -166,7 +166,7 @@ def test_the_manifest_does_not_grow_with_the_parts(tmp_path: Path):
     save_state(tmp_path / "state", {"model": model}, {})
     manifest = read_manifest(tmp_path / "state")
     assert len({id(tensor.place) for tensor in manifest.tensors.values()}) == 1
-    assert all(tensor.part == (2, 2) for tensor in manifest.tensors.values())
+    assert all(tensor.begins == (range(0, 4, 2), range(0, 2, 2)) for tensor in manifest.tensors.values())
 
 
 def test_what_travels_and_is_read_does_not_grow_with_ranks_times_tensors():

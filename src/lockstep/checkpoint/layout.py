@@ -239,7 +239,7 @@ def decide(
     for name, (grid, place) in chosen.items():
         if place not in places:
             places[place] = Place(files[list(place)].tolist())
-        tensors[name] = StoredTensor(dtypes[name], grid.shape, grid.part, places[place])
+        tensors[name] = StoredTensor(dtypes[name], grid.shape, grid.begins, places[place])
     columns = {kind: [numbers[name] for name, _, _ in table] for kind, table in tables.items()}
     own = [numpy.fromiter(itertools.chain(*(columns[item] for item in by_key.items())), int) for by_key in digests]
     return tensors, [numpy.packbits(writes[rank, held]).tobytes() for rank, held in enumerate(own)]
@@ -254,7 +254,7 @@ class _Grid:
 
     Attributes:
         shape: the shape of the tensors.
-        part: how they are cut; see `StoredTensor`.
+        begins: how they are cut; see `StoredTensor`.
         elements: number of elements of each part.
     """
 
@@ -279,7 +279,7 @@ class _Grid:
                 f"the parts of `{name}` that the ranks hold must cover its shape {list(self.shape)} once, in rows and "
                 f"columns, but those of rank {ranks or 'any'} do not"
             )
-        self.part = tuple(map(_steps, begins, self.shape)) if boxes else self.shape
+        self.begins = tuple(map(_evenly, begins, self.shape)) if boxes else tuple(map(range, self.shape))
         self.elements = numpy.array([math.prod(lengths) for _, lengths in boxes], dtype=numpy.int64)
         copies = max(map(len, ranks_of.values()), default=1)
         holders = [numpy.resize(ranks_of[box], copies) for box in boxes]
@@ -292,10 +292,10 @@ class _Grid:
         return self._holders[:, copy], self._places[copy]
 
 
-def _steps(begins: Sequence[int], length: int) -> int | Sizes:
-    """Return the length of parts that begin there, or where they begin if only a list can say it."""
-    step = begins[1] if len(begins) > 1 else length
-    return step if list(begins) == list(range(0, length, step)) else tuple(begins)
+def _evenly(begins: Sequence[int], length: int) -> range | Sizes:
+    """Return where parts begin, as a range if they are of one length."""
+    even = range(0, length, begins[1] if len(begins) > 1 else length)
+    return even if list(even) == begins else tuple(begins)
 
 
 def _require_plain(name: str, tensor: Tensor) -> None:

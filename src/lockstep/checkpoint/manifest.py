@@ -10,8 +10,8 @@
     "rank_0.safetensors": {"size": 2244, "header": 192, "crc32": 123, "blocks": 1, "blocks_crc32": 456},
     "rank_1.safetensors": {...}
   },
-  "places": [[0, 1]],
   "tensors": {"model.weight": {"dtype": "float32", "shape": [32, 32], "part": [16, 32], "place": 0}},
+  "places": [[0, 1]],
   "sha256": "..."
 }
 ```
@@ -92,13 +92,13 @@ class StoredTensor:
     Attributes:
         dtype: name of its dtype.
         shape: its shape.
-        part: how it is cut, for each dim: the length of a part, or where the parts begin.
+        begins: where the parts begin along each dim: a range where they are of one length.
         place: which files hold the parts.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    part: tuple[int | tuple[int, ...], ...]
+    begins: tuple[range | tuple[int, ...], ...]
     place: Place
 
     @property
@@ -106,25 +106,13 @@ class StoredTensor:
         """Number of bytes."""
         return math.prod(self.shape) * ITEM_SIZES[self.dtype]
 
-    @property
-    def counts(self) -> list[int]:
-        """Number of parts along each dim."""
-        return [
-            len(part) if isinstance(part, tuple) else -(-length // part) if length else 0
-            for length, part in zip(self.shape, self.part, strict=True)
-        ]
-
     def box(self, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return where a part begins, and its shape."""
         offsets, lengths = [], []
-        for length, part, count in zip(self.shape[::-1], self.part[::-1], self.counts[::-1], strict=True):
-            number, at = divmod(number, count)
-            if isinstance(part, tuple):
-                begin, end = part[at], part[at + 1] if at + 1 < count else length
-            else:
-                begin, end = at * part, min((at + 1) * part, length)
-            offsets.append(begin)
-            lengths.append(end - begin)
+        for length, begins in zip(reversed(self.shape), reversed(self.begins), strict=True):
+            number, at = divmod(number, len(begins))
+            offsets.append(begins[at])
+            lengths.append((begins[at + 1] if at + 1 < len(begins) else length) - begins[at])
         return tuple(offsets[::-1]), tuple(lengths[::-1])
 
     def size_in(self, file: int) -> int:
@@ -134,18 +122,14 @@ class StoredTensor:
 
     def parts_within(self, offsets: Sequence[int], lengths: Sequence[int]) -> Iterator[int]:
         """Yield the numbers of the parts that have something of a box, in the order of rows."""
-        ranges: list[range] = []
-        for part, begin, length in zip(self.part, offsets, lengths, strict=True):
-            if not length:
-                return
-            if isinstance(part, tuple):
-                ranges.append(range(bisect_right(part, begin) - 1, bisect_left(part, begin + length)))
-            else:
-                ranges.append(range(begin // part, -(-(begin + length) // part)))
-        for place in itertools.product(*ranges):
+        ranges = [
+            range(bisect_right(begins, first) - 1, bisect_left(begins, first + length)) if length else range(0)
+            for begins, first, length in zip(self.begins, offsets, lengths, strict=True)
+        ]
+        for at in itertools.product(*ranges):
             number = 0
-            for at, count in zip(place, self.counts, strict=True):
-                number = number * count + at
+            for i, begins in zip(at, self.begins, strict=True):
+                number = number * len(begins) + i
             yield number
 
 
@@ -269,26 +253,18 @@ def checksum_at(checksums: bytes, number: int) -> int:
 def dump_manifest(manifest: Manifest) -> bytes:
     """Return the bytes of a manifest, the last of which are its digest."""
     places: dict[Place, int] = {}
-    tensors = {
-        name: {
-            "dtype": one.dtype, "shape": one.shape, "part": one.part, "place": places.setdefault(one.place, len(places))
-        }
-        for name, one in manifest.tensors.items()
-    }  # fmt: skip
-    rows = {
-        "files": {name: {key: getattr(file, key) for key in file.__slots__} for name, file in manifest.files.items()},
-        "places": list(places),
-        "tensors": tensors,
-    }
+    tensors = {}
+    for name, one in manifest.tensors.items():
+        part = [begins.step if isinstance(begins, range) else begins for begins in one.begins]
+        place = places.setdefault(one.place, len(places))
+        tensors[name] = {"dtype": one.dtype, "shape": one.shape, "part": part, "place": place}
+    files = {name: {key: getattr(file, key) for key in file.__slots__} for name, file in manifest.files.items()}
     parts = {"format": FORMAT, "written": manifest.written, "meta": manifest.meta, "state": manifest.state}
     lines = [f'  "{key}": {json.dumps(value, allow_nan=False)}' for key, value in parts.items()]
-    for key, entries in rows.items():
-        if isinstance(entries, dict):
-            body = ",\n".join(f"    {json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items())
-            lines.append(f'  "{key}": {{\n{body}\n  }}')
-        else:
-            body = ",\n".join(f"    {json.dumps(entry)}" for entry in entries)
-            lines.append(f'  "{key}": [\n{body}\n  ]')
+    for key, rows in (("files", files), ("tensors", tensors)):
+        body = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
+        lines.append(f'  "{key}": {{\n{body}\n  }}')
+    lines.append(f'  "places": {json.dumps(list(places))}')
     content = ("{\n" + ",\n".join(lines)).encode()
     return content + f',\n  "sha256": "{hashlib.sha256(content).hexdigest()}"\n}}\n'.encode()
 
@@ -353,19 +329,15 @@ def _checked(content: Mapping[str, Any]) -> Manifest:
     if type(written["time"]) not in (int, float) or not 0 <= written["time"] < _LATEST:
         raise ValueError(f"`time` is {written['time']!r}, not a number of seconds since 1970")
     files = {
-        require_plain_name(name): StoredFile(
-            _count(file["size"], name),
-            _count(file["header"], name, most=_MOST_HEADER),
-            _count(file["crc32"], name),
-            _count(file["blocks"], name),
-            _count(file["blocks_crc32"], name),
-        )
+        require_plain_name(name): StoredFile(**{key: _count(file[key], name) for key in StoredFile.__slots__})
         for name, file in _dict(content["files"], "files").items()
     }
     places = [_checked_place(place, len(files)) for place in content["places"]]
     tensors = {
         name: _checked_tensor(name, tensor, places) for name, tensor in _dict(content["tensors"], "tensors").items()
     }
+    if wrong := [name for name, file in files.items() if file.header > _MOST_HEADER]:
+        raise ValueError(f"{wrong[0]} has a header of more than {_MOST_HEADER} bytes")
     # Parts cover a tensor once, because they are a grid. Of each file by itself, this is checked when it is read.
     held = sum(file.size - file.header - CHECKSUM * file.blocks for file in files.values())
     if held != (needed := sum(tensor.size for tensor in tensors.values())):
@@ -395,20 +367,21 @@ def _checked_tensor(name: str, entry: Any, places: Sequence[Place]) -> StoredTen
     shape = _sizes(entry["shape"], name)
     if math.prod(size for size in shape if size) > _MOST_ELEMENTS:
         raise ValueError(f"{name} cannot have the shape {list(shape)}")
-    part = tuple(_sizes(one, name) if isinstance(one, list) else _count(one, name) for one in entry["part"])
-    if len(part) != len(shape) or not all(map(_is_cut, shape, part)):
-        raise ValueError(f"{name} of the shape {list(shape)} cannot be cut into parts of {list(part)}")
-    tensor = StoredTensor(entry["dtype"], shape, part, places[_count(entry["place"], name)])
-    if math.prod(tensor.counts) != len(tensor.place):
-        raise ValueError(f"{name} has {math.prod(tensor.counts)} parts, but {len(tensor.place)} files hold it")
-    return tensor
+    begins = tuple(_begins(*cut, name) for cut in zip(shape, entry["part"], strict=True))
+    place = places[_count(entry["place"], name)]
+    if (parts := math.prod(map(len, begins))) != len(place):
+        raise ValueError(f"{name} has {parts} parts, but {len(place)} files hold it")
+    return StoredTensor(entry["dtype"], shape, begins, place)
 
 
-def _is_cut(length: int, part: int | tuple[int, ...]) -> bool:
-    """Return whether a dim can be cut so: into parts of a length, or where each of them begins."""
-    if isinstance(part, int):
-        return part > 0 or length == 0
-    return part[:1] == (0,) and all(map(operator.lt, part, (*part[1:], length)))
+def _begins(length: int, part: Any, name: str) -> range | tuple[int, ...]:
+    """Return where the parts of a dim begin, by their length, or as it is listed."""
+    if not isinstance(part, list):
+        return range(0, length, _count(part, name, least=1))
+    begins = _sizes(part, name)
+    if begins[:1] != (0,) or not all(map(operator.lt, begins, (*begins[1:], length))):
+        raise ValueError(f"{name} of the length {length} cannot be cut into parts that begin at {part}")
+    return begins
 
 
 def _refuse_constant(name: str) -> None:

@@ -109,32 +109,18 @@ class _Offer(NamedTuple):
     """What a rank says first of what it has to save.
 
     Attributes:
-        token: that of the plan that it has kept; None if it has none, or holds something else now.
+        token: that of the plan that it has kept; empty if it has none, or holds something else now.
         described: the digest of what it holds.
         digests: the digest of each section.
         values: the values of the sections that it was asked for by that plan.
         meta: on rank 0, the metadata, encoded.
     """
 
-    token: str | None
+    token: str
     described: str
     digests: Mapping[str, str]
     values: Mapping[str, Any]
     meta: Any
-
-
-class _Kept(NamedTuple):
-    """A plan, as one rank keeps it.
-
-    Attributes:
-        token: the digest of what all ranks hold.
-        written: which of its pieces this rank writes, as bits.
-        asked: the sections whose values come from it.
-    """
-
-    token: str
-    written: bytes
-    asked: Sequence[str]
 
 
 class Planner:
@@ -146,8 +132,10 @@ class Planner:
 
     def __init__(self) -> None:
         self.plans = 0
-        self._kept: _Kept | None = None
-        self._described = ""  # what this rank held then
+        self._described = ""  # what this rank held when the last plan was made, as a digest
+        self._token = ""  # what all ranks held then
+        self._written = b""  # which of its pieces this rank writes, as bits
+        self._asked: Sequence[str] = ()  # the sections whose values come from it
         self._tensors: Mapping[str, StoredTensor] = {}  # on rank 0
 
     def plan(
@@ -164,11 +152,10 @@ class Planner:
 
         def offer() -> _Offer:
             holding.append(own := Holding(state, *get_dist_info()))
-            kept = self._kept if own.described == self._described else None
-            values = {} if kept is None else {key: own.sections[key].values for key in kept.asked}
+            token = self._token if own.described == self._described else ""
+            values = {key: own.sections[key].values for key in self._asked} if token else {}
             digests = {key: section.digest for key, section in own.sections.items()}
-            encoded = encode(meta) if is_main_process() else None
-            return _Offer(None if kept is None else kept.token, own.described, digests, values, encoded)
+            return _Offer(token, own.described, digests, values, encode(meta) if is_main_process() else None)
 
         def answer(found: list[_Offer]) -> Sequence[tuple[Location | None, Any]]:
             offers.extend(found)
@@ -178,29 +165,25 @@ class Planner:
                 return [(None, asked) for asked in askings([one.digests for one in offers])]
             return _begin(directory, last_of, offers, [one.values for one in offers], self._tensors)
 
-        def describe(asked: Sequence[str]) -> tuple[Any, Any, Any]:
-            sections = holding[0].sections
-            boxes = {key: section.boxes for key, section in sections.items()}
-            return boxes, {key: sections[key].rows for key in asked}, {key: sections[key].values for key in asked}
+        def describe() -> tuple[Any, Any, Any]:
+            boxes = {key: section.boxes for key, section in holding[0].sections.items()}
+            asked = {key: holding[0].sections[key] for key in self._asked}
+            rows, values = ({key: getattr(one, what) for key, one in asked.items()} for what in ("rows", "values"))
+            return boxes, rows, values
 
-        def decide_all(found: list[tuple[Any, Any, Any]]) -> list[tuple[Location, Outline | None, _Kept]]:
+        def decide_all(found: list[tuple[Any, Any, Any]]) -> list[tuple[Location, Outline | None, str, bytes]]:
             boxes, rows, values = zip(*found, strict=True)
-            tensors, written = decide([one.digests for one in offers], boxes, rows)
+            self._tensors, written = decide([one.digests for one in offers], boxes, rows)
             token = digest_of([one.described for one in offers])
-            begun = _begin(directory, last_of, offers, values, tensors)
-            self._tensors = tensors
-            return [
-                (path, outline, _Kept(token, bits, list(one)))
-                for (path, outline), bits, one in zip(begun, written, rows, strict=True)
-            ]
+            begun = _begin(directory, last_of, offers, values, self._tensors)
+            return [(*one, token, bits) for one, bits in zip(begun, written, strict=True)]
 
         path, rest = run_then_complete(failure, offer, answer)
         if path is None:
-            self._kept, self.plans = None, self.plans + 1
-            path, rest, self._kept = run_then_complete(failure, partial(describe, rest), decide_all)
-            self._described = holding[0].described
-        assert self._kept is not None, "there is a plan"
-        return Plan(directory, path, holding[0].written(self._kept.written), rest)
+            self._token, self._described, self._asked = "", holding[0].described, rest
+            path, rest, self._token, self._written = run_then_complete(failure, describe, decide_all)
+            self.plans += 1
+        return Plan(directory, path, holding[0].written(self._written), rest)
 
 
 def save_state(
