@@ -122,6 +122,7 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@torch.no_grad()  # so that a shard costs nothing
 def pieces_of(tensors: Mapping[str, Tensor]) -> list[Piece]:
     """Return what this rank holds of tensors, of which some may be sharded; nothing of those of other ranks' meshes."""
     like: dict[Any, str] = {}
