@@ -8,12 +8,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from lockstep.checkpoint import load_state, read_meta, save_state, verify
-from lockstep.checkpoint.manifest import dump_manifest, read_manifest
+from lockstep.checkpoint import load_state, read_meta, save_state, search, verify
+from lockstep.checkpoint.manifest import Block, dump_manifest, read_manifest
+from lockstep.checkpoint.search import check, read_block
 from lockstep.dist import get_rank, get_world_size, main_process_first
 from lockstep.errors import ConfigError
 from lockstep.testing import ranks
@@ -129,6 +131,27 @@ def test_files_of_other_lengths_than_the_tensors_in_them_are_refused_by_name(tmp
         load_state(tmp_path / "three", wanted)
     with pytest.raises(ConfigError, match=says):
         verify(tmp_path / "three")
+
+
+@ranks(2)
+def test_shares_of_a_verification_are_all_of_it_once(tmp_path: Path):
+    written(tmp_path / "three")
+    manifest = check(tmp_path / "three")
+    read: list[tuple[str, int, int]] = []
+
+    def counted(file: Any, block: Block, into: memoryview) -> None:
+        read.append((block.file, block.start, block.size))
+        read_block(file, block, into)
+
+    size = sum(file.size for file in manifest.files.values())
+    for shares in (1, 2, 3, 7):
+        with patch.object(search, "read_block", counted):
+            parts = [search.verify_share(tmp_path / "three", manifest, share, shares) for share in range(shares)]
+        assert sum(parts) == size
+        ends = {(name, file.size - 4 * file.blocks, 4 * file.blocks) for name, file in manifest.files.items()}
+        others = [one for one in read if one not in ends]  # whoever reads of a file reads its checksums
+        assert len(others) == len(set(others)) == sum(1 + file.blocks for file in manifest.files.values())
+        read.clear()
 
 
 @ranks(2)
