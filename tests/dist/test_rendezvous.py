@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
 
-from lockstep.dist import all_gather_object, destroy_dist, init_dist, is_distributed
+from lockstep.dist import all_gather_object, destroy_dist, init_dist, is_distributed, rendezvous
 from lockstep.dist.rendezvous import port_file
 from lockstep.errors import CollectiveTimeoutError, TopologyError
 from lockstep.testing import ranks
@@ -144,7 +147,7 @@ def test_on_several_nodes_the_address_of_rank_0_must_be_known(tmp_path: Path) ->
 def test_a_rank_that_does_not_come_to_the_meeting_is_a_timeout_error(free_port: int) -> None:
     become_rank(0, 2, MASTER_PORT=str(free_port))
     before = dict(os.environ)
-    message = r"`init_dist` must meet all 2 ranks, but at least one was not to be found \(rank 0 of 2\)"
+    message = r"`init_dist` must meet all 2 ranks within 0.5 s, but rank 1 did not come \(rank 0 of 2\)"
     with pytest.raises(CollectiveTimeoutError, match=message):
         init_dist("pytorch", timeout=0.5)
     assert not is_distributed()
@@ -154,15 +157,64 @@ def test_a_rank_that_does_not_come_to_the_meeting_is_a_timeout_error(free_port: 
 @ranks(1, fresh=True)
 def test_a_rank_0_that_does_not_serve_is_a_timeout_error(free_port: int) -> None:
     become_rank(1, 2, MASTER_PORT=str(free_port))
-    with pytest.raises(CollectiveTimeoutError, match=r"`init_dist` must meet all 2 ranks, .* \(rank 1 of 2\)"):
+    with pytest.raises(
+        CollectiveTimeoutError, match=r"must meet all 2 ranks .* rank 0 serves no store at 127.0.* \(rank 1 of 2\)"
+    ):
         init_dist("pytorch", timeout=0.5)
 
 
 @ranks(1, fresh=True)
 def test_a_rank_0_that_does_not_publish_its_port_is_a_timeout_error(tmp_path: Path) -> None:
     become_rank_of_mpi(1, 2, "silent", tmp_path)
-    with pytest.raises(CollectiveTimeoutError, match=r"rank 0 must publish its port within 0.3 s, .* \(rank 1 of 2\)"):
+    with pytest.raises(CollectiveTimeoutError, match=r"within 0.3 s, but rank 0 serves no store \(rank 1 of 2\)"):
         init_dist("mpi", timeout=0.3)
+
+
+@ranks(3, fresh=True)
+def test_who_has_not_started_is_said_while_the_others_wait(free_port: int, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch, logged("lockstep.dist") as messages:
+        patch.setattr(rendezvous, "_SECONDS_TO_SAY", 0.2)
+        patch.setattr(rendezvous, "_LONGEST_PAUSE", 0.1)
+        become_rank(seat(), 3, MASTER_PORT=str(free_port))
+        if seat() == 2:  # comes when the others have said that they wait
+            while len(list(tmp_path.iterdir())) < 2:
+                time.sleep(0.01)
+        else:
+            threading.Thread(target=touch_at_message, args=(tmp_path / str(seat()), messages), daemon=True).start()
+        init_dist("pytorch")
+        if seat() == 0:
+            assert any(text.endswith("s for rank 2 to start (rank 0 of 3)") for text in messages)
+        destroy_dist()
+
+
+@ranks(1, fresh=True)
+def test_a_rank_without_rank_0_says_for_what_it_waits(free_port: int) -> None:
+    with pytest.MonkeyPatch.context() as patch, logged("lockstep.dist") as messages:
+        patch.setattr(rendezvous, "_SECONDS_TO_SAY", 0.1)
+        become_rank(1, 2, MASTER_PORT=str(free_port))
+        with pytest.raises(CollectiveTimeoutError):
+            init_dist("pytorch", timeout=0.5)
+    assert set(messages) == {f"waiting 0 s for rank 0 at 127.0.0.1:{free_port} to start (rank 1 of 2)"}
+    assert len(messages) <= 3  # after 0.1, 0.2 and 0.4 s at the latest
+
+
+@contextmanager
+def logged(name: str) -> Iterator[list[str]]:
+    """Collect the messages of a logger."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger(name).removeHandler(handler)
+
+
+def touch_at_message(path: Path, messages: list[str]) -> None:
+    while not messages:
+        time.sleep(0.01)
+    path.touch()
 
 
 def join_the_agents_store(port: int, attempt: int) -> None:

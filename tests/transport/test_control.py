@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as torch_dist
 
 from lockstep.dist import (
+    CollectiveMismatchError,
     PeerError,
     all_gather,
     all_gather_object,
@@ -27,7 +30,10 @@ from lockstep.dist import (
     scatter_object_list,
 )
 from lockstep.dist.objects import start_gather_bytes
+from lockstep.groups import resolve
 from lockstep.testing import ranks
+from lockstep.transport import control
+from lockstep.transport.control import exchange, report_failure
 
 from ..dist import backends  # noqa: F401 - registers `silent`
 
@@ -113,3 +119,49 @@ def test_what_one_rank_refuses_is_an_error_on_every_rank(backend: str) -> None:
     with pytest.raises(OSError if get_rank() == 0 else PeerError), main_process_first(group):
         raise OSError("no space left")
     assert all_gather_object(get_rank(), group) == [0, 1]
+
+
+def refuse() -> None:
+    raise OSError("no space left")
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2_000])
+@ranks(1, 2, 3, 5, 11)
+def test_bytes_go_up_and_down_a_tree(numel: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control, "_RING_RANKS", 1)  # eleven ranks are enough without it
+        rank, size = get_rank(), get_world_size()
+        alike, different = [[f"{number}" * numel for number in of] for of in ([7] * size, range(size))]
+        for texts in (alike, different, alike):
+            assert all_gather_object(texts[rank]) == texts
+        error = OSError if rank == size - 1 else PeerError
+        with pytest.raises(error, match="no space left"), report_failure(resolve(), OSError):
+            refuse() if rank == size - 1 else exchange(resolve())
+        if size > 1:
+            with pytest.raises(CollectiveMismatchError, match=f"rank {size - 1}: broadcast"):
+                broadcast_object(0) if rank == size - 1 else all_gather_object(0)
+            assert all_gather_object(rank) == list(range(size))
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+@ranks(2, 11)
+def test_what_many_ranks_give_alike_is_sent_to_none_again(is_mixed: bool) -> None:
+    received: list[int] = []
+
+    def counted(one: Callable[..., object]) -> Callable[..., object]:
+        def run(data: torch.Tensor, *arguments: object, **options: object) -> object:
+            received.append(data.numel())
+            return one(data, *arguments, **options)
+
+        return run
+
+    rank, size = get_rank(), get_world_size()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("recv", "broadcast"):
+            patch.setattr(torch_dist, name, counted(getattr(torch_dist, name)))
+        exchange(resolve(), bytes([rank * is_mixed]))
+    if size == 2:
+        assert not received  # one call of gloo
+    else:
+        behind = {0: [1, 2, 4, 3], 2: [1], 4: [1, 2], 6: [1], 8: [1, 1]}.get(rank, [])
+        assert received == [256 * count for count in behind] + [1] + [256 * size] * is_mixed

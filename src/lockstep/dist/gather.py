@@ -112,7 +112,7 @@ def all_gather(
     something other than tensors, PeerError on the others; no tensor has been sent by then. With `sync_grads`,
     CollectiveMismatchError on every rank if dtypes differ.
 
-    **Cost**: a header of 256 bytes from each rank to each, between the hosts, then the tensors without padding: in one
+    **Cost**: a header, by one exchange of 256 bytes between the hosts, then the tensors without padding: in one
     call if they are alike; else on an accelerator in one group of broadcasts, on the CPU in one for each rank. With
     `sync_grads` one more header, and in backward the bytes of the gradients of everything that was received.
 
@@ -215,7 +215,7 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
     **Raises**: ValueError on `dst` if its list does not match the tensors of all ranks, TypeError on a rank that passes
     something else, PeerError on the others; nothing has been sent by then.
 
-    **Cost**: a header of 256 bytes from each rank to each, between the hosts; then the bytes of each tensor to `dst`.
+    **Cost**: a header, by one exchange of 256 bytes between the hosts; then the bytes of each tensor to `dst`.
 
     **Example (2 ranks)**::
 
@@ -293,7 +293,7 @@ def scatter(
     **Raises**: ValueError or TypeError on `src` if its list does not hold one tensor for each rank, ValueError on a
     rank whose `tensor` does not match what it would get, PeerError on the others; nothing has been sent by then.
 
-    **Cost**: 256 bytes from each rank to each, between the hosts, and a header of `src` for each rank; then the bytes
+    **Cost**: one exchange of 256 bytes between the hosts, and a header of `src` for each rank; then the bytes
     of each tensor from `src`.
 
     **Example (2 ranks)**::

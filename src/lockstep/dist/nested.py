@@ -63,7 +63,7 @@ def all_reduce_dict(
     a rank with a value that can't be reduced, PeerError on the others; ValueError on every rank if the mean of integers
     is not a whole number. If it raises, `data` is unchanged.
 
-    **Cost**: 256 bytes from each rank to each, between the hosts, and one all_reduce for each dtype. Values of an
+    **Cost**: one exchange of 256 bytes between the hosts, and one all_reduce for each dtype. Values of an
     accelerator stay there; numbers and values of the CPU among them are moved there and back.
 
     **Example (2 ranks)**::

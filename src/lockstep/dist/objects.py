@@ -51,7 +51,7 @@ def all_gather_object(
     for each rank, PeerError on the others, before anything large is sent; DistError on a rank that can't load what it
     received. The other ranks do not learn of this last error.
 
-    **Cost**: 256 bytes from each rank to each, between the hosts, and what does not fit in it. Tensors and arrays of
+    **Cost**: one exchange of 256 bytes between the hosts, and what does not fit in it. Tensors and arrays of
     64 KiB or more are sent from and received into their own memory, without further copies.
 
     **Example (2 ranks)**::
@@ -116,7 +116,7 @@ def gather_object(  # type: ignore[misc]  # the overloads share places, not name
 
     **Raises**: as `all_gather_object`.
 
-    **Cost**: 256 bytes from each rank to each, between the hosts; then the object, to `dst` alone.
+    **Cost**: one exchange of 256 bytes between the hosts; then the object, to `dst` alone.
 
     **Example (2 ranks)**::
 

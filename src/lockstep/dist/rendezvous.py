@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
@@ -14,11 +15,17 @@ from pathlib import Path
 from torch.distributed import DistError as TorchDistError
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from lockstep.errors import CollectiveTimeoutError, TopologyError
+from lockstep.errors import CollectiveTimeoutError, TopologyError, ranks_in_words
 from lockstep.topology import Topology
+from lockstep.watch.board import pauses
 
 LOOPBACK = "127.0.0.1"
 _OPEN_KEY = "open"  # rank 0 sets this key in the store that it serves for a group
+_LONGEST_PAUSE = 0.5  # between two looks for other ranks
+_SECONDS_TO_SAY = 5.0  # after which a rank says for whom it waits, then at doubling intervals
+_FEW_RANKS = 8  # of more, one for each node says it
+
+_logger = logging.getLogger("lockstep.dist")
 
 
 def is_one_node(topology: Topology) -> bool:
@@ -58,9 +65,8 @@ def meet(
             return PrefixStore(prefix, _connect(host, port, topology, timeout))
     published = port_file(topology, generation) if port is None and topology.world_size > 1 else None
     if topology.rank != 0:
-        if published is not None:
-            port = _await_published_port(published, topology, timeout)
-        return _connect_to_rank_0(prefix, host, port or 0, topology, timeout)
+        port = _await_rank_0(host, port, published, topology, timeout)
+        return _connect_to_rank_0(prefix, host, port, topology, timeout)
     served = _serve(host, port or 0, topology, timeout)
     if published is not None:
         undo.callback(published.unlink, missing_ok=True)
@@ -68,6 +74,51 @@ def meet(
     prefixed = PrefixStore(prefix, served)
     prefixed.set(_OPEN_KEY, "")
     return prefixed
+
+
+def await_all(store: Store, topology: Topology, timeout: timedelta) -> None:
+    """Wait until all ranks have come to the store; after 5 s, and then at doubling intervals, say who has not.
+
+    **Cost**: three requests to the store, and some two for each second of waiting.
+
+    Raises:
+        CollectiveTimeoutError: some rank has not come in time. Rank 0 finds out which, and the others hear it.
+    """
+    store.set(f"came/{topology.rank}", "")
+    if store.add("come", 1) == topology.world_size:
+        store.set("all_came", "")
+    due = _SECONDS_TO_SAY
+    for passed in pauses(timeout.total_seconds(), _LONGEST_PAUSE):
+        if store.check(["all_came"]):
+            return
+        if passed >= due:
+            due *= 2
+            _say(passed, _late(store, topology), topology)
+    raise _nobody_there(topology, timeout, f"{_late(store, topology)} did not come")
+
+
+def _late(store: Store, topology: Topology) -> str:
+    """Return in words which ranks have not come to the store; only rank 0 asks for each."""
+    if topology.rank == 0:
+        late = [rank for rank in range(topology.world_size) if not store.check([f"came/{rank}"])]
+        store.set("late", ranks_in_words(late) if late else "a rank")  # the last may just have come
+    return store.get("late").decode() if store.check(["late"]) else "rank 0, or other ranks"
+
+
+def _say(seconds: float, late: str, topology: Topology) -> None:
+    if topology.local_rank == 0 or topology.world_size <= _FEW_RANKS:  # else one rank of each node
+        _logger.warning("waiting %.0f s for %s to start (%s)", seconds, late, _this_rank(topology))
+
+
+def _nobody_there(topology: Topology, timeout: timedelta, what: str) -> CollectiveTimeoutError:
+    return CollectiveTimeoutError(
+        f"`init_dist` must meet all {topology.world_size} ranks within {timeout.total_seconds():g} s, but {what} "
+        f"({_this_rank(topology)}). Did all start, with one MASTER_ADDR and MASTER_PORT?"
+    )
+
+
+def _this_rank(topology: Topology) -> str:
+    return f"rank {topology.rank} of {topology.world_size}"
 
 
 def _address(topology: Topology, port: int | None) -> tuple[str, int]:
@@ -139,7 +190,7 @@ def port_file(topology: Topology, generation: int) -> Path:
     if not topology.job_key:
         raise TopologyError(
             f"MASTER_PORT must be set, since the launcher {topology.launcher!r} gives its ranks nothing by which "
-            f"to find each other (rank {topology.rank} of {topology.world_size})"
+            f"to find each other ({_this_rank(topology)})"
         )
     folder = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -156,17 +207,24 @@ def _publish_port(port: int, path: Path) -> None:
     draft.rename(path)
 
 
-def _await_published_port(path: Path, topology: Topology, timeout: timedelta) -> int:
-    deadline = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < deadline:
-        # A file left behind by a killed job names a port on which nothing listens: retry until something does.
-        try:
-            port = int(path.read_text())
-            with socket.create_connection((LOOPBACK, port), timeout=1):
-                return port
-        except (OSError, ValueError):
-            time.sleep(0.02)
-    raise CollectiveTimeoutError(
-        f"rank 0 must publish its port within {timeout.total_seconds():g} s, but did not "
-        f"(rank {topology.rank} of {topology.world_size}). Did it start?"
-    )
+def _await_rank_0(host: str, port: int | None, published: Path | None, topology: Topology, timeout: timedelta) -> int:
+    """Return the port on which rank 0 serves, once something listens there; after 5 s, say what this rank waits for.
+
+    Args:
+        host: of rank 0.
+        port: the port, if it is known.
+        published: otherwise the file into which rank 0 writes it. One that a killed job has left behind names a port on
+            which nothing listens.
+        topology: rank and place of this process.
+        timeout: how long to wait.
+    """
+    due = _SECONDS_TO_SAY
+    for passed in pauses(timeout.total_seconds(), _LONGEST_PAUSE):
+        with suppress(OSError, ValueError):
+            found = int(published.read_text()) if port is None and published is not None else port
+            with socket.create_connection((host, found or 0), timeout=1):
+                return found or 0
+        if passed >= due:
+            due *= 2
+            _say(passed, "rank 0" + (f" at {host}:{port}" if port else ""), topology)
+    raise _nobody_there(topology, timeout, f"rank 0 serves no store{f' at {host}:{port}' if port else ''}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import resource
 import sys
 import time
 from contextlib import ExitStack
@@ -19,7 +20,7 @@ from torch.distributed import Store
 from lockstep import groups
 from lockstep.device import get_device
 from lockstep.dist.consistency import CheckMode, check_collectives, check_mode
-from lockstep.dist.rendezvous import is_one_node, meet
+from lockstep.dist.rendezvous import await_all, is_one_node, meet
 from lockstep.dist.validate import NOT_GIVEN, either, is_int
 from lockstep.engines import adopt_group, load_engine
 from lockstep.errors import (
@@ -37,6 +38,7 @@ from lockstep.watch.watch import start_watch
 _SECONDS_FOR_THREADS = 0.1  # in which threads of an ended group free their tensors
 _STORE_TIMEOUT = timedelta(minutes=5)
 _TIMEOUT = timedelta(minutes=10)  # torch's own is 10 minutes with NCCL, and 30 with gloo
+_OPEN_FILES = 2**16
 _INIT_BACKENDS = ("torch", "deepspeed", "colossalai")
 # Each backend's variable for the network interface of its own connections.
 _INTERFACE_VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
@@ -115,8 +117,11 @@ def init_dist(
     with ExitStack() as undo:
         if is_one_node(topology):
             _keep_on_loopback(backend, undo)
+        _allow_many_files()
         try:
             shared_store = meet(topology, store, port, duration or _STORE_TIMEOUT, _generation, undo)
+            if topology.world_size > 1:
+                await_all(shared_store, topology, duration or _STORE_TIMEOUT)
             if topology.local_size > 1:
                 _refuse_shared(device, topology, shared_store)
             torch_dist.init_process_group(
@@ -324,6 +329,14 @@ def _keep_on_loopback(backend: str, undo: ExitStack) -> None:
         if (name == "gloo" or name in backend) and variable not in os.environ:
             undo.callback(os.environ.pop, variable, None)
             os.environ[variable] = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def _allow_many_files() -> None:
+    """Allow as many open files as connections to all ranks need, each for several groups; shells often allow 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _rendezvous_error(error: Exception, topology: Topology) -> Exception:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -22,16 +23,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import FrameType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from lockstep.dist import get_dist_info
 from lockstep.errors import ConfigError, Preempted, did_you_mean
 from lockstep.launch.worker import STOPPED_FILE
+from lockstep.watch.board import pauses
 from lockstep.watch.watch import side_store
 
 _FOR_EVER = timedelta(days=365)
 _SECONDS_TO_AGREE = 60.0
 _POLL_SECONDS = 0.01
+_LONGEST_PAUSE = 0.25  # between two looks at the store
+_NOT = "not"  # the verdict that no rank acts
 _EVALUATION = 2**32  # more than an evaluation has batches
 _NEVER = 2**62
 _NO_FD = -1
@@ -189,19 +193,19 @@ class _StoreAgreement:
         self._agreement = agreement
         self._closing = threading.Event()
         self._round = 0
-        self._store = side_store()
+        self._store: Any = side_store()  # torch's stubs lack `multi_set`
         self._thread = threading.Thread(target=self._listen, name="lockstep-agreement", daemon=True)
         self._thread.start()
 
     def ask(self, request: Request) -> None:
         """Ask all ranks for it in the next round that nobody has claimed, but not after a stop."""
         with suppress(Exception):  # the store is gone, and so is the job
-            store = side_store()  # the other connection waits
+            store: Any = side_store()  # the other connection waits
             while not self._closing.is_set():
                 number = self._round
                 if store.add(f"{self._prefix}/{number}/claims", 1) == 1:
-                    for rank in range(self._world_size):
-                        store.set(self._key("asked", rank, number), json.dumps(request))
+                    asked = [self._key("asked", rank, number) for rank in range(self._world_size)]
+                    store.multi_set(asked, [json.dumps(request)] * self._world_size)
                     return
                 while number == self._round and not self._closing.is_set():
                     if self._agreement.is_stopping:
@@ -251,33 +255,26 @@ class _StoreAgreement:
     def _last_point(self, own: int, reason: str) -> int | None:
         """Publish this rank's point, and return the highest of all ranks; None if one is silent, and no rank acts.
 
-        Rank 0 decides for all ranks, so that they do the same.
+        The last rank to publish one decides for all; rank 0 decides where one is silent for a minute.
         """
-        self._store.set(self._key("point", self._rank, self._round), str(own))
-        verdict = self._key("verdict", 0, self._round)
-        if self._rank == 0:
-            last = self._highest(reason)
-            self._store.set(verdict, "" if last is None else str(last))
-            return last
-        while not self._store.check([verdict]):
-            if self._closing.is_set() or self._store.check([self._closed]):
-                return None
-            time.sleep(_POLL_SECONDS)
-        found = self._store.get(verdict).decode()
-        return int(found) if found else None
-
-    def _highest(self, reason: str) -> int | None:
+        store, verdict = self._store, self._key("verdict", 0, self._round)
         points = [self._key("point", rank, self._round) for rank in range(self._world_size)]
-        deadline = time.monotonic() + _SECONDS_TO_AGREE
-        while not self._store.check(points):
-            if self._closing.is_set():
+        store.set(points[self._rank], str(own))
+        if store.add(f"{self._prefix}/{self._round}/points", 1) == self._world_size:
+            store.compare_set(verdict, "", str(max(map(int, store.multi_get(points)))))
+        for _ in pauses(_SECONDS_TO_AGREE if self._rank == 0 else math.inf, _LONGEST_PAUSE):
+            if store.check([verdict]):
+                break
+            if self._closing.is_set() or store.check([self._closed]):
+                if self._rank == 0:
+                    store.compare_set(verdict, "", _NOT)
                 return None
-            if time.monotonic() > deadline:
-                silent = [str(rank) for rank, point in enumerate(points) if not self._store.check([point])]
-                _logger.warning("%s: training goes on, because rank %s does not answer", reason, ", ".join(silent))
-                return None
-            time.sleep(_POLL_SECONDS)
-        return max(int(self._store.get(point)) for point in points)
+        else:
+            silent = [str(rank) for rank, point in enumerate(points) if not store.check([point])]
+            _logger.warning("%s: training goes on, because rank %s does not answer", reason, ", ".join(silent))
+            store.compare_set(verdict, "", _NOT)
+        found = store.get(verdict).decode()
+        return None if found == _NOT else int(found)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ State: TypeAlias = Mapping[str, Any]
 """What a rank does, as `Watch.state` says it."""
 
 _RANKS_PER_SECOND = 1000  # that look at the store; its answer to one takes about 20 microseconds
-_SHORTEST, _LONGEST = 0.25, 1.0  # seconds from one look at the store to the next
+_SHORTEST = 0.25  # seconds from one look at the store to the next
 _ENDED = 2**62
 
 
@@ -45,7 +45,7 @@ class Board:
     def __init__(self, store: Store, rank: int, size: int, state: Callable[[], State]) -> None:
         self.store = cast("Any", store)  # torch's stubs lack `multi_set`
         self.rank, self.size = rank, size
-        self.tick = min(_LONGEST, max(_SHORTEST, size / _RANKS_PER_SECOND))
+        self.tick = max(_SHORTEST, size / _RANKS_PER_SECOND)
         self.seconds_to_answer = 1.25 + self.tick
         self.answered = self._asked = -1
         self._state, self._lock = state, Lock()

@@ -48,7 +48,7 @@ from lockstep.watch.interrupt import end_process, interrupt, let_graphs_be_captu
 from lockstep.watch.main_thread import frame_of_main_thread, is_waiting, stack_of_main_thread
 
 _SECONDS_TO_LOOK = 1.0  # after which a call is looked at for the first time, then at doubling intervals
-_SECONDS_TO_COMPARE = 1.0
+_TICKS_TO_COMPARE = 4
 _SECONDS_TO_CONFIRM = 0.5  # after which ranks that wait for each other are asked again
 _SECONDS_TO_GO_ON = 2.0  # for a main thread whose group has been aborted
 _SECONDS_TO_ASK_AGAIN = 5.0  # a store that has not answered
@@ -194,7 +194,7 @@ class Watch:
         if self.board.answered != self._heard:
             self._heard = self.board.answered
             self.hear()
-        if time.monotonic() - self._compared > _SECONDS_TO_COMPARE:
+        if time.monotonic() - self._compared > _TICKS_TO_COMPARE * self.board.tick:
             self._compared = time.monotonic()
             self.board.gone([0])  # learn where it is: the store may end with it
             for comm, calls in recorded_groups():
