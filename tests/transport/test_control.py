@@ -143,14 +143,29 @@ def test_bytes_go_up_and_down_a_tree(numel: int) -> None:
             assert all_gather_object(rank) == list(range(size))
 
 
-@pytest.mark.parametrize("is_mixed", [False, True])
+@pytest.mark.parametrize("dst", [0, 3, 10])
+@ranks(11)
+def test_sizes_go_to_the_rank_alone_that_gathers(dst: int) -> None:
+    rank, texts = get_rank(), [str(number) * number for number in range(11)]
+    assert gather_object(texts[rank], dst) == (texts if rank == dst else None)
+    many = [torch.full((2**14,), float(number)) for number in range(40)]  # their sizes need more than a slot
+    gathered = gather_object(many if rank == 5 else rank, dst)
+    assert gathered is None or [x for x in gathered if isinstance(x, int)] == [x for x in range(11) if x != 5]
+    with pytest.raises(TypeError if rank == 2 else PeerError):
+        gather_object(refuse if rank != 2 else (x for x in texts), dst)
+    with pytest.raises(CollectiveMismatchError):
+        gather_object(texts[rank], dst if rank != 4 else 1)
+    assert all_gather_object(rank) == list(range(11))
+
+
+@pytest.mark.parametrize("odd", [[], [0], [7], [0, 7], [3, 9], [0, *range(2, 11)]])
 @ranks(2, 11)
-def test_what_many_ranks_give_alike_is_sent_to_none_again(is_mixed: bool) -> None:
+def test_what_many_ranks_give_alike_is_sent_to_none_again(odd: list[int]) -> None:
     received: list[int] = []
 
     def counted(one: Callable[..., object]) -> Callable[..., object]:
         def run(data: torch.Tensor, *arguments: object, **options: object) -> object:
-            received.append(data.numel())
+            received.append(data.nbytes)
             return one(data, *arguments, **options)
 
         return run
@@ -159,9 +174,11 @@ def test_what_many_ranks_give_alike_is_sent_to_none_again(is_mixed: bool) -> Non
     with pytest.MonkeyPatch.context() as patch:
         for name in ("recv", "broadcast"):
             patch.setattr(torch_dist, name, counted(getattr(torch_dist, name)))
-        exchange(resolve(), bytes([rank * is_mixed]))
+        every = exchange(resolve(), bytes([rank in odd]))
+    assert every == [bytes([other in odd]) for other in range(size)]
     if size == 2:
         assert not received  # one call of gloo
     else:
         behind = {0: [1, 2, 4, 3], 2: [1], 4: [1, 2], 6: [1], 8: [1, 1]}.get(rank, [])
-        assert received == [256 * count for count in behind] + [1] + [256 * size] * is_mixed
+        rest = [256 * size] if len(odd) == 2 else []  # all but one are alike, or all
+        assert received == [256 * count for count in behind] + [16 + 2 * 256] + rest

@@ -287,7 +287,7 @@ def run_on_main(func: Callable[[], T], group: GroupLike = None) -> T:
     **Raises**: on rank 0 what `func` raises, or TypeError if its result can't be pickled; on the others PeerError,
     which names that error.
 
-    **Cost**: 256 bytes from each rank to each, and the pickled result if it does not fit in it.
+    **Cost**: one exchange of 256 bytes between the hosts, and the pickled result if it does not fit in it.
 
     **Example (2 ranks)**::
 

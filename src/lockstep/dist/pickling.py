@@ -94,8 +94,8 @@ def broadcast_pickled(obj: object, src: int, comm: Comm, on_graph: Callable[[], 
 def gather_pickled(obj: object, dst: int, comm: Comm, *, copy_own: bool) -> Iterator[Any] | None:
     """Give rank `dst` every rank's object, in rank order; None elsewhere.
 
-    All ranks learn the sizes, so that all raise if one object can't be pickled. The objects go only to `dst`, where
-    each is loaded when the iterator reaches it.
+    An exchange comes first, so that all raise if one object can't be pickled. The objects go only to `dst`, where each
+    is loaded when the iterator reaches it.
 
     Args:
         obj: this rank's object.
@@ -110,7 +110,7 @@ def gather_pickled(obj: object, dst: int, comm: Comm, *, copy_own: bool) -> Iter
     is_kept = comm.rank == dst and not copy_own
     with report_failure(comm):
         own = dump(None if is_kept else obj, comm)
-    sizes = exchange(comm, sizes_of(own))
+    sizes = exchange(comm, sizes_of(own), dst=dst)
     if comm.rank != dst:
         transfer_between_hosts([], [(part, dst) for part in own], comm, _TAG).wait()
         return None

@@ -18,7 +18,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.device import Moment, moment
-from lockstep.dist import all_gather, all_gather_object, get_rank, get_world_size
+from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.dist.consistency import check_call
 from lockstep.errors import ConfigError, listed, message_of
 from lockstep.groups import resolve
@@ -343,11 +343,9 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         """Refuse a loss that does not depend on all parameters: DDP would wait for their gradients forever."""
         if self.find_unused_parameters or self.static_graph or get_world_size(self.process_group) == 1:
             return
-        unreached = self._unreached(loss)
-        counts = all_gather(torch.tensor(len(unreached)), group=self.process_group)
-        if any(counts):
-            by_rank = all_gather_object(unreached, group=self.process_group)
-            rank = next(rank for rank, names in enumerate(by_rank) if names)
+        by_rank = all_gather_object(self._unreached(loss), group=self.process_group)
+        rank = next((rank for rank, names in enumerate(by_rank) if names), None)
+        if rank is not None:
             raise ConfigError(_unused(by_rank[rank], rank, len(by_rank)))
 
     def _unreached(self, loss: Tensor) -> list[str]:

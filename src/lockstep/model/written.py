@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.calls import unlike_most
-from lockstep.dist import all_gather, get_world_size
+from lockstep.dist import all_gather_object, get_world_size
 from lockstep.errors import ConfigError, DivergenceError, counted, ranks_in_words
 from lockstep.groups import GroupLike
 from lockstep.model.parts import Site, parameter_at
@@ -149,12 +149,12 @@ class DriftCheck:
         sums = [checksum(tensor) for _, tensor in self._named()]
         if not sums:
             return
-        own = torch.stack([each.to(sums[0].device) for each in sums])
-        table = torch.stack(all_gather(own, group=self._group))
-        differing: list[int] = (table != table[0]).any(0).nonzero().flatten().tolist()
-        if not differing:
+        own: list[float] = torch.stack([each.to(sums[0].device) for each in sums]).tolist()
+        # Python's hash of numbers is the same in every process.
+        if len(set(all_gather_object(hash(tuple(own)), group=self._group))) == 1:
             return
-        name, sums_by_rank = names[differing[0]], table[:, differing[0]].tolist()
+        table = all_gather_object(own, group=self._group)
+        name, sums_by_rank = next(x for x in zip(names, zip(*table, strict=True), strict=True) if len(set(x[1])) > 1)
         ranks = unlike_most(dict(enumerate(sums_by_rank)))
         raise DivergenceError(
             f"`{name}` must be the same on all ranks, but is not: {ranks_in_words(ranks)} of {len(table)} "

@@ -28,7 +28,7 @@ from lockstep.dataset.position import BEGINNING, CountedBatches, Drawn
 from lockstep.dataset.rank_aware import parts_of
 from lockstep.dataset.sampler import HEAD_LENGTH, drawn_from
 from lockstep.dataset.stream import StreamLoader, orders_differ
-from lockstep.dist import all_gather, all_gather_object, broadcast_object, get_rank, get_world_size
+from lockstep.dist import all_gather_object, broadcast_object, get_rank, get_world_size
 from lockstep.model.preprocessor import move_to_device
 from lockstep.tree import tree_map
 
@@ -234,7 +234,7 @@ class EvenBatches:
         With `compares`, the ranks also compare the first samples of the stream.
         """
         row = [own, *[*self._loader.head, *[_UNKNOWN] * HEAD_LENGTH][:HEAD_LENGTH]] if compares else [own]
-        rows = [row.tolist() for row in all_gather(torch.tensor(row))]
+        rows = all_gather_object(row)
         for rank, (_, *head) in enumerate(rows):
             if any(now != then for now, then in zip(head, rows[0][1:], strict=True) if _UNKNOWN not in (now, then)):
                 raise orders_differ(self._loader.dataset.dataset, f"between rank 0 and rank {rank}")

@@ -33,6 +33,8 @@ _MOST_FAILURE_BYTES = 480
 # Up to so many ranks, gloo's ring (n - 1 messages one after the other) is no longer than a tree there and back
 # (2 log n); at 1,024 ranks it takes 1,023 against 20.
 _RING_RANKS = 8
+# What slots may be: all alike; all but one; several that differ; the same, and not all ranks go on with the same call.
+_ALIKE, _ONE_ODD, _SEVERAL, _WRONG = range(4)
 _CPU = torch.device("cpu")
 _GATHER_TAG, _TREE_TAG = 0x10C5, 0x10C6  # users' own messages have others
 # In what each rank gives to a gathering: the length of its bytes, and as many of them as there is room for.
@@ -49,7 +51,8 @@ class _Control:
             ranks met before (2.13).
         own: this rank's slot.
         every: every rank's slot.
-        is_mixed: one number, whether slots differ.
+        verdict: what rank 0 says of the slots: `_ALIKE`, `_ONE_ODD` ..., the rank of a single one that differs, its
+            slot, and that of another rank.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -65,7 +68,7 @@ class _Control:
         with torch.inference_mode(False):
             self.own = torch.empty(_SLOT_BYTES, dtype=torch.uint8, device=_CPU)
             self.every = torch.empty(comm.size * _SLOT_BYTES, dtype=torch.uint8, device=_CPU)
-            self.is_mixed = torch.zeros(1, dtype=torch.uint8, device=_CPU)
+            self.verdict = torch.zeros(2 + 2 * _SLOT_BYTES // 8, dtype=torch.int64, device=_CPU)
         self.own_bytes, self.every_bytes = (memoryview(bytes_of(x)).cast("B") for x in (self.own, self.every))
 
 
@@ -89,13 +92,14 @@ def control_group(comm: Comm) -> ProcessGroup | None:
     return None if comm.pg is None else _control_of(comm).reference()
 
 
-def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None) -> list[bytes]:
+def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None, *, dst: int | None = None) -> list[bytes]:
     """Give every rank every rank's bytes.
 
     Args:
         comm: the group.
         payload: this rank's bytes, any number; few ranks should have more than 64 KiB.
         failure: why this rank can't take part in what follows, in place of `payload`.
+        dst: the only rank that needs the bytes, if it is one; what the others get then means nothing.
 
     **Collective**: every rank of the group. The other ranks may be in other calls, as long as these exchange, too.
 
@@ -103,8 +107,9 @@ def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None) -> li
     rank with a `failure`, on all but that one, which gets a list and raises its own error.
 
     **Cost**: up to 8 ranks, 256 bytes from each rank to each, in one call of gloo. Above, 2 log n messages one after
-    the other, and 128 n log n bytes in all where the ranks give the same bytes, as for a check; otherwise log n further
-    messages, of all slots. What does not fit into 256 bytes is sent in further calls.
+    the other, and some 128 n log n bytes in all where the ranks give the same bytes, as for a check, or all but one do,
+    as in a broadcast; otherwise log n further messages, of all slots, or with `dst` one. What does not fit into 256
+    bytes is sent in further calls.
     """
     calls = comm.calls
     if calls is None or comm.is_alone:
@@ -118,7 +123,7 @@ def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None) -> li
     _HEAD.pack_into(control.own_bytes, 0, calls.digest, failure is not None, len(payload))
     control.own_bytes[_HEAD.size :] = payload[:_INLINE_BYTES].ljust(_INLINE_BYTES, b"\0")
     with in_backend(comm):
-        _gather_slots(control, comm)
+        _gather_slots(control, comm, dst)
     heads = [_HEAD.unpack_from(control.every_bytes, rank * _SLOT_BYTES) for rank in range(comm.size)]
     if any(digest != calls.digest for digest, _, _ in heads):
         raise mismatch(comm, is_usable=True)
@@ -139,8 +144,8 @@ def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None) -> li
     return found
 
 
-def _gather_slots(control: _Control, comm: Comm) -> None:
-    """Fill `control.every` with the slots of all ranks."""
+def _gather_slots(control: _Control, comm: Comm, dst: int | None) -> None:
+    """Fill `control.every` with the slots of all ranks; but only on `dst` if that is given and nothing is wrong."""
     group, every = control.reference(), control.every
     if comm.size <= _RING_RANKS:
         all_gather_single(every, control.own, group=group)
@@ -155,12 +160,38 @@ def _gather_slots(control: _Control, comm: Comm) -> None:
         step *= 2
     if comm.rank:
         torch_dist.send(slots[comm.rank : comm.rank + step], group_dst=comm.rank - step, group=group, tag=_TREE_TAG)
-    control.is_mixed[0] = comm.rank == 0 and not bool((slots == control.own).all())
-    torch_dist.broadcast(control.is_mixed, group_src=0, group=group)
-    if control.is_mixed.item():
+    verdict = control.verdict
+    found, odd, common = verdict[:2], *verdict[2:].view(torch.uint8).view(2, _SLOT_BYTES)
+    if comm.rank == 0:
+        _compare_slots(slots, found, odd, common)
+    torch_dist.broadcast(verdict, group_src=0, group=group)
+    kind, rank = found.tolist()
+    if kind in (_ALIKE, _ONE_ODD):
+        slots[:] = common
+        if kind == _ONE_ODD:
+            slots[rank] = odd
+    elif kind == _WRONG or dst is None:
         torch_dist.broadcast(every, group_src=0, group=group)
-    else:
+    elif comm.rank == 0 != dst:
+        torch_dist.send(every, group_dst=dst, group=group, tag=_TREE_TAG)
+    elif comm.rank == dst != 0:
+        torch_dist.recv(every, group_src=0, group=group, tag=_TREE_TAG)
+    elif comm.rank != dst:
         slots[:] = control.own
+
+
+def _compare_slots(slots: Tensor, found: Tensor, odd: Tensor, common: Tensor) -> None:
+    """Write the verdict about the slots of three ranks or more."""
+    differ = (slots != slots[0]).any(1)
+    if differ.sum() == len(slots) - 1 and bool((slots[1:] == slots[1]).all()):  # rank 0 itself, as in a broadcast
+        differ = ~differ
+    number, rank, other = int(differ.sum()), int(differ.int().argmax()), int(differ.int().argmin())
+    digests, failed, lengths = slots.view(torch.int64)[:, : _HEAD.size // 8].unbind(1)
+    is_wrong = bool((digests != digests[0]).any() | failed.any() | (lengths > _INLINE_BYTES).any())
+    kind = (_ALIKE, _ONE_ODD)[number] if number < _SEVERAL else _WRONG if is_wrong else _SEVERAL
+    found.copy_(torch.tensor([kind, rank]))
+    odd.copy_(slots[rank])
+    common.copy_(slots[other])
 
 
 def _exchange_rests(rest: bytes, lengths: Sequence[int], comm: Comm) -> list[bytes]:

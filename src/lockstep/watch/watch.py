@@ -1,13 +1,14 @@
 """The watch: a thread of each rank that can say what this rank does, also while its main thread waits or hangs.
 
 So an error can name the ranks that did not arrive, with their last calls and their stacks, and a mismatch can show what
-each rank called. The thread sleeps; about four times a second it looks whether another rank asks (`board`), and how
-long the last call of each group has been unfinished, on the host or on a device.
+each rank called. The thread sleeps; about four times a second (`Board.tick`) it looks whether another rank asks, and
+how long the last call of each group has been unfinished, on the host or on a device.
 
-Keys of a group in the store: `same/g` (digest of its first rank's calls, every second), `failure/g` (why it can't be
-used further), `mismatch/g/n` (what the first rank says of the n-th mismatch), `look/g` (which rank was the last to look
-at a call that does not end, and which call that was), `differs/g/n` (after n mismatches, which rank has found another),
-`absent/g/n/c` (after n mismatches, who was not in call c, which has failed; until that is known, which rank asks).
+Keys of a group in the store: `same/g` (digest of its first rank's calls, at every fourth look), `failure/g` (why it
+can't be used further), `mismatch/g/n` (what the first rank says of the n-th mismatch), `look/g` (which rank was the
+last to look at a call that does not end, and which call that was), `differs/g/n` (after n mismatches, which rank has
+found another), `absent/g/n/c` (after n mismatches, who was not in call c, which has failed; until that is known, which
+rank asks).
 """
 
 from __future__ import annotations
