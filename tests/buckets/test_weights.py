@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError
 from lockstep.weights import export_checkpoint, load_checkpoint, locate
 
 from ..weights.test_export import Tied, content, equal, train
-from ..weights.test_files import write
+from ..weights.test_safetensors_file import write
 from .conftest import run_job
 
 FORMS = [("safetensors", "one.safetensors"), ("torch", "net.pth"), ("safetensors", "a/b")]

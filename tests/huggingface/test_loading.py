@@ -15,7 +15,7 @@ from lockstep.testing import run_ranks
 from lockstep.weights import load_checkpoint
 from lockstep.weights.safetensors_file import SafetensorsFile
 
-from ..weights.test_files import DTYPES, same, write
+from ..weights.test_safetensors_file import DTYPES, same, write
 from .training import make, trained, whole_state
 
 

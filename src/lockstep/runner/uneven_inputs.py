@@ -69,7 +69,7 @@ class EvenBatches:
             it is given, the ranks exchange the size of every batch.
 
     **Collective**: every rank makes it and goes through it. **Cost**: at the beginning, one all_gather_object of a few
-    numbers; then, for each batch whose size is not known in advance, one all_gather of 8 bytes.
+    numbers; then, for each batch whose size is not known in advance, one exchange of the hosts.
 
     Attributes:
         lengths: batches of each rank in a pass; None if that is not known.
