@@ -18,6 +18,7 @@ _TERMS: Mapping[str, Callable[[float], float]] = {
 # The terms of each law, from the slowest law on; what all ranks but one send to all but one is n^2 - n.
 _LAWS = {"1": ("1",), "log n": ("log n", "1"), "n": ("n", "1"), "n log n": ("n log n", "n"), "n^2": ("n^2", "n", "1")}
 _SLACK = 0.02  # of the largest count: a law that is more negative at 2 ranks only imitates a faster one
+_EXACT = 0.005
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,9 @@ class Law:
 def law_of(counts: Mapping[int, float], noise: float) -> Law:
     """Return the slowest law that fits counts by number of ranks.
 
-    Where none does, a faster law is taken for a slower one only if its error is less than half as large.
+    Where none does, a faster law is taken for a slower one only if its error is less than half as large. Counts that
+    jump, as those of a tree do at powers of two, are n^2 only if they also grow faster than n^1.5, or n^1 where n^2
+    is exact.
 
     Args:
         counts: by number of ranks.
@@ -51,10 +54,17 @@ def law_of(counts: Mapping[int, float], noise: float) -> Law:
     if not any(counts.values()):
         return Law("0", {}, 0.0)
     best, *faster = [_fit(name, counts) for name in _LAWS]
-    for fit in faster:
-        if best.error > noise and fit.error < best.error / 2:
+    for fit in faster if len(counts) > 1 else []:
+        is_steep = fit.name != "n^2" or _growth(counts) > (1.0 if fit.error <= _EXACT else 1.5)
+        if best.error > noise and fit.error < best.error / 2 and is_steep:
             best = fit
     return best
+
+
+def _growth(counts: Mapping[int, float]) -> float:
+    """Return with which power of the number of ranks counts grow, from the first one to the last."""
+    (first, least), *_, (last, most) = counts.items()
+    return math.log(max(most, 1) / max(least, 1)) / math.log(last / first)
 
 
 def _fit(name: str, counts: Mapping[int, float]) -> Law:

@@ -106,13 +106,6 @@ def _law(what: str, counts: Mapping[int, float]) -> Law:
     return law_of(many or counts, _NOISE_OF_TIMED if what in _TIMED else _NOISE)
 
 
-def _grows_like_square(counts: Mapping[int, float]) -> bool:
-    """Return whether counts grow faster than n^1.5 over the upper half of the sizes, so not by noise."""
-    sizes = sorted(counts)
-    middle, last = sizes[len(sizes) // 2], sizes[-1]
-    return counts[last] > counts[middle] * (last / middle) ** 1.5
-
-
 def wrong(figures: Mapping[str, Any]) -> list[str]:
     """Return what grows with the square of the number of ranks, and must not; and ranks that were not named."""
     found = []
@@ -123,7 +116,7 @@ def wrong(figures: Mapping[str, Any]) -> list[str]:
                 continue
             if what in _BESIDE_TORCH:
                 counts = _beside(counts, theirs[what])
-            if _law(what, counts).name == "n^2" and _grows_like_square(counts):
+            if _law(what, counts).name == "n^2":
                 beside = " beside torch's" if what in _BESIDE_TORCH else ""
                 found.append(f"{what}: {KINDS[kind].lower()}{beside} grow with the square: {counts}")
     return found + [

@@ -42,6 +42,11 @@ def test_noise_is_no_law():
     assert law_of({n: n * count for n, count in noisy.items()}, noise=0.15).name == "n^2"
 
 
+def test_the_jumps_of_a_tree_are_no_square():
+    for jumps in ((2688, 2688, 3360, 4432), (2984, 2984, 3656, 5024)):
+        assert law_of(dict(zip(SIZES, jumps, strict=True)), noise=0.04).name in ("log n", "n")
+
+
 @pytest.mark.skipif(sys.platform != "linux" or shutil.which("cc") is None, reason="needs Linux and a C compiler")
 def test_what_two_ranks_send_is_counted_and_a_page_written(tmp_path: Path):
     files = "--json", tmp_path / "counts.json", "--page", tmp_path / "page.md"
