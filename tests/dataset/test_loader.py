@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -203,6 +204,20 @@ def test_a_random_split_of_each_ranks_own_is_refused(kind, evaluation):
     given = SPLITS_BY_CHANCE[kind](split_by_chance(get_rank())[0])
     with pytest.raises(ConfigError, match=r"differ.* \(rank \d of 2\)\. (Give the split a seed|Make them the same)"):
         build_dataloader(given, seed=0, evaluation=evaluation)
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", [range, torch.arange, np.arange])
+def test_parts_of_large_data_are_compared_without_going_through_them(kind):
+    half = 10**9 if kind is range else 10**5
+
+    def part(first: int) -> DataLoader[int]:
+        return DataLoader(Subset(range(2 * half), kind(first, first + half)), shuffle=True)  # type: ignore[arg-type]
+
+    own = part(get_rank() * half)
+    assert build_dataloader(own, seed=0) is own
+    with pytest.raises(ConfigError, match=r"the indices of the Subset differ, and overlap"):
+        build_dataloader(part(get_rank() * half // 10), seed=0)
 
 
 @ranks(2)

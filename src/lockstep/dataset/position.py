@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils import data
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
+from lockstep.dataset.files import FileSampler
 from lockstep.dataset.random_state import set_random_state
 from lockstep.dataset.sampler import (
     DefaultSampler,
@@ -39,6 +40,7 @@ _logger = logging.getLogger(__name__)
 # Samplers that yield as many indices as their length says. The length of a user's own sampler may be wrong.
 _RELIABLE = (
     DefaultSampler,
+    FileSampler,
     data.DistributedSampler,
     data.RandomSampler,
     data.SequentialSampler,
@@ -373,9 +375,9 @@ def begun_at(
     if isinstance(sampler, ShardingSampler):
         sampler.begin_at(position, head)
         return loader  # type: ignore[no-any-return]
-    # Torch's DistributedSampler draws the same orders as a DefaultSampler with its seed.
+    # Torch's DistributedSampler draws the same orders as a DefaultSampler with its seed that computes none.
     shard = sampler.rank, sampler.num_replicas
-    dealing = DefaultSampler(sampler.dataset, sampler.shuffle, sampler.seed, shard=shard)
+    dealing = DefaultSampler(sampler.dataset, sampler.shuffle, sampler.seed, shard=shard, computed=False)
     dealing.set_epoch(sampler.epoch)
     dealing.begin_at(position, head)
     return with_sampler(loader, dealing)

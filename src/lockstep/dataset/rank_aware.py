@@ -10,14 +10,13 @@ from functools import partial
 from pathlib import PurePath
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
 
-from lockstep.dist import all_gather_object
+from lockstep.dist import all_gather_object, get_rank, get_world_size
 
 _ATTRIBUTES = ("rank", "world_size", "num_replicas", "shard", "process_index", "num_processes")
 _MOST_COMPARED = 1000  # indices
@@ -72,7 +71,7 @@ def differing_parts(dataset: Any, sampler: Any) -> list[str]:
     """Return, in words, what differs between the ranks in a dataset and its sampler. Reads no sample of a `Dataset`.
 
     It compares lengths, the indices in samplers and in a `Subset`, the weights of a `WeightedRandomSampler`, other
-    plain values in samplers, and the first and last rows of a `TensorDataset` or a list.
+    plain values in samplers, the first and last rows of a `TensorDataset` or a list, and how long files are.
 
     **Collective**: every rank. **Cost**: one all_gather of a few hundred bytes.
     """
@@ -85,15 +84,23 @@ def differing_parts(dataset: Any, sampler: Any) -> list[str]:
 def overlapping_parts(dataset: Any, sampler: Any) -> bool:
     """Return whether ranks have drawn indices of their own from one dataset, of which some are on several ranks.
 
-    So it is after a random split without a common seed; not if each rank has a part of its own. The indices of a
-    `Subset` and those in a `SubsetRandomSampler` are compared by a sample of them.
+    So it is after a random split without a common seed; not if each rank has a part of its own. Some of the indices in
+    a `Subset` and in a `SubsetRandomSampler` are looked for among those of other ranks.
 
-    **Collective**: every rank. **Cost**: one all_gather of up to 8 kB from each rank.
+    **Collective**: every rank. **Cost**: two all_gathers, of up to 8 kB from all ranks together, or 16 indices of each.
     """
-    drawn = [getattr(part, "indices", ()) for part in (dataset, *parts_of(sampler))]
-    own = {int(index) for part in drawn if isinstance(part, _SEQUENCES) and is_plain(part) for index in part}
-    gathered = all_gather_object(sorted(own, key=lambda index: crc32(repr(index).encode()))[:_MOST_COMPARED])
-    return len({index for part in gathered for index in part}) < sum(map(len, gathered))
+    parts = [getattr(part, "indices", ()) for part in (dataset, *parts_of(sampler))]
+    own = [part for part in parts if isinstance(part, _SEQUENCES) and len(part) and is_plain(part)]
+    every = max(1, sum(map(len, own)) // max(16, _MOST_COMPARED // get_world_size()))
+    gathered = all_gather_object([int(index) for part in own for index in part[::every]])
+    others = {index for rank, some in enumerate(gathered) if rank != get_rank() for index in some}
+    return any(all_gather_object(any(_holds(part, others) for part in own)))
+
+
+def _holds(indices: Any, some: set[int]) -> bool:
+    if isinstance(indices, range):
+        return any(index in indices for index in some)
+    return bool(np.isin(indices, list(some)).any())
 
 
 def asks_for_rank(dataset: Any) -> bool:
@@ -186,6 +193,8 @@ def _of_data(dataset: Any) -> dict[str, str]:
     elif isinstance(dataset, TensorDataset) and len(dataset):
         rows = [tensor[index] for tensor in dataset.tensors for index in (0, -1)]
         found["the first and last rows of the TensorDataset"] = digest(rows)
+    elif is_plain(lengths := getattr(dataset, "lengths", None)):
+        found["the `lengths` of the dataset"] = digest(lengths)
     elif isinstance(dataset, list | tuple) and dataset and is_plain(ends := [dataset[0], dataset[-1]]):
         found["the first and last items"] = digest(ends)
     return found
@@ -215,21 +224,31 @@ def is_plain(value: Any, texts: bool = False) -> bool:
 
 def digest(value: Any) -> str:
     """Return a hash of 16 characters that is the same for equal values in every process."""
-    return hashlib.sha1(_text(value).encode(), usedforsecurity=False).hexdigest()[:16]
+    found = hashlib.sha1(usedforsecurity=False)
+    for part in _bytes_of(value):
+        found.update(part)
+    return found.hexdigest()[:16]
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, Tensor):
-        is_plain = value.layout is torch.strided
-        data = bytes(value.detach().cpu().flatten().view(torch.uint8).tolist()) if is_plain else b""
-        return repr((value.dtype, tuple(value.shape), data))
-    if isinstance(value, np.ndarray | np.generic):
-        return repr((value.dtype.str, value.shape, value.tobytes()))
+def _bytes_of(value: Any) -> Iterator[bytes | memoryview]:
+    """Yield what tells a value from others, of a large one part by part."""
     if isinstance(value, Mapping):
         value = list(value.values())
-    if isinstance(value, list | tuple) and value and not isinstance(value[0], int | float):
-        return repr([_text(item) for item in value])
-    return repr(value)
+    if isinstance(value, Tensor):
+        yield repr((value.dtype, tuple(value.shape))).encode()
+        if value.layout is torch.strided:
+            yield value.detach().cpu().flatten().view(torch.uint8).numpy().data
+    elif isinstance(value, np.ndarray | np.generic):
+        yield repr((value.dtype.str, value.shape)).encode()
+        yield value.tobytes()
+    elif isinstance(value, list | tuple) and value and not isinstance(value[0], int | float):
+        for item in value:
+            yield digest(item).encode()
+    elif isinstance(value, list | tuple):
+        for first in range(0, len(value), _MOST_COMPARED):
+            yield repr(value[first : first + _MOST_COMPARED]).encode()
+    else:
+        yield repr(value).encode()
 
 
 class _Search:

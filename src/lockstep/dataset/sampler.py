@@ -23,6 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lockstep.dataset.order import MOST_DRAWN, ComputedOrder, Order, drawn, items_at, unshuffled
 from lockstep.dataset.random_state import seed_generators, separate_random_state
 from lockstep.dataset.rank_aware import parts_of
 from lockstep.dist import all_gather, get_dist_info, get_rank, get_world_size, sync_random_seed
@@ -78,7 +79,7 @@ class ShardingSampler(Sampler[Any]):
     def _note_head(self, items: Sequence[Any]) -> None:
         """Keep what tells this order from another one, and compare it with that of the run that is resumed."""
         self.head = [item if isinstance(item, int) else crc32(repr(item).encode()) for item in items[:HEAD_LENGTH]]
-        if any(now != then for now, then in zip(self.head, self._expected, strict=False)):
+        if self._is_other(self.head):
             self._expected = ()
             _logger.warning(
                 "the order of epoch %d begins with other items than in the run that is resumed: in the rest of the "
@@ -86,6 +87,10 @@ class ShardingSampler(Sampler[Any]):
                 "seed, the epoch and the data",
                 self.epoch + 1,
             )
+
+    def _is_other(self, head: Sequence[int]) -> bool:
+        """Return whether an order that begins so is another one than that of the run that is resumed."""
+        return any(now != then for now, then in zip(head, self._expected, strict=False))
 
     def _require(self, items: int, name: str) -> None:
         """Raise a `ConfigError` if each rank must have an item, but there are fewer items than ranks."""
@@ -103,8 +108,47 @@ class ShardingSampler(Sampler[Any]):
         return len(range(self.rank, items, self.world_size))
 
 
+class OrderSampler(ShardingSampler):
+    """Base class of samplers that go through all samples of a dataset once in each epoch.
+
+    Args:
+        dataset: anything with a length.
+        shuffle: whether each epoch has an order of its own.
+        seed: as for `ShardingSampler`.
+        round_up: as for `ShardingSampler`.
+        shard: as for `ShardingSampler`.
+        computed: how shuffled orders are made; see `DefaultSampler`.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        shuffle: bool,
+        seed: int | None,
+        round_up: bool,
+        shard: tuple[int, int] | None,
+        computed: bool | None,
+    ) -> None:
+        super().__init__(seed, round_up, shard)
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.size = len(dataset)
+        self.computed = self.size > MOST_DRAWN if computed is None else computed
+
+    def order_of(self, epoch: int) -> Order:
+        """Return the order of all samples in an epoch."""
+        return self._order(epoch, self.computed)
+
+    def _order(self, epoch: int, computed: bool) -> Order:
+        if not self.shuffle:
+            return unshuffled
+        if computed:
+            return ComputedOrder(self.size, self.seed, epoch)
+        return drawn(self.size, torch.Generator().manual_seed(self.seed + epoch))
+
+
 @DATA_SAMPLERS.register_module()
-class DefaultSampler(ShardingSampler):
+class DefaultSampler(OrderSampler):
     """A sampler that splits one global order of the samples over the ranks round-robin.
 
     The global order depends only on `seed` and the epoch. Rank r of n takes the samples at positions r, r + n, r + 2n
@@ -118,6 +162,9 @@ class DefaultSampler(ShardingSampler):
             Otherwise every sample is seen exactly once, as evaluation needs, and some ranks have one sample fewer.
         shard: this rank's shard and the number of shards, such as a strategy's `data_shard`; by default its rank and
             the world size.
+        computed: whether a shuffled order is computed position by position, in a megabyte for 10^9 samples, or drawn
+            whole by `torch.randperm`, as torch and MMEngine do. By default it is computed for more than 2^23 samples.
+            The two orders differ; an epoch that is resumed goes on in the one in which it began.
 
     **Collective**: every rank, if `seed` is None.
 
@@ -139,19 +186,31 @@ class DefaultSampler(ShardingSampler):
         seed: int | None = None,
         round_up: bool = True,
         shard: tuple[int, int] | None = None,
+        computed: bool | None = None,
     ) -> None:
-        super().__init__(seed, round_up, shard)
-        self.dataset = dataset
-        self.shuffle = shuffle
-        self.size = len(dataset)
+        super().__init__(dataset, shuffle, seed, round_up, shard, computed)
         self._require(self.size, "dataset")
 
     def __iter__(self) -> Iterator[int]:
-        order, begin = _global_order(self.size, self.seed + self.epoch if self.shuffle else None), self._take_begin()
-        self._note_head(order[:HEAD_LENGTH])
+        begin, end = self._take_begin(), self.size
+        order = self._order_of_pass()
         if self.round_up:
-            order += order[: -max(0, len(order) - begin) % self.world_size]
-        return iter(order[begin + self.rank :: self.world_size])
+            end += -max(0, self.size - begin) % self.world_size
+        return items_at(order, range(begin + self.rank, end, self.world_size), self.size)
+
+    def _order_of_pass(self) -> Order:
+        order = self.order_of(self.epoch)
+        if self._is_other(self._first_of(order)):
+            other = self._order(self.epoch, not self.computed)
+            if not self._is_other(self._first_of(other)):
+                kind = "drawn by torch.randperm" if self.computed else "computed"
+                _logger.info("epoch %d goes on in the order in which it began, which is %s", self.epoch + 1, kind)
+                order = other
+        self._note_head(self._first_of(order))
+        return order
+
+    def _first_of(self, order: Order) -> list[int]:
+        return list(items_at(order, range(min(self.size, HEAD_LENGTH)), self.size))
 
     def __len__(self) -> int:
         """Return the number of samples that this rank sees in an epoch."""
@@ -173,7 +232,7 @@ class DefaultSampler(ShardingSampler):
 
 
 @DATA_SAMPLERS.register_module()
-class InfiniteSampler(ShardingSampler):
+class InfiniteSampler(OrderSampler):
     """A sampler that splits an endless sequence of orders of the dataset over the ranks round-robin.
 
     The sequence depends only on `seed`. Rank r of n takes the samples at positions r, r + n, r + 2n ... of it, across
@@ -185,6 +244,7 @@ class InfiniteSampler(ShardingSampler):
         shuffle: draw a new order for every pass; otherwise repeat the dataset's own order.
         seed: seed of the orders; the same on every rank. By default rank 0 draws one.
         shard: as for `DefaultSampler`.
+        computed: as for `DefaultSampler`.
 
     **Collective**: every rank, if `seed` is None.
 
@@ -201,12 +261,14 @@ class InfiniteSampler(ShardingSampler):
     """
 
     def __init__(
-        self, dataset: Sized, shuffle: bool = True, seed: int | None = None, shard: tuple[int, int] | None = None
+        self,
+        dataset: Sized,
+        shuffle: bool = True,
+        seed: int | None = None,
+        shard: tuple[int, int] | None = None,
+        computed: bool | None = None,
     ) -> None:
-        super().__init__(seed, False, shard)
-        self.dataset = dataset
-        self.shuffle = shuffle
-        self.size = len(dataset)
+        super().__init__(dataset, shuffle, seed, False, shard, computed)
         if self.size == 0:
             raise ConfigError(
                 f"`dataset` must have at least one sample, but has none (rank {self.rank} of {self.world_size})"
@@ -216,13 +278,9 @@ class InfiniteSampler(ShardingSampler):
         position = self._take_begin() + self.rank
         while True:
             epoch, offset = divmod(position, self.size)
-            own = self.order_of(epoch)[offset :: self.world_size]
-            yield from own
-            position += len(own) * self.world_size
-
-    def order_of(self, epoch: int) -> list[int]:
-        """Return the order of all samples in one pass; `epoch` never decreases during an iteration."""
-        return _global_order(self.size, self.seed + epoch if self.shuffle else None)
+            positions = range(offset, self.size, self.world_size)
+            yield from items_at(self.order_of(epoch), positions, self.size)
+            position += len(positions) * self.world_size
 
 
 class WorkerSeeds(torch.Generator):
@@ -279,13 +337,6 @@ def agree_on_shard(rank: int, size: int) -> DataShard:
         return DataShard(rank, size, is_first=True)
     holders = [int(holder) for holder in all_gather(torch.tensor(rank))]
     return DataShard(rank, size, is_first=holders.index(rank) == get_rank())
-
-
-def _global_order(size: int, seed: int | None) -> list[int]:
-    """Return the order of all samples for a seed; the dataset's own order if it is None."""
-    if seed is None:
-        return list(range(size))
-    return torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def drawn_from(loader: Any) -> tuple[Any, int]:
