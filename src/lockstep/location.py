@@ -210,11 +210,15 @@ class RangeFile(io.RawIOBase):
     """A remote file that is read by ranges: long ones by themselves, short ones out of a piece of 4 MiB.
 
     **Cost**: a request for each 4 MiB; memory of at most 20 MiB.
+
+    Args:
+        location: the file.
+        size: its size, if that is known; then short ranges near the end are read out of its last piece.
     """
 
-    def __init__(self, location: RemotePath) -> None:
+    def __init__(self, location: RemotePath, size: int | None = None) -> None:
         self.name = str(location)
-        self._location = location
+        self._location, self._size = location, size
         self._at = self._begin = 0
         self._window = b""
 
@@ -236,7 +240,8 @@ class RangeFile(io.RawIOBase):
         else:
             end = self._at + len(view)
             if not self._begin <= self._at <= end <= self._begin + len(self._window):
-                self._begin, self._window = self._at, self._location.read_range(self._at, self._at + _PIECE)
+                self._begin = self._at if self._size is None else max(0, min(self._at, self._size - _PIECE))
+                self._window = self._location.read_range(self._begin, self._begin + _PIECE)
             view[:] = self._window[self._at - self._begin : end - self._begin]
         self._at += len(view)
         return len(view)

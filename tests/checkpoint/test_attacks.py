@@ -4,7 +4,7 @@ The places where its text becomes a path, each with the test that leads it out:
 
 | text | becomes | test |
 |---|---|---|
-| `files`, and `file` of a chunk, in the manifest | a file that is read | `leads_out`, `absolute`, `chunk_leads_out` |
+| `files` in the manifest | a file that is read | `leads_out`, `absolute`, `place_leads_out` |
 | `meta.weights.pretrained[].files`, `.stem` | files that an export writes | `files_lead_out`, `stem_leads_out` |
 | `meta.checkpoint_hook.runs` | folders whose old checkpoints are removed | `test_retention_stays_in_the_work_dir` |
 | the pointer `last_checkpoint` | the checkpoint that is read | `test_a_pointer_that_leads_out_is_refused_by_name` |
@@ -76,8 +76,6 @@ def leads_out(work_dir: Path, mark: Path) -> str:
 
     def change(content: dict[str, Any]) -> None:
         content["files"]["../../out.safetensors"] = content["files"].pop("rank_0.safetensors")
-        for tensor in content["tensors"].values():
-            tensor["chunks"][0]["file"] = "../../out.safetensors"
 
     changed(directory, change)
     return r"manifest.json contradicts itself: '../../out.safetensors' .* may lead out of the folder"
@@ -88,12 +86,20 @@ def absolute(work_dir: Path, mark: Path) -> str:
     return r"manifest.json contradicts itself: '/etc/passwd' .* may lead out of the folder"
 
 
-def chunk_leads_out(work_dir: Path, mark: Path) -> str:
+def place_leads_out(work_dir: Path, mark: Path) -> str:
     def change(content: dict[str, Any]) -> None:
-        content["tensors"]["model.0.weight"]["chunks"][0]["file"] = "../../out.safetensors"
+        content["places"][0] = ["../../out.safetensors"]
 
     changed(current(work_dir), change)
-    return "'../../out.safetensors', which is not one of its files"
+    return "'../../out.safetensors' of places is not a number"
+
+
+def place_beyond(work_dir: Path, mark: Path) -> str:
+    def change(content: dict[str, Any]) -> None:
+        content["places"][0] = [1]
+
+    changed(current(work_dir), change)
+    return "there is no file of the number 1"
 
 
 def described(work_dir: Path, **facts: Any) -> None:
@@ -127,26 +133,35 @@ def stem_leads_out(work_dir: Path, mark: Path) -> str:
 
 
 def overlapping(work_dir: Path, mark: Path) -> str:
-    """Cut a tensor of [2, 3] into two rows, both of which say that they are the first one."""
+    """Cut a tensor of [2, 3] into two rows, both of which are to be the same bytes."""
 
     def change(content: dict[str, Any]) -> None:
-        tensor = content["tensors"]["model.0.weight"]
-        whole = tensor["chunks"][0]
-        tensor["chunks"] = [{**whole, "shape": [1, 3]}, {**whole, "shape": [1, 3], "start": whole["start"] + 12}]
+        content["places"].append([0, 0])
+        content["tensors"]["model.0.weight"].update(part=[1, 3], place=len(content["places"]) - 1)
 
     changed(current(work_dir), change)
-    return "the chunks of model.0.weight do not cover it once: two of them overlap"
+    return "one file holds two parts of a tensor"
 
 
-def twice_in_a_file(work_dir: Path, mark: Path) -> str:
-    """Let two tensors of one size have the same bytes, so that those of the second belong to none."""
+def not_covered(work_dir: Path, mark: Path) -> str:
+    """Cut a tensor of [2, 3] into two rows, of which there is one."""
+    changed(current(work_dir), lambda content: content["tensors"]["model.0.weight"].update(part=[1, 3]))
+    return "model.0.weight has 2 parts, but 1 files hold it"
+
+
+def cut_backwards(work_dir: Path, mark: Path) -> str:
+    changed(current(work_dir), lambda content: content["tensors"]["model.0.weight"].update(part=[[0, 2, 1], 3]))
+    return "model.0.weight of the length 2 cannot be cut into parts that begin at"
+
+
+def bytes_of_no_tensor(work_dir: Path, mark: Path) -> str:
+    """Leave bytes in a file that belong to no tensor."""
 
     def change(content: dict[str, Any]) -> None:
-        first, second = (content["tensors"][name]["chunks"][0] for name in ("model.0.bias", "model.1.weight"))
-        second.update(start=first["start"], crc32=first["crc32"])
+        del content["tensors"]["model.0.bias"], content["state"]["model"]["0.bias"]
 
     changed(current(work_dir), change)
-    return "rank_0.safetensors has bytes without a checksum, or with two"
+    return "its files hold 44 bytes of tensors, which have 36"
 
 
 def one_tensor_twice(work_dir: Path, mark: Path) -> str:
@@ -185,8 +200,9 @@ def nested(work_dir: Path, mark: Path) -> str:
 
 
 ATTACKS = [
-    pickled_manifest, leads_out, absolute, linked_data, linked_manifest, too_large, nested, chunk_leads_out,
-    files_lead_out, files_are_absolute, files_are_code, stem_leads_out, overlapping, twice_in_a_file, one_tensor_twice,
+    pickled_manifest, leads_out, absolute, linked_data, linked_manifest, too_large, nested, place_leads_out,
+    files_lead_out, files_are_absolute, files_are_code, stem_leads_out, overlapping, not_covered, cut_backwards,
+    bytes_of_no_tensor, one_tensor_twice, place_beyond,
 ]  # fmt: skip
 
 

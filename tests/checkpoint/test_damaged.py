@@ -5,13 +5,17 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from lockstep.checkpoint import load_state, read_meta, save_state, verify
+from lockstep.checkpoint import load_state, read_meta, save_state, search, verify
+from lockstep.checkpoint.manifest import Block, dump_manifest, read_manifest
+from lockstep.checkpoint.search import check, read_block
 from lockstep.dist import get_rank, get_world_size, main_process_first
 from lockstep.errors import ConfigError
 from lockstep.testing import ranks
@@ -101,6 +105,56 @@ def test_no_flipped_bit_goes_unnoticed(name: str, tmp_path: Path):
 
 
 @ranks(2)
+def test_checksums_of_another_file_are_refused_by_name(tmp_path: Path):
+    """The end of a file has the checksums of its blocks, and one itself."""
+    wanted = written(tmp_path / "three")
+    with main_process_first():
+        if get_rank() == 0:
+            last, other = (tmp_path / "three" / f"rank_{rank}.safetensors" for rank in (1, 0))
+            last.write_bytes(last.read_bytes()[:-4] + other.read_bytes()[-4:])
+    with pytest.raises(ConfigError, match=rf"rank_1.safetensors has wrong bytes between \d+ and \d+: .*{DAMAGED}"):
+        load_state(tmp_path / "three", wanted)
+
+
+@ranks(2)
+def test_files_of_other_lengths_than_the_tensors_in_them_are_refused_by_name(tmp_path: Path):
+    """What is missing in one file may be too much in another one, so that the sum is right."""
+    wanted = written(tmp_path / "three")
+    with main_process_first():
+        if get_rank() == 0:
+            manifest = read_manifest(tmp_path / "three")
+            headers = zip(manifest.files.items(), (8, -8), strict=True)
+            files = {name: replace(file, header=file.header + more) for (name, file), more in headers}
+            (tmp_path / "three" / "manifest.json").write_bytes(dump_manifest(replace(manifest, files=files)))
+    says = r"manifest.json contradicts itself: rank_\d.safetensors does not have the size of the parts of tensors"
+    with pytest.raises(ConfigError, match=says):
+        load_state(tmp_path / "three", wanted)
+    with pytest.raises(ConfigError, match=says):
+        verify(tmp_path / "three")
+
+
+@ranks(2)
+def test_shares_of_a_verification_are_all_of_it_once(tmp_path: Path):
+    written(tmp_path / "three")
+    manifest = check(tmp_path / "three")
+    read: list[tuple[str, int, int]] = []
+
+    def counted(file: Any, block: Block, into: memoryview) -> None:
+        read.append((block.file, block.start, block.size))
+        read_block(file, block, into)
+
+    size = sum(file.size for file in manifest.files.values())
+    for shares in (1, 2, 3, 7):
+        with patch.object(search, "read_block", counted):
+            parts = [search.verify_share(tmp_path / "three", manifest, share, shares) for share in range(shares)]
+        assert sum(parts) == size
+        ends = {(name, file.size - 4 * file.blocks, 4 * file.blocks) for name, file in manifest.files.items()}
+        others = [one for one in read if one not in ends]  # whoever reads of a file reads its checksums
+        assert len(others) == len(set(others)) == sum(1 + file.blocks for file in manifest.files.values())
+        read.clear()
+
+
+@ranks(2)
 def test_a_fault_that_one_rank_reads_is_raised_on_all(tmp_path: Path):
     wanted = written(tmp_path / "three")
     with main_process_first():
@@ -142,13 +196,13 @@ def test_the_optimizers_state_is_read_as_it_was_saved(tmp_path: Path):
     assert read == {"state": {}, "param_groups": [{"lr": 0.2, "params": ["a"]}]}
 
 
-@pytest.mark.parametrize("number", [0, 3, 99, "2", None])
+@pytest.mark.parametrize("number", [0, 2, 99, "3", None])
 def test_an_unknown_format_is_refused(number: Any, tmp_path: Path):
     written(tmp_path / "three")
     path = tmp_path / "three" / "manifest.json"
-    shown = {None: "null", "2": '"2"'}.get(number, str(number))
-    path.write_text(path.read_text().replace('"format": 2', f'"format": {shown}'))
+    shown = {None: "null", "3": '"3"'}.get(number, str(number))
+    path.write_text(path.read_text().replace('"format": 3', f'"format": {shown}'))
     with pytest.raises(
-        ConfigError, match=rf"manifest.json must have the format 2, but has {number!r}.*update lockstep"
+        ConfigError, match=rf"manifest.json must have the format 3, but has {number!r}.*update lockstep"
     ):
         read_meta(tmp_path / "three")

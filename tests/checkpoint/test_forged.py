@@ -154,17 +154,18 @@ def change(content: dict[str, Any], directory: Path, sandbox: Path, words: tuple
     elif what == "time":
         content["written"] = {**content["written"], "time": rest[0]}
     elif what == "bytes":
-        tensors = sorted(content["tensors"].items())
-        _, tensor = tensors[rest[0] % len(tensors)]
-        with (directory / "rank_0.safetensors").open("r+b") as data:
-            chunk = tensor["chunks"][0]
-            data.seek(chunk["start"])
-            data.write(rest[1])
-            data.seek(chunk["start"])
-            size = {"float32": 4, "int64": 8, "uint8": 1}[tensor["dtype"]]
-            for length in chunk["shape"]:
-                size *= length
-            chunk["crc32"] = [f"{zlib.crc32(data.read(size)):08x}"]
+        path = directory / "rank_0.safetensors"
+        data = bytearray(path.read_bytes())
+        begin = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:begin])
+        *spans, (end, _) = sorted(one["data_offsets"] for name, one in header.items() if name != "__metadata__")
+        number = rest[0] % len(spans)
+        first, last = (begin + place for place in spans[number])
+        data[first : first + len(rest[1])] = rest[1]
+        checksum = begin + end + 4 * number  # each of these tensors is one block
+        data[checksum : checksum + 4] = zlib.crc32(data[first:last]).to_bytes(4, "little")
+        path.write_bytes(data)
+        content["files"][path.name]["blocks_crc32"] = zlib.crc32(data[begin + end :])
     else:
         all_places = list(places(content))
         holder, key = all_places[rest[0] % len(all_places)]

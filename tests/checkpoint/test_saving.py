@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.checkpoint import load_state, read_meta, read_shapes, save_state, saving, verify
+from lockstep.checkpoint import layout, load_state, read_meta, read_shapes, save_state, verify
 from lockstep.checkpoint.manifest import BLOCK, ITEM_SIZES
 from lockstep.checkpoint.values import decode, encode
 from lockstep.dist import get_rank, get_world_size
@@ -68,7 +68,7 @@ def test_what_is_no_plain_value_is_refused_by_name_on_every_rank(value: Any, tmp
 
 @ranks(2)
 def test_a_tensor_that_one_rank_cannot_give_is_an_error_on_every_rank(tmp_path: Path):
-    lost = patch.object(saving, "_piece", side_effect=RuntimeError("it is lost"))
+    lost = patch.object(layout, "pieces_of", side_effect=RuntimeError("it is lost"))
     says = r"state could not be written: rank 1: RuntimeError: it is lost"
     with lost if get_rank() == 1 else nullcontext(), pytest.raises(DistError, match=says):
         save_state(tmp_path / "state", {"model": {"w": torch.ones(2)}}, {})
@@ -146,9 +146,9 @@ def test_a_part_of_a_chunk_is_read_from_its_blocks(rows: int, columns: int, data
     with tempfile.TemporaryDirectory() as folder, patch.object(saving, "BLOCK", 24):
         save_state(Path(folder) / "state", {"x": value}, {})
         stored = loading.open_checkpoint(Path(folder) / "state")
-        (chunk,) = stored.tensors["x"].chunks
         target = torch.zeros(lengths, dtype=torch.int64)
-        stored.read(chunk, "int64", offsets, target)
+        (read,) = loading._reads_of(stored, "x", offsets, target)
+        stored.read(read)
         stored.close()
     wanted = value[tuple(slice(begin, begin + n) for begin, n in zip(offsets, lengths, strict=True))]
     assert torch.equal(target, wanted)

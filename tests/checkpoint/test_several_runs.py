@@ -147,7 +147,7 @@ def test_a_checkpoint_that_vanishes_while_it_is_read_is_called_removed(where: st
     stored = open_checkpoint(directory)
     remove(directory)
     with pytest.raises(ConfigError, match=r"has been removed, as `max_keep_ckpts` of a run does with old checkpoints"):
-        read_whole(stored, stored.tensors["model.w"])
+        read_whole(stored, "model.w")
 
 
 @ranks(2)

@@ -43,7 +43,7 @@ def test_they_are_listed_the_newest_first(work_dir: Path):
         f"{RUN}/{name}" for name in ("best_accuracy_epoch_1", "epoch_3", "epoch_2", "epoch_1")
     ]
     assert "epoch_3 (last)" in shown
-    assert rows[1][4:] == ["FSDP", "not", "verified", "3", "30", "1", "48.0", "kB", "0", "bytes", "48.2", "kB"]
+    assert rows[1][4:] == ["FSDP", "not", "verified", "3", "30", "1", "48.0", "kB", "0", "bytes", "48.3", "kB"]
     assert called(work_dir / RUN)[0] == called(work_dir / RUN / "epoch_1")[0] == 0
     code, shown = called(work_dir, "--verify")
     assert code == 0

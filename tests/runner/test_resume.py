@@ -334,7 +334,7 @@ def test_the_last_checkpoint_is_found_where_the_work_dir_is_moved(tmp_path: Path
 def test_the_manifest_is_plain_json(tmp_path: Path):
     run(tmp_path)
     manifest = json.loads((last(tmp_path) / "manifest.json").read_text())
-    assert manifest["format"] == 2
+    assert manifest["format"] == 3
     meta = manifest["meta"]
     assert meta == read_meta(last(tmp_path))
     assert meta["strategy"] == "SingleDeviceStrategy"

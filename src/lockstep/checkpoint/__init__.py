@@ -1,8 +1,8 @@
 """Saved states: one directory per checkpoint, in which every byte has a checksum and nothing can be executed.
 
-`manifest.py` says what a checkpoint holds and where; `saving.py` writes one, `background.py` does so while the training
-goes on, `loading.py` reads one. `drafts.py` publishes and removes, on a disk and in a bucket; `search.py` finds and
-verifies. Finding, listing and verifying do without torch.
+`manifest.py` says what a checkpoint holds and where; `layout.py` says which rank writes what, `saving.py` writes a
+checkpoint, `background.py` does so while the training goes on, `loading.py` reads one. `drafts.py` publishes and
+removes, on a disk and in a bucket; `search.py` finds and verifies. Finding, listing and verifying do without torch.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from lockstep.checkpoint.search import (
 if TYPE_CHECKING:
     from lockstep.checkpoint.background import BackgroundSaver
     from lockstep.checkpoint.loading import load_state, read_infos, read_meta, read_shapes, read_tensors
-    from lockstep.checkpoint.saving import save_state
+    from lockstep.checkpoint.saving import Planner, save_state
 
 _HOMES = {  # these import torch
     "background": {"BackgroundSaver"},
     "loading": {"load_state", "read_infos", "read_meta", "read_shapes", "read_tensors"},
-    "saving": {"save_state"},
+    "saving": {"Planner", "save_state"},
 }
 
 __all__ = [
     "BackgroundSaver",
+    "Planner",
     "candidates",
     "find_checkpoints",
     "find_last_checkpoint",

@@ -11,18 +11,21 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed import DistStoreError
 
-from lockstep.checkpoint.saving import Piece, Plan, plan_save, write_and_publish
+from lockstep.checkpoint.layout import Piece
+from lockstep.checkpoint.saving import Plan, Planner, write_and_publish
 from lockstep.checkpoint.together import Failure, on_all
 from lockstep.device import pins_memory
 from lockstep.dist import get_dist_info
-from lockstep.errors import CollectiveTimeoutError, LockstepError
+from lockstep.errors import CollectiveTimeoutError, LockstepError, listed
 from lockstep.location import Location
 from lockstep.watch.watch import side_store
 
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 
 _ALIGNED = 64  # bytes: each copy begins at a multiple of them
 _PIECE = 4 << 20  # bytes of a value in the store, whose limit is 8 MiB (torch 2.13)
-_POLL_SECONDS = 0.02
+_LOOK = timedelta(seconds=1)  # how long the store is waited for before it is seen that nobody needs the save any more
 _SECONDS_TO_GIVE_UP = 10.0
 _numbers = itertools.count()  # of the saves of this process, the same on every rank
 
@@ -41,9 +44,13 @@ class BackgroundSaver:
 
     **Cost**: memory in the host for this rank's part of the largest state, which is kept for the next save; pinned
     if the state is on a GPU. A rank copies its part before training goes on.
+
+    Args:
+        planner: has the plan of the last save; by default, of the last one by this saver.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, planner: Planner | None = None) -> None:
+        self._planner = planner or Planner()
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._job: _BackgroundSave | None = None
 
@@ -84,7 +91,7 @@ class BackgroundSaver:
         assert self._job is None, "wait() comes first"
         rank, world_size = get_dist_info()
         exchange = StoreExchange(side_store() if world_size > 1 else None, f"save_{next(_numbers)}", rank, world_size)
-        plan = plan_save(directory, state, meta, last_of)
+        plan = self._planner.plan(directory, state, meta, last_of)
         try:
             plan = on_all(plan.failure, partial(self._copied, plan))
         except BaseException:
@@ -212,12 +219,12 @@ class StoreExchange:
         store = self._shared()
         timeout: timedelta = store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
         deadline = time.monotonic() + timeout.total_seconds()
-        missing = dict(keys)
-        while missing := {rank: key for rank, key in missing.items() if not store.check([key])}:
+        while not store.check(list(keys.values())):
             if self.is_abandoned.is_set() or time.monotonic() > deadline:
-                ranks = ", ".join(map(str, missing))
+                ranks = listed(rank for rank, key in keys.items() if not store.check([key]))
                 raise CollectiveTimeoutError(f"rank {ranks} did not say what it has written (rank {self._rank})")
-            time.sleep(_POLL_SECONDS)
+            with suppress(DistStoreError):  # they are not there yet
+                store.wait(list(keys.values()), _LOOK)
 
     def _put(self, key: str, value: Any) -> None:
         """Store a value, in pieces: the last key to be there says how many."""

@@ -26,7 +26,7 @@ from lockstep.location import Location, RangeFile, RemotePath, Sender, size_of
 MANIFEST_FILE = "manifest.json"
 POINTER_FILE = "last_checkpoint"
 DAMAGED = "The checkpoint is damaged: copy it again, or resume from another one"
-_MOST_READ = 2 << 30  # bytes of a file that is read as a whole; a manifest has some hundred bytes for each chunk
+_MOST_READ = 2 << 30  # bytes of a file that is read as a whole; a manifest has some hundred bytes for each tensor
 _FLUSH = 32 << 20  # bytes that are written before the disk is asked to take them
 
 PlainFile: TypeAlias = BufferedReader | RangeFile
@@ -111,10 +111,10 @@ def require_plain_file(path: Location, size: int | None = None) -> None:
     _require_size(path, found.st_size, size)
 
 
-def open_plainly(path: Location) -> PlainFile:
-    """Open a file of a checkpoint for reading, unless it is a link."""
+def open_plainly(path: Location, size: int | None = None) -> PlainFile:
+    """Open a file of a checkpoint for reading, unless it is a link; its size, if it is known, saves requests."""
     if isinstance(path, RemotePath):
-        return RangeFile(path)
+        return RangeFile(path, size)
     return open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NOFOLLOW", 0)))
 
 

@@ -1,31 +1,28 @@
 """Loading a state: each rank reads the parts that it needs, and compares them with their checksums.
 
-Which parts it needs of which chunk is planned by torch.distributed.checkpoint (`DefaultLoadPlanner`), so that any
-number of ranks, under any strategy, can read what any other has written. One process alone reads tensor by tensor.
+A rank reads what overlaps with what it holds, so that any number of ranks, under any strategy, can read what any other
+has written. One process alone reads tensor by tensor.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.files import DAMAGED, PlainFile, held, open_plainly, require_plain_file
-from lockstep.checkpoint.manifest import ITEM_SIZES, Block, Chunk, Manifest, StoredTensor, read_manifest
-from lockstep.checkpoint.search import read_block, require_checkpoint
+from lockstep.checkpoint.files import DAMAGED, held
+from lockstep.checkpoint.layout import pieces_of
+from lockstep.checkpoint.manifest import ITEM_SIZES, Block, Manifest, StoredTensor, checksum_at, read_manifest
+from lockstep.checkpoint.search import OpenFile, read_block, require_checkpoint
 from lockstep.checkpoint.together import on_all
 from lockstep.checkpoint.values import decode, leaves, tagged
 from lockstep.dist import is_main_process
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.location import Location
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
 
 OPTIMIZER = "optimizer"
 _MISSING = object()
@@ -109,7 +106,8 @@ def read_infos(directory: Location, part: str) -> dict[str, tuple[tuple[int, ...
         ConfigError: the directory is not a checkpoint, or is damaged.
     """
     stored = open_checkpoint(directory)
-    return {name: (one.shape, getattr(torch, one.dtype)) for name, one in _tensors_of(stored, part).items()}
+    tensors = {name: stored.tensors[one] for name, one in _tensors_of(stored, part).items()}
+    return {name: (one.shape, getattr(torch, one.dtype)) for name, one in tensors.items()}
 
 
 def read_tensors(directory: Location, part: str, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -129,15 +127,11 @@ def read_tensors(directory: Location, part: str, names: Iterable[str]) -> Iterat
             yield name, read_whole(stored, tensors[name])
 
 
-def read_whole(stored: Stored, tensor: StoredTensor) -> Tensor:
+def read_whole(stored: Stored, name: str) -> Tensor:
     """Return a tensor of a checkpoint, whole and in CPU memory."""
-    whole = _empty(tensor)
-    for chunk in tensor.chunks:
-        target = whole
-        for dim, (offset, length) in enumerate(zip(chunk.offsets, chunk.shape, strict=True)):
-            target = target.narrow(dim, offset, length)
-        if target.numel():
-            stored.read(chunk, tensor.dtype, (0,) * len(chunk.shape), target)
+    whole = _empty(stored.tensors[name])
+    for read in _reads_of(stored, name, (0,) * whole.dim(), whole):
+        stored.read(read)
     return whole
 
 
@@ -159,6 +153,44 @@ def open_checkpoint(directory: Location) -> Stored:
     return Stored(directory, read_manifest(directory))
 
 
+class _Read(NamedTuple):
+    """A tensor to be filled from the part of another one that a file holds.
+
+    Attributes:
+        file: the number of the file.
+        name: name of the tensor.
+        shape: shape of the part in the file.
+        offsets: where that begins in the part which is to be read.
+        target: the tensor to be filled.
+    """
+
+    file: int
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    target: Tensor
+
+
+def _reads_of(stored: Stored, name: str, offsets: tuple[int, ...], target: Tensor) -> Iterator[_Read]:
+    """Yield what fills a tensor that is the part of a stored one which begins at `offsets`."""
+    tensor = stored.tensors[name]
+    for number in tensor.parts_within(offsets, target.shape):
+        begins, lengths = tensor.box(number)
+        part, inside = target, []
+        for dim, (begin, length, at) in enumerate(zip(begins, lengths, offsets, strict=True)):
+            low, high = max(begin, at), min(begin + length, at + target.shape[dim])
+            part = part.narrow(dim, low - at, high - low)
+            inside.append(low - begin)
+        yield _Read(tensor.place[number], name, lengths, tuple(inside), part)
+
+
+def read_plan(stored: Stored, tensors: Mapping[str, Tensor]) -> list[_Read]:
+    """Return what this rank reads to fill tensors, some of them sharded, in the order in which it lies in files."""
+    reads = [read for one in pieces_of(tensors) for read in _reads_of(stored, one.name, one.offsets, one.part)]
+    order = stored.order
+    return sorted(reads, key=lambda read: (read.file, order[read.name]))
+
+
 class Stored:
     """An open checkpoint. Its files are opened when they are first read.
 
@@ -171,7 +203,7 @@ class Stored:
     def __init__(self, directory: Location, manifest: Manifest, opened: ExitStack | None = None) -> None:
         self.directory = directory
         self._manifest = manifest
-        self._files: dict[str, PlainFile] = {}
+        self._files: dict[int, OpenFile] = {}
         self._open = ExitStack() if opened is None else opened
 
     @property
@@ -184,23 +216,28 @@ class Stored:
         """The tensors in it, by name."""
         return self._manifest.tensors
 
+    @property
+    def order(self) -> Mapping[str, int]:
+        """The place of each tensor in the order in which files hold them."""
+        return self._manifest.order
+
     @cached_property
     def meta(self) -> dict[str, Any]:
         """The metadata."""
         return dict(decode(self._manifest.meta))
 
-    def read(self, chunk: Chunk, dtype: str, offsets: tuple[int, ...], target: Tensor) -> None:
-        """Fill a tensor with the part of a chunk that begins at `offsets`; at most a block is read beyond it."""
-        size = ITEM_SIZES[dtype]
-        strides = torch.empty(chunk.shape, device="meta").stride()
-        first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True)) * size
+    def read(self, read: _Read) -> None:
+        """Fill a tensor from a file; at most a block is read beyond it."""
+        dtype, target = self.tensors[read.name].dtype, read.target
+        size, typed = ITEM_SIZES[dtype], getattr(torch, dtype)
+        strides = torch.empty(read.shape, device="meta").stride()
+        first = sum(offset * stride for offset, stride in zip(read.offsets, strides, strict=True)) * size
         last = first + sum((n - 1) * stride for n, stride in zip(target.shape, strides, strict=True)) * size + size
-        typed = getattr(torch, dtype)
         if last - first == target.nbytes and _is_writable(target, typed):
-            self._read_range(chunk, dtype, first, _bytes_of(target))
+            self._read_range(read, first, _bytes_of(target))
             return
         range_ = torch.empty(last - first, dtype=torch.uint8)
-        self._read_range(chunk, dtype, first, _bytes_of(range_))
+        self._read_range(read, first, _bytes_of(range_))
         target.copy_(range_.view(typed).as_strided(target.shape, strides))
 
     def close(self) -> None:
@@ -209,40 +246,36 @@ class Stored:
         self._open.close()
 
     def forget(self) -> None:
-        """Close it for good, and free the memory of the manifest, which has an entry for each part of each tensor."""
+        """Close it for good, and free the memory of the manifest, which has an entry for each tensor."""
         self.close()
         self._manifest = Manifest({}, {}, {}, {}, {})
 
-    def _read_range(self, chunk: Chunk, dtype: str, first: int, into: memoryview) -> None:
-        """Read the bytes of a chunk from `first` on, by way of the blocks that they are in."""
-        block_size = self._manifest.block
-        chunk_size = math.prod(chunk.shape) * ITEM_SIZES[dtype]
-        end = first + len(into)
+    def _read_range(self, read: _Read, first: int, into: memoryview) -> None:
+        """Read the bytes of a part from `first` on, by way of the blocks that they are in."""
+        if read.file not in self._files:
+            self._files[read.file] = OpenFile(self.directory, self._manifest, read.file)
+            self._open.callback(self._files[read.file].close)
+        opened, place = self._files[read.file], self._manifest.order[read.name]
+        start, part_end = opened.layout.starts[place : place + 2]
+        block_size, end = self._manifest.block, first + len(into)
         for number in range(first // block_size, -(-end // block_size)):
             begin = number * block_size
-            size = min(block_size, chunk_size - begin)
-            block = Block(chunk.file, chunk.start + begin, size, chunk.crc32[number])
+            size = min(block_size, part_end - start - begin)
+            checksum = checksum_at(opened.checksums, opened.layout.blocks[place] + number)
+            block = Block(self._manifest.file_names[read.file], start + begin, size, checksum)
             low, high = max(first, begin), min(end, begin + size)
             if high - low == size:
-                read_block(self._file(chunk.file), block, into[low - first : high - first])
+                read_block(opened.file, block, into[low - first : high - first])
                 continue
             whole = memoryview(bytearray(size))
-            read_block(self._file(chunk.file), block, whole)
+            read_block(opened.file, block, whole)
             into[low - first : high - first] = whole[low - begin : high - begin]
 
-    def _file(self, name: str) -> PlainFile:
-        if name not in self._files:
-            path = self.directory / name
-            require_plain_file(path, self._manifest.files[name].size)
-            self._files[name] = open_plainly(path)
-            self._open.callback(self._files[name].close)
-        return self._files[name]
 
-
-def _tensors_of(stored: Stored, part: str) -> dict[str, StoredTensor]:
-    """Return the tensors under a part of the state, by their names there."""
+def _tensors_of(stored: Stored, part: str) -> dict[str, str]:
+    """Return the names of the tensors under a part of the state, by their names there."""
     nodes = ((path, tagged(node)) for path, node in leaves(stored.state.get(part, {})))
-    return {".".join(path): stored.tensors[name] for path, (tag, name) in nodes if tag == "$tensor"}
+    return {".".join(path): name for path, (tag, name) in nodes if tag == "$tensor"}
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -333,41 +366,8 @@ class _Load:
 
     def _fill(self) -> None:
         """Read the tensors that were asked for."""
-        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-
-        planner = DefaultLoadPlanner(flatten_state_dict=False)
-        planner.set_up_planner(self._wanted, self._metadata(), is_main_process())
-        places = [(item.storage_index, item) for item in planner.create_local_plan().items]
-        reads = [(self._chunks[place.fqn][tuple(place.offset or ())], item) for place, item in places]
-        for chunk, item in sorted(reads, key=lambda read: (read[0].file, read[0].start)):
-            target = planner.resolve_tensor(item).detach()
-            dtype = self._tensor(item.storage_index.fqn).dtype
-            self._stored.read(chunk, dtype, tuple(item.storage_offsets), target)
-
-    def _metadata(self) -> Metadata:
-        """Describe what is stored to the planner."""
-        from torch.distributed.checkpoint import metadata
-
-        entries: dict[str, Any] = {}
-        for name in self._wanted:
-            stored = self._tensor(name)
-            entries[name] = metadata.TensorStorageMetadata(
-                metadata.TensorProperties(getattr(torch, stored.dtype)),
-                torch.Size(stored.shape),
-                [
-                    metadata.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape))
-                    for chunk in self._chunks[name].values()
-                ],
-            )
-        return metadata.Metadata(entries)
-
-    @cached_property
-    def _chunks(self) -> dict[str, dict[tuple[int, ...], Chunk]]:
-        """The chunks of each tensor that was asked for, without empty ones, by where they begin."""
-        return {
-            name: {chunk.offsets: chunk for chunk in self._tensor(name).chunks if math.prod(chunk.shape)}
-            for name in self._wanted
-        }
+        for read in read_plan(self._stored, self._wanted):
+            self._stored.read(read)
 
     def _tensor(self, name: Any) -> StoredTensor:
         if name not in self._stored.tensors:

@@ -1,22 +1,29 @@
-"""The manifest of a checkpoint: what was saved, where each byte of it lies, and the digests of all of them.
+"""The manifest of a checkpoint: what was saved, which files hold it, and the digests of all of them.
 
 ```
 {
-  "format": 2,
+  "format": 3,
   "written": {"time": 1795400380.2, "block": 16777216, "lockstep": "0.1.0", "torch": "2.13.0", "ranks": 2},
   "meta": {"epoch": 3, "iter": 120, ...},
   "state": {"model": {"weight": {"$tensor": "model.weight"}}, "optimizer": {...}, "ranks": {...}},
-  "files": {"rank_0.safetensors": {"size": 4160, "header": 64, "crc32": "..."}},
-  "tensors": {
-    "model.weight": {"dtype": "float32", "shape": [32, 32], "chunks": [
-      {"file": "rank_0.safetensors", "start": 64, "offsets": [0, 0], "shape": [32, 32], "crc32": ["..."]}]}
+  "files": {
+    "rank_0.safetensors": {"size": 2244, "header": 192, "crc32": 123, "blocks": 1, "blocks_crc32": 456},
+    "rank_1.safetensors": {...}
   },
+  "tensors": {"model.weight": {"dtype": "float32", "shape": [32, 32], "part": [16, 32], "place": 0}},
+  "places": [[0, 1]],
   "sha256": "..."
 }
 ```
 
-A chunk is the part of a tensor that one rank has written. Its bytes are cut into blocks, and each block has a checksum,
-so that a rank can verify what it reads of a chunk. A file is a header, with a checksum, and chunks without gaps. The
+A tensor is cut into parts as into a grid, and each part lies in another file. `part` is the shape of a part, which is
+shorter at the end; where parts of a dim differ otherwise, it is the list of the places at which they begin. `place` is
+the number of an entry of `places`: which files hold the parts, in the order of rows, by their numbers in `files`.
+Most tensors share such an entry, so that a manifest grows with tensors and with files, not with parts.
+
+A file is a header, with a checksum, then its parts without gaps: those with the largest elements first, then by name.
+So where each part lies follows from the manifest. The bytes of a part are cut into blocks, and each block has a
+checksum, so that a rank can verify what it reads. These checksums are the end of the file, and have one themselves. The
 last member is the digest of all that stands before it. So every bit of a checkpoint is under a checksum or the digest.
 
 What `state` and `meta` may hold is in `values.py`. This module does not import torch.
@@ -25,12 +32,17 @@ What `state` and `meta` may hold is in `values.py`. This module does not import 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
+import operator
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from lockstep.checkpoint.files import DAMAGED, MANIFEST_FILE, read_plain_file
@@ -41,7 +53,7 @@ from lockstep.masking import printable
 
 OWN_FILES = re.compile(r"rank_\d+(\.\d+)?\.safetensors|manifest\.json")
 """Names of the files of checkpoints."""
-FORMAT = 2
+FORMAT = 3
 BLOCK = 16 << 20  # bytes; a rank needs as much memory to read or to write
 ITEM_SIZES = {
     **dict.fromkeys(("bool", "int8", "uint8"), 1),
@@ -53,6 +65,9 @@ ITEM_SIZES = {
 }
 """Bytes of an element, by the name of its dtype."""
 
+CHECKSUM = 4
+"""Bytes of a checksum."""
+
 _MOST_BLOCK = 1 << 30  # bytes
 _MOST_HEADER = 100 << 20  # bytes, as in the package safetensors
 _MOST_ELEMENTS = 1 << 60
@@ -61,46 +76,80 @@ _TAIL = re.compile(rb',\n  "sha256": "([0-9a-f]{64})"\n}\n')
 _TAIL_BYTES = len(b',\n  "sha256": ""\n}\n') + 64
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A part of a tensor, as bytes in a file.
+class Place(tuple[int, ...]):
+    """Which files hold the parts of a tensor, in the order of rows, by their numbers."""
 
-    Attributes:
-        file: name of the file.
-        start: where the chunk begins in the file.
-        offsets: where it begins in the tensor, for each dim.
-        shape: its shape.
-        crc32: the checksums of its blocks.
-    """
-
-    file: str
-    start: int
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    crc32: tuple[str, ...]
+    @cached_property
+    def part_in(self) -> dict[int, int]:
+        """The number of the part that each of the files holds."""
+        return {file: part for part, file in enumerate(self)}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor: the name of its dtype, its shape, and its chunks, which cover it without overlapping."""
+    """A tensor.
+
+    Attributes:
+        dtype: name of its dtype.
+        shape: its shape.
+        begins: where the parts begin along each dim: a range where they are of one length.
+        place: which files hold the parts.
+    """
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    begins: tuple[range | tuple[int, ...], ...]
+    place: Place
 
     @property
     def size(self) -> int:
         """Number of bytes."""
         return math.prod(self.shape) * ITEM_SIZES[self.dtype]
 
+    def box(self, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return where a part begins, and its shape."""
+        offsets, lengths = [], []
+        for length, begins in zip(reversed(self.shape), reversed(self.begins), strict=True):
+            number, at = divmod(number, len(begins))
+            offsets.append(begins[at])
+            lengths.append((begins[at + 1] if at + 1 < len(begins) else length) - begins[at])
+        return tuple(offsets[::-1]), tuple(lengths[::-1])
+
+    def size_in(self, file: int) -> int:
+        """Return the number of bytes of the part in a file; 0 if it holds none."""
+        number = self.place.part_in.get(file)
+        return 0 if number is None else math.prod(self.box(number)[1]) * ITEM_SIZES[self.dtype]
+
+    def parts_within(self, offsets: Sequence[int], lengths: Sequence[int]) -> Iterator[int]:
+        """Yield the numbers of the parts that have something of a box, in the order of rows."""
+        ranges = [
+            range(bisect_right(begins, first) - 1, bisect_left(begins, first + length)) if length else range(0)
+            for begins, first, length in zip(self.begins, offsets, lengths, strict=True)
+        ]
+        for at in itertools.product(*ranges):
+            number = 0
+            for i, begins in zip(at, self.begins, strict=True):
+                number = number * len(begins) + i
+            yield number
+
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file: its number of bytes, that of its header, and the header's checksum."""
+    """A file.
+
+    Attributes:
+        size: number of bytes.
+        header: number of bytes of its header.
+        crc32: checksum of its header.
+        blocks: number of the blocks of its parts, each of which has a checksum of 4 bytes at the end of the file.
+        blocks_crc32: checksum of these.
+    """
 
     size: int
     header: int
-    crc32: str
+    crc32: int
+    blocks: int
+    blocks_crc32: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +159,18 @@ class Block:
     file: str
     start: int
     size: int
-    crc32: str
+    crc32: int
 
 
 @dataclass(frozen=True, slots=True)
+class FileLayout:
+    """Where the parts lie in a file: the bytes, and the blocks, before that of each tensor, and after the last one."""
+
+    starts: array[int]
+    blocks: array[int]
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What is in a checkpoint; see the module.
 
@@ -136,32 +193,80 @@ class Manifest:
         """Number of bytes in a block."""
         return int(self.written["block"])
 
-    def blocks(self) -> Iterator[Block]:
-        """Yield all that has a checksum: each file's header, and the blocks of each chunk."""
-        for name, file in self.files.items():
-            yield Block(name, 0, file.header, file.crc32)
-        for tensor in self.tensors.values():
-            for chunk in tensor.chunks:
-                size = math.prod(chunk.shape) * ITEM_SIZES[tensor.dtype]
-                for i, checksum in enumerate(chunk.crc32):
-                    start = i * self.block
-                    yield Block(chunk.file, chunk.start + start, min(self.block, size - start), checksum)
+    @cached_property
+    def file_names(self) -> list[str]:
+        """The names of the files, by their numbers."""
+        return list(self.files)
+
+    @cached_property
+    def order(self) -> dict[str, int]:
+        """The place of each tensor in the order in which files hold them."""
+        names = sorted(self.tensors, key=lambda name: place_in_file(self.tensors[name].dtype, name))
+        return {name: i for i, name in enumerate(names)}
+
+    def layout_of(self, file: int) -> FileLayout:
+        """Return where the parts lie in a file.
+
+        Raises:
+            ValueError: they do not fit into it.
+        """
+        stored = self.files[self.file_names[file]]
+        sizes = [self.tensors[name].size_in(file) for name in self.order]
+        starts = array("q", itertools.accumulate(sizes, initial=stored.header))
+        blocks = array("q", itertools.accumulate((-(-size // self.block) for size in sizes), initial=0))
+        if (starts[-1] + CHECKSUM * blocks[-1], blocks[-1]) != (stored.size, stored.blocks):
+            raise ValueError(f"{self.file_names[file]} does not have the size of the parts of tensors that it holds")
+        return FileLayout(starts, blocks)
+
+    def last_block(self, file: int) -> Block:
+        """Return the end of a file: the checksums of its blocks."""
+        name = self.file_names[file]
+        stored = self.files[name]
+        size = CHECKSUM * stored.blocks
+        return Block(name, stored.size - size, size, stored.blocks_crc32)
+
+    def blocks_of(self, file: int, layout: FileLayout, checksums: bytes) -> Iterator[Block]:
+        """Yield all of a file that has a checksum, in order: its header, the blocks of its parts, and its end."""
+        name = self.file_names[file]
+        yield Block(name, 0, self.files[name].header, self.files[name].crc32)
+        for start, end, first in zip(layout.starts, layout.starts[1:], layout.blocks, strict=False):
+            for i, begin in enumerate(range(start, end, self.block), first):
+                yield Block(name, begin, min(self.block, end - begin), checksum_at(checksums, i))
+        yield self.last_block(file)
 
 
-def checksum_of(data: bytes | memoryview) -> str:
-    """Return the CRC-32 of bytes as eight hexadecimal digits."""
-    return f"{zlib.crc32(data):08x}"
+def place_in_file(dtype: str, name: str) -> tuple[int, str]:
+    """Return a key by which the parts of tensors lie in a file: each at a multiple of its element's size."""
+    return -ITEM_SIZES[dtype], name
+
+
+def checksum_of(data: bytes | memoryview) -> int:
+    """Return the CRC-32 of bytes."""
+    return zlib.crc32(data)
+
+
+def checksum_at(checksums: bytes, number: int) -> int:
+    """Return one of the checksums at the end of a file."""
+    return int.from_bytes(checksums[CHECKSUM * number : CHECKSUM * (number + 1)], "little")
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
     """Return the bytes of a manifest, the last of which are its digest."""
+    places: dict[Place, int] = {}
+    tensors = {}
+    for name, one in manifest.tensors.items():
+        part = [begins.step if isinstance(begins, range) else begins for begins in one.begins]
+        place = places.setdefault(one.place, len(places))
+        tensors[name] = {"dtype": one.dtype, "shape": one.shape, "part": part, "place": place}
+    files = {name: {key: getattr(file, key) for key in file.__slots__} for name, file in manifest.files.items()}
     parts = {"format": FORMAT, "written": manifest.written, "meta": manifest.meta, "state": manifest.state}
     lines = [f'  "{key}": {json.dumps(value, allow_nan=False)}' for key, value in parts.items()]
-    for key, entries in (("files", manifest.files), ("tensors", manifest.tensors)):
-        rows = (f"    {json.dumps(name)}: {json.dumps(entry, default=_plain)}" for name, entry in entries.items())
-        lines.append(f'  "{key}": {{\n' + ",\n".join(rows) + "\n  }")
-    body = ("{\n" + ",\n".join(lines)).encode()
-    return body + f',\n  "sha256": "{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
+    for key, rows in (("files", files), ("tensors", tensors)):
+        body = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
+        lines.append(f'  "{key}": {{\n{body}\n  }}')
+    lines.append(f'  "places": {json.dumps(list(places))}')
+    content = ("{\n" + ",\n".join(lines)).encode()
+    return content + f',\n  "sha256": "{hashlib.sha256(content).hexdigest()}"\n}}\n'.encode()
 
 
 def read_manifest(directory: Location) -> Manifest:
@@ -183,16 +288,19 @@ def read_manifest(directory: Location) -> Manifest:
         raise CheckpointError(f"{path} does not have the digest that it says it has. {DAMAGED}")
     if number != FORMAT:
         raise CheckpointError(
-            f"{path} must have the format {FORMAT}, but has {number!r}. A later version of lockstep may have written "
-            "it: update lockstep"
+            f"{path} must have the format {FORMAT}, but has {number!r}: another version of lockstep has written it. If "
+            "that is a later one, update lockstep"
         )
     try:
         return _checked(content)
     except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise CheckpointError(
-            f"{path} contradicts itself: {printable(what, lines=False)}. Do not use this checkpoint"
-        ) from error
+        raise contradiction(path, error) from error
+
+
+def contradiction(path: Location, error: Exception) -> CheckpointError:
+    """Return the error for a manifest whose digest is right, but not its content."""
+    what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+    return CheckpointError(f"{path} contradicts itself: {printable(what, lines=False)}. Do not use this checkpoint")
 
 
 def unused_ending(names: Iterable[str]) -> str:
@@ -202,10 +310,6 @@ def unused_ending(names: Iterable[str]) -> str:
         number += 1
         ending = f".{number}.safetensors"
     return ending
-
-
-def _plain(entry: StoredFile | StoredTensor | Chunk) -> dict[str, Any]:
-    return {name: getattr(entry, name) for name in entry.__slots__}
 
 
 def check_meta(meta: Any) -> None:
@@ -219,63 +323,25 @@ def check_meta(meta: Any) -> None:
     check_form(meta, {"weights": DESCRIPTION}, "meta")
 
 
-def require_tiled(name: str, shape: tuple[int, ...], chunks: Iterable[Chunk]) -> None:
-    """Check that chunks cover a tensor, and that no two of them overlap.
-
-    Raises:
-        ValueError: they do not.
-    """
-    boxes = []
-    for chunk in chunks:
-        if not len(chunk.offsets) == len(chunk.shape) == len(shape):
-            raise ValueError(f"a chunk of {name} has another number of dims than its shape {list(shape)}")
-        box = [(begin, begin + length) for begin, length in zip(chunk.offsets, chunk.shape, strict=True)]
-        if any(end > length for (_, end), length in zip(box, shape, strict=True)):
-            raise ValueError(f"a chunk of {name} does not fit into its shape {list(shape)}")
-        if math.prod(chunk.shape):
-            boxes.append(box)
-    if sum(math.prod(end - begin for begin, end in box) for box in boxes) != math.prod(shape):
-        raise ValueError(f"the chunks of {name} do not cover it once")
-    if not _is_cut(boxes, len(shape)):
-        raise ValueError(f"the chunks of {name} do not cover it once: two of them overlap")
-
-
-def _is_cut(boxes: list[list[tuple[int, int]]], dims: int) -> bool:
-    """Return whether boxes are what cuts across all of them leave, one dim after the other, as ranks cut a tensor.
-
-    Then no two of them overlap.
-    """
-    if len(boxes) <= 1:
-        return True
-    for dim in range(dims):
-        groups: list[list[list[tuple[int, int]]]] = []
-        end = -1
-        for box in sorted(boxes, key=lambda box: box[dim]):
-            if box[dim][0] >= end:
-                groups.append([])
-            groups[-1].append(box)
-            end = max(end, box[dim][1])
-        if len(groups) > 1:
-            return all(_is_cut(group, dims) for group in groups)
-    return False
-
-
 def _checked(content: Mapping[str, Any]) -> Manifest:
     written, meta, state = (_dict(content[key], key) for key in ("written", "meta", "state"))
     _count(written["block"], "block", least=1, most=_MOST_BLOCK)
     if type(written["time"]) not in (int, float) or not 0 <= written["time"] < _LATEST:
         raise ValueError(f"`time` is {written['time']!r}, not a number of seconds since 1970")
     files = {
-        require_plain_name(name): StoredFile(
-            _count(file["size"], name), _count(file["header"], name, most=_MOST_HEADER), _checksum(file["crc32"], name)
-        )
+        require_plain_name(name): StoredFile(**{key: _count(file[key], name) for key in StoredFile.__slots__})
         for name, file in _dict(content["files"], "files").items()
     }
+    places = [_checked_place(place, len(files)) for place in content["places"]]
     tensors = {
-        name: _checked_tensor(name, tensor, files, written["block"])
-        for name, tensor in _dict(content["tensors"], "tensors").items()
+        name: _checked_tensor(name, tensor, places) for name, tensor in _dict(content["tensors"], "tensors").items()
     }
-    _require_gapless(files, tensors.values())
+    if wrong := [name for name, file in files.items() if file.header > _MOST_HEADER]:
+        raise ValueError(f"{wrong[0]} has a header of more than {_MOST_HEADER} bytes")
+    # Parts cover a tensor once, because they are a grid. Of each file by itself, this is checked when it is read.
+    held = sum(file.size - file.header - CHECKSUM * file.blocks for file in files.values())
+    if held != (needed := sum(tensor.size for tensor in tensors.values())):
+        raise ValueError(f"its files hold {held} bytes of tensors, which have {needed}")
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     check_meta(meta)
     seen: set[str] = set()
@@ -286,44 +352,36 @@ def _checked(content: Mapping[str, Any]) -> Manifest:
     return Manifest(written, meta, state, files, tensors)
 
 
-def _checked_tensor(name: str, entry: Any, files: Mapping[str, StoredFile], block: int) -> StoredTensor:
+def _checked_place(files: Any, number: int) -> Place:
+    place = Place(_count(file, "places") for file in files)
+    if wrong := [file for file in place if file >= number]:
+        raise ValueError(f"there is no file of the number {wrong[0]}")
+    if len(place.part_in) != len(place):
+        raise ValueError("one file holds two parts of a tensor")
+    return place
+
+
+def _checked_tensor(name: str, entry: Any, places: Sequence[Place]) -> StoredTensor:
     if entry["dtype"] not in ITEM_SIZES:
         raise ValueError(f"{name} is of the unknown dtype {entry['dtype']!r}")
     shape = _sizes(entry["shape"], name)
     if math.prod(size for size in shape if size) > _MOST_ELEMENTS:
         raise ValueError(f"{name} cannot have the shape {list(shape)}")
-    chunks = []
-    for one in entry["chunks"]:
-        chunk = Chunk(
-            one["file"], _count(one["start"], name), _sizes(one["offsets"], name), _sizes(one["shape"], name),
-            tuple(_checksum(checksum, name) for checksum in one["crc32"]),
-        )  # fmt: skip
-        size = math.prod(chunk.shape) * ITEM_SIZES[entry["dtype"]]
-        file = files.get(chunk.file)
-        if file is None:
-            raise ValueError(f"{name} is in {chunk.file!r}, which is not one of its files")
-        if chunk.start < file.header or chunk.start + size > file.size or len(chunk.crc32) != -(-size // block):
-            raise ValueError(f"{name} does not fit into {chunk.file}")
-        chunks.append(chunk)
-    require_tiled(name, shape, chunks)
-    return StoredTensor(entry["dtype"], shape, tuple(chunks))
+    begins = tuple(_begins(*cut, name) for cut in zip(shape, entry["part"], strict=True))
+    place = places[_count(entry["place"], name)]
+    if (parts := math.prod(map(len, begins))) != len(place):
+        raise ValueError(f"{name} has {parts} parts, but {len(place)} files hold it")
+    return StoredTensor(entry["dtype"], shape, begins, place)
 
 
-def _require_gapless(files: Mapping[str, StoredFile], tensors: Iterable[StoredTensor]) -> None:
-    """Check that every byte of every file is in its header or in one chunk."""
-    spans: dict[str, list[tuple[int, int]]] = {name: [] for name in files}
-    for tensor in tensors:
-        for chunk in tensor.chunks:
-            size = math.prod(chunk.shape) * ITEM_SIZES[tensor.dtype]
-            spans[chunk.file].append((chunk.start, chunk.start + size))
-    for name, file in files.items():
-        end = file.header
-        for begin, stop in sorted(span for span in spans[name] if span[0] < span[1]):
-            if begin != end:
-                raise ValueError(f"{name} has bytes without a checksum, or with two")
-            end = stop
-        if end != file.size:
-            raise ValueError(f"there is no checksum for some bytes of {name}")
+def _begins(length: int, part: Any, name: str) -> range | tuple[int, ...]:
+    """Return where the parts of a dim begin, by their length, or as it is listed."""
+    if not isinstance(part, list):
+        return range(0, length, _count(part, name, least=1))
+    begins = _sizes(part, name)
+    if begins[:1] != (0,) or not all(map(operator.lt, begins, (*begins[1:], length))):
+        raise ValueError(f"{name} of the length {length} cannot be cut into parts that begin at {part}")
+    return begins
 
 
 def _refuse_constant(name: str) -> None:
@@ -344,9 +402,3 @@ def _count(value: Any, what: str, least: int = 0, most: int = 1 << 62) -> int:
 
 def _sizes(value: Any, what: str) -> tuple[int, ...]:
     return tuple(_count(size, what) for size in value)
-
-
-def _checksum(value: Any, what: str) -> str:
-    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{8}", value):
-        raise ValueError(f"{value!r} of {what} is not a checksum")
-    return value

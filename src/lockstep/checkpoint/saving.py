@@ -1,14 +1,11 @@
 """Saving a state: each rank writes its part into a file of its own, and rank 0 publishes them together.
 
-A save has three steps, each a function of values: `plan_save` says which rank writes which part, `write_share` writes
-a rank's part, and `publish` makes a checkpoint of what all have written.
+A save has three steps: `Planner.plan` says which rank writes which part, `write_share` writes a rank's part, and
+`publish` makes a checkpoint of what all have written.
 
-The plan is that of torch.distributed.checkpoint (`DefaultSavePlanner`): a tensor that several ranks hold is written
-once, and a sharded one by each rank that holds a part. A file is one of safetensors: a header with the names, dtypes
-and shapes of the chunks, then their bytes, without gaps and copies.
-
-`torch.distributed.checkpoint` is imported only when used: the import takes half as long as that of torch, on every
-rank, and a run may need it late or never.
+A tensor that several ranks hold is written once, and a sharded one by each rank that holds a part (`layout.py`). A file
+is one of safetensors: a header with the names, dtypes and shapes of the parts, then their bytes, without gaps and
+copies, and at last the checksums of their blocks, under a name of their own.
 """
 
 from __future__ import annotations
@@ -20,65 +17,43 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lockstep.checkpoint.drafts import Draft, make_draft
 from lockstep.checkpoint.files import MANIFEST_FILE, writing
+from lockstep.checkpoint.layout import Holding, Piece, askings, decide, digest_of
 from lockstep.checkpoint.manifest import (
     BLOCK,
+    CHECKSUM,
     ITEM_SIZES,
-    Chunk,
     Manifest,
     StoredFile,
     StoredTensor,
     check_meta,
     checksum_of,
     dump_manifest,
+    place_in_file,
 )
 from lockstep.checkpoint.pointer import PointerDraft
 from lockstep.checkpoint.together import Exchange, run_then_complete
 from lockstep.checkpoint.values import encode, merge
-from lockstep.dist import is_main_process
+from lockstep.dist import get_dist_info, is_main_process
 from lockstep.errors import ConfigError
 from lockstep.location import Location, RemotePath
 from lockstep.version import __version__
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import MetadataIndex
-    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 # What safetensors calls the dtypes that all its readers know; the others are written as bytes.
 SAFETENSORS = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "float16": "F16",
     "bfloat16": "BF16", "float32": "F32", "float64": "F64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
+_CHECKSUMS = "$crc32"  # their name in a file
 _BAND = 1 << 20  # bytes that are summed up and then written while they are in the processor's cache
-
-
-class Piece(NamedTuple):
-    """A part of a tensor that one rank writes.
-
-    Attributes:
-        name: the tensor's name.
-        shape: the shape of the whole tensor.
-        offsets: where the part begins in it, for each dim.
-        part: the part.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    part: Tensor
-
-    @property
-    def dtype(self) -> str:
-        """Name of the dtype."""
-        return _name_of(self.part.dtype)
 
 
 class Outline(NamedTuple):
@@ -89,14 +64,14 @@ class Outline(NamedTuple):
         last_of: the folder whose last checkpoint it becomes.
         meta: the metadata, encoded.
         state: the state of all ranks, encoded.
-        tensors: dtype and shape of each tensor, by name.
+        tensors: how each tensor is stored, by name.
     """
 
     draft: Draft
     last_of: Location | None
     meta: Mapping[str, Any]
     state: Mapping[str, Any]
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    tensors: Mapping[str, StoredTensor]
 
 
 class Plan(NamedTuple):
@@ -130,16 +105,93 @@ class Plan(NamedTuple):
             self.outline.draft.discard()
 
 
-class _LocalPlan(NamedTuple):
-    """What a rank has to save: its plan, and its encoded values; on rank 0, the metadata."""
+class _Offer(NamedTuple):
+    """What a rank says first of what it has to save.
 
-    plan: SavePlan
-    values: Any
+    Attributes:
+        token: that of the plan that it has kept; empty if it has none, or holds something else now.
+        described: the digest of what it holds.
+        digests: the digest of each section.
+        values: the values of the sections that it was asked for by that plan.
+        meta: on rank 0, the metadata, encoded.
+    """
+
+    token: str
+    described: str
+    digests: Mapping[str, str]
+    values: Mapping[str, Any]
     meta: Any
 
 
+class Planner:
+    """Decides who writes what, in one save after the other. A plan holds as long as all ranks hold the same.
+
+    Attributes:
+        plans: how many plans it has made.
+    """
+
+    def __init__(self) -> None:
+        self.plans = 0
+        self._described = ""  # what this rank held when the last plan was made, as a digest
+        self._token = ""  # what all ranks held then
+        self._written = b""  # which of its pieces this rank writes, as bits
+        self._asked: Sequence[str] = ()  # the sections whose values come from it
+        self._tensors: Mapping[str, StoredTensor] = {}  # on rank 0
+
+    def plan(
+        self, directory: Location, state: Mapping[str, Any], meta: Mapping[str, Any], last_of: Location | None = None
+    ) -> Plan:
+        """Decide who writes what, and make the draft; see `save_state`.
+
+        **Collective**: every rank. **Cost**: an exchange of some hundred bytes for each rank; where a plan is made, one
+        more, of a box for each kind of tensor from every rank, and of the names from one rank.
+        """
+        failure = _failure(directory)
+        holding: list[Holding] = []
+        offers: list[_Offer] = []
+
+        def offer() -> _Offer:
+            holding.append(own := Holding(state, *get_dist_info()))
+            token = self._token if own.described == self._described else ""
+            values = {key: own.sections[key].values for key in self._asked} if token else {}
+            digests = {key: section.digest for key, section in own.sections.items()}
+            return _Offer(token, own.described, digests, values, encode(meta) if is_main_process() else None)
+
+        def answer(found: list[_Offer]) -> Sequence[tuple[Location | None, Any]]:
+            offers.extend(found)
+            _require_readable(offers[0].meta)
+            token = digest_of([one.described for one in offers])
+            if any(one.token != token for one in offers):
+                return [(None, asked) for asked in askings([one.digests for one in offers])]
+            return _begin(directory, last_of, offers, [one.values for one in offers], self._tensors)
+
+        def describe() -> tuple[Any, Any, Any]:
+            boxes = {key: section.boxes for key, section in holding[0].sections.items()}
+            asked = {key: holding[0].sections[key] for key in self._asked}
+            rows, values = ({key: getattr(one, what) for key, one in asked.items()} for what in ("rows", "values"))
+            return boxes, rows, values
+
+        def decide_all(found: list[tuple[Any, Any, Any]]) -> list[tuple[Location, Outline | None, str, bytes]]:
+            boxes, rows, values = zip(*found, strict=True)
+            self._tensors, written = decide([one.digests for one in offers], boxes, rows)
+            token = digest_of([one.described for one in offers])
+            begun = _begin(directory, last_of, offers, values, self._tensors)
+            return [(*one, token, bits) for one, bits in zip(begun, written, strict=True)]
+
+        path, rest = run_then_complete(failure, offer, answer)
+        if path is None:
+            self._token, self._described, self._asked = "", holding[0].described, rest
+            path, rest, self._token, self._written = run_then_complete(failure, describe, decide_all)
+            self.plans += 1
+        return Plan(directory, path, holding[0].written(self._written), rest)
+
+
 def save_state(
-    directory: Location, state: Mapping[str, Any], meta: Mapping[str, Any], last_of: Location | None = None
+    directory: Location,
+    state: Mapping[str, Any],
+    meta: Mapping[str, Any],
+    last_of: Location | None = None,
+    planner: Planner | None = None,
 ) -> None:
     """Write a checkpoint; when this returns on any rank, it is complete under its final name, on the disk or bucket.
 
@@ -150,31 +202,17 @@ def save_state(
             dtypes. What several ranks hold is written once.
         meta: metadata in the same form, without tensors. Those of rank 0 are written.
         last_of: the work_dir, or the folder in the bucket, whose last checkpoint it becomes; None for none.
+        planner: has the plan of the last save, which holds if all ranks hold tensors of the same names and shapes.
 
     **Collective**: every rank. **Cost**: each rank writes its share, and needs 1 MiB of memory for it if tensors are
-    contiguous; about 80 MiB more for a bucket. Between ranks only the plan is sent.
+    contiguous; about 80 MiB more for a bucket. Between ranks only the plan is sent; see `Planner.plan`.
 
     Raises:
-        ConfigError: on every rank, if a value on some rank can't be saved; the message names it.
+        ConfigError: on every rank, if a value on some rank can't be saved, or what ranks hold of a tensor does not fit
+            together; the message names it.
         OSError: on every rank, if some rank could not write. Nothing is left of the checkpoint then.
     """
-    write_and_publish(plan_save(directory, state, meta, last_of))
-
-
-def plan_save(
-    directory: Location, state: Mapping[str, Any], meta: Mapping[str, Any], last_of: Location | None = None
-) -> Plan:
-    """Decide who writes what, and make the draft; see `save_state`. **Collective**: every rank."""
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-
-    planner = DefaultSavePlanner(flatten_state_dict=False)
-    pieces: dict[MetadataIndex, Piece] = {}  # all that this rank could write
-    items, path, outline = run_then_complete(
-        _failure(directory),
-        partial(_plan_locally, planner, state, meta, pieces),
-        partial(_share_out, planner, directory, last_of),
-    )
-    return Plan(directory, path, [pieces[item.index] for item in items], outline)
+    write_and_publish((planner or Planner()).plan(directory, state, meta, last_of))
 
 
 def write_and_publish(plan: Plan, exchange: Exchange | None = None) -> None:
@@ -190,33 +228,32 @@ def write_share(plan: Plan) -> dict[str, Any] | None:
     """Write a rank's file, and wait until the disk or the bucket has it. No collective.
 
     Returns:
-        What a manifest says of it, in JSON values: `name`, `file`, and `chunks`, each after the name of its tensor;
-        None if this rank has nothing to write.
+        What a manifest says of it, in JSON values: `name` and `file`; None if this rank has nothing to write.
     """
     if not plan.pieces:
         return None
-    # The largest elements first: so each chunk begins at a multiple of its element's size, as readers expect.
-    pieces = sorted(plan.pieces, key=lambda piece: -piece.part.itemsize)
+    pieces = sorted(plan.pieces, key=lambda piece: place_in_file(piece.dtype, piece.name))
     header: dict[str, Any] = {}
     end = 0
     for piece in pieces:
         header[_name_in_file(piece)] = _header_entry(piece, end)
         end += piece.part.nbytes
+    blocks = sum(-(-piece.part.nbytes // BLOCK) for piece in pieces)
+    last = end + CHECKSUM * blocks
+    header[_CHECKSUMS] = {"dtype": "U8", "shape": [blocks, CHECKSUM], "data_offsets": [end, last]}
     head = header_bytes(header)
-    chunks: list[tuple[str, dict[str, Any]]] = []
-    start, name = len(head), plan.path.name
-    with _space_for(plan.size, plan.path), writing(plan.path, start + end) as file:
+    checksums = _Checksums()
+    with _space_for(plan.size, plan.path), writing(plan.path, len(head) + last) as file:
         file.write(head)
         for piece in pieces:
-            checksums = _Checksums()
             for band in _bands(piece.part):
                 checksums.update(band)
                 file.write(band)
-            shape, crc32 = list(piece.part.shape), checksums.of_all()
-            place = {"file": name, "start": start, "offsets": piece.offsets, "shape": shape, "crc32": crc32}
-            chunks.append((piece.name, place))
-            start += piece.part.nbytes
-    return {"name": name, "file": {"size": start, "header": len(head), "crc32": checksum_of(head)}, "chunks": chunks}
+            checksums.close()
+        tail = checksums.of_all()
+        file.write(tail)
+    entry = StoredFile(len(head) + last, len(head), checksum_of(head), blocks, checksum_of(tail))
+    return {"name": plan.path.name, "file": {key: getattr(entry, key) for key in entry.__slots__}}
 
 
 def publish(plan: Plan, written: Sequence[dict[str, Any] | None]) -> list[None]:
@@ -228,11 +265,6 @@ def publish(plan: Plan, written: Sequence[dict[str, Any] | None]) -> list[None]:
     """
     assert plan.outline is not None, "rank 0 has one"
     draft, last_of, meta, state, tensors = plan.outline
-    parts = [part for part in written if part is not None]
-    chunks: dict[str, list[Chunk]] = {name: [] for name in tensors}
-    for part in parts:
-        for name, place in part["chunks"]:
-            chunks[name].append(Chunk(**place))
     manifest = Manifest(
         written={
             "time": time.time(),
@@ -243,8 +275,8 @@ def publish(plan: Plan, written: Sequence[dict[str, Any] | None]) -> list[None]:
         },
         meta=meta,
         state=state,
-        files={part["name"]: StoredFile(**part["file"]) for part in parts},
-        tensors={name: StoredTensor(dtype, shape, tuple(chunks[name])) for name, (dtype, shape) in tensors.items()},
+        files={part["name"]: StoredFile(**part["file"]) for part in written if part is not None},
+        tensors=tensors,
     )
     content = dump_manifest(manifest)
     with ExitStack() as stack:
@@ -271,72 +303,41 @@ def _failure(directory: Location) -> str:
     return f"the checkpoint {directory} could not be written"
 
 
-def _plan_locally(
-    planner: SavePlanner, state: Mapping[str, Any], meta: Mapping[str, Any], pieces: dict[MetadataIndex, Piece]
-) -> _LocalPlan:
-    """On every rank: say what there is to write, and add it to `pieces`."""
-    tensors: dict[str, Tensor] = {}
-    values = encode(state, (), tensors)
-    for name, tensor in tensors.items():
-        _require_plain(name, tensor)
-    planner.set_up_planner(tensors, None, is_main_process())
-    plan = planner.create_local_plan()
-    pieces.update((item.index, _piece(planner, item)) for item in plan.items)
-    return _LocalPlan(plan, values, encode(meta) if is_main_process() else None)
-
-
-def _share_out(
-    planner: SavePlanner, directory: Location, last_of: Location | None, plans: Sequence[_LocalPlan]
-) -> list[tuple[Sequence[WriteItem], Location, Outline | None]]:
-    """On rank 0: decide who writes what and where, and make the draft."""
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    shared, index = planner.create_global_plan([one.plan for one in plans])
-    tensors = {}
-    for name, entry in index.state_dict_metadata.items():
-        assert isinstance(entry, TensorStorageMetadata), "only tensors are planned"
-        tensors[name] = _name_of(entry.properties.dtype), tuple(entry.size)
-    values: Any = {}
-    for one in plans:
-        values = merge(values, one.values)
-    meta = plans[0].meta
+def _require_readable(meta: Any) -> None:
     try:
         check_meta(meta)
     except ValueError as error:
         raise ConfigError(f"metadata must have the form that readers expect, but {error}") from error
+
+
+def _begin(
+    directory: Location,
+    last_of: Location | None,
+    offers: Sequence[_Offer],
+    values: Sequence[Mapping[str, Any]],
+    tensors: Mapping[str, StoredTensor],
+) -> list[tuple[Location, Outline | None]]:
+    """On rank 0: make the draft. Return the file of each rank, and for rank 0 what it publishes."""
     draft = make_draft(directory)
     try:
         if not isinstance(draft.folder, RemotePath):
-            needed, free = sum(_size_of(item) for plan in shared for item in plan.items), _free(draft.folder)
+            needed, free = sum(tensor.size for tensor in tensors.values()), _free(draft.folder)
             if needed > free:
                 raise _no_space(needed, free, draft.folder)
     except BaseException:
         draft.discard()
         raise
-    outline = Outline(draft, last_of, meta, values, tensors)
+    outline = Outline(draft, last_of, offers[0].meta, reduce(merge, values, {}), tensors)
     return [
-        (plan.items, draft.folder / f"rank_{rank}{draft.ending}", outline if rank == 0 else None)
-        for rank, plan in enumerate(shared)
+        (draft.folder / f"rank_{rank}{draft.ending}", outline if rank == 0 else None) for rank in range(len(offers))
     ]
 
 
-def _piece(planner: SavePlanner, item: WriteItem) -> Piece:
-    data, part = item.tensor_data, planner.resolve_data(item)
-    assert data is not None, "only tensors are planned"
-    assert isinstance(part, Tensor), "only tensors are planned"
-    return Piece(item.index.fqn, tuple(data.size), tuple(data.chunk.offsets), part.detach())
-
-
-def _size_of(item: WriteItem) -> int:
-    assert item.tensor_data is not None, "only tensors are planned"
-    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
-
-
 class _Checksums:
-    """Checksums of the blocks of a chunk, whose bytes come in bands."""
+    """Checksums of the blocks of parts, whose bytes come in bands."""
 
     def __init__(self) -> None:
-        self._done: list[str] = []
+        self._done = bytearray()
         self._crc = self._length = 0
 
     def update(self, band: memoryview) -> None:
@@ -347,17 +348,17 @@ class _Checksums:
             self._length += len(part)
             band = band[len(part) :]
             if self._length == BLOCK:
-                self._close()
+                self.close()
 
-    def of_all(self) -> tuple[str, ...]:
-        """Return the checksums of all blocks, the last of which may be short."""
+    def close(self) -> None:
+        """End a part, the last block of which may be short."""
         if self._length:
-            self._close()
-        return tuple(self._done)
+            self._done += self._crc.to_bytes(CHECKSUM, "little")
+            self._crc = self._length = 0
 
-    def _close(self) -> None:
-        self._done.append(f"{self._crc:08x}")
-        self._crc = self._length = 0
+    def of_all(self) -> bytes:
+        """Return the checksums of all blocks."""
+        return bytes(self._done)
 
 
 def _bands(tensor: Tensor) -> Iterator[memoryview]:
@@ -377,13 +378,6 @@ def _bands(tensor: Tensor) -> Iterator[memoryview]:
         for begin in range(0, len(tensor), rows):
             part = tensor[begin : begin + rows]
             yield from _bands(part[0] if len(part) == 1 else part)
-
-
-def _require_plain(name: str, tensor: Tensor) -> None:
-    dtype = _name_of(tensor.dtype)
-    if dtype not in ITEM_SIZES or tensor.layout is not torch.strided:
-        what = dtype if dtype not in ITEM_SIZES else f"of the layout {str(tensor.layout).removeprefix('torch.')}"
-        raise ConfigError(f"`{name}` must be a dense tensor of a usual dtype to be saved, but is {what}. Convert it")
 
 
 @contextmanager
@@ -408,10 +402,6 @@ def _no_space(needed: int, free: int, path: Location) -> OSError:
 
 def _free(folder: Path) -> int:
     return shutil.disk_usage(folder).free
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _name_in_file(piece: Piece) -> str:

@@ -58,7 +58,7 @@ def encode(value: Any, path: Path = (), tensors: dict[str, Tensor] | None = None
     numpy = sys.modules.get("numpy")
     if tensors is not None and torch is not None:
         if isinstance(value, torch.Tensor):
-            return {"$tensor": _put(value.detach(), path, tensors)}
+            return {"$tensor": _put(value, path, tensors)}
         if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
             return {"$array": _put(torch.from_numpy(value.copy()), path, tensors)}
     if numpy is not None and isinstance(value, numpy.generic):

@@ -175,12 +175,16 @@ def _cell(value: object) -> str:
 
 
 def _find_or_refuse(directory: Location) -> list[CheckpointFolder]:
-    """Return the checkpoints in a folder; raise a ConfigError if there are none, and no drafts either."""
+    """Return the checkpoints in a folder, the newest one first by what each says itself, however it was copied.
+
+    Raises:
+        ConfigError: there are none, and no drafts either.
+    """
     if not directory.is_dir():
         raise ConfigError(
             f"`DIR` must be a folder, but {directory} {'is a file' if directory.exists() else 'does not exist'}"
         )
-    found = find_checkpoints([directory])
+    found = sorted(find_checkpoints([directory]), key=lambda one: one.time, reverse=True)
     if not found and not any(drafts_in(directory)):
         raise ConfigError(f"`DIR` must hold checkpoints, or folders of runs that do, but {directory} has none")
     return found

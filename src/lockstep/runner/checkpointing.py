@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from lockstep.checkpoint import BackgroundSaver, save_state
+from lockstep.checkpoint import BackgroundSaver, Planner, save_state
 from lockstep.dataset.random_state import random_state
 from lockstep.errors import Preempted
 from lockstep.location import Location, RemotePath
@@ -52,7 +52,8 @@ class Saving:
 
     def __init__(self, run: Any) -> None:
         self._run = run
-        self._background = BackgroundSaver()
+        self._planner = Planner()
+        self._background = BackgroundSaver(self._planner)
         self._pending: _Save | None = None  # in the background
         self._has_warned = False
         self.saved_iter = 0
@@ -83,7 +84,7 @@ class Saving:
                     self._background.start(directory, state, meta, last_of, when_failed)
                     self._pending = save
                     return
-                save_state(directory, state, meta, last_of)
+                save_state(directory, state, meta, last_of, self._planner)
             except OSError as error:
                 self._failed(save, error)
             else:

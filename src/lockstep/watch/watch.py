@@ -223,7 +223,7 @@ class Watch:
         if seconds < due:
             return
         self._waits[name] = (since, 2 * look if seconds >= look else look, 2 * beat if warns else beat)
-        if self._is_first_to_look(name, [calls.resets, number, due]) or self.board.gone(comm.ranks):
+        if self._is_first_to_look(name, [calls.resets, number, due]):
             absent = self.find_absent(comm, calls, number)
             if warns and absent and calls.failure is None and calls.unfinished()[0] == number:
                 who = ranks_in_words([one.rank for one in absent])
@@ -233,15 +233,18 @@ class Watch:
     def _is_first_to_look(self, group: str, what: list[float]) -> bool:
         """Return whether no other rank looks at a call of a group, or has looked at it later, or at a later call.
 
+        The place of a rank that is gone is taken by another one.
+
         Args:
             group: name of the group.
             what: how often its record has begun anew, the call's number, and after how many seconds this is due.
         """
         key, own = f"look/{group}", json.dumps([*what, self.rank])
         last = self._last_looks.get(group, "")
-        for _ in range(2):  # the first time may only tell what others have looked at since
+        for _ in range(3):  # the first time may only tell what others have looked at since
             found = self.store.compare_set(key, last, own).decode()
-            if found == own or json.loads(found)[:-1] >= what:
+            *looked_at, rank = json.loads(found)
+            if found == own or (looked_at >= what and not self.board.gone([rank])):
                 break
             last = found
         self._last_looks[group] = found

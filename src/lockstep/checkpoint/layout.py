@@ -1,0 +1,306 @@
+"""Who writes what of a state: what each rank holds, described so that rank 0 plans kinds of tensors, not parts.
+
+Ranks hold mostly the same names, and tensors of one shape that are sharded alike lie alike on every rank. So a rank
+describes each section of the state, which is what lies under one of its keys, by a digest of its names and of which
+tensors lie alike, and by the boxes in which they lie. Rank 0 asks one rank for each digest that it sees. It finds out
+once for all tensors that lie alike how their boxes cut them, and which ranks hold copies, of which one writes.
+
+A plan is kept for the next save. Each rank says by a token whether it still holds what was planned; if all do, values
+travel only from the ranks that were asked for a section, and nothing is planned.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint.manifest import ITEM_SIZES, Place, StoredTensor
+from lockstep.checkpoint.values import encode, tagged
+from lockstep.errors import ConfigError, listed
+
+Sizes: TypeAlias = tuple[int, ...]
+_Held: TypeAlias = tuple[tuple[str, str], int]  # key and digest of a section, and the number of a box in it
+
+
+class Piece(NamedTuple):
+    """A part of a tensor that one rank holds.
+
+    Attributes:
+        name: the tensor's name.
+        shape: the shape of the whole tensor.
+        offsets: where the part begins in it, for each dim.
+        part: the part.
+    """
+
+    name: str
+    shape: Sizes
+    offsets: Sizes
+    part: Tensor
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype."""
+        return name_of(self.part.dtype)
+
+
+class Box(NamedTuple):
+    """A part of tensors of one shape: the shape of the whole, where the part begins, and its shape."""
+
+    whole: Sizes
+    offsets: Sizes
+    lengths: Sizes
+
+
+class Section(NamedTuple):
+    """What one rank holds under a key of the state.
+
+    Attributes:
+        digest: of all but the boxes and the plain values.
+        rows: the name and dtype of each tensor, and the number of its box.
+        boxes: the boxes.
+        values: the encoded values.
+    """
+
+    digest: str
+    rows: Sequence[tuple[str, str, int]]
+    boxes: Sequence[Box]
+    values: Any
+
+
+class Holding:
+    """What one rank has to save.
+
+    Args:
+        state: the state.
+        rank: this rank.
+        world_size: number of ranks.
+
+    Attributes:
+        sections: what it holds under each key.
+        pieces: the parts of tensors, in the order of the sections' rows.
+        described: the digest of all but the values.
+
+    Raises:
+        ConfigError: a value can't be saved; the message names it.
+    """
+
+    def __init__(self, state: Mapping[str, Any], rank: int, world_size: int) -> None:
+        tensors: dict[str, Tensor] = {}
+        values, ends = {}, [0]
+        for key, item in state.items():
+            values[key] = encode(item, (key,), tensors)
+            ends.append(len(tensors))
+        for name, tensor in tensors.items():
+            _require_plain(name, tensor)
+        held = {piece.name: piece for piece in pieces_of(tensors)}
+        names = list(tensors)
+        by_key = {
+            key: [held[name] for name in names[begin:end] if name in held]
+            for key, (begin, end) in zip(values, itertools.pairwise(ends), strict=True)
+        }
+        self.pieces = [piece for pieces in by_key.values() for piece in pieces]
+        self.sections = {key: section_of(pieces, values[key]) for key, pieces in by_key.items()}
+        boxes = [(key, section.digest, section.boxes) for key, section in self.sections.items()]
+        self.described = digest_of((rank, world_size, boxes))
+
+    def written(self, bits: bytes) -> list[Piece]:
+        """Return the pieces that this rank writes, as the bits of `decide` say."""
+        chosen = numpy.unpackbits(numpy.frombuffer(bits, numpy.uint8), count=len(self.pieces))
+        return list(itertools.compress(self.pieces, chosen))
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+@torch.no_grad()  # so that a shard costs nothing
+def pieces_of(tensors: Mapping[str, Tensor]) -> list[Piece]:
+    """Return what this rank holds of tensors, of which some may be sharded; nothing of those of other ranks' meshes."""
+    like: dict[Any, str] = {}
+    sharded: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if hasattr(tensor, "device_mesh")}
+    kinds = {
+        name: like.setdefault((tensor.shape, tensor.device_mesh, tensor.placements), name)
+        for name, tensor in sharded.items()
+    }
+    offsets = _offsets_of({name: tensors[name] for name in like.values()})
+    pieces = []
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        if name not in kinds:
+            pieces.append(Piece(name, shape, (0,) * len(shape), tensor.detach()))
+        elif kinds[name] in offsets:
+            pieces.append(Piece(name, shape, offsets[kinds[name]], sharded[name].to_local().detach()))
+    return pieces
+
+
+def _offsets_of(sharded: Mapping[str, Tensor]) -> dict[str, Sizes]:
+    """Return where this rank's shards begin in sharded tensors, as torch's planner of checkpoints says."""
+    if not sharded:
+        return {}
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(dict(sharded), None, is_coordinator=True)
+    items = planner.create_local_plan().items
+    return {item.index.fqn: tuple(item.tensor_data.chunk.offsets) for item in items if item.tensor_data is not None}
+
+
+def section_of(pieces: Sequence[Piece], values: Any) -> Section:
+    """Describe what a rank holds under a key of the state."""
+    boxes: dict[Box, int] = {}
+    rows = []
+    for piece in pieces:
+        box = Box(piece.shape, piece.offsets, tuple(piece.part.shape))
+        rows.append((piece.name, piece.dtype, boxes.setdefault(box, len(boxes))))
+    return Section(digest_of((rows, _keys_of(values))), rows, list(boxes), values)
+
+
+def _keys_of(node: Any) -> Any:
+    """Return the keys of an encoded dict, and of those in it; what else is in it is a plain value or in the rows."""
+    if isinstance(node, dict) and tagged(node)[0] is None:
+        return {key: _keys_of(item) for key, item in node.items()}
+    return None
+
+
+def digest_of(value: Any) -> str:
+    """Return a digest of values of JSON."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def askings(digests: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    """Return for each rank the keys of the sections to ask it for: those that no lower rank has alike."""
+    seen: set[tuple[str, str]] = set()
+    asked = []
+    for by_key in digests:
+        asked.append([key for key, digest in by_key.items() if (key, digest) not in seen])
+        seen.update(by_key.items())
+    return asked
+
+
+def decide(
+    digests: Sequence[Mapping[str, str]],
+    boxes: Sequence[Mapping[str, Sequence[Box]]],
+    rows: Sequence[Mapping[str, Sequence[tuple[str, str, int]]]],
+) -> tuple[dict[str, StoredTensor], list[bytes]]:
+    """Decide who writes what.
+
+    Args:
+        digests: for each rank, the digest of each of its sections.
+        boxes: for each rank, the boxes of each of its sections.
+        rows: for each rank, the rows of the sections that it was asked for.
+
+    Returns:
+        All tensors, by name; and for each rank, which of its pieces it writes, as bits.
+
+    Raises:
+        ConfigError: what the ranks hold of a tensor does not fit together; the message names it and a rank.
+    """
+    kinds: dict[tuple[str, str], list[int]] = {}  # by key and digest of a section: the ranks that hold it
+    for rank, by_key in enumerate(digests):
+        for item in by_key.items():
+            kinds.setdefault(item, []).append(rank)
+    dtypes: dict[str, str] = {}
+    holders: dict[str, tuple[_Held, ...]] = {}
+    tables = {kind: rows[ranks[0]][kind[0]] for kind, ranks in kinds.items()}
+    for kind, table in tables.items():
+        for name, dtype, box in table:
+            if dtypes.setdefault(name, dtype) != dtype:
+                other = kinds[holders[name][0][0]][0]
+                raise ConfigError(
+                    f"`{name}` must have one dtype on all ranks, but is {dtypes[name]} on rank {other} and {dtype} on "
+                    f"rank {kinds[kind][0]}"
+                )
+            holders[name] = (*holders.get(name, ()), (kind, box))
+    grids: dict[tuple[_Held, ...], _Grid] = {}
+    loads = numpy.zeros(len(digests), dtype=numpy.int64)
+    numbers = {name: i for i, name in enumerate(dtypes)}
+    writes = numpy.zeros((len(digests), len(dtypes)), dtype=bool)
+    chosen: dict[str, tuple[_Grid, Place]] = {}
+    for name, held in holders.items():
+        if held not in grids:
+            found = [(rank, boxes[rank][kind[0]][box]) for kind, box in held for rank in kinds[kind]]
+            grids[held] = _Grid(name, found)
+        grid = grids[held]
+        ranks, place = grid.least_loaded(loads)
+        loads[ranks] += grid.elements * ITEM_SIZES[dtypes[name]]
+        writes[ranks, numbers[name]] = True
+        chosen[name] = grid, place
+    files = numpy.cumsum(writes.any(axis=1)) - 1  # ranks that write nothing have no file
+    places: dict[Place, Place] = {}
+    tensors = {}
+    for name, (grid, place) in chosen.items():
+        if place not in places:
+            places[place] = Place(files[list(place)].tolist())
+        tensors[name] = StoredTensor(dtypes[name], grid.shape, grid.begins, places[place])
+    columns = {kind: [numbers[name] for name, _, _ in table] for kind, table in tables.items()}
+    own = [numpy.fromiter(itertools.chain(*(columns[item] for item in by_key.items())), int) for by_key in digests]
+    return tensors, [numpy.packbits(writes[rank, held]).tobytes() for rank, held in enumerate(own)]
+
+
+class _Grid:
+    """How the ranks have cut tensors that lie alike.
+
+    Args:
+        name: one of these tensors, for messages.
+        found: ranks, and the box that each holds.
+
+    Attributes:
+        shape: the shape of the tensors.
+        begins: how they are cut; see `StoredTensor`.
+        elements: number of elements of each part.
+    """
+
+    def __init__(self, name: str, found: Sequence[tuple[int, Box]]) -> None:
+        self.shape = found[0][1].whole
+        if other := next(((rank, box) for rank, box in found if box.whole != self.shape), None):
+            raise ConfigError(
+                f"`{name}` must have one shape on all ranks, but has {list(self.shape)} on rank {found[0][0]} and "
+                f"{list(other[1].whole)} on rank {other[0]}"
+            )
+        ranks_of: dict[tuple[Sizes, Sizes], list[int]] = {}
+        for rank, (_, offsets, lengths) in found:
+            if math.prod(lengths):
+                ranks_of.setdefault((offsets, lengths), []).append(rank)
+        boxes = sorted(ranks_of)
+        begins = [sorted(set(along)) for along in zip(*(offsets for offsets, _ in boxes), strict=True)]
+        ends = [dict(zip(along, [*along[1:], n], strict=True)) for along, n in zip(begins, self.shape, strict=False)]
+        wrong = [box for box in boxes if any(at + n != end[at] for at, n, end in zip(*box, ends, strict=True))]
+        if wrong or len(boxes) != (math.prod(map(len, begins)) if math.prod(self.shape) else 0):
+            ranks = listed(map(str, sorted({rank for box in wrong or boxes for rank in ranks_of[box]})))
+            raise ConfigError(
+                f"the parts of `{name}` that the ranks hold must cover its shape {list(self.shape)} once, in rows and "
+                f"columns, but those of rank {ranks or 'any'} do not"
+            )
+        self.begins = tuple(map(_evenly, begins, self.shape)) if boxes else tuple(map(range, self.shape))
+        self.elements = numpy.array([math.prod(lengths) for _, lengths in boxes], dtype=numpy.int64)
+        copies = max(map(len, ranks_of.values()), default=1)
+        holders = [numpy.resize(ranks_of[box], copies) for box in boxes]
+        self._holders = numpy.array(holders, dtype=numpy.int64).reshape(len(boxes), copies)
+        self._places = [Place(column) for column in self._holders.T.tolist()]
+
+    def least_loaded(self, loads: Any) -> tuple[Any, Place]:
+        """Return the ranks that hold one copy of all parts, and have the least to write yet."""
+        copy = int(loads[self._holders].sum(axis=0).argmin())
+        return self._holders[:, copy], self._places[copy]
+
+
+def _evenly(begins: Sequence[int], length: int) -> range | Sizes:
+    """Return where parts begin, as a range if they are of one length."""
+    even = range(0, length, begins[1] if len(begins) > 1 else length)
+    return even if list(even) == begins else tuple(begins)
+
+
+def _require_plain(name: str, tensor: Tensor) -> None:
+    dtype = name_of(tensor.dtype)
+    if dtype not in ITEM_SIZES or tensor.layout is not torch.strided:
+        what = dtype if dtype not in ITEM_SIZES else f"of the layout {str(tensor.layout).removeprefix('torch.')}"
+        raise ConfigError(f"`{name}` must be a dense tensor of a usual dtype to be saved, but is {what}. Convert it")
