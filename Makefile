@@ -139,6 +139,11 @@ bench-checkpoint: .venv-peers/.ready  ## what a save costs beside those of torch
 	.venv-peers/bin/python -m benchmarks.checkpoints --json benchmarks/checkpoints.json
 
 # CYCLES=N: how often a run is killed and resumed.
+# Needs a C compiler.
+.PHONY: bench-scale
+bench-scale: $(READY)  ## what 2 to 32 ranks send, how it grows, and what becomes of 32 when one fails: docs/scale.md
+	$(BIN)/python -m benchmarks.scale
+
 .PHONY: soak-kills
 soak-kills: $(READY)  ## runs that are killed again and again, and what they leave on the disk
 	$(BIN)/python -m pytest tests/checkpoint/soak_kills.py -s $(PYTEST_ARGS)

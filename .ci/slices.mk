@@ -26,7 +26,7 @@ SLICE_LAYOUTS := tests/model/fsdp/test_wrapper.py::test_no_sync_reduces_nothing_
 	tests/strategy/test_optim_state.py::test_other_strategies_find_as_few_states_as_were_saved
 
 # Each launcher once, two hosts, the commands, a signal, a search, an example, a first line before torch is loaded.
-SLICE_JOBS := tests/benchmarks/test_benchmarks.py tests/launch/test_ledger.py \
+SLICE_JOBS := tests/benchmarks/test_benchmarks.py tests/benchmarks/test_scale.py tests/launch/test_ledger.py \
 	tests/launch/test_launch.py::test_a_failure_is_told_once_with_the_rank_and_its_traceback \
 	tests/launch/test_launch.py::test_a_killed_rank_is_replaced \
 	tests/launch/test_launch.py::test_no_rank_outlives_the_job \
@@ -56,6 +56,7 @@ SLICE_FAULTS := "tests/faults/test_blame.py::test_errors_and_exits_in_a_collecti
 	"tests/faults/test_survivors.py::test_in_a_training[raises in hook-2]" \
 	"tests/faults/test_survivors.py::test_in_a_training[no space for it in save-2]" \
 	"tests/faults/test_survivors.py::test_in_calls_that_differ[keys in calls-2]" \
+	"tests/faults/test_survivors.py::test_of_thirty_two_ranks[SIGKILL in all_reduce]" \
 	"tests/faults/test_mismatch.py::test_every_rank_raises_and_shows_the_calls[dtype-sample]" \
 	tests/faults/test_divergence.py::test_ranks_with_the_same_shard_are_compared \
 	tests/faults/test_elastic.py::test_it_goes_on_with_the_ranks_that_are_left \

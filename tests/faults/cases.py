@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .running import Raised
 
 SHORT = 2.0  # seconds: the timeout where ranks wait for one that does not come
 STEPS = 5.0  # the same where they train before: on a loaded machine that takes a while
+TO_BEGIN = 10.0  # the same where many ranks begin on two cores
 _CALL = r"call \d+, all_reduce\(float32\[100000\], sum\) at \S*job\.py:\d+"
 _TORCH = r"a collective of torch's own"
 _WHO = "of the default group"
@@ -62,12 +63,12 @@ class Case:
 def gone(during: str = _CALL, then: str = "is gone", rank: int = 1) -> str:
     """Return a pattern for a `PeerError`."""
     lost = "ended or lost the connection during"
-    return rf"PeerError: rank {rank} {_WHO} \(\d\) {lost} {during}.*(.|\n)*  rank {rank}: {then}"
+    return rf"PeerError: rank {rank} {_WHO} \(\d+\) {lost} {during}.*(.|\n)*  rank {rank}: {then}"
 
 
 def late(of: str = _CALL, then: str = r"last call \d+(.|\n)* now in\n +File") -> str:
     """Return a pattern for a `CollectiveTimeoutError`."""
-    return rf"CollectiveTimeoutError: rank 1 {_WHO} \(\d\) did not take part in {of}.* in time (.|\n)*  rank 1: {then}"
+    return rf"CollectiveTimeoutError: rank 1 {_WHO} \(\d+\) did not take part in {of}.* in time (.|\n)*  rank 1: {then}"
 
 
 IN_WORKER = r"has ended with ValueError: Caught ValueError in DataLoader worker process 0"
@@ -97,6 +98,10 @@ IN_A_COLLECTIVE = [
     Case("all_reduce", "SIGSTOP", late(then=STOPPED), "was stopped (SIGSTOP, pid {pid})", 1, WAITED, SHORT),
     Case("all_reduce", "endless loop", late(), RUNS + "computing)", 1, rf"in loop_for_ever\n(.|\n)*{WAITED}", SHORT),
     Case("all_reduce", "deaf to SIGTERM", late(), RUNS + "waiting)", 1, "so the launcher killed it", SHORT),
+]
+OF_MANY = [
+    replace(next(case for case in IN_A_COLLECTIVE if case.fault == fault), timeout=TO_BEGIN)
+    for fault in ("SIGKILL", "SIGSTOP")
 ]
 ON_A_DEVICE = [
     Case("a call on a device", "raises", gone(then=BOOM), RAISED, then="ValueError: boom"),
@@ -213,7 +218,7 @@ OTHER_SIZES = frozenset(
 ) - {"small-shape", "broadcast-shape", "reduce-shape"}
 
 
-def shows(text: str, case: str, ones: str = "1", others: str = "0[0-9, ]*") -> bool:
+def shows(text: str, case: str, ones: str = "1", others: str = "0[0-9, -]*") -> bool:
     """Return whether an error shows a key of `CALLS` or `KNOWN_CALLS`: the calls of all ranks, and their lines.
 
     Args:

@@ -69,3 +69,8 @@ def test_in_a_training(case: Case, size: int, tmp_path: Path, table: Table) -> N
 @each([*cases.IN_CALLS, cases.OF_TORCH])
 def test_in_calls_that_differ(case: Case, size: int, tmp_path: Path, table: Table) -> None:
     check(case, size, tmp_path, table)
+
+
+@pytest.mark.parametrize("case", [*cases.OF_MANY, cases.IN_CALLS[0]], ids=lambda case: case.id)
+def test_of_thirty_two_ranks(case: Case, tmp_path: Path, table: Table) -> None:
+    check(case, 32, tmp_path, table)

@@ -415,6 +415,8 @@ def _start_gather(wire: Tensor, dst: int, comm: Comm, outputs: Sequence[Tensor])
     copy_into(outputs[dst], wire)  # first: another output may share its memory
     received = [place_for(x, wire.device) for x in outputs]
     arriving = [(x, rank) for rank, x in enumerate(received) if rank != dst]
+    if comm.is_alone:  # the other ranks of a fake group have the same
+        copy_all([x for x, _ in arriving], [wire] * len(arriving))
     handle = transfer(arriving, [], comm)
     places = [outputs[rank] for _, rank in arriving]
     return Handle([handle], comm, lambda: copy_all(places, [x for x, _ in arriving]))
@@ -471,6 +473,8 @@ def _require_scatter_arguments(tensor: Tensor, scatter_list: Sequence[Tensor] | 
 
 def _exchange_scatter_headers(tensor: Tensor, scatter_list: Sequence[Tensor] | None, src: int, comm: Comm) -> bool:
     """Return whether some tensors are on the CPU, and some are not; if one is not like what it gets, all raise."""
+    if comm.is_alone and comm.rank != src:  # in a fake group, whose other ranks send nothing
+        return False
     with report_failure(comm):
         _require_scatter_arguments(tensor, scatter_list, src, comm)
         entries = scatter_list if comm.rank == src and scatter_list is not None else ()

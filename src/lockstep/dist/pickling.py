@@ -123,6 +123,11 @@ def gather_pickled(obj: object, dst: int, comm: Comm, *, copy_own: bool) -> Iter
 def scatter_pickled(objects: Sequence[object], src: int, comm: Comm) -> Any:
     """Return on rank i the i-th of `src`'s objects, on `src` the object itself. **Collective**: every rank."""
     if comm.rank != src:
+        if comm.is_alone:
+            raise DistError(
+                f"objects must be scattered by {comm.this_rank} itself, but `src` is {src}, which is not there: the "
+                "group is a fake one. Scatter them from this rank, or broadcast the list"
+            )
         parts = places_for(pickle.loads(exchange(comm)[src])[comm.rank])
         transfer_between_hosts([(part, src) for part in parts], [], comm, _TAG).wait()
         return load_from(src, parts, comm)

@@ -202,10 +202,12 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
 
     def _replicate(self, module: nn.Module, options: Mapping[str, Any], comm_hook: HookConfig | None) -> None:
         super().__init__(module, **options)
-        if comm_hook is not None:
-            register_comm_hook(self, comm_hook)
         self._options, self._comm_hook = options, comm_hook
         self._comm = resolve(self.process_group)
+        if self._comm.is_alone and self._comm.size > 1:
+            super().register_comm_hook(None, _keep_gradients)
+        elif comm_hook is not None:
+            register_comm_hook(self, comm_hook)
         self._parameters_seen = list(module.parameters())
         self._has_met, self._will_meet = bool(options.get("find_unused_parameters")), False
         self._ids = set(map(id, self._parameters_seen))
@@ -387,6 +389,17 @@ def _unused(names: Sequence[str], rank: int, world_size: int) -> str:
         f"{world_size}: {listed(names, most=8)}. Freeze them with requires_grad_(False), or let DDP search for them in "
         "every step: strategy=dict(type='ddp', find_unused_parameters=True)"
     )
+
+
+def _keep_gradients(state: object, bucket: GradBucket) -> Future[Tensor]:
+    """Take the average of equal gradients: the other ranks of a fake group are not there to exchange any."""
+    # Without a hook of its own, DDP fails there: the future of the fake backend holds no tensor (torch 2.13).
+    average: Future[Tensor] = Future()
+    average.set_result(bucket.buffer())
+    return average
+
+
+_keep_gradients.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}  # as those of `bf16_compress`
 
 
 class ExchangeClock:
