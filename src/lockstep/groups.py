@@ -336,8 +336,28 @@ def _not_a_member_message() -> str:
     )
 
 
+def _ranks_of(pg: ProcessGroup) -> tuple[int, ...]:
+    """Return the ranks of a group within the default group.
+
+    Raises:
+        ValueError: torch does not know them, as of torchft's groups, whose ranks change. Without them no object can be
+            gathered, and no error can name who is absent.
+    """
+    why = "torch.distributed does not know it. Make it by torch.distributed.new_group or a mesh"
+    with suppress(KeyError):
+        ranks = tuple(torch_dist.get_process_group_ranks(pg))
+        if len(ranks) == pg.size():
+            return ranks
+        why = f"it has {pg.size()} ranks, of which torch.distributed knows {len(ranks)}"
+    raise ValueError(
+        f"`group` must be one whose ranks torch.distributed knows, but is a {type(pg).__name__}: {why}. Or call the "
+        "functions of torch.distributed with it, which lockstep neither checks nor watches"
+    )
+
+
 def _describe(pg: ProcessGroup) -> Comm:
-    backends = dict(entry.split(":") for entry in str(torch_dist.get_backend_config(pg)).split(","))
+    ranks = _ranks_of(pg)
+    backends = dict(entry.split(":", 1) for entry in str(torch_dist.get_backend_config(pg)).split(","))
     # Some backends list every device type that exists; only those present on this machine can be used.
     present = {"cpu", get_device()}
     devices = {x for x, name in backends.items() if x == "cpu" or name not in _BACKENDS_OF_CPU} & present
@@ -348,7 +368,6 @@ def _describe(pg: ProcessGroup) -> Comm:
         if pg.size() == 1:
             return SOLO
         calls.failure = _forked_error(f"rank {pg.rank()} of {pg.size()}")
-    ranks = tuple(torch_dist.get_process_group_ranks(pg))
     group_name = ""
     with suppress(RuntimeError):
         group_name = pg.group_name  # a group that has been destroyed has none any longer
