@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ BIT_OPS = frozenset({"band", "bor", "bxor"})
 _MISSING_OPS = {"gloo": frozenset[str](), "mpi": frozenset({"mean"}), "nccl": BIT_OPS}
 _PERHAPS_MISSING_OPS = BIT_OPS | {"mean"}
 _SECONDS_FOR_WATCH = timedelta(seconds=10)
+_SECONDS_FOR_THREADS = 0.005
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -416,7 +418,17 @@ def is_forked() -> bool:
     return _is_forked
 
 
-os.register_at_fork(after_in_child=_leave_groups_to_parent)
+def _let_threads_leave_python() -> None:
+    """Give gloo's threads time to free the tensors of the last collective, for which they enter Python.
+
+    A process that is forked while a thread enters or leaves Python 3.11 waits for ever for a lock that the thread held
+    (`PyOS_AfterFork_Child`, 3.11.7), as a data loader's worker would that is started right after a collective.
+    """
+    if not _is_forked and any(comm.pg is not None and comm.size > 1 for comm in known_groups()):
+        time.sleep(_SECONDS_FOR_THREADS)
+
+
+os.register_at_fork(before=_let_threads_leave_python, after_in_child=_leave_groups_to_parent)
 
 
 def _initialised_local_group() -> ProcessGroup | None:
