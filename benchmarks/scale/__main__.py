@@ -18,6 +18,7 @@ from benchmarks.scale.sockets import preloaded
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "scale.md"
 SIZES = (2, 4, 8, 12, 16, 24, 32)
+PLANS = ((512, 700), (1024, 10_000))  # ranks and tensors of checkpoints
 TIMEOUT = 10.0  # seconds of a collective that a failing rank never joins
 _COUNTING = "LOCKSTEP_SCALE_COUNTING"  # set where sends are counted
 
@@ -44,6 +45,7 @@ def main() -> None:
 
 def _count(sizes: list[int]) -> dict[str, Any]:
     from benchmarks.scale import jobs, ranks
+    from benchmarks.scale.checkpoints import measure
     from benchmarks.scale.report import figures_of
 
     rows: list[dict[str, Any]] = []
@@ -53,7 +55,8 @@ def _count(sizes: list[int]) -> dict[str, Any]:
             outcome = jobs.run(name, size, TIMEOUT if name in ranks.FAULTS else 600.0)
             rows += figures_of(name, outcome)
             print(f"{name}, {size} ranks: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    return {"timeout": TIMEOUT, "rows": rows}
+    plans = [vars(measure(*scale)) for scale in PLANS] if len(sizes) > 1 else []
+    return {"timeout": TIMEOUT, "rows": rows, "plans": plans}
 
 
 if __name__ == "__main__":

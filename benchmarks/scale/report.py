@@ -56,6 +56,24 @@ connections of each rank with each, as for torch alone. Of these the busiest ran
 requests in `init_dist`, what is more than torch's own counts.
 """
 
+_CHECKPOINTS = """One process stands for all ranks: it plans what they would save of a model that is sharded as FSDP
+does it, and what one would load, in minutes before
+[decision 38](decisions/0038-plans-and-manifests-for-a-thousand-ranks.md). Orders of up to 10^10 samples are in
+[Data](data.md).
+"""
+_OF_CHECKPOINTS = {
+    "describe_s": "a rank describes its part",
+    "plan_s": "rank 0 plans",
+    "again_s": "where the plan holds",
+    "first_bytes": "bytes of a rank",
+    "again_bytes": "where it holds",
+    "manifest_bytes": "bytes of the manifest",
+    "write_s": "written in",
+    "read_s": "read and checked in",
+    "load_s": "a load is planned in",
+    "load_files": "files that a rank then reads",
+}
+
 
 def figures_of(name: str, outcome: Outcome) -> list[dict[str, Any]]:
     """Return the figures of a job, one dict for each thing that was counted."""
@@ -142,7 +160,7 @@ def page(figures: Mapping[str, Any]) -> str:
         ]
         head = ("", *map(str, sizes), "law", *(f"at {size:,}" for size in FAR), f"torch at {sizes[-1]}", "its law")
         text += f"\n## {title}\n\n{table(head, rows)}"
-    return text + _of_faults(figures, sizes[-1])
+    return text + _of_faults(figures, sizes[-1]) + _of_checkpoints(figures)
 
 
 def _cells(what: str, counts: Mapping[int, float], theirs: Mapping[int, float]) -> list[str]:
@@ -154,6 +172,19 @@ def _cells(what: str, counts: Mapping[int, float], theirs: Mapping[int, float]) 
     if not any(theirs.values()):
         return [*cells, "", ""]
     return [*cells, _number(list(theirs.values())[-1]), _law(what, theirs).name]
+
+
+def _of_checkpoints(figures: Mapping[str, Any]) -> str:
+    head = ("ranks", "tensors", *_OF_CHECKPOINTS.values())
+    rows = [
+        [
+            f"{plan['ranks']:,}",
+            f"{plan['tensors']:,}",
+            *(f"{plan[key]:.2g} s" if key.endswith("_s") else _number(plan[key]) for key in _OF_CHECKPOINTS),
+        ]
+        for plan in figures["plans"]
+    ]
+    return f"\n## Checkpoints\n\n{_CHECKPOINTS}\n{table(head, rows)}" if rows else ""
 
 
 def _of_faults(figures: Mapping[str, Any], size: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ BIT_OPS = frozenset({"band", "bor", "bxor"})
 _MISSING_OPS = {"gloo": frozenset[str](), "mpi": frozenset({"mean"}), "nccl": BIT_OPS}
 _PERHAPS_MISSING_OPS = BIT_OPS | {"mean"}
 _SECONDS_FOR_WATCH = timedelta(seconds=10)
+_SECONDS_FOR_THREADS = 0.005
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -336,8 +338,28 @@ def _not_a_member_message() -> str:
     )
 
 
+def _ranks_of(pg: ProcessGroup) -> tuple[int, ...]:
+    """Return the ranks of a group within the default group.
+
+    Raises:
+        ValueError: torch does not know them, as of torchft's groups, whose ranks change. Without them no object can be
+            gathered, and no error can name who is absent.
+    """
+    why = "torch.distributed does not know it. Make it by torch.distributed.new_group or a mesh"
+    with suppress(KeyError):
+        ranks = tuple(torch_dist.get_process_group_ranks(pg))
+        if len(ranks) == pg.size():
+            return ranks
+        why = f"it has {pg.size()} ranks, of which torch.distributed knows {len(ranks)}"
+    raise ValueError(
+        f"`group` must be one whose ranks torch.distributed knows, but is a {type(pg).__name__}: {why}. Or call the "
+        "functions of torch.distributed with it, which lockstep neither checks nor watches"
+    )
+
+
 def _describe(pg: ProcessGroup) -> Comm:
-    backends = dict(entry.split(":") for entry in str(torch_dist.get_backend_config(pg)).split(","))
+    ranks = _ranks_of(pg)
+    backends = dict(entry.split(":", 1) for entry in str(torch_dist.get_backend_config(pg)).split(","))
     # Some backends list every device type that exists; only those present on this machine can be used.
     present = {"cpu", get_device()}
     devices = {x for x, name in backends.items() if x == "cpu" or name not in _BACKENDS_OF_CPU} & present
@@ -348,7 +370,6 @@ def _describe(pg: ProcessGroup) -> Comm:
         if pg.size() == 1:
             return SOLO
         calls.failure = _forked_error(f"rank {pg.rank()} of {pg.size()}")
-    ranks = tuple(torch_dist.get_process_group_ranks(pg))
     group_name = ""
     with suppress(RuntimeError):
         group_name = pg.group_name  # a group that has been destroyed has none any longer
@@ -397,7 +418,17 @@ def is_forked() -> bool:
     return _is_forked
 
 
-os.register_at_fork(after_in_child=_leave_groups_to_parent)
+def _let_threads_leave_python() -> None:
+    """Give gloo's threads time to free the tensors of the last collective, for which they enter Python.
+
+    A process that is forked while a thread enters or leaves Python 3.11 waits for ever for a lock that the thread held
+    (`PyOS_AfterFork_Child`, 3.11.7), as a data loader's worker would that is started right after a collective.
+    """
+    if not _is_forked and any(comm.pg is not None and comm.size > 1 for comm in known_groups()):
+        time.sleep(_SECONDS_FOR_THREADS)
+
+
+os.register_at_fork(before=_let_threads_leave_python, after_in_child=_leave_groups_to_parent)
 
 
 def _initialised_local_group() -> ProcessGroup | None:

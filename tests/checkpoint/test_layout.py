@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.scale_checkpoints import measure
+from benchmarks.scale.checkpoints import measure
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep import dist
+from lockstep import dist, groups
 from lockstep.errors import DistError
 from lockstep.testing import ranks
 
@@ -110,7 +110,7 @@ def test_a_worker_of_a_data_loader_says_so():
 SCRIPT = """
 import os, sys
 from torch.distributed import FileStore
-from lockstep import dist
+from lockstep import dist, groups
 
 for rank in range(2):
     if os.fork() == 0:
@@ -132,3 +132,16 @@ def test_a_forked_process_may_end_as_usual(tmp_path: Path):
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("went on") == 2
+
+
+@ranks(1, 2)
+def test_a_fork_waits_until_threads_of_the_last_collective_have_left_python() -> None:
+    pauses: list[float] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups.time, "sleep", pauses.append)
+        dist.all_gather_object(dist.get_rank())
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+    assert os.waitpid(child, 0) == (child, 0)
+    assert sum(pauses) == (0.005 if dist.get_world_size() > 1 else 0)

@@ -209,6 +209,33 @@ def test_what_is_no_group_is_refused() -> None:
     assert_group_works()
 
 
+class Foreign(torch_dist.ProcessGroup):
+    """A group as torchft makes them: torch knows of one rank, and it has two."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def size(self) -> int:
+        return 2
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "foreign:0"
+
+
+@ranks(2)
+def test_a_group_whose_ranks_torch_does_not_know_is_refused() -> None:
+    group = Foreign()
+    with pytest.raises(ValueError, match=r"is a Foreign: torch.distributed does not know it\. Make it by"):
+        all_reduce(torch.ones(1), group=group)
+    known = torch_dist.distributed_c10d._world.pg_group_ranks  # as torchft's `register` does, by new_group
+    known[group] = {get_rank(): 0}
+    for call in (lambda: all_reduce(torch.ones(1), group=group), lambda: all_gather_object(1, group)):
+        with pytest.raises(ValueError, match=r"is a Foreign: it has 2 ranks, of which torch.distributed knows 1"):
+            call()
+    del known[group]
+    assert_group_works()
+
+
 @ranks(3)
 def test_a_failure_in_a_subgroup_stays_there() -> None:
     group = torch_dist.new_group([1, 2])

@@ -189,7 +189,7 @@ def _compare_slots(slots: Tensor, found: Tensor, odd: Tensor, common: Tensor) ->
     digests, failed, lengths = slots.view(torch.int64)[:, : _HEAD.size // 8].unbind(1)
     is_wrong = bool((digests != digests[0]).any() | failed.any() | (lengths > _INLINE_BYTES).any())
     kind = (_ALIKE, _ONE_ODD)[number] if number < _SEVERAL else _WRONG if is_wrong else _SEVERAL
-    found.copy_(torch.tensor([kind, rank]))
+    found.copy_(torch.tensor([kind, rank], device=_CPU))
     odd.copy_(slots[rank])
     common.copy_(slots[other])
 

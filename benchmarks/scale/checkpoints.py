@@ -2,7 +2,7 @@
 
 One process stands for all: it holds what one rank holds of a model that is sharded like FSDP does, by a group whose
 other ranks are not there, and what the others would send differs from that only in where their shards begin.
-`python -m benchmarks.scale_checkpoints` prints a table.
+`python -m benchmarks.scale.checkpoints` prints a table.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _timed(function: Callable[[], T]) -> tuple[T, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale_checkpoints", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale.checkpoints", description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 32, 512, 1024])
     parser.add_argument("--tensors", type=int, nargs="+", default=[700, 10_000])
     options = parser.parse_args()
