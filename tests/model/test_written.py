@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ from torch.nn.functional import embedding
 from lockstep.dist import all_gather, get_rank, get_world_size
 from lockstep.errors import ConfigError, DivergenceError
 from lockstep.model import MMDistributedDataParallel, MMFullyShardedDataParallel
+from lockstep.model.written import DriftCheck
 from lockstep.optim import OptimWrapper
 from lockstep.strategy import build_strategy
 from lockstep.testing import ranks
@@ -186,3 +189,17 @@ def test_an_update_that_differs_between_ranks_is_found():
     with pytest.raises(DivergenceError, match=r"`scale` .* or an option of the optimizer, a hook, or random"):
         model.train_step(own_part(), OptimWrapper(Noisy(net.parameters(), lr=0.1)))
     assert len({float(scale.sum()) for scale in all_gather(net.scale.detach())}) == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "differ"), [((-1.0, -2.0), True), ((0.0, -0.0), False), ((float("nan"),) * 2, False)]
+)
+@ranks(2)
+def test_checksums_are_compared_as_numbers(values: tuple[float, float], differ: bool) -> None:
+    parameter = nn.Parameter(torch.tensor([values[get_rank()]]))
+    check = DriftCheck(lambda: [("weight", parameter)], None, "Look.")
+    context = (
+        pytest.raises(DivergenceError, match="`weight` must be the same on all ranks") if differ else nullcontext()
+    )
+    with context:
+        check.after_update()

@@ -125,7 +125,7 @@ def _address(topology: Topology, port: int | None) -> tuple[str, int]:
     if topology.master_addr is None:
         raise TopologyError(
             "MASTER_ADDR must name the host of rank 0, since the ranks are on several nodes and the launcher "
-            f"{topology.launcher!r} does not say it (rank {topology.rank} of {topology.world_size}). "
+            f"{topology.launcher!r} does not say it ({_this_rank(topology)}). "
             "Export MASTER_ADDR and MASTER_PORT, e.g. mpirun -x MASTER_ADDR=node0 -x MASTER_PORT=29500"
         )
     try:
@@ -133,7 +133,7 @@ def _address(topology: Topology, port: int | None) -> tuple[str, int]:
     except OSError as error:  # TCPStore would retry the lookup until the timeout
         raise TopologyError(
             f"MASTER_ADDR must be a host that can be found, but is {topology.master_addr!r}: {error} "
-            f"(rank {topology.rank} of {topology.world_size}). Export the address of rank 0's host"
+            f"({_this_rank(topology)}). Export the address of rank 0's host"
         ) from error
     if port is None:
         # The same on every node without communication, and different for two jobs that share a node.
