@@ -53,8 +53,9 @@ test-jobs: $(READY)  ## the commands, torchrun, mpirun, Slurm and two hosts for 
 	$(BIN)/python -m pytest $(or $(if $(SLICE),$(SLICE_JOBS)),-m "jobs and not gpu") $(PYTEST_ARGS)
 
 .PHONY: test-gpu
-test-gpu: $(READY)  ## collectives, trainings and faults on a GPU; on two and four where they are
-	$(BIN)/python -m pytest tests/gpu -m gpu $(PYTEST_ARGS)
+# Where there are fewer GPUs than ranks, NCCL takes them as ranks of several hosts.
+test-gpu: $(READY)  ## collectives, trainings and faults on GPUs: of one, two and four ranks, which may share one
+	NCCL_HOSTID=lockstep $(BIN)/python -m pytest tests/gpu -m gpu $(PYTEST_ARGS)
 
 # Needs a C++ compiler; about a minute of it, the first time.
 .PHONY: test-device

@@ -285,10 +285,10 @@ PRIVATE: dict[str, Private] = {
     ),
     # Groups.
     "distributed_c10d": Private(c10d, ("testing/worker.py",)),
+    "_get_backend": Private(lambda: callable(c10d().ProcessGroup._get_backend), ("watch/interrupt.py",)),
     "_world": Private(lambda: isinstance(c10d()._world.pg_map, dict), ("testing/worker.py",)),
     # The elastic agent.
     "_pcontext": Private(lambda: agent()._pcontext is None, ELASTIC),
-    "_shutdown_timeout": Private(lambda: agent()._shutdown_timeout > 0, ELASTIC),
     # Memory and operators.
     "_record_memory_history": Private(
         lambda: memory("_record_memory_history", "enabled", "max_entries"), ("diagnostics/profiling.py",)

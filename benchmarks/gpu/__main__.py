@@ -30,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="cpu: only to try the code")
     parser.add_argument("--small", action="store_true", help="tiny models and few steps: only to try the code")
+    parser.add_argument("--rounds", type=int, help="how often each training is timed; default: 3, or 1 with --small")
     parser.add_argument("--nproc", type=int, nargs="+", help="numbers of ranks; default: 1, and one for each GPU")
     parser.add_argument("--json", type=Path, help="where the figures go; default on GPUs: benchmarks/gpu.json")
     arguments = parser.parse_args()
@@ -38,7 +39,8 @@ def main() -> None:
     elif get_device() == "cpu":
         sys.exit(NO_GPU)
     count = 2 if arguments.device == "cpu" else torch.accelerator.device_count()
-    figures = _measured(arguments.nproc or sorted({1, count}), arguments.small)
+    rounds = arguments.rounds or (1 if arguments.small else 3)
+    figures = _measured(arguments.nproc or sorted({1, count}), arguments.small, rounds)
     print(section(figures))
     is_real = arguments.device == "gpu" and not arguments.small
     path = arguments.json or (ROOT / "benchmarks" / "gpu.json" if is_real else None)
@@ -49,7 +51,7 @@ def main() -> None:
         write_section(SPEED, "bench-gpu", section(figures))
 
 
-def _measured(sizes: Sequence[int], small: bool) -> dict[str, Any]:
+def _measured(sizes: Sequence[int], small: bool, rounds: int) -> dict[str, Any]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     figures: dict[str, Any] = {
         "device": _name(),
@@ -61,7 +63,8 @@ def _measured(sizes: Sequence[int], small: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         for size in sizes:
             path = Path(folder, f"{size}.json")
-            launch(["-m", "benchmarks.gpu.rank", str(path), "small" if small else "whole"], JobSpec(size))
+            words = (str(path), "small" if small else "whole", str(rounds))
+            launch(["-m", "benchmarks.gpu.rank", *words], JobSpec(size))
             for kind, rows in json.loads(path.read_text()).items():
                 figures[kind] += rows
     return figures

@@ -15,7 +15,7 @@ from lockstep import dist
 from lockstep.device import get_device
 
 
-def main(path: Path, small: bool) -> None:
+def main(path: Path, small: bool, rounds: int) -> None:
     torch.set_num_threads(1)
     quiet()
     dist.init_dist("pytorch")
@@ -33,9 +33,9 @@ def main(path: Path, small: bool) -> None:
         torch.backends.cudnn.benchmark = True  # for all alike: the sizes stay the same
     for workload in workloads(small):
         for strategy in STRATEGIES:
-            for result in results(workload, strategy, 1 if small else 3, small):
+            for result in results(workload, strategy, rounds, small):
                 note("trainings", result.as_dict())
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] == "small")
+    main(Path(sys.argv[1]), sys.argv[2] == "small", int(sys.argv[3]))

@@ -64,7 +64,7 @@ struct Simccl final : c10d::Backend {
   bool supportsCoalescing() const override { return true; }
   bool supportsSplitting() const override { return true; }
   void setSequenceNumberForGroup() override {}
-  c10d::ErrorType getError() override { return c10d::ErrorType::SUCCESS; }
+  c10d::ErrorType getError() override { return has_lost_peer_ ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS; }
   void setTimeout(Milliseconds timeout) override { timeout_ = timeout; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return c10::make_intrusive<SimcclOptions>(timeout_); }
 
@@ -85,18 +85,32 @@ struct Simccl final : c10d::Backend {
     new c10::intrusive_ptr<c10d::Backend>(gloo_);  // its threads may wait for ever
   }
   void shutdown() override {
+    if (has_lost_peer_) {  // the watchdog of ProcessGroupNCCL sleeps before it ends the process (torch 2.11)
+      std::this_thread::sleep_for(std::chrono::seconds(60));
+      std::abort();
+    }
     for (auto& [device, stream] : streams_)
       if (!stream_of(stream).is_idle()) return abort();
   }
 
   // How a call runs.
 
-  // Wait in a task for gloo; what goes wrong there never ends here.
+  // A call whose peer is gone never ends, until the group is aborted; or, as over NCCL's sockets, it ends at once, with
+  // wrong results, and the backend has an error.
+  void lose_peer() {
+    if (std::getenv("SIM_CALLS_END_WITHOUT_PEER")) {
+      has_lost_peer_ = true;
+    } else {
+      wait_until([&] { return aborted_->load(); });
+    }
+  }
+
+  // Wait in a task for gloo.
   void finish(const Answer& work) {
     auto future = work->getFuture();
     future->addCallback([](auto&) { tell(); });
     wait_until([&] { return *aborted_ || future->completed(); });
-    if (!*aborted_ && future->hasError()) wait_until([&] { return aborted_->load(); });
+    if (!*aborted_ && future->hasError()) lose_peer();
     if (*aborted_) throw Aborted();
   }
 
@@ -107,7 +121,7 @@ struct Simccl final : c10d::Backend {
     Tensors sent{own};
     finish(gloo_->allgather(all, sent));
     for (auto& one : all[0])
-      if (!one.equal(own)) wait_until([&] { return aborted_->load(); });
+      if (!one.equal(own) && !has_lost_peer_) wait_until([&] { return *aborted_ || has_lost_peer_; });
     if (*aborted_) throw Aborted();
   }
 
@@ -151,7 +165,7 @@ struct Simccl final : c10d::Backend {
       } catch (const std::exception&) {
         has_failed = true;
       }
-      if (has_failed) wait_until([&] { return aborted_->load(); });
+      if (has_failed) lose_peer();
       if (*aborted_) throw Aborted();
     }
     std::lock_guard lock(mutex_);
@@ -451,6 +465,7 @@ struct Simccl final : c10d::Backend {
   Make make_;
   c10::intrusive_ptr<c10d::Backend> gloo_;
   Milliseconds timeout_;
+  std::atomic<bool> has_lost_peer_{false};
   std::shared_ptr<std::atomic<bool>> aborted_ = std::make_shared<std::atomic<bool>>(false);
   std::mutex mutex_;
   std::list<Answer> messages_;  // which gloo has begun
@@ -476,6 +491,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(m, "Options")
       .def("__deepcopy__", [](const Options& own, py::dict) { return c10::make_intrusive<Options>(own.timeout); });
   py::class_<sim::Simccl, c10d::Backend, c10::intrusive_ptr<sim::Simccl>>(m, "Simccl")
+      .def("get_error", &sim::Simccl::getError)
       .def_property_readonly("options", [](sim::Simccl& own) { return c10::make_intrusive<Options>(own.timeout_); })
       .def(
           py::init(

@@ -1,7 +1,7 @@
 """A rank whose calls hang on the simulated accelerator, as with NCCL. Usage: hanging.py FAULT TIMEOUT FOLDER [WAIT].
 
 FAULT is a key of `FAULTS`: what rank 1 does, where the others sum two numbers; in a training after `ddp, ` or `fsdp, `.
-Then all ranks read a value of their device, or, if WAIT is `looping`, work on. Each writes its error, and when it came
+Then all ranks read a value of their device, or, if WAIT is `looping`, work on; if it is `nothing`, they make no more calls. Each writes its error, and when it came
 after the fault, as JSON.
 """
 
@@ -107,7 +107,10 @@ def main(fault: str, timeout: str, folder: str, wait: str = "reading") -> None:
         while wait == "looping" and resolve().calls.failure is None:
             time.sleep(0.01)
         DATA.sum().item()
-        dist.barrier()
+        if wait == "nothing":
+            dist.destroy_dist()
+        else:
+            dist.barrier()
     except DistError as error:
         found.write_text(json.dumps([type(error).__name__, str(error), time.monotonic() - begun]))
         raise

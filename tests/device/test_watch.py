@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -41,13 +42,15 @@ for strategy in ("ddp", "fsdp"):
 LOOPING = [(fault, "looping") for fault in ("shape", "dead", "late")]
 
 
-def run(start: Start, folder: Path, fault: str, timeout: int, wait: str) -> tuple[list[int | None], list[str]]:
+def run(
+    start: Start, folder: Path, fault: str, timeout: int, wait: str, **variables: str
+) -> tuple[list[int | None], list[str]]:
     """Return the exit codes of two ranks, None for one that does not end, and their errors."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     words = (HERE / "hanging.py", fault, timeout, folder, wait)
-    ranks = [start(*words, **job, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+    ranks = [start(*words, **job, **variables, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
     said = []
     try:
         said = [rank.communicate(timeout=60)[1] for rank in (ranks[:1] if "stopped" in fault else ranks)]
@@ -75,3 +78,16 @@ def test_who_is_at_fault_is_named(start: Start, tmp_path: Path, fault: str, wait
 
 def test_a_rank_that_is_slow_raises_no_error(start: Start, tmp_path: Path) -> None:
     assert run(start, tmp_path, "slow", 60, "reading")[0] == [0, 0]
+
+
+@pytest.mark.parametrize("wait", ["reading", "looping", "nothing"])
+@pytest.mark.parametrize("fault", ["dead", "ddp, dead", "fsdp, dead"])
+def test_calls_that_end_because_a_rank_is_gone_do_not_pass_for_complete(
+    start: Start, tmp_path: Path, fault: str, wait: str
+) -> None:
+    timeout, error, _ = FAULTS[fault]
+    began = time.monotonic()
+    codes, errors = run(start, tmp_path, fault, timeout, wait, SIM_CALLS_END_WITHOUT_PEER="1")
+    assert codes[0] == 1, errors
+    assert re.search(error.removesuffix("is gone"), errors[0]), errors
+    assert time.monotonic() - began < 50  # torch's watchdog would end the process after a minute

@@ -115,6 +115,7 @@ def let_torch_warn() -> None:
     warnings.filterwarnings(
         "ignore", message=r"The \.grad attribute of a Tensor|Mismatch dtype between input and weight"
     )
+    warnings.filterwarnings("ignore", message=r".*torch\.jit\.script_method.* is deprecated")  # 2.11, of itself
 
 
 def train(case: str, work_dir: Path, compile_: Any = None) -> tuple[str, list[float], list[float]]:

@@ -192,6 +192,12 @@ def check_utilization(work_dir: Path) -> None:
     assert 0 < record["mfu"] < 1
 
 
+def own_host(rank: int, size: int) -> dict[str, str]:
+    """Return what lets NCCL take this rank, if it has to share a GPU."""
+    shares = "NCCL_HOSTID" in os.environ and torch.accelerator.device_count() < size
+    return {"NCCL_HOSTID": f"rank-{rank}"} if shares else {}
+
+
 def check_fault(fault: str, size: int, folder: Path) -> None:
     """Each rank that did nothing wrong raises an error that names the one that did, and fails."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -207,7 +213,7 @@ def check_fault(fault: str, size: int, folder: Path) -> None:
             ranks.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "tests.gpu.fault_job", fault],
-                    cwd=folder, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    cwd=folder, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **own_host(rank, size)},
                     stderr=subprocess.PIPE, text=True,
                 )
             )  # fmt: skip

@@ -7,7 +7,8 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
@@ -86,7 +87,7 @@ class ProfilerHook(Hook):
         """Start the profiler."""
         if self.by_epoch:
             require_epochs(runner, "ProfilerHook(by_epoch=False, profile_times=<iterations>)")
-        self._profiler = profile(
+        profiler = profile(
             activities=self._activities,
             schedule=self._schedule,
             on_trace_ready=self._handler(runner),
@@ -95,16 +96,16 @@ class ProfilerHook(Hook):
             with_stack=self.with_stack,
             with_flops=self.with_flops,
         )
-        self._profiler.start()
+        with _no_warning_of_cycles():
+            profiler.start()
+        self._profiler = profiler
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Mark the end of an iteration; stop after the last one to be profiled."""
         if self._profiler is None:
             return
         self._iteration = runner.iter + 1
-        with warnings.catch_warnings():
-            # torch warns that each cycle drops the events of the previous one, whose trace has been written by then.
-            warnings.filterwarnings("ignore", message=".*Profiler clears events")
+        with _no_warning_of_cycles():
             self._profiler.step()
         if not self.by_epoch:
             self._count_towards_end()
@@ -151,6 +152,14 @@ class ProfilerHook(Hook):
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))
         runner.logger.info("a trace of all operators is at %s", path)
+
+
+@contextmanager
+def _no_warning_of_cycles() -> Iterator[None]:
+    """Do not warn that each cycle drops the events of the previous one, whose trace has been written by then."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Profiler clears events")
+        yield
 
 
 def _activities(with_cpu: bool, with_accelerator: bool | None) -> list[ProfilerActivity]:

@@ -32,7 +32,7 @@ from lockstep.errors import (
 )
 from lockstep.topology import LauncherName, Topology, environ, read_topology
 from lockstep.watch.ending import end_watch
-from lockstep.watch.interrupt import end_process
+from lockstep.watch.interrupt import device_error, end_process, leave_process
 from lockstep.watch.watch import start_watch
 
 _SECONDS_FOR_THREADS = 0.1  # in which threads of an ended group free their tensors
@@ -288,7 +288,7 @@ def _bind_device(topology: Topology, backend: str) -> torch.device | None:
         return None
     count = torch.accelerator.device_count()
     owns_device = "ccl" in backend
-    if owns_device and 1 < count <= topology.local_rank:
+    if owns_device and 1 < count <= topology.local_rank and "NCCL_HOSTID" not in os.environ:
         raise TopologyError(
             f"`local_rank` must be below the number of {kind} devices, {count}, but is {topology.local_rank} "
             f"(rank {topology.rank} of {topology.world_size}). Start at most {count} ranks on this node, or use "
@@ -311,8 +311,8 @@ def _refuse_shared(device: torch.device | None, topology: Topology, store: Store
     uuid = ""
     if device is not None and torch.accelerator.device_count() == 1:
         properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(device)
-        # A device that does not say which it is may be shared.
-        uuid = str(getattr(properties, "uuid", None) or "unknown")
+        # A device that does not say which it is may be shared. NCCL compares hosts, too, which its variable renames.
+        uuid = f"{getattr(properties, 'uuid', None) or 'unknown'} {os.environ.get('NCCL_HOSTID', '')}"
     keys = [f"device/{topology.node_rank}/{local_rank}" for local_rank in range(topology.local_size)]
     store.set(keys[topology.local_rank], uuid)
     if uuid and [store.get(key).decode() for key in keys].count(uuid) > 1:
@@ -356,12 +356,19 @@ def _destroy(*, ends_at_once: bool = False) -> None:
     if groups.is_forked():  # the connections are those of the rank that has forked
         return
     difference = end_watch()
-    groups.forget_groups()
     with _undo:
         if torch_dist.is_initialized():
             _end_group(ends_at_once)
+        else:
+            groups.forget_groups()
     if difference is not None:
         raise difference
+
+
+def _leave() -> None:
+    """End a process whose group can't be ended, without the interpreter's shutdown, which waits for its threads."""
+    if sys.exception() is None:  # else `launch.worker.end_soon` ends the process
+        leave_process()
 
 
 def _destroy_at_exit() -> None:
@@ -373,9 +380,15 @@ def _destroy_at_exit() -> None:
         _destroy(ends_at_once=is_preempted)
     except DistError as error:
         end_process(error)
+    if torch_dist.is_initialized():
+        _leave()
 
 
 def _end_group(ends_at_once: bool) -> None:
+    if any(device_error(comm) for comm in groups.known_groups()):
+        # torch's watchdog waits for a minute before it ends the process, and its functions wait for the watchdog (2.11).
+        atexit.register(_leave)
+        return
     held = ref(groups.resolve().pg)
     groups.forget_groups()
     torch_dist.destroy_process_group()

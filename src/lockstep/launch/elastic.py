@@ -143,7 +143,8 @@ class _Agent(LocalElasticAgent):
         grace_seconds: int,
         least_nproc: int | None,
     ) -> None:
-        super().__init__(spec, setup, shutdown_timeout=grace_seconds)
+        super().__init__(spec, setup)
+        self._grace_seconds = grace_seconds
         self._least_nproc = least_nproc
         self._setup = setup
         self._guard = guard
@@ -209,7 +210,7 @@ class _Agent(LocalElasticAgent):
         if failed:
             patience = seconds_to_await_cause(records)
         else:  # the ranks that still run are about to stop at the signal, as others have
-            patience = self._shutdown_timeout if any(record.status is None for record in records) else 0.0
+            patience = self._grace_seconds if any(record.status is None for record in records) else 0.0
         if time.monotonic() - since < patience:
             return RunResult(state=WorkerState.HEALTHY)
         if not failed and all(record.is_preempted or record.has_left for record in records):
@@ -251,7 +252,7 @@ class _Agent(LocalElasticAgent):
                 again = f"Starting again with {counted(spec.local_world_size, 'rank')}, as many as are left"
             say(f"{self.describe()}\n\n{again} ({count} of {total}).")
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, **_: object) -> None:  # torch 2.13 says how long
         failed = self._setup.stopped.exists()
         if death_sig == signal.SIGINT:
             say("stopping all ranks; Ctrl-C once more does not wait for them to clean up")
@@ -261,13 +262,13 @@ class _Agent(LocalElasticAgent):
         if self._processes is not None:
             try:
                 self._processes.send(death_sig)
-                self._processes.wait(_SECONDS_TO_END if failed else timeout)
+                self._processes.wait(_SECONDS_TO_END if failed else self._grace_seconds)
             except SignalException:  # Ctrl-C once more
                 say("killing all ranks")
                 self._kill(seconds=0.0)
             else:
                 self._kill()
-        super()._shutdown(signal.SIGKILL, timeout=_SECONDS_TO_DIE)
+        super()._shutdown(signal.SIGKILL)
 
     def _kill(self, seconds: float = 1.0) -> None:
         """Kill the ranks that still run, and what ranks have left behind; `seconds` is for the latter to end."""

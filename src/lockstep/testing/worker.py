@@ -53,6 +53,7 @@ _GROUP_TIMEOUT_SECONDS = 120.0
 _SUMMARY_WIDTH = 160
 _HERE = str(Path(__file__).parent)
 _OPEN_FILES = "/proc/self/fd"
+_OF_LIBRARIES = {"tqdm_monitor"}  # threads that live on, of which a body need not know: torch's compiler starts one
 _SEED = 1234
 _PATIENCE_SECONDS = 1.0
 
@@ -88,6 +89,7 @@ class _Rank:
         self._strays = catch_strays()
 
     def start(self) -> Answer:
+        self._variables |= _own_host(self._seat)
         os.environ.update(self._variables)
         if self._seat.join:
             self._join()
@@ -160,10 +162,21 @@ class _Rank:
         self._times_joined += 1
         before = dict(os.environ)
         # NCCL needs a device per rank; if there are fewer, the ranks share them over gloo.
-        backend = None if torch.accelerator.device_count() >= self._seat.size else "gloo"
+        has_own = torch.accelerator.device_count() >= self._seat.size or "NCCL_HOSTID" in self._variables
+        backend = None if has_own else "gloo"
         init_dist("pytorch", backend, timeout=_GROUP_TIMEOUT_SECONDS, store=store)
         self._variables |= {name: os.environ[name] for name in os.environ.keys() - before.keys()}
         self._default_group = get_default_group()
+
+
+def _own_host(seat: Seat) -> dict[str, str]:
+    """Return the variable by which NCCL takes ranks that share a GPU, if it was set for the tests.
+
+    NCCL (2.28) refuses two ranks on one GPU if they are of one host. Ranks of different hosts meet over sockets.
+    """
+    name = os.environ.get("NCCL_HOSTID")
+    shares = name and torch.cuda.is_available() and torch.cuda.device_count() < seat.size
+    return {"NCCL_HOSTID": f"{name}-{seat.rank}"} if shares else {}
 
 
 def _detach(seat: Seat) -> None:
@@ -269,7 +282,7 @@ class Surroundings:
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
             new = [x for x in threading.enumerate() if x not in self.threads]
-            new = [x for x in new if not isinstance(x, threading._DummyThread)]
+            new = [x for x in new if not isinstance(x, threading._DummyThread) and x.name not in _OF_LIBRARIES]
             if not new or time.monotonic() > deadline:
                 return new
             time.sleep(0.005)

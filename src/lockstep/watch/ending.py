@@ -24,6 +24,7 @@ from lockstep.watch.watch import Watch, take_watch
 _SECONDS_TO_END = 2.0
 _SECONDS_TO_ASK = 0.5  # then a rank that has not arrived is asked what it waits for
 _SECONDS_TO_LINGER = 2.0
+_SECONDS_OF_DEVICES = 0.5  # after which torch knows that the backend of a device has lost a rank
 _COMPARING_RANK = 0  # compares the calls of all ranks, and sends the others the result
 
 
@@ -60,7 +61,7 @@ class _LastComparison:
         error = sys.exception() or getattr(sys, "last_value", None)
         if error is not None:
             watch.error = error_in_words(error).partition("\n")[0]
-        failure = watch.hear()
+        failure = self._failure()
         has_failed = error is not None or any(calls.has_failed for _, calls in self._groups)
         watch.stop()
         watch.board.end({**watch.state(ended=True), "failed": has_failed or failure is not None})
@@ -110,15 +111,30 @@ class _LastComparison:
         """Wait for the ranks that `missing` returns, while their processes live; return a failure that comes first."""
         board, asked = self._watch.board, False
         for passed in pauses(seconds, board.tick):
-            if (failure := self._watch.hear()) is not None:
+            if (failure := self._failure()) is not None:
                 return failure
             ranks = missing()
-            if not ranks or board.gone(ranks):
+            if not ranks:
                 return None
+            if board.gone(ranks):
+                return self._failure_of_devices()
             if passed > _SECONDS_TO_ASK and not asked:
                 asked = True
                 if (failure := self._find_blocked_rank(ranks)) is not None:
                     return failure
+        return None
+
+    def _failure(self) -> DistError | None:
+        """Return why a group can't be used, if this rank has found or heard it."""
+        for comm, calls in self._groups:
+            self._watch.look_at_device(comm, calls)
+        return self._watch.hear()
+
+    def _failure_of_devices(self) -> DistError | None:
+        """Return the error of calls on devices that a rank which is gone has left; those on the host have none."""
+        for _ in pauses(_SECONDS_OF_DEVICES if any(x.devices - {"cpu"} for x, _ in self._groups) else 0.0, 0.1):
+            if (failure := self._failure()) is not None:
+                return failure
         return None
 
     def _difference(self) -> CollectiveMismatchError | None:

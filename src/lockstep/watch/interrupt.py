@@ -1,4 +1,4 @@
-"""Ends calls that hang: those of a group on the host and on a device, and as a last resort the process."""
+"""Ends calls that hang or have failed: those of a group on the host and on a device; as a last resort the process."""
 
 from __future__ import annotations
 
@@ -55,6 +55,22 @@ def _abort(pg: ProcessGroup) -> None:
         pg.abort()
 
 
+def device_error(comm: Comm) -> str:
+    """Return torch's word for the error that a device's backend has met in a group, or ""; asks the host alone.
+
+    When NCCL loses the connection to a rank, its calls end, with wrong results, and torch's functions raise nothing
+    (2.11: its watchdog waits for a minute, in which `destroy_process_group` hangs, and ends the process by SIGABRT).
+    """
+    pg = comm.pg
+    for device in comm.devices - {"cpu"} if pg is not None else ():
+        with suppress(RuntimeError, AttributeError):  # the backend does not tell
+            # torch has no public way to the backend of a group (2.13), whose `get_error` is public.
+            error: str = pg._get_backend(torch.device(device)).get_error().name  # type: ignore[union-attr]
+            if error != "SUCCESS":
+                return error
+    return ""
+
+
 def let_graphs_be_captured() -> None:
     """Let this thread query CUDA events while another one captures a graph. Without this, a query ends the capture.
 
@@ -69,6 +85,11 @@ def let_graphs_be_captured() -> None:
 def end_process(error: BaseException) -> NoReturn:
     """Show an error that nothing can catch, and end the process, whatever its main thread waits for."""
     sys.excepthook(type(error), error, None)
+    leave_process()
+
+
+def leave_process() -> NoReturn:
+    """End the process with exit code 1, whatever its threads wait for."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):

@@ -45,7 +45,7 @@ from lockstep.watch.diagnosis import (
     stuck_ranks,
     what_is_known,
 )
-from lockstep.watch.interrupt import end_process, interrupt, let_graphs_be_captured
+from lockstep.watch.interrupt import device_error, end_process, interrupt, let_graphs_be_captured
 from lockstep.watch.main_thread import frame_of_main_thread, is_waiting, stack_of_main_thread
 
 _SECONDS_TO_LOOK = 1.0  # after which a call is looked at for the first time, then at doubling intervals
@@ -172,6 +172,7 @@ class Watch:
                 if not self.is_cut_off:
                     self._look_at_store()
                 for comm, calls in recorded_groups():
+                    self.look_at_device(comm, calls)
                     self._look_at_call(comm, calls)
             except Exception:  # the store is gone, and soon the job; or its host was stopped for a while
                 _logger.debug("the store does not answer", exc_info=True)
@@ -201,6 +202,15 @@ class Watch:
             for comm, calls in recorded_groups():
                 if calls.failure is None:
                     self._compare(comm, calls)
+
+    def look_at_device(self, comm: Comm, calls: Calls) -> None:
+        """If a device's backend has met an error in a group, let the group fail, and name the rank that is gone."""
+        if calls.failure is not None or not (error := device_error(comm)):
+            return
+        absent = self.absent_in_time(comm, calls, calls.number)
+        detail = f"The backend of the device has met an error ({error})."
+        self._fail(comm, calls, absence(comm, absent, detail, is_gone=True, is_cut_off=self.is_cut_off))
+        interrupt(comm)  # so that torch's own calls raise, too
 
     def _look_at_call(self, comm: Comm, calls: Calls) -> None:
         """If the last call is unfinished for long, find out why, and say who is late."""
