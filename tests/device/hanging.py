@@ -1,8 +1,8 @@
 """A rank whose calls hang on the simulated accelerator, as with NCCL. Usage: hanging.py FAULT TIMEOUT FOLDER [WAIT].
 
 FAULT is a key of `FAULTS`: what rank 1 does, where the others sum two numbers; in a training after `ddp, ` or `fsdp, `.
-Then all ranks read a value of their device, or, if WAIT is `looping`, work on; if it is `nothing`, they make no more calls. Each writes its error, and when it came
-after the fault, as JSON.
+Then all ranks read a value of their device, or, if WAIT is `looping`, work on; if it is `nothing`, they make no more
+calls. Each writes its error, and when it came after the fault, as JSON.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The same bodies on an accelerator: `make test-gpu`. Everywhere else these tests are deselected, and counted.
 
-What needs two or four devices is skipped where there are fewer, but for CUDA with NCCL_HOSTID set: NCCL then takes ranks
-that share a GPU.
+What needs two or four devices is skipped where there are fewer, unless they are CUDA's, and NCCL_HOSTID is set: NCCL
+then takes ranks that share a GPU.
 """
 
 from __future__ import annotations

@@ -45,6 +45,8 @@ _INTERFACE_VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAM
 
 
 _undo = ExitStack()  # undoes what `init_dist` has set up; `destroy_dist` closes it
+# Whether the group can't be ended: torch's watchdog sleeps for a minute after an error, and torch waits for it (2.11).
+_is_stuck = False
 _generation = 0  # number of groups this process has joined; separates the stores of one job
 
 
@@ -352,23 +354,20 @@ def _rendezvous_error(error: Exception, topology: Topology) -> Exception:
 
 def _destroy(*, ends_at_once: bool = False) -> None:
     """Do what `destroy_dist` does; `ends_at_once`: the process then ends without the interpreter's shutdown."""
-    atexit.unregister(_destroy_at_exit)
+    global _is_stuck
     if groups.is_forked():  # the connections are those of the rank that has forked
+        atexit.unregister(_destroy_at_exit)
         return
     difference = end_watch()
+    _is_stuck = any(device_error(comm) for comm in groups.known_groups())
     with _undo:
-        if torch_dist.is_initialized():
-            _end_group(ends_at_once)
-        else:
+        if not _is_stuck:
+            atexit.unregister(_destroy_at_exit)
             groups.forget_groups()
+            if torch_dist.is_initialized():
+                _end_group(ends_at_once)
     if difference is not None:
         raise difference
-
-
-def _leave() -> None:
-    """End a process whose group can't be ended, without the interpreter's shutdown, which waits for its threads."""
-    if sys.exception() is None:  # else `launch.worker.end_soon` ends the process
-        leave_process()
 
 
 def _destroy_at_exit() -> None:
@@ -380,15 +379,11 @@ def _destroy_at_exit() -> None:
         _destroy(ends_at_once=is_preempted)
     except DistError as error:
         end_process(error)
-    if torch_dist.is_initialized():
-        _leave()
+    if _is_stuck and cause is None:
+        leave_process()
 
 
 def _end_group(ends_at_once: bool) -> None:
-    if any(device_error(comm) for comm in groups.known_groups()):
-        # torch's watchdog waits for a minute before it ends the process, and its functions wait for the watchdog (2.11).
-        atexit.register(_leave)
-        return
     held = ref(groups.resolve().pg)
     groups.forget_groups()
     torch_dist.destroy_process_group()

@@ -252,7 +252,7 @@ class _Agent(LocalElasticAgent):
                 again = f"Starting again with {counted(spec.local_world_size, 'rank')}, as many as are left"
             say(f"{self.describe()}\n\n{again} ({count} of {total}).")
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, **_: object) -> None:  # torch 2.13 says how long
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:  # as torch calls it
         failed = self._setup.stopped.exists()
         if death_sig == signal.SIGINT:
             say("stopping all ranks; Ctrl-C once more does not wait for them to clean up")
