@@ -1,8 +1,9 @@
 """A rank on the simulated accelerator. Writes what it has found, as JSON; `test_device.py` says what is right.
 
 Usage: job.py HOW FOLDER, where HOW says how the group is made: `alone`, by torch with the device's backend alone;
-`default`, by init_dist; `named`, by init_dist with the name of that backend, and then no more is tried; `own` and
-`shared`, the same where each rank sees one device alone, its own or one for all.
+`default`, by init_dist; `named`, by init_dist with the name of that backend, and then no more is tried; `own`,
+`shared` and `hosts`, the same where each rank sees one device alone, its own or one for all; with `hosts`, each is a
+host of its own to NCCL.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from lockstep import dist
 from lockstep.dist.consistency import FIRST_CALLS
 from lockstep.errors import DistError
 
-if sys.argv[1] in ("own", "shared"):
+if sys.argv[1] in ("own", "shared", "hosts"):
     os.environ |= {"SIM_DEVICES": "1", "SIM_UUID": os.environ["RANK"] if sys.argv[1] == "own" else "one"}
+if sys.argv[1] == "hosts":
+    os.environ["NCCL_HOSTID"] = os.environ["RANK"]
 simulator()
 
 
@@ -57,7 +60,7 @@ def main(how: str, folder: Path) -> None:
     config = torch_dist.get_backend_config(dist.get_default_group())
     found: dict[str, Any] = {"device": str(dist.get_comm_device()), "backends": [dist.get_backend(), str(config)]}
     results.write_text(json.dumps(found))
-    if how in ("named", "own"):
+    if how in ("named", "own", "hosts"):
         return
     from calls import CALLS  # with tensors on this rank's device
 

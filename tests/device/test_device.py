@@ -73,3 +73,7 @@ def test_a_device_that_two_ranks_see_is_refused(start: Start, tmp_path: Path) ->
         AssertionError, match=r"each rank must have a device of its own, but rank [01] of 2 sees one sim:0 alone"
     ):
         launch(start, tmp_path, 2, "job.py", "shared")
+
+
+def test_ranks_that_are_hosts_of_their_own_to_nccl_may_share_a_device(start: Start, tmp_path: Path) -> None:
+    assert [rank["device"] for rank in launch(start, tmp_path, 2, "job.py", "hosts")] == ["sim:0", "sim:0"]

@@ -6,8 +6,12 @@ the rest waits. If all absent ranks are blocked themselves, in a circle, none of
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
+
+import torch
 
 from lockstep.calls import Record, first_difference, grouped, unlike_most
 from lockstep.errors import (
@@ -24,6 +28,7 @@ from lockstep.watch.board import Board, State
 # A rank that has ended with one of these errors was not the cause: another rank was.
 _OF_OTHERS = (f"{PeerError.__name__}:", f"{CollectiveTimeoutError.__name__}:")
 
+_MOST_UNFINISHED = 4  # calls that are shown
 _SECONDS_STILL = 1.5  # a main thread that stays in one line so long waits for its device
 
 
@@ -177,7 +182,29 @@ def absence(
             hint = "This host may have lost its network, or that of rank 0."
         text += f" ({comm.this_rank})" + (f":\n{lines_of(shown)}" if shown else f". {hint} {detail}")
         error = CollectiveTimeoutError(text)
+    for line in unfinished_of_torch(comm):
+        error.add_note(line)
     return caused_by(error, [comm.ranks[one.rank] for one in shown]) if shown else error
+
+
+def unfinished_of_torch(comm: Comm) -> list[str]:
+    """Return lines about this rank's calls in a group that torch's flight recorder knows to be unfinished.
+
+    They name what torch itself has called, as FSDP does. Backends of devices record when a call ends, gloo does not
+    (2.13); TORCH_FR_BUFFER_SIZE=0 turns the recorder off. Neither the device nor a stack is asked.
+    """
+    with suppress(Exception):  # the recorder is no public part of torch (2.13)
+        recorder: Any = torch._C._distributed_c10d
+        trace = json.loads(recorder._dump_fr_trace_json(True, True))
+        mine = [one for one in trace["entries"] if one["process_group"][0] == comm.group_name and not one["retired"]]
+        lines = [
+            f"  number {one['op_id']}, {one['profiling_name']} of {', '.join(one['input_dtypes'])} "
+            f"{one['input_sizes']} to {one['output_sizes']}, {one['state']}"
+            for one in mine[:_MOST_UNFINISHED]
+        ]
+        more = [f"  and {len(mine) - len(lines)} after them"] if len(mine) > len(lines) else []
+        return [f"torch's flight recorder has calls of {comm.name} that have not ended:", *lines, *more] * bool(lines)
+    return []
 
 
 def lines_of(absent: Sequence[Absent]) -> str:
