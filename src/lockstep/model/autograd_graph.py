@@ -60,7 +60,7 @@ def on_backward(module: nn.Module, hook: Callable[[Tensor], None]) -> None:
 
     def watch(_: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            for leaf in tree_leaves(output):
+            for leaf in [output] if isinstance(output, Tensor) else tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaf.register_hook(hook)  # type: ignore[no-untyped-call]
 
