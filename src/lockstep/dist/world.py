@@ -303,25 +303,24 @@ def _bind_device(topology: Topology, backend: str) -> torch.device | None:
 
 
 def _refuse_shared(device: torch.device | None, topology: Topology, store: Store) -> None:
-    """Refuse devices that several ranks of this node have, where each rank sees one alone.
+    """Refuse devices that several ranks of this node have, where each rank sees one alone, or NCCL's hosts are named.
 
     **Collective**: every rank of the node. **Cost**: a key in the store, and the keys of the node's other ranks.
 
     Raises:
-        TopologyError: on all ranks of the node that see one device alone.
+        TopologyError: on all ranks of the node that share a device.
     """
     uuid = ""
-    if device is not None and torch.accelerator.device_count() == 1:
+    if device is not None and (torch.accelerator.device_count() == 1 or "NCCL_HOSTID" in os.environ):
         properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(device)
         # A device that does not say which it is may be shared. NCCL compares hosts, too, which its variable renames.
-        uuid = f"{getattr(properties, 'uuid', None) or 'unknown'} {os.environ.get('NCCL_HOSTID', '')}"
+        uuid = f"{getattr(properties, 'uuid', None) or device.index} {os.environ.get('NCCL_HOSTID', '')}"
     keys = [f"device/{topology.node_rank}/{local_rank}" for local_rank in range(topology.local_size)]
     store.set(keys[topology.local_rank], uuid)
     if uuid and [store.get(key).decode() for key in keys].count(uuid) > 1:
         raise TopologyError(
-            f"each rank must have a device of its own, but rank {topology.rank} of {topology.world_size} sees one "
-            f"{device} alone, which other ranks of its node see, too. Start one rank for each device, or use "
-            "backend='gloo' to share it"
+            f"each rank must have a device of its own, but rank {topology.rank} of {topology.world_size} has {device}, "
+            "which other ranks of its node have, too. Start one rank for each device, or use backend='gloo' to share it"
         )
 
 
