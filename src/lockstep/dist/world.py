@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import resource
 import sys
@@ -44,6 +45,7 @@ _INIT_BACKENDS = ("torch", "deepspeed", "colossalai")
 _INTERFACE_VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
 
 
+_logger = logging.getLogger("lockstep.dist")
 _undo = ExitStack()  # undoes what `init_dist` has set up; `destroy_dist` closes it
 # Whether the group can't be ended: torch's watchdog sleeps for a minute after an error, and torch waits for it (2.11).
 _is_stuck = False
@@ -379,6 +381,7 @@ def _destroy_at_exit() -> None:
     except DistError as error:
         end_process(error)
     if _is_stuck and cause is None:
+        _logger.warning("the backend of the device has lost a rank, so this process ends without waiting for torch")
         leave_process()
 
 
