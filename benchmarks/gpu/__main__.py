@@ -57,6 +57,7 @@ def _measured(sizes: Sequence[int], small: bool, rounds: int) -> dict[str, Any]:
         "device": _name(),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "torch": torch.__version__,
+        "rounds": rounds,
         "trainings": [],
         "calls": [],
     }
