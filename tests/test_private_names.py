@@ -149,7 +149,7 @@ def c10d() -> Any:
 
 
 def flight_recorder_tells() -> bool:
-    """Return whether the record of a call has the fields that lockstep shows."""
+    """Return whether the record of a call has the fields that lockstep shows: gloo's, as CPU builds have no NCCL's."""
     torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
     try:
         torch_dist.all_reduce(torch.ones(3))
@@ -176,7 +176,7 @@ PRIVATE: dict[str, Private] = {
         ("groups.py", "model/autograd_graph.py", "model/fsdp/parameters.py", "watch/diagnosis.py"),
     ),
     "_distributed_c10d": Private(lambda: hasattr(torch._C, "_distributed_c10d"), ("watch/diagnosis.py",)),
-    "_dump_fr_trace_json": Private(flight_recorder_tells, ("watch/diagnosis.py",)),
+    "_dump_nccl_trace_json": Private(flight_recorder_tells, ("watch/diagnosis.py",)),
     "_current_graph_task_id": Private(
         lambda: torch._C._current_graph_task_id() == -1 < in_backward_pass(torch._C._current_graph_task_id),
         ("model/autograd_graph.py",),
@@ -299,9 +299,10 @@ PRIVATE: dict[str, Private] = {
         ("dataset/position.py",),
     ),
     # Groups.
-    "distributed_c10d": Private(c10d, ("testing/worker.py",)),
+    "distributed_c10d": Private(c10d, ("testing/worker.py", "watch/interrupt.py")),
+    "_device_types": Private(lambda: isinstance(c10d().ProcessGroup._device_types, property), ("watch/interrupt.py",)),
     "_get_backend": Private(lambda: callable(c10d().ProcessGroup._get_backend), ("watch/interrupt.py",)),
-    "_world": Private(lambda: isinstance(c10d()._world.pg_map, dict), ("testing/worker.py",)),
+    "_world": Private(lambda: isinstance(c10d()._world.pg_map, dict), ("testing/worker.py", "watch/interrupt.py")),
     # The elastic agent.
     "_pcontext": Private(lambda: agent()._pcontext is None, ELASTIC),
     # Memory and operators.

@@ -64,7 +64,11 @@ struct Simccl final : c10d::Backend {
   bool supportsCoalescing() const override { return true; }
   bool supportsSplitting() const override { return true; }
   void setSequenceNumberForGroup() override {}
-  c10d::ErrorType getError() override { return has_lost_peer_ ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS; }
+  // Its watchdog looks at calls ten times a second.
+  c10d::ErrorType getError() override {
+    if (!has_lost_peer_ || Clock::now() - lost_at_.load() < Milliseconds(100)) return c10d::ErrorType::SUCCESS;
+    return c10d::ErrorType::COMM_ERROR;
+  }
   void setTimeout(Milliseconds timeout) override { timeout_ = timeout; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return c10::make_intrusive<SimcclOptions>(timeout_); }
 
@@ -79,6 +83,7 @@ struct Simccl final : c10d::Backend {
 
   void abort() override {
     if (aborted_->exchange(true)) return;
+    if (getError() == c10d::ErrorType::SUCCESS) has_lost_peer_ = false;  // before the watchdog has looked
     tell();
     std::lock_guard lock(mutex_);
     for (auto& message : messages_) message->abort();
@@ -98,7 +103,9 @@ struct Simccl final : c10d::Backend {
   // A call whose peer is gone never ends, until the group is aborted; or, as over NCCL's sockets, it ends at once, with
   // wrong results, and the backend has an error.
   void lose_peer() {
+    if (*aborted_) return;
     if (std::getenv("SIM_CALLS_END_WITHOUT_PEER")) {
+      if (!has_lost_peer_) lost_at_ = Clock::now();
       has_lost_peer_ = true;
     } else {
       wait_until([&] { return aborted_->load(); });
@@ -465,6 +472,7 @@ struct Simccl final : c10d::Backend {
   Make make_;
   c10::intrusive_ptr<c10d::Backend> gloo_;
   Milliseconds timeout_;
+  std::atomic<Clock::time_point> lost_at_{};
   std::atomic<bool> has_lost_peer_{false};
   std::shared_ptr<std::atomic<bool>> aborted_ = std::make_shared<std::atomic<bool>>(false);
   std::mutex mutex_;

@@ -1,6 +1,7 @@
 """A rank whose calls hang on the simulated accelerator, as with NCCL. Usage: hanging.py FAULT TIMEOUT FOLDER [WAIT].
 
-FAULT is a key of `FAULTS`: what rank 1 does, where the others sum two numbers; in a training after `ddp, ` or `fsdp, `.
+FAULT is a key of `FAULTS`: what rank 1, or the variable CULPRIT, does, where the others sum two numbers; in a training
+after `ddp, ` or `fsdp, `.
 Then all ranks read a value of their device, or, if WAIT is `looping`, work on; if it is `nothing`, they make no more
 calls. Each writes its error, and when it came after the fault, as JSON.
 """
@@ -31,6 +32,7 @@ from lockstep.errors import DistError
 from lockstep.groups import resolve
 
 RANK = int(os.environ["RANK"])
+CULPRIT = int(os.environ.get("CULPRIT", "1"))
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -77,7 +79,7 @@ def train(strategy: str, folder: Path, fails: Callable[[], object]) -> None:
     model, _, data = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
     for _ in session.epochs(1):
         for step, (batch,) in enumerate(data):
-            if step == 25 and RANK == 1:
+            if step == 25 and RANK == CULPRIT:
                 fails()
             loss = model(batch).square().sum()
             loss.item()
@@ -101,7 +103,7 @@ def main(fault: str, timeout: str, folder: str, wait: str = "reading") -> None:
         if fault.startswith(("ddp", "fsdp")):
             strategy, _, fault = fault.partition(", ")
             train(strategy, Path(folder), FAULTS[fault])
-        FAULTS[fault]() if RANK == 1 else usual()
+        FAULTS[fault]() if RANK == CULPRIT else usual()
         if fault == "order" and RANK != 1:
             dist.broadcast(DATA)
         while wait == "looping" and resolve().calls.failure is None:
@@ -109,6 +111,8 @@ def main(fault: str, timeout: str, folder: str, wait: str = "reading") -> None:
         DATA.sum().item()
         if wait == "nothing":
             dist.destroy_dist()
+        elif wait == "sleeping":
+            time.sleep(100)
         else:
             dist.barrier()
     except DistError as error:

@@ -53,7 +53,7 @@ def run(
     ranks = [start(*words, **job, **variables, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
     said = []
     try:
-        said = [rank.communicate(timeout=60)[1] for rank in (ranks[:1] if "stopped" in fault else ranks)]
+        said = [rank.communicate(timeout=75)[1] for rank in (ranks[:1] if "stopped" in fault else ranks)]
     finally:
         codes = [rank.poll() for rank in ranks]
         for rank in ranks:
@@ -81,13 +81,23 @@ def test_a_rank_that_is_slow_raises_no_error(start: Start, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("wait", ["reading", "looping", "nothing"])
-@pytest.mark.parametrize("fault", ["dead", "ddp, dead", "fsdp, dead"])
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("fault", ["dead", "raises", "ddp, dead", "fsdp, dead"])
 def test_calls_that_end_because_a_rank_is_gone_do_not_pass_for_complete(
-    start: Start, tmp_path: Path, fault: str, wait: str
+    start: Start, tmp_path: Path, fault: str, culprit: int, wait: str
 ) -> None:
-    timeout, error, _ = FAULTS[fault]
+    name = fault.rpartition(", ")[2]
+    gone = FAULTS[name][1].replace("rank 1", f"rank {culprit}").replace(SUM, ".*").removesuffix("is gone")
     began = time.monotonic()
-    codes, errors = run(start, tmp_path, fault, timeout, wait, SIM_CALLS_END_WITHOUT_PEER="1")
-    assert codes[0] == 1, errors
-    assert re.search(error.removesuffix("is gone"), errors[0]), errors
+    more = {"SIM_CALLS_END_WITHOUT_PEER": "1", "CULPRIT": str(culprit)}
+    codes, errors = run(start, tmp_path, fault, 60, wait, **more)
+    assert codes[1 - culprit] == 1, errors
+    assert re.search(gone, errors[1 - culprit]), errors
     assert time.monotonic() - began < 50  # torch's watchdog would end the process after a minute
+
+
+def test_a_rank_that_comes_to_no_collective_says_who_is_gone_before_torch_ends_it(start: Start, tmp_path: Path) -> None:
+    codes, errors = run(start, tmp_path, "dead", 60, "sleeping", SIM_CALLS_END_WITHOUT_PEER="1")
+    assert codes[0] == 1
+    assert re.search(GONE, errors[0]), errors
+    assert "The main thread has not come to a collective" in errors[0]

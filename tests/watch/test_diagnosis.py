@@ -91,29 +91,28 @@ def test_a_rank_that_is_only_slow_raises_no_alarm() -> None:
 def test_calls_of_torch_that_have_not_ended_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     # As torch 2.11 wrote it on an H100 over NCCL, by the names of fields; the others are left out.
     entry = {
-        "process_group": ["0", "default_pg"], "op_id": 4, "profiling_name": "nccl:all_reduce", "input_sizes": [[1000]],
+        "process_group": ["0", "default_pg"], "profiling_name": "nccl:all_reduce", "input_sizes": [[1000]],
         "input_dtypes": ["Float"], "output_sizes": [[1000]], "output_dtypes": ["Float"], "state": "scheduled",
         "retired": False,
     }  # fmt: skip
     entries = [
-        {**entry, "op_id": 3, "state": "completed", "retired": True}, {**entry, "process_group": ["1", "other"]},
+        {**entry, "op_id": 2}, {**entry, "op_id": 3, "state": "completed", "retired": True},
+        {**entry, "op_id": 9, "process_group": ["1", "other"]},
         *({**entry, "op_id": number} for number in range(4, 10)),
     ]  # fmt: skip
     dump = lambda *_: json.dumps({"entries": entries}).encode()  # noqa: E731
-    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", dump)
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", dump, raising=False)
     comm = Comm(None, 0, 2, {}, frozenset(), "cpu", ranks=(0, 1), group_name="0")
-    assert absence(comm, []).__notes__ == [
+    lines = str(absence(comm, [])).splitlines()
+    assert lines[-6:] == [
         f"torch's flight recorder has calls of {comm.name} that have not ended:",
-        *(
-            f"  number {number}, nccl:all_reduce of Float [[1000]] to [[1000]], scheduled"
-            for number in range(4, 8)
-        ),
+        *(f"  number {number}, nccl:all_reduce of Float [[1000]] to [[1000]], scheduled" for number in range(4, 8)),
         "  and 2 after them",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("written", [b"", b"{}", b'{"entries": [{"process_group": []}]}', b'{"entries": []}'])
 def test_a_record_of_torch_in_another_form_is_left_out(written: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", lambda *_: written)
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", lambda *_: written, raising=False)
     comm = Comm(None, 0, 2, {}, frozenset(), "cpu", ranks=(0, 1), group_name="0")
-    assert unfinished_of_torch(comm) == []
+    assert unfinished_of_torch(comm) == ""

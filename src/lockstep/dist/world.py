@@ -27,13 +27,14 @@ from lockstep.engines import adopt_group, load_engine
 from lockstep.errors import (
     CollectiveTimeoutError,
     DistError,
+    PeerError,
     Preempted,
     TopologyError,
     counted,
 )
 from lockstep.topology import LauncherName, Topology, environ, read_topology
 from lockstep.watch.ending import end_watch
-from lockstep.watch.interrupt import device_error, end_process, leave_process
+from lockstep.watch.interrupt import end_process, groups_in_error, leave_process
 from lockstep.watch.watch import start_watch
 
 _SECONDS_FOR_THREADS = 0.1  # in which threads of an ended group free their tensors
@@ -101,6 +102,11 @@ def init_dist(
     socket.
     """
     global _undo, _generation
+    if _is_stuck:
+        raise DistError(
+            "`init_dist` must be called in a new process, because the backend of a device has lost a rank of the group "
+            "before, which torch can't end. Start the ranks again"
+        )
     if torch_dist.is_initialized():
         raise DistError(
             "`init_dist` must be called once, but there is a default group already. Call destroy_dist() first"
@@ -161,8 +167,9 @@ def destroy_dist() -> None:
     calls of all ranks for the last time.
 
     **Raises**: CollectiveMismatchError if the ranks have made different calls, and the error of a call that failed
-    without having raised it; the group is gone all the same. At exit, the error goes to `sys.excepthook`, and the exit
-    code is 1.
+    without having raised it; the group is gone all the same, unless the backend of a device has lost a rank: then this
+    process can't join another group, and ends with exit code 1. At exit, the error goes to `sys.excepthook`, and the
+    exit code is 1.
     """
     _destroy()
 
@@ -356,11 +363,16 @@ def _rendezvous_error(error: Exception, topology: Topology) -> Exception:
 def _destroy(*, ends_at_once: bool = False) -> None:
     """Do what `destroy_dist` does; `ends_at_once`: the process then ends without the interpreter's shutdown."""
     global _is_stuck
+    _is_stuck = False
     if groups.is_forked():  # the connections are those of the rank that has forked
         atexit.unregister(_destroy_at_exit)
         return
     difference = end_watch()
-    _is_stuck = any(device_error(comm) for comm in groups.known_groups())
+    _is_stuck = torch_dist.is_initialized() and bool(groups_in_error())
+    has_raised = sys.exception() is not None or getattr(sys, "last_value", None) is not None
+    if _is_stuck and not has_raised and not any(calls.has_failed for _, calls in groups.recorded_groups()):
+        text = "the backend of a device has met an error, and what it has computed since is wrong"
+        difference = difference or PeerError(f"{text} ({groups.resolve().this_rank})", rank=None, cause="")
     with _undo:
         if not _is_stuck:
             atexit.unregister(_destroy_at_exit)

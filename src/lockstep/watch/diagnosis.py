@@ -172,6 +172,7 @@ def absence(
     if ended or (is_gone and not absent):
         text = f"{who} ended or lost the connection during {what} as seen on {comm.this_rank}. Look for "
         text += f"the error there first:\n{lines_of(shown)}" if shown else f"its own error first. {detail}"
+        text += unfinished_of_torch(comm)
         rank, error_there = (shown[0].rank, shown[0].cause) if shown else (None, "")
         error = PeerError(text, rank=rank, cause=error_there or cause)
     else:
@@ -181,30 +182,34 @@ def absence(
             text += ", nor does the store answer at which the ranks met"
             hint = "This host may have lost its network, or that of rank 0."
         text += f" ({comm.this_rank})" + (f":\n{lines_of(shown)}" if shown else f". {hint} {detail}")
-        error = CollectiveTimeoutError(text)
-    for line in unfinished_of_torch(comm):
-        error.add_note(line)
+        error = CollectiveTimeoutError(text + unfinished_of_torch(comm))
     return caused_by(error, [comm.ranks[one.rank] for one in shown]) if shown else error
 
 
-def unfinished_of_torch(comm: Comm) -> list[str]:
-    """Return lines about this rank's calls in a group that torch's flight recorder knows to be unfinished.
+def unfinished_of_torch(comm: Comm) -> str:
+    """Return lines about this rank's calls in a group that NCCL has not ended, as torch's flight recorder knows them.
 
-    They name what torch itself has called, as FSDP does. Backends of devices record when a call ends, gloo does not
-    (2.13); TORCH_FR_BUFFER_SIZE=0 turns the recorder off. Neither the device nor a stack is asked.
+    They name what torch itself has called, as FSDP does. TORCH_FR_BUFFER_SIZE=0 turns the recorder off. The host does
+    not wait for the device.
     """
-    with suppress(Exception):  # the recorder is no public part of torch (2.13)
+    with suppress(Exception):  # no public part of torch, and in builds for CUDA alone (2.13)
         recorder: Any = torch._C._distributed_c10d
-        trace = json.loads(recorder._dump_fr_trace_json(True, True))
-        mine = [one for one in trace["entries"] if one["process_group"][0] == comm.group_name and not one["retired"]]
+        entries = json.loads(recorder._dump_nccl_trace_json(True, False))["entries"]
+        mine = [one for one in entries if one["process_group"][0] == comm.group_name]
+        # Calls that torch has joined into one are never marked as ended (2.11).
+        ended = max([one["op_id"] for one in mine if one["retired"]], default=0)
+        late = [one for one in mine if one["op_id"] > ended]
         lines = [
             f"  number {one['op_id']}, {one['profiling_name']} of {', '.join(one['input_dtypes'])} "
             f"{one['input_sizes']} to {one['output_sizes']}, {one['state']}"
-            for one in mine[:_MOST_UNFINISHED]
+            for one in late[:_MOST_UNFINISHED]
         ]
-        more = [f"  and {len(mine) - len(lines)} after them"] if len(mine) > len(lines) else []
-        return [f"torch's flight recorder has calls of {comm.name} that have not ended:", *lines, *more] * bool(lines)
-    return []
+        more = [f"  and {len(late) - len(lines)} after them"] if len(late) > len(lines) else []
+        if lines:
+            return "\n".join(
+                [f"\ntorch's flight recorder has calls of {comm.name} that have not ended:", *lines, *more]
+            )
+    return ""
 
 
 def lines_of(absent: Sequence[Absent]) -> str:

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from lockstep.calls import Record
+from lockstep.calls import Calls, Record
 from lockstep.errors import CollectiveMismatchError, DistError, error_in_words
-from lockstep.groups import known_groups, recorded_groups
-from lockstep.watch.board import pauses
+from lockstep.groups import Comm, known_groups, recorded_groups
+from lockstep.watch.board import State, pauses
 from lockstep.watch.diagnosis import (
     described,
     described_if_different,
@@ -25,6 +25,7 @@ _SECONDS_TO_END = 2.0
 _SECONDS_TO_ASK = 0.5  # then a rank that has not arrived is asked what it waits for
 _SECONDS_TO_LINGER = 2.0
 _SECONDS_OF_DEVICES = 0.5  # after which torch knows that the backend of a device has lost a rank
+_FAILED = "failed"  # the result where a rank has ended with an error
 _COMPARING_RANK = 0  # compares the calls of all ranks, and sends the others the result
 
 
@@ -37,11 +38,39 @@ def end_watch() -> DistError | None:
     if watch is None:
         return None
     try:
-        with suppress(Exception):  # the store may be gone
-            return None if watch.is_cut_off else _LastComparison(watch).compare()
+        if not watch.is_cut_off:
+            with suppress(Exception):  # the store may be gone
+                return _LastComparison(watch).compare()
+        if sys.exception() is None and getattr(sys, "last_value", None) is None:
+            return _failure_of_devices(watch)
+        _interrupt_all()
         return None
     finally:
         watch.stop()
+
+
+def _interrupt_all() -> None:
+    """End what this rank has begun and others never join: the end of a group waits for that, until the timeout."""
+    for comm in known_groups():
+        interrupt(comm)
+
+
+def _failure_of_devices(watch: Watch) -> DistError | None:
+    """Return the error of calls on devices that a rank which is gone has left, if this rank has not raised it.
+
+    torch knows it a tenth of a second later. Calls on the host raise by themselves.
+    """
+    groups = recorded_groups()
+    for _ in pauses(_SECONDS_OF_DEVICES if any(comm.devices - {"cpu"} for comm, _ in groups) else 0.0, 0.1):
+        watch.look_at_devices()
+        if (failure := _unraised(groups)) is not None:
+            return failure
+    return None
+
+
+def _unraised(groups: Sequence[tuple[Comm, Calls]]) -> DistError | None:
+    """Return why a group can't be used, if no call of this rank has raised that."""
+    return next((calls.failure for _, calls in groups if calls.failure is not None and not calls.has_failed), None)
 
 
 class _LastComparison:
@@ -61,14 +90,12 @@ class _LastComparison:
         error = sys.exception() or getattr(sys, "last_value", None)
         if error is not None:
             watch.error = error_in_words(error).partition("\n")[0]
-        failure = self._failure()
+        failure = watch.hear() if error is not None else self._failure()
         has_failed = error is not None or any(calls.has_failed for _, calls in self._groups)
         watch.stop()
         watch.board.end({**watch.state(ended=True), "failed": has_failed or failure is not None})
         if error is not None:
-            # The end of a group waits, until the timeout, for what this rank has begun and others never join.
-            for comm in known_groups():
-                interrupt(comm)
+            _interrupt_all()
         try:
             if has_failed or failure is not None:
                 return None if has_failed else failure
@@ -92,6 +119,8 @@ class _LastComparison:
         store = self._watch.store
         failure = self._wait(_SECONDS_TO_END + 0.5, lambda: [] if store.check(["result"]) else [_COMPARING_RANK])
         result = json.loads(store.get("result")) if failure is None and store.check(["result"]) else None
+        if result == _FAILED:
+            return _failure_of_devices(self._watch)
         return mismatch_from_json(result) if result else failure
 
     def _compare_all(self) -> DistError | None:
@@ -100,12 +129,18 @@ class _LastComparison:
         A failure that another rank has declared is not published again, because each rank reads it by itself.
         """
         heard = difference = None
+        result: object = None
         try:
             heard = self._wait(_SECONDS_TO_END, self._watch.board.missing) if self._groups else None
-            difference = None if heard else self._difference()
+            states = {} if heard else self._watch.board.last_states(range(1, self._watch.size))
+            if any(state["failed"] for state in states.values()):
+                result = _FAILED
+            elif not heard:
+                difference = self._difference(states)
+                result = difference and mismatch_as_json(difference)
         finally:
-            self._watch.store.set("result", json.dumps(difference and mismatch_as_json(difference)))
-        return heard or difference
+            self._watch.store.set("result", json.dumps(result))
+        return heard or difference or (_failure_of_devices(self._watch) if result == _FAILED else None)
 
     def _wait(self, seconds: float, missing: Callable[[], list[int]]) -> DistError | None:
         """Wait for the ranks that `missing` returns, while their processes live; return a failure that comes first."""
@@ -117,7 +152,7 @@ class _LastComparison:
             if not ranks:
                 return None
             if board.gone(ranks):
-                return self._failure_of_devices()
+                return _failure_of_devices(self._watch)
             if passed > _SECONDS_TO_ASK and not asked:
                 asked = True
                 if (failure := self._find_blocked_rank(ranks)) is not None:
@@ -126,21 +161,10 @@ class _LastComparison:
 
     def _failure(self) -> DistError | None:
         """Return why a group can't be used, if this rank has found or heard it."""
-        for comm, calls in self._groups:
-            self._watch.look_at_device(comm, calls)
+        self._watch.look_at_devices()
         return self._watch.hear()
 
-    def _failure_of_devices(self) -> DistError | None:
-        """Return the error of calls on devices that a rank which is gone has left; those on the host have none."""
-        for _ in pauses(_SECONDS_OF_DEVICES if any(x.devices - {"cpu"} for x, _ in self._groups) else 0.0, 0.1):
-            if (failure := self._failure()) is not None:
-                return failure
-        return None
-
-    def _difference(self) -> CollectiveMismatchError | None:
-        states = self._watch.board.last_states(range(1, self._watch.size))
-        if any(state["failed"] for state in states.values()):
-            return None
+    def _difference(self, states: dict[int, State]) -> CollectiveMismatchError | None:
         states[_COMPARING_RANK] = self._watch.state(ended=True)
         differences = (described_if_different(comm, records_of(comm, states)) for comm, _ in self._groups)
         return next((one for one in differences if one is not None), None)

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as torch_dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from lockstep.errors import PEER_IS_GONE
 from lockstep.groups import Comm, control_groups
@@ -55,20 +55,24 @@ def _abort(pg: ProcessGroup) -> None:
         pg.abort()
 
 
-def device_error(comm: Comm) -> str:
-    """Return torch's word for the error that a device's backend has met in a group, or ""; asks the host alone.
+def groups_in_error() -> dict[ProcessGroup, str]:
+    """Return those of torch's groups in which a device's backend has met an error, with torch's word for it.
 
     When NCCL loses the connection to a rank, its calls end, with wrong results, and torch's functions raise nothing
-    (2.11: its watchdog waits for a minute, in which `destroy_process_group` hangs, and ends the process by SIGABRT).
+    (2.11: its watchdog notes the error, and waits for a minute, in which `destroy_process_group` hangs, before it ends
+    the process by SIGABRT). The watchdog looks at calls that were queued, ten times a second: not at those that a CUDA
+    graph repeats, nor at any under TORCH_NCCL_BLOCKING_WAIT.
+
+    **Cost**: a read of the host's memory for each group with a device.
     """
-    pg = comm.pg
-    for device in comm.devices - {"cpu"} if pg is not None else ():
+    found: dict[ProcessGroup, str] = {}
+    # torch has no public list of the groups of a process, nor a public way to their backends (2.13).
+    for pg in list(distributed_c10d._world.pg_map):
         with suppress(RuntimeError, AttributeError):  # the backend does not tell
-            # torch has no public way to the backend of a group (2.13), whose `get_error` is public.
-            error: str = pg._get_backend(torch.device(device)).get_error().name  # type: ignore[union-attr]
-            if error != "SUCCESS":
-                return error
-    return ""
+            for device in pg._device_types:
+                if device.type != "cpu" and (error := pg._get_backend(device).get_error().name) != "SUCCESS":
+                    found[pg] = error
+    return found
 
 
 def let_graphs_be_captured() -> None:

@@ -7,8 +7,8 @@ how long the last call of each group has been unfinished, on the host or on a de
 Keys of a group in the store: `same/g` (digest of its first rank's calls, at every fourth look), `failure/g` (why it
 can't be used further), `mismatch/g/n` (what the first rank says of the n-th mismatch), `look/g` (which rank was the
 last to look at a call that does not end, and which call that was), `differs/g/n` (after n mismatches, which rank has
-found another), `absent/g/n/c` (after n mismatches, who was not in call c, which has failed; until that is known, which
-rank asks).
+found another), `absent/g/n/c` (after n mismatches, who was not in call c, which has failed, or, if c is `device`, whom
+a device has lost; until that is known, which rank asks).
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ from lockstep.watch.diagnosis import (
     stuck_ranks,
     what_is_known,
 )
-from lockstep.watch.interrupt import device_error, end_process, interrupt, let_graphs_be_captured
+from lockstep.watch.interrupt import end_process, groups_in_error, interrupt, let_graphs_be_captured
 from lockstep.watch.main_thread import frame_of_main_thread, is_waiting, stack_of_main_thread
 
 _SECONDS_TO_LOOK = 1.0  # after which a call is looked at for the first time, then at doubling intervals
 _TICKS_TO_COMPARE = 4
 _SECONDS_TO_CONFIRM = 0.5  # after which ranks that wait for each other are asked again
 _SECONDS_TO_GO_ON = 2.0  # for a main thread whose group has been aborted
+_SECONDS_TO_TELL = 45.0  # for a main thread whose device has lost a rank; torch ends the process after a minute
 _SECONDS_TO_ASK_AGAIN = 5.0  # a store that has not answered
 _SECONDS_OF_STORE = 10.0  # for one answer; torch would look for five minutes for the file of a FileStore that is gone
 _HEARTBEAT = "LOCKSTEP_HEARTBEAT"
@@ -72,6 +73,9 @@ def side_store() -> Store:
         default = GroupMember.WORLD
         assert default is not None, "there is no default group"
         met: Any = default.get_group_store()
+        if _watch is not None and _watch.is_cut_off:
+            raise DistError("the store does not answer")
+        met.check(["who/0"])  # fails at once if the store is gone, to which `clone` would try to connect for minutes
         return cast("Store", met.clone())  # torch's stubs lack it
     except Exception as error:
         raise DistError(f"the ranks have no store that can be shared: {message_of(error)}") from error
@@ -127,6 +131,7 @@ class Watch:
         self._doubts: set[tuple[str, int]] = set()
         self._position, self._since = (0, 0), time.monotonic()  # where the main thread is, and since when
         self._aborted: Calls | None = None  # of a group whose call ran on a device
+        self._lost: tuple[Calls, float] | None = None  # of a group whose device has lost a rank, and since when
         self._heard = -1
         self._last_looks: dict[str, str] = {}  # for each group, what `look/g` was when this rank has last seen it
         self.store = side_store()
@@ -171,8 +176,8 @@ class Watch:
             try:
                 if not self.is_cut_off:
                     self._look_at_store()
+                self.look_at_devices()
                 for comm, calls in recorded_groups():
-                    self.look_at_device(comm, calls)
                     self._look_at_call(comm, calls)
             except Exception:  # the store is gone, and soon the job; or its host was stopped for a while
                 _logger.debug("the store does not answer", exc_info=True)
@@ -184,33 +189,58 @@ class Watch:
         position = (id(frame), -1 if frame is None else frame.f_lasti)
         if position != self._position:
             self._position, self._since = position, now
-        calls = self._aborted
-        if calls is None or calls.failure is None or calls.has_failed or now - self._since < _SECONDS_TO_GO_ON:
-            return
-        error = copy(calls.failure)
-        error.add_note("\n".join(["The main thread does not go on:", *stack_of_main_thread()]))
-        end_process(error)
+        calls, why = self._aborted, "does not go on"
+        if calls is None or calls.has_failed or now - self._since < _SECONDS_TO_GO_ON:
+            calls, since = self._lost or (None, now)
+            why = "has not come to a collective, and torch is about to end the process"
+            if calls is None or calls.has_failed or now - since < _SECONDS_TO_TELL:
+                return
+        if calls.failure is not None:
+            error = copy(calls.failure)
+            error.add_note("\n".join([f"The main thread {why}:", *stack_of_main_thread()]))
+            end_process(error)
 
     def _look_at_store(self) -> None:
+        self.board.gone([0])  # learn where it is: the store may end with it
         self.board.answer()
         if self.board.answered != self._heard:
             self._heard = self.board.answered
             self.hear()
         if time.monotonic() - self._compared > _TICKS_TO_COMPARE * self.board.tick:
             self._compared = time.monotonic()
-            self.board.gone([0])  # learn where it is: the store may end with it
             for comm, calls in recorded_groups():
                 if calls.failure is None:
                     self._compare(comm, calls)
 
-    def look_at_device(self, comm: Comm, calls: Calls) -> None:
-        """If a device's backend has met an error in a group, let the group fail, and name the rank that is gone."""
-        if calls.failure is not None or not (error := device_error(comm)):
+    def look_at_devices(self) -> None:
+        """Let each group fail in which a device's backend has met an error, and name the rank that is gone.
+
+        An error in a group that torch alone uses, as of a mesh, is one of the default group.
+        """
+        errors = groups_in_error()
+        if not errors:
             return
-        absent = self.absent_in_time(comm, calls, calls.number)
-        detail = f"The backend of the device has met an error ({error})."
-        self._fail(comm, calls, absence(comm, absent, detail, is_gone=True, is_cut_off=self.is_cut_off))
-        interrupt(comm)  # so that torch's own calls raise, too
+        recorded = recorded_groups()
+        failing = [one for one in recorded if one[0].pg in errors]
+        error: DistError | None = None
+        for comm, calls in failing or [one for one in recorded if one[0].pg is GroupMember.WORLD]:
+            if calls.failure is None:
+                error = error or self._lost_on_device(comm, calls, next(iter(errors.values())))
+                calls.failure = calls.failure or error
+                self._lost = (calls, time.monotonic())
+                if calls.unfinished()[0] and not calls.waiting:
+                    self._aborted, self._since = calls, time.monotonic()
+                interrupt(comm)  # so that torch's own calls raise, too
+        if error is not None:  # the main thread raises it in its next call
+            _logger.warning("%s", message_of(error))
+
+    def _lost_on_device(self, comm: Comm, calls: Calls, word: str) -> DistError:
+        """Return the error of a group whose device has lost a rank."""
+        number = calls.number  # the main thread may go on
+        lost = [one._replace(has_ended=True) for one in self.absent_in_time(comm, calls, number, is_lost=True)]
+        detail = f"The backend of the device has met an error ({word})."
+        is_gone = word != "TIMEOUT"
+        return absence(comm, lost, detail, number=number, is_gone=is_gone, is_cut_off=self.is_cut_off)
 
     def _look_at_call(self, comm: Comm, calls: Calls) -> None:
         """If the last call is unfinished for long, find out why, and say who is late."""
@@ -364,7 +394,9 @@ class Watch:
 
     # Calls that do not end.
 
-    def absent_in_time(self, comm: Comm, calls: Calls, number: int, *, is_unfinished: bool = False) -> list[Absent]:
+    def absent_in_time(
+        self, comm: Comm, calls: Calls, number: int, *, is_unfinished: bool = False, is_lost: bool = False
+    ) -> list[Absent]:
         """Return what `find_absent` does for a call that has failed, or what the system knows, if the store is silent.
 
         Where the network is gone, it is silent for a quarter of an hour. Of the ranks that are in the call, one asks,
@@ -372,35 +404,41 @@ class Watch:
         `find_absent`.
         """
         self.looks_for_others = True
-        found: list[Absent] = []
+        answers: list[list[Absent]] = []
 
         def find() -> None:
             let_graphs_be_captured()
             with suppress(Exception):  # the store may be gone
-                found.extend(self._find_absent_once(comm, calls, number, is_unfinished=is_unfinished))
+                answers.append(
+                    self._find_absent_once(comm, calls, number, is_unfinished=is_unfinished, is_lost=is_lost)
+                )
 
         if not self.is_cut_off:
             finding = threading.Thread(target=find, name="lockstep-find-absent", daemon=True)
             finding.start()
             finding.join(self._seconds_to_find + 0.4)
-            if not finding.is_alive():
-                return found
+            if answers:
+                return answers[0]
             self._cut_off()
         return self._known_to_be_gone(comm)
 
-    def _find_absent_once(self, comm: Comm, calls: Calls, number: int, *, is_unfinished: bool) -> list[Absent]:
+    def _find_absent_once(
+        self, comm: Comm, calls: Calls, number: int, *, is_unfinished: bool, is_lost: bool
+    ) -> list[Absent]:
         """Do what `find_absent` does for a call that has failed, on the first rank; wait for its answer on the others.
 
-        The answer is the same for all of them, because they are in the same call.
+        The answer is the same for all of them, because they are in the same call, or have lost the same rank.
         """
-        key = f"absent/{comm.group_name}/{calls.resets}/{number}"
+        key = f"absent/{comm.group_name}/{calls.resets}/{'device' if is_lost else number}"
         answer = json.loads(self.store.compare_set(key, "", str(self.rank)))
         for _ in pauses(self._seconds_to_find, self.board.tick):
             if isinstance(answer, list):
                 self.hear()
                 return [] if calls.failure is not None else [Absent(*one) for one in answer]
             if answer == self.rank or self.board.gone([answer]):
-                found = self.find_absent(comm, calls, number, has_failed=True, is_unfinished=is_unfinished)
+                found = self.find_absent(
+                    comm, calls, number, has_failed=True, is_unfinished=is_unfinished, is_lost=is_lost
+                )
                 has_left = is_unfinished and calls.unfinished()[0] != number  # then the main thread asks, or has asked
                 if found or not (has_left or calls.failure):  # a failure is heard by itself
                     self.store.set(key, json.dumps(found))
@@ -417,7 +455,14 @@ class Watch:
         return what_is_known([x for x in comm.ranks if self.board.process(x) == "gone"], comm, {}, self.board)
 
     def find_absent(
-        self, comm: Comm, calls: Calls, number: int, *, has_failed: bool = False, is_unfinished: bool = True
+        self,
+        comm: Comm,
+        calls: Calls,
+        number: int,
+        *,
+        has_failed: bool = False,
+        is_unfinished: bool = True,
+        is_lost: bool = False,
     ) -> list[Absent]:
         """Return which ranks of a group have not made a call that this rank has made, and what they do.
 
@@ -430,6 +475,8 @@ class Watch:
             number: that of the call.
             has_failed: its time is over, or the backend has raised an error.
             is_unfinished: this rank is still in the call. If it leaves it meanwhile, nobody is absent.
+            is_lost: a device has lost the connection to a rank, so that it is one that is gone or does not answer.
+                Others may be behind, because hosts run ahead of their devices by different numbers of calls.
         """
         states = self.board.ask(comm.ranks)
         if has_failed and self.is_cut_off:
@@ -455,6 +502,8 @@ class Watch:
                 self._fail(comm, calls, absence(comm, found, number=number))
                 return []
             self._find_deadlock(states)
+        if is_lost:
+            return what_is_known([x for x, one in others.items() if not one or one["ended"]], comm, states, self.board)
         absent = [x for x, state in others.items() if state is None or x not in records or records[x].number < number]
         # Those that have made the call, and then ended, may have done so because of others. torch's own collectives are
         # not recorded: whoever is not in one of them is late.
