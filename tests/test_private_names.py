@@ -299,10 +299,12 @@ PRIVATE: dict[str, Private] = {
         ("dataset/position.py",),
     ),
     # Groups.
-    "distributed_c10d": Private(c10d, ("testing/worker.py", "watch/interrupt.py")),
+    "distributed_c10d": Private(c10d, ("groups.py", "testing/worker.py", "watch/interrupt.py")),
     "_device_types": Private(lambda: isinstance(c10d().ProcessGroup._device_types, property), ("watch/interrupt.py",)),
     "_get_backend": Private(lambda: callable(c10d().ProcessGroup._get_backend), ("watch/interrupt.py",)),
-    "_world": Private(lambda: isinstance(c10d()._world.pg_map, dict), ("testing/worker.py", "watch/interrupt.py")),
+    "_world": Private(
+        lambda: isinstance(c10d()._world.pg_map, dict), ("groups.py", "testing/worker.py", "watch/interrupt.py")
+    ),
     # The elastic agent.
     "_pcontext": Private(lambda: agent()._pcontext is None, ELASTIC),
     # Memory and operators.

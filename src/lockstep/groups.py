@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
@@ -16,7 +17,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
-from torch.distributed import GroupMember, ProcessGroup
+from torch.distributed import GroupMember, ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.calls import Calls
@@ -406,6 +407,10 @@ def _leave_groups_to_parent() -> None:
     """Let collectives raise an error in a process that was forked from a rank; one rank alone needs no group."""
     global _is_forked
     _is_forked = torch_dist.is_initialized()
+    for pg in list(distributed_c10d._world.pg_map):
+        # One reference more than are dropped when the process ends: a group's destructor would wait for its threads,
+        # which the fork has not copied.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pg))
     for pg in [pg for pg, comm in _resolved.items() if comm.size == 1]:
         _resolved[pg] = SOLO
     for comm in known_groups():
