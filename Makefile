@@ -60,7 +60,7 @@ test-gpu: $(READY)  ## collectives, trainings and faults on GPUs: of one, two an
 # Needs a C++ compiler; about a minute of it, the first time.
 .PHONY: test-device
 test-device: $(READY)  ## collectives, trainings and faults on a simulated accelerator, whose backend has NCCL's rules
-	TORCH_EXTENSIONS_DIR=$(CURDIR)/build/torch_extensions $(BIN)/python -m pytest tests/device $(PYTEST_ARGS)
+	TORCH_EXTENSIONS_DIR=$(CURDIR)/build/torch_extensions $(BIN)/python -m pytest $(if $(SLICE),$(SLICE_DEVICE),tests/device) $(PYTEST_ARGS)
 
 .PHONY: test-deepspeed
 test-deepspeed: .venv-deepspeed/.ready  ## the DeepSpeed strategy, in an environment of its own

@@ -46,6 +46,13 @@ SLICE_JOBS := tests/benchmarks/test_benchmarks.py tests/benchmarks/test_scale.py
 	tests/runner/test_failing_ranks.py::test_a_job_that_fails_says_why_and_ends \
 	tests/runner/test_data_workers.py::test_a_rank_whose_worker_fails_in_a_validation_ends_by_itself
 
+# What each call costs on a device, NCCL's rules, a step's waits, a hang, calls that differ, and a rank that is lost.
+SLICE_DEVICE := tests/device/test_device.py tests/device/test_rules.py tests/device/test_loop.py \
+	"tests/device/test_watch.py::test_who_is_at_fault_is_named[op-reading]" \
+	"tests/device/test_watch.py::test_who_is_at_fault_is_named[late-reading]" \
+	"tests/device/test_watch.py::test_calls_that_end_because_a_rank_is_gone_do_not_pass_for_complete[dead-0-nothing]" \
+	"tests/device/test_watch.py::test_calls_that_end_because_a_rank_is_gone_do_not_pass_for_complete[ddp, dead-1-reading]"
+
 # Of each place in which a rank may fail, one way; calls that differ; who is named; ranks that go apart or are slow.
 SLICE_FAULTS := "tests/faults/test_blame.py::test_errors_and_exits_in_a_collective[raises in all_reduce-2]" \
 	"tests/faults/test_blame.py::test_signals_and_hangs_in_a_collective[SIGKILL in all_reduce-2]" \
