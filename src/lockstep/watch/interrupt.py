@@ -68,7 +68,7 @@ def groups_in_error() -> dict[ProcessGroup, str]:
     found: dict[ProcessGroup, str] = {}
     # torch has no public list of the groups of a process, nor a public way to their backends (2.13).
     for pg in list(distributed_c10d._world.pg_map):
-        with suppress(RuntimeError, AttributeError):  # the backend does not tell
+        with suppress(Exception):  # the backend does not tell, or the group is another package's
             for device in pg._device_types:
                 if device.type != "cpu" and (error := pg._get_backend(device).get_error().name) != "SUCCESS":
                     found[pg] = error
