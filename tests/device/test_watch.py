@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -88,12 +87,10 @@ def test_calls_that_end_because_a_rank_is_gone_do_not_pass_for_complete(
 ) -> None:
     name = fault.rpartition(", ")[2]
     gone = FAULTS[name][1].replace("rank 1", f"rank {culprit}").replace(SUM, ".*").removesuffix("is gone")
-    began = time.monotonic()
     more = {"SIM_CALLS_END_WITHOUT_PEER": "1", "CULPRIT": str(culprit)}
     codes, errors = run(start, tmp_path, fault, 60, wait, **more)
-    assert codes[1 - culprit] == 1, errors
+    assert codes[1 - culprit] == 1, errors  # the watchdog would end it by SIGABRT, after a minute
     assert re.search(gone, errors[1 - culprit]), errors
-    assert time.monotonic() - began < 50  # torch's watchdog would end the process after a minute
 
 
 def test_a_rank_that_comes_to_no_collective_says_who_is_gone_before_torch_ends_it(start: Start, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from lockstep.errors import (
     counted,
 )
 from lockstep.topology import LauncherName, Topology, environ, read_topology
-from lockstep.watch.ending import end_watch
+from lockstep.watch.ending import end_watch, raised_error
 from lockstep.watch.interrupt import end_process, groups_in_error, leave_process
 from lockstep.watch.watch import start_watch
 
@@ -369,10 +369,10 @@ def _destroy(*, ends_at_once: bool = False) -> None:
         return
     difference = end_watch()
     _is_stuck = torch_dist.is_initialized() and bool(groups_in_error())
-    has_raised = sys.exception() is not None or getattr(sys, "last_value", None) is not None
-    if _is_stuck and not has_raised and not any(calls.has_failed for _, calls in groups.recorded_groups()):
+    has_raised = raised_error() is not None or any(calls.has_failed for _, calls in groups.recorded_groups())
+    if _is_stuck and difference is None and not has_raised:
         text = "the backend of a device has met an error, and what it has computed since is wrong"
-        difference = difference or PeerError(f"{text} ({groups.resolve().this_rank})", rank=None, cause="")
+        difference = PeerError(f"{text} ({groups.resolve().this_rank})", rank=None, cause="")
     with _undo:
         if not _is_stuck:
             atexit.unregister(_destroy_at_exit)

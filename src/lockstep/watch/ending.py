@@ -41,12 +41,17 @@ def end_watch() -> DistError | None:
         if not watch.is_cut_off:
             with suppress(Exception):  # the store may be gone
                 return _LastComparison(watch).compare()
-        if sys.exception() is None and getattr(sys, "last_value", None) is None:
+        if raised_error() is None:
             return _failure_of_devices(watch)
         _interrupt_all()
         return None
     finally:
         watch.stop()
+
+
+def raised_error() -> BaseException | None:
+    """Return the error with which this process ends, or that is being handled."""
+    return sys.exception() or getattr(sys, "last_value", None)
 
 
 def _interrupt_all() -> None:
@@ -87,7 +92,7 @@ class _LastComparison:
     def compare(self) -> DistError | None:
         """Compare the calls of all ranks for the last time; return how they differ, if they do."""
         watch = self._watch
-        error = sys.exception() or getattr(sys, "last_value", None)
+        error = raised_error()
         if error is not None:
             watch.error = error_in_words(error).partition("\n")[0]
         failure = watch.hear() if error is not None else self._failure()
