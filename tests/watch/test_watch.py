@@ -16,6 +16,7 @@ from lockstep.dist import all_gather, all_reduce, barrier, destroy_dist, gather,
 from lockstep.errors import CollectiveTimeoutError, DistError
 from lockstep.groups import resolve
 from lockstep.testing import ranks
+from lockstep.watch.absent import AbsentSearch
 from lockstep.watch.watch import current_watch
 
 from ..dist.reference import assert_group_works, ones, raised
@@ -98,18 +99,18 @@ def test_a_call_that_has_raised_at_its_timeout_is_not_compared_any_more(tmp_path
         return
     watch, has_looked = current_watch(), threading.Event()
     assert watch is not None
-    look = watch.absent_in_time
+    look = AbsentSearch.in_time
 
-    def look_late(*arguments: Any, **options: Any) -> Any:
+    def look_late(search: AbsentSearch) -> Any:
         is_late = threading.current_thread().name == "lockstep-watch"
         while is_late and not watch.board.last_states([1]):
             time.sleep(0.01)
-        found = look(*arguments, **options)
+        found = look(search)
         if is_late:
             has_looked.set()
         return found
 
-    pytest.MonkeyPatch().setattr(watch, "absent_in_time", look_late)  # the watch ends with the group
+    pytest.MonkeyPatch().setattr(AbsentSearch, "in_time", look_late)  # the process ends with the test
     raised(lambda: all_reduce(ones()), CollectiveTimeoutError)
     (tmp_path / "raised").touch()
     has_looked.wait(10)
@@ -182,24 +183,24 @@ def test_who_is_absent_is_heard_from_a_rank_whose_watch_has_found_it_before_its_
     barrier()
     watch, calls = current_watch(), resolve().calls
     assert watch is not None
-    find = watch.find_absent
+    ask = AbsentSearch.ask
 
-    def find_late(*arguments: Any, **options: Any) -> Any:
-        if get_rank() == 0 and not options.get("is_unfinished", True):
+    def ask_late(search: AbsentSearch, **options: Any) -> Any:
+        if get_rank() == 0 and not search.is_unfinished:
             until(lambda: calls.failure is not None)  # by the watch, which has found it
-        return find(*arguments, **options)
+        return ask(search, **options)
 
-    pytest.MonkeyPatch().setattr(watch, "find_absent", find_late)  # the watch ends with the group
+    pytest.MonkeyPatch().setattr(AbsentSearch, "ask", ask_late)  # the process ends with the test
     if get_rank() == 1:
-        once = watch._find_absent_once
+        once = AbsentSearch.ask_once
 
-        def ask_late(*arguments: Any, **options: Any) -> Any:
+        def ask_once_late(search: AbsentSearch) -> Any:
             while not (tmp_path / "0").exists():
                 watch.board.answer()
                 time.sleep(0.05)
-            return once(*arguments, **options)
+            return once(search)
 
-        pytest.MonkeyPatch().setattr(watch, "_find_absent_once", ask_late)
+        pytest.MonkeyPatch().setattr(AbsentSearch, "ask_once", ask_once_late)
     if get_rank() < 2:
         assert "rank 2 of the default group (3) did not take part" in raised(barrier, CollectiveTimeoutError)
         (tmp_path / str(get_rank())).touch()

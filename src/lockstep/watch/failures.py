@@ -8,6 +8,7 @@ from copy import copy
 
 from lockstep.errors import PEER_IS_GONE, CollectiveMismatchError, DistError, message_of
 from lockstep.groups import Comm, known_groups, recorded_groups, resolve
+from lockstep.watch.absent import AbsentSearch
 from lockstep.watch.diagnosis import Absent, absence
 from lockstep.watch.interrupt import interrupt
 from lockstep.watch.watch import current_watch
@@ -78,7 +79,7 @@ def _absent(comm: Comm) -> tuple[list[Absent], bool]:
     watch, calls = current_watch(), comm.calls
     if watch is None or calls is None or not comm.group_name:
         return [], False
-    return watch.absent_in_time(comm, calls, calls.number), watch.is_cut_off
+    return AbsentSearch(watch, comm, calls, calls.number).in_time(), watch.is_cut_off
 
 
 @contextmanager

@@ -31,26 +31,22 @@ from torch.distributed import GroupMember, ProcessGroup, Store
 from lockstep.calls import Calls
 from lockstep.errors import CollectiveMismatchError, DistError, message_of, ranks_in_words
 from lockstep.groups import Comm, recorded_groups
+from lockstep.watch.absent import AbsentSearch
 from lockstep.watch.board import Board, State, pauses
 from lockstep.watch.diagnosis import (
     Absent,
     absence,
-    absent_ranks,
-    deadlock,
     described,
     lines_of,
     mismatch_as_json,
     mismatch_from_json,
     records_of,
-    stuck_ranks,
-    what_is_known,
 )
 from lockstep.watch.interrupt import end_process, groups_in_error, interrupt, let_graphs_be_captured
-from lockstep.watch.main_thread import frame_of_main_thread, is_waiting, stack_of_main_thread
+from lockstep.watch.main_thread import frame_of_main_thread, stack_of_main_thread
 
 _SECONDS_TO_LOOK = 1.0  # after which a call is looked at for the first time, then at doubling intervals
 _TICKS_TO_COMPARE = 4
-_SECONDS_TO_CONFIRM = 0.5  # after which ranks that wait for each other are asked again
 _SECONDS_TO_GO_ON = 2.0  # for a main thread whose group has been aborted
 _SECONDS_TO_TELL = 45.0  # for a main thread whose device has lost a rank; torch ends the process after a minute
 _SECONDS_TO_ASK_AGAIN = 5.0  # a store that has not answered
@@ -116,6 +112,7 @@ class Watch:
         error: with which this rank ends.
         cut_off_since: when the store has not answered, by the monotonic clock; None while it answers.
         looks_for_others: whether a collective has failed here, because of another rank: this one is not late.
+        stopping: set when the thread is to end.
     """
 
     def __init__(self, default: ProcessGroup) -> None:
@@ -137,8 +134,7 @@ class Watch:
         self.store = side_store()
         self.store.set_timeout(timedelta(seconds=_SECONDS_OF_STORE))
         self.board = Board(self.store, self.rank, self.size, self.state)
-        self._seconds_to_find = self.board.seconds_to_answer + 2 * self.board.tick
-        self._stop = threading.Event()
+        self.stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
         self._thread.start()
         atexit.register(self.stop)
@@ -151,11 +147,11 @@ class Watch:
     def stop(self) -> None:
         """End the thread, after what it does at present."""
         atexit.unregister(self.stop)
-        self._stop.set()
+        self.stopping.set()
         if self._thread is not threading.current_thread():
             self._thread.join(2.0)
 
-    def _cut_off(self) -> None:
+    def cut_off(self) -> None:
         """Note that the store does not answer; a thread then asks until it does."""
         if self.cut_off_since is None:
             self.cut_off_since = time.monotonic()
@@ -163,14 +159,14 @@ class Watch:
 
     def _ask_again(self) -> None:
         """Ask the store until it answers. Each time may last for as long as its host is stopped or has no network."""
-        while not self._stop.wait(_SECONDS_TO_ASK_AGAIN):
+        while not self.stopping.wait(_SECONDS_TO_ASK_AGAIN):
             with suppress(Exception):  # the connection is broken, or the store is gone
                 self.store.check(["who/0"])
                 self.cut_off_since = None
                 return
 
     def _run(self) -> None:
-        while not self._stop.wait(self.board.tick):
+        while not self.stopping.wait(self.board.tick):
             let_graphs_be_captured()
             self._look_at_main_thread()
             try:
@@ -181,7 +177,7 @@ class Watch:
                     self._look_at_call(comm, calls)
             except Exception:  # the store is gone, and soon the job; or its host was stopped for a while
                 _logger.debug("the store does not answer", exc_info=True)
-                self._cut_off()
+                self.cut_off()
 
     def _look_at_main_thread(self) -> None:
         """Note how long the main thread is at one instruction; end the process if that is a device that hangs."""
@@ -237,7 +233,7 @@ class Watch:
     def _lost_on_device(self, comm: Comm, calls: Calls, word: str) -> DistError:
         """Return the error of a group whose device has lost a rank."""
         number = calls.number  # the main thread may go on
-        lost = [one._replace(has_ended=True) for one in self.absent_in_time(comm, calls, number, is_lost=True)]
+        lost = [one._replace(has_ended=True) for one in AbsentSearch(self, comm, calls, number, is_lost=True).in_time()]
         detail = f"The backend of the device has met an error ({word})."
         is_gone = word != "TIMEOUT"
         return absence(comm, lost, detail, number=number, is_gone=is_gone, is_cut_off=self.is_cut_off)
@@ -249,11 +245,11 @@ class Watch:
             return
         name, seconds = comm.group_name, time.monotonic() - since
         if self._is_overdue(comm, seconds):
-            absent = self.absent_in_time(comm, calls, number, is_unfinished=True)
+            absent = AbsentSearch(self, comm, calls, number, is_unfinished=True).in_time()
             detail = f"It has not ended for {seconds:.0f} s."
             error = absence(comm, absent, detail, number=number, is_cut_off=self.is_cut_off)
             if calls.unfinished()[0] == number:  # the main thread may have raised the backend's error meanwhile
-                self._fail(comm, calls, error)
+                self.fail(comm, calls, error)
         if self.is_cut_off:
             return
         begun, look, beat = self._waits.get(name, (0.0, 0.0, 0.0))
@@ -264,7 +260,7 @@ class Watch:
             return
         self._waits[name] = (since, 2 * look if seconds >= look else look, 2 * beat if warns else beat)
         if self._is_first_to_look(name, [calls.resets, number, due]):
-            absent = self.find_absent(comm, calls, number)
+            absent = AbsentSearch(self, comm, calls, number, is_unfinished=True).ask()
             if warns and absent and calls.failure is None and calls.unfinished()[0] == number:
                 who = ranks_in_words([one.rank for one in absent])
                 text = f"{who} of {comm.name} in {calls.call(number)}\n{lines_of(absent)}"
@@ -324,7 +320,7 @@ class Watch:
                     calls.failure = mismatch_from_json(values)
                 heard.append((comm, calls, calls.failure))
         for one in heard:  # the main thread goes on when all are known
-            self._fail(*one)
+            self.fail(*one)
         return next((calls.failure for _, calls in recorded_groups() if calls.failure is not None), None)
 
     def explain(self, comm: Comm, calls: Calls) -> CollectiveMismatchError:
@@ -338,12 +334,13 @@ class Watch:
                 self.board.answer()
                 if self.store.check([key]):
                     return mismatch_from_json(json.loads(self.store.get(key)))
-        error = self._difference(comm, self.board.ask(comm.ranks))
+        error = self.difference(comm, self.board.ask(comm.ranks))
         if comm.rank == 0:
             self.store.set(key, json.dumps(mismatch_as_json(error)))
         return error
 
-    def _difference(self, comm: Comm, states: Mapping[int, State | None]) -> CollectiveMismatchError:
+    def difference(self, comm: Comm, states: Mapping[int, State | None]) -> CollectiveMismatchError:
+        """Return the error that names the first call in which the ranks of a group differ, by what they do."""
         ended = [rank for rank, one in enumerate(comm.ranks) if (states[one] or {}).get("ended")]
         return described(comm, records_of(comm, states), ended)
 
@@ -359,7 +356,7 @@ class Watch:
         self.store.set(f"failure/{group}", json.dumps([kind, *values]))
         self.board.notify([rank for rank in ranks if rank != self.rank])
 
-    def _fail(self, comm: Comm, calls: Calls, error: DistError) -> None:
+    def fail(self, comm: Comm, calls: Calls, error: DistError) -> None:
         """Let this rank's call in a group fail, and all later ones."""
         calls.failure = calls.failure or error
         if threading.current_thread() is self._thread and calls.unfinished()[0]:
@@ -367,11 +364,11 @@ class Watch:
                 self._aborted, self._since = calls, time.monotonic()
             interrupt(comm)
 
-    def _fail_all(self, comm: Comm, calls: Calls, error: CollectiveMismatchError) -> None:
+    def fail_all(self, comm: Comm, calls: Calls, error: CollectiveMismatchError) -> None:
         """Let all ranks of the group fail."""
         if calls.failure is None:
             self.declare(comm.group_name, comm.ranks, mismatch_as_json(error))
-            self._fail(comm, calls, error)
+            self.fail(comm, calls, error)
 
     def _compare(self, comm: Comm, calls: Calls) -> None:
         """Compare the calls so far with those of the first rank of a group."""
@@ -388,143 +385,9 @@ class Watch:
             elif doubt in self._doubts:
                 asking = int(self.store.compare_set(f"differs/{comm.group_name}/{resets}", "", str(self.rank)))
                 if asking == self.rank or self.board.gone([asking]):  # where the first rank differs, all others see it
-                    self._fail_all(comm, calls, self._difference(comm, self.board.ask(comm.ranks)))
+                    self.fail_all(comm, calls, self.difference(comm, self.board.ask(comm.ranks)))
             else:
                 self._doubts.add(doubt)  # the main threads may be about to raise an error themselves
-
-    # Calls that do not end.
-
-    def absent_in_time(
-        self, comm: Comm, calls: Calls, number: int, *, is_unfinished: bool = False, is_lost: bool = False
-    ) -> list[Absent]:
-        """Return what `find_absent` does for a call that has failed, or what the system knows, if the store is silent.
-
-        Where the network is gone, it is silent for a quarter of an hour. Of the ranks that are in the call, one asks,
-        and tells the others; so that requests grow with the ranks, not with their square. The arguments are those of
-        `find_absent`.
-        """
-        self.looks_for_others = True
-        answers: list[list[Absent]] = []
-
-        def find() -> None:
-            let_graphs_be_captured()
-            with suppress(Exception):  # the store may be gone
-                answers.append(
-                    self._find_absent_once(comm, calls, number, is_unfinished=is_unfinished, is_lost=is_lost)
-                )
-
-        if not self.is_cut_off:
-            finding = threading.Thread(target=find, name="lockstep-find-absent", daemon=True)
-            finding.start()
-            finding.join(self._seconds_to_find + 0.4)
-            if answers:
-                return answers[0]
-            self._cut_off()
-        return self._known_to_be_gone(comm)
-
-    def _find_absent_once(
-        self, comm: Comm, calls: Calls, number: int, *, is_unfinished: bool, is_lost: bool
-    ) -> list[Absent]:
-        """Do what `find_absent` does for a call that has failed, on the first rank; wait for its answer on the others.
-
-        The answer is the same for all of them, because they are in the same call, or have lost the same rank.
-        """
-        key = f"absent/{comm.group_name}/{calls.resets}/{'device' if is_lost else number}"
-        answer = json.loads(self.store.compare_set(key, "", str(self.rank)))
-        for _ in pauses(self._seconds_to_find, self.board.tick):
-            if isinstance(answer, list):
-                self.hear()
-                return [] if calls.failure is not None else [Absent(*one) for one in answer]
-            if answer == self.rank or self.board.gone([answer]):
-                found = self.find_absent(
-                    comm, calls, number, has_failed=True, is_unfinished=is_unfinished, is_lost=is_lost
-                )
-                has_left = is_unfinished and calls.unfinished()[0] != number  # then the main thread asks, or has asked
-                if found or not (has_left or calls.failure):  # a failure is heard by itself
-                    self.store.set(key, json.dumps(found))
-                return found
-            self.board.answer()
-            self.hear()
-            if calls.failure is not None:
-                return []
-            answer = json.loads(self.store.get(key))
-        return self._known_to_be_gone(comm)
-
-    def _known_to_be_gone(self, comm: Comm) -> list[Absent]:
-        """Return the ranks of a group that have ended on this host, which the system knows without the store."""
-        return what_is_known([x for x in comm.ranks if self.board.process(x) == "gone"], comm, {}, self.board)
-
-    def find_absent(
-        self,
-        comm: Comm,
-        calls: Calls,
-        number: int,
-        *,
-        has_failed: bool = False,
-        is_unfinished: bool = True,
-        is_lost: bool = False,
-    ) -> list[Absent]:
-        """Return which ranks of a group have not made a call that this rank has made, and what they do.
-
-        Where the call can never end, because the ranks have made different ones, or wait for each other, the group
-        fails; unless the call has failed by itself, also where a rank is gone.
-
-        Args:
-            comm: the group.
-            calls: its record on this rank.
-            number: that of the call.
-            has_failed: its time is over, or the backend has raised an error.
-            is_unfinished: this rank is still in the call. If it leaves it meanwhile, nobody is absent.
-            is_lost: a device has lost the connection to a rank, so that it is one that is gone or does not answer.
-                Others may be behind, because hosts run ahead of their devices by different numbers of calls.
-        """
-        states = self.board.ask(comm.ranks)
-        if has_failed and self.is_cut_off:
-            return []  # nobody waits for this any longer
-        self.hear()
-        if calls.failure is not None or (is_unfinished and calls.unfinished()[0] != number):
-            return []
-        others = {rank: states[rank] for rank in comm.ranks if rank != self.rank}
-        records = {comm.ranks[rank]: record for rank, record in records_of(comm, states).items()}
-        for rank, state in others.items():
-            record = records.get(rank)
-            if number and record is not None and state is not None and record.resets == calls.resets:
-                call = record.call(number)
-                has_left = state["ended"] and not state["error"] and record.number < number
-                if has_left or (call is not None and call.fingerprint != calls.call(number).fingerprint):
-                    self._fail_all(comm, calls, self._difference(comm, states))
-                    return []
-        if not has_failed:
-            dead = [x for x, state in others.items() if (state["error"] if state else self.board.process(x) == "gone")]
-            if dead:
-                found = what_is_known(dead, comm, states, self.board)
-                self.declare(comm.group_name, comm.ranks, found, "gone")
-                self._fail(comm, calls, absence(comm, found, number=number))
-                return []
-            self._find_deadlock(states)
-        if is_lost:
-            return what_is_known([x for x, one in others.items() if not one or one["ended"]], comm, states, self.board)
-        absent = [x for x, state in others.items() if state is None or x not in records or records[x].number < number]
-        # Those that have made the call, and then ended, may have done so because of others. torch's own collectives are
-        # not recorded: whoever is not in one of them is late.
-        absent = absent or [x for x, state in others.items() if state and state["ended"]]
-        absent = absent or [x for x, state in others.items() if not is_waiting(state)]
-        return what_is_known(absent, comm, states, self.board)
-
-    def _find_deadlock(self, states: dict[int, State | None]) -> None:
-        """Find out whether ranks wait for each other in calls of different groups, and let these fail."""
-        while new := absent_ranks(states, self.size).difference(states):
-            states |= self.board.ask(sorted(new))
-        stuck = stuck_ranks(states, self.size)
-        if not stuck or self._stop.wait(_SECONDS_TO_CONFIRM):
-            return
-        states = self.board.ask(states)
-        again = stuck_ranks(states, self.size)
-        if all(again.get(rank) == calls for rank, calls in stuck.items()):
-            values = mismatch_as_json(deadlock(states, stuck, self.size))
-            for name, members in {(call.group, call.members) for calls in stuck.values() for call in calls}:
-                self.declare(name, members, values)
-            self.hear()
 
 
 def _exported(comm: Comm, calls: Calls) -> dict[str, Any]:

@@ -1,0 +1,176 @@
+"""Finds out who has not come to a call that does not end, or has failed: late, gone, or waiting for others itself."""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lockstep.calls import Calls
+from lockstep.groups import Comm
+from lockstep.watch.board import State, pauses
+from lockstep.watch.diagnosis import (
+    Absent,
+    absence,
+    absent_ranks,
+    deadlock,
+    mismatch_as_json,
+    records_of,
+    stuck_ranks,
+    what_is_known,
+)
+from lockstep.watch.interrupt import let_graphs_be_captured
+from lockstep.watch.main_thread import is_waiting
+
+if TYPE_CHECKING:
+    from lockstep.watch.watch import Watch
+
+_SECONDS_TO_CONFIRM = 0.5  # after which ranks that wait for each other are asked again
+
+
+@dataclass(frozen=True)
+class AbsentSearch:
+    """A search for the ranks that have not made a call which this rank has made.
+
+    Attributes:
+        watch: the watch of this rank.
+        comm: the group.
+        calls: its record on this rank.
+        number: that of the call.
+        is_unfinished: this rank is still in the call. If it leaves it meanwhile, nobody is absent.
+        is_lost: a device has lost the connection to a rank, so that it is one that is gone or does not answer. Others
+            may be behind, because hosts run ahead of their devices by different numbers of calls.
+    """
+
+    watch: Watch
+    comm: Comm
+    calls: Calls
+    number: int
+    is_unfinished: bool = False
+    is_lost: bool = False
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this rank was in the call, and has left it since."""
+        return self.is_unfinished and self.calls.unfinished()[0] != self.number
+
+    def in_time(self) -> list[Absent]:
+        """Return who is absent from a call that has failed, or what the system knows, if the store is silent.
+
+        Where the network is gone, it is silent for a quarter of an hour.
+        """
+        watch = self.watch
+        watch.looks_for_others = True
+        answers: list[list[Absent]] = []
+
+        def find() -> None:
+            let_graphs_be_captured()
+            with suppress(Exception):  # the store may be gone
+                answers.append(self.ask_once())
+
+        if not watch.is_cut_off:
+            finding = threading.Thread(target=find, name="lockstep-find-absent", daemon=True)
+            finding.start()
+            finding.join(self._seconds_to_find + 0.4)
+            if answers:
+                return answers[0]
+            watch.cut_off()
+        return self._known_to_be_gone()
+
+    def ask_once(self) -> list[Absent]:
+        """Ask who is absent from a call that has failed, on one of the ranks in it; wait for its answer on the others.
+
+        The answer is the same for all of them, because they are in the same call, or have lost the same rank. So
+        requests grow with the ranks, not with their square.
+        """
+        watch, calls = self.watch, self.calls
+        key = f"absent/{self.comm.group_name}/{calls.resets}/{'device' if self.is_lost else self.number}"
+        answer = json.loads(watch.store.compare_set(key, "", str(watch.rank)))
+        for _ in pauses(self._seconds_to_find, watch.board.tick):
+            if isinstance(answer, list):
+                watch.hear()
+                return [] if calls.failure is not None else [Absent(*one) for one in answer]
+            if answer == watch.rank or watch.board.gone([answer]):
+                found = self.ask(has_failed=True)
+                # A failure is heard by itself. If this rank has left the call, its main thread asks, or has asked.
+                if found or not (self.has_left or calls.failure):
+                    watch.store.set(key, json.dumps(found))
+                return found
+            watch.board.answer()
+            watch.hear()
+            if calls.failure is not None:
+                return []
+            answer = json.loads(watch.store.get(key))
+        return self._known_to_be_gone()
+
+    def ask(self, *, has_failed: bool = False) -> list[Absent]:
+        """Ask all ranks of the group what they do, and return who is absent.
+
+        Where the call can never end, because the ranks have made different ones, or wait for each other, the group
+        fails; unless the call has failed by itself, also where a rank is gone.
+
+        Args:
+            has_failed: the call's time is over, or the backend has raised an error.
+        """
+        watch, comm, calls, number = self.watch, self.comm, self.calls, self.number
+        states = watch.board.ask(comm.ranks)
+        if has_failed and watch.is_cut_off:
+            return []  # nobody waits for this any longer
+        watch.hear()
+        if calls.failure is not None or self.has_left:
+            return []
+        others = {rank: states[rank] for rank in comm.ranks if rank != watch.rank}
+        records = {comm.ranks[rank]: record for rank, record in records_of(comm, states).items()}
+        for rank, state in others.items():
+            record = records.get(rank)
+            if number and record is not None and state is not None and record.resets == calls.resets:
+                call = record.call(number)
+                has_gone_on = state["ended"] and not state["error"] and record.number < number
+                if has_gone_on or (call is not None and call.fingerprint != calls.call(number).fingerprint):
+                    watch.fail_all(comm, calls, watch.difference(comm, states))
+                    return []
+        if not has_failed:
+            dead = [x for x, state in others.items() if (state["error"] if state else watch.board.process(x) == "gone")]
+            if dead:
+                found = self._known(dead, states)
+                watch.declare(comm.group_name, comm.ranks, found, "gone")
+                watch.fail(comm, calls, absence(comm, found, number=number))
+                return []
+            self._find_deadlock(states)
+        if self.is_lost:
+            return self._known([x for x, one in others.items() if not one or one["ended"]], states)
+        absent = [x for x, state in others.items() if state is None or x not in records or records[x].number < number]
+        # Those that have made the call, and then ended, may have done so because of others. torch's own collectives are
+        # not recorded: whoever is not in one of them is late.
+        absent = absent or [x for x, state in others.items() if state and state["ended"]]
+        absent = absent or [x for x, state in others.items() if not is_waiting(state)]
+        return self._known(absent, states)
+
+    @property
+    def _seconds_to_find(self) -> float:
+        return self.watch.board.seconds_to_answer + 2 * self.watch.board.tick
+
+    def _known(self, ranks: list[int], states: dict[int, State | None]) -> list[Absent]:
+        return what_is_known(ranks, self.comm, states, self.watch.board)
+
+    def _known_to_be_gone(self) -> list[Absent]:
+        """Return the ranks of the group that have ended on this host, which the system knows without the store."""
+        return self._known([x for x in self.comm.ranks if self.watch.board.process(x) == "gone"], {})
+
+    def _find_deadlock(self, states: dict[int, State | None]) -> None:
+        """Find out whether ranks wait for each other in calls of different groups, and let these fail."""
+        watch = self.watch
+        while new := absent_ranks(states, watch.size).difference(states):
+            states |= watch.board.ask(sorted(new))
+        stuck = stuck_ranks(states, watch.size)
+        if not stuck or watch.stopping.wait(_SECONDS_TO_CONFIRM):
+            return
+        states = watch.board.ask(states)
+        again = stuck_ranks(states, watch.size)
+        if all(again.get(rank) == calls for rank, calls in stuck.items()):
+            values = mismatch_as_json(deadlock(states, stuck, watch.size))
+            for name, members in {(call.group, call.members) for calls in stuck.values() for call in calls}:
+                watch.declare(name, members, values)
+            watch.hear()
