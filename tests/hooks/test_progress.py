@@ -45,10 +45,10 @@ def test_a_name_with_markup_is_shown_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("width", "shown"),
     [
-        (120, r"epoch 2/3 ━+ 7/40  loss 1\.0884  ETA 0:00:03  130 samples/s  val/accuracy 37\.75 %"),
-        (80, r"epoch 2/3 ━+ 7/40  loss 1\.0884  ETA 0:00:03  130 samples/s"),
-        (45, r"epoch 2/3 ━{17} 7/40  loss 1\.0884"),
-        (30, r"epoch 2/3 ━{15} 7/40"),
+        (120, r"epoch 2/3 ━+ 7/40 loss 1\.0884  ETA 0:00:03  130 samples/s  val/accuracy 37\.75 %"),
+        (80, r"epoch 2/3 ━+ 7/40 loss 1\.0884  ETA 0:00:03  130 samples/s"),
+        (45, r"epoch 2/3 ━{18} 7/40 loss 1\.0884"),
+        (30, r"epoch 2/3 ━+ 7/40"),
     ],
 )
 def test_a_narrow_terminal_shows_the_first_values_beside_the_bar(width: int, shown: str) -> None:

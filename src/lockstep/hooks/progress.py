@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from lockstep.dataset import length_of
 from lockstep.evaluator import format_metrics
@@ -145,8 +145,10 @@ class ProgressHook(Hook):
 
 
 def _loss(mean: float | None) -> list[str]:
-    """Return the loss with five significant digits, if it is known."""
-    return [] if mean is None else [f"loss {mean:#.5g}"]
+    """Return the loss with at most six digits, if it is known."""
+    if mean is None:
+        return []
+    return [f"loss {mean:.4f}" if 0.01 <= abs(mean) < 100 else f"loss {mean:.5g}"]
 
 
 def _rates(samples: float | None, tokens: float | None, mfu: float | None) -> list[str]:
@@ -173,6 +175,7 @@ class LiveDisplay:
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=None),
+            MofNCompleteColumn(),
             TextColumn("{task.fields[text]}", markup=False),  # metrics have names of the user's
             console=console,
             auto_refresh=False,
@@ -190,11 +193,13 @@ class LiveDisplay:
 
     def show(self, done: int, values: Sequence[str]) -> None:
         """Draw the bar, with those of the first values for which there is room."""
-        total = self._progress.tasks[0].total
-        text = f"{done}/?" if total is None else f"{done:>{len(str(round(total)))}}/{total:.0f}"
-        room = self._progress.console.width - self._label_width - self._BAR_WIDTH - 2  # a space between two columns
+        count = 2 * len(str(self._progress.tasks[0].total or done)) + 1
+        # There is a space between two columns.
+        room = self._progress.console.width - self._label_width - self._BAR_WIDTH - count - 3
+        text = ""
         for value in values:
-            if cell_len(longer := f"{text}  {value}") > room:
+            longer = f"{text}  {value}" if text else value
+            if cell_len(longer) > room:
                 break
             text = longer
         self._progress.update(self._task, completed=done, text=text)
