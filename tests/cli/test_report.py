@@ -17,6 +17,17 @@ def test_a_trained_run_becomes_a_page(lockstep, tmp_path: Path):
         assert word in text
 
 
+def test_a_resumed_run_is_shown_with_what_it_resumed(lockstep, tmp_path: Path):
+    assert lockstep("train", "line.py")[0] == 0
+    assert lockstep("train", "line.py", "--resume", "--cfg-options", "train_cfg.max_epochs=2")[0] == 0
+    first, last = sorted((tmp_path / "work_dirs/line").glob("*/"))
+    assert lockstep("report", "work_dirs/line", "--out", "page.html")[0] == 0
+    page = (tmp_path / "page.html").read_text()
+    assert f'resumed after iteration 4 of <a href="work_dirs/line/{first.name}/">{first.name}</a>' in page
+    assert '"epochs":[[1,4],[2,8]],"resumed":[4]' in page
+    assert last.name in page
+
+
 def test_the_page_goes_where_one_wants(lockstep, tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(RECORD) + "\n{")
     code, out, err = lockstep("report", ".", "--out", "page.html")

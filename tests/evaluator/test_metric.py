@@ -211,6 +211,7 @@ def test_values_of_numpy_and_torch_become_plain_ones():
     assert found == {"mean": 0.75, "by_class": [0.5, 1.0], "one": 1.0, "pair": [[0.0, 0.0], 1], "kind": "a"}
     assert type(found["mean"]) is float
     assert format_metrics(found, {"mean": "%"}) == "mean 0.75 %  one 1  kind a"
+    assert format_metrics({"error": 1.5e30}, {"error": "%"}) == "error 1.5e+30 %"
 
 
 def test_two_metrics_of_one_name_are_refused():

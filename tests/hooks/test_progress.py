@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from io import StringIO
 
 import pytest
@@ -15,7 +16,7 @@ def test_lines_come_no_more_often_than_asked():
     display = PlainDisplay(console, period_seconds=60)
     display.begin("epoch 1/2", None)
     for done in range(5):
-        display.show(done, "loss 1")
+        display.show(done, ["loss 1"])
     display.close()
     assert console.file.getvalue() == ""
 
@@ -25,7 +26,7 @@ def test_a_live_bar_can_be_shown_again_after_it_was_closed():
     display = LiveDisplay(console)
     for label in ("training", "validating"):
         display.begin(label, 3)
-        display.show(1, "text")
+        display.show(1, ["text"])
     display.close()
     display.begin("testing", 2)
     display.close()
@@ -36,9 +37,28 @@ def test_a_name_with_markup_is_shown_as_it_is() -> None:
     shown = StringIO()
     display = LiveDisplay(Console(file=shown, force_terminal=True, width=80))
     display.begin("training", 2)
-    display.show(1, "acc[/top1] 0.5")
+    display.show(1, ["acc[/top1] 0.5"])
     display.close()
     assert "acc[/top1] 0.5" in shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (120, r"epoch 2/3 ━+ 7/40 loss 1\.0884  ETA 0:00:03  130 samples/s  val/accuracy 37\.75 %"),
+        (80, r"epoch 2/3 ━+ 7/40 loss 1\.0884  ETA 0:00:03  130 samples/s"),
+        (45, r"epoch 2/3 ━{18} 7/40 loss 1\.0884"),
+        (30, r"epoch 2/3 ━+ 7/40"),
+    ],
+)
+def test_a_narrow_terminal_shows_the_first_values_beside_the_bar(width: int, shown: str) -> None:
+    console = Console(file=StringIO(), force_terminal=True, width=width, color_system=None)
+    display = LiveDisplay(console)
+    display.begin("epoch 2/3", 40)
+    display.show(7, ["loss 1.0884", "ETA 0:00:03", "130 samples/s", "val/accuracy 37.75 %"])
+    line = next(line for line in re.split(r"\x1b\S*?[A-Zh-l]|\r|\n", console.file.getvalue()) if "7/40" in line)
+    assert re.fullmatch(shown.replace("━", "[━╸╺ ]"), line.rstrip())
+    display.close()
 
 
 @pytest.mark.parametrize(

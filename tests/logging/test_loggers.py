@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import warnings
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from lockstep.logging import MMLogger, open_console, print_log, run_logging, warnings_once
 
@@ -23,6 +25,19 @@ def test_within_a_run_its_handlers_get_everything_once(tmp_path: Path, capsys: p
     assert shown.err == ""
     written = [line.partition(": ")[2] for line in (tmp_path / "log.txt").read_text().splitlines()]
     assert written == ["from a model", "from a tool", "printed", "a warning"]
+
+
+def test_a_narrow_terminal_breaks_lines_between_values_and_the_file_does_not(tmp_path: Path):
+    line = "epoch 1/3  loss 1.1125  val/loss 1.098  val/accuracy_top1 0.34\n  indented, with two  spaces that fit"
+    console = Console(file=StringIO(), force_terminal=True, width=40, soft_wrap=True)
+    with run_logging(console, tmp_path / "log.txt") as logger:
+        logger.info(line)
+    assert console.file.getvalue().splitlines() == [
+        "epoch 1/3  loss 1.1125  val/loss 1.098",
+        "  val/accuracy_top1 0.34",
+        "  indented, with two  spaces that fit",
+    ]
+    assert line.partition("\n")[0] in (tmp_path / "log.txt").read_text()
 
 
 def test_outside_of_a_run_it_goes_to_standard_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]):

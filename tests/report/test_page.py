@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from html import unescape
@@ -157,6 +158,38 @@ def test_a_resumed_run_begins_where_it_went_on(tmp_path: Path):
     records = [train_record(step) for step in range(1010, 1101, 10)]
     page = page_of(write_run(tmp_path / "run", records, ranks=[rank_row(record["iter"]) for record in records]))
     assert page.values["across"] == [1000, 1100]
+
+
+def write_parts(folder: Path, *, gone: int = 0) -> Path:
+    """Write a run of 50 iterations that was resumed after 20 and after 30; the first `gone` parts are removed."""
+    parts = {}
+    for name, begin, end in (("a b", 0, 40), ("<c>", 20, 40), ("d", 30, 50)):
+        records = [train_record(step, loss=float(begin + step)) for step in range(begin + 10, end + 1, 10)]
+        if parts:
+            path = str(Path("/moved/since") / list(parts)[-1] / "epoch_1")
+            records = [{"mode": "resumed", "epoch": 1, "iter": begin, "path": path}, val_record(begin, acc=2), *records]
+        ranks = [rank_row(step, time=(0.01,) * (2 + len(parts))) for step in range(begin + 10, end + 1, 10)]
+        parts[name] = write_run(folder / name, [*records, val_record(end, acc=end)], ranks=ranks)
+    for part in list(parts.values())[:gone]:
+        shutil.rmtree(part)
+    return folder / "d"
+
+
+def test_a_run_that_was_resumed_twice_is_one_curve(tmp_path: Path):
+    page = page_of(write_parts(tmp_path / "runs"))
+    loss, accuracy, *_ = page.values["charts"]
+    assert curves_of(loss) == [([10, 20, 30, 40, 50], [10.0, 20.0, 50.0, 70.0, 80.0])]
+    assert curves_of(accuracy) == [([20, 30, 50], [2.0, 2.0, 50.0])]
+    assert (page.values["across"], page.values["resumed"]) == ([0, 50], [20, 30])
+    assert page.values["heatmaps"][0]["end"] == [40, 50], "the last part had another number of ranks"
+    assert page.texts["p"][2] == "resumed after iteration 20 of a b, after iteration 30 of <c>"
+    assert [value for name, value in page.attributes if name == "href"][1:] == ["../a%20b/", "../%3Cc%3E/"]
+
+
+def test_a_part_that_is_gone_is_told(tmp_path: Path):
+    page = page_of(write_parts(tmp_path / "runs", gone=1))
+    assert page.values["across"] == [20, 50]
+    assert "what came before iteration 20 is missing: `" in page.texts["header"][0]
 
 
 def test_rows_that_do_not_fit_are_left_out(tmp_path: Path):

@@ -187,4 +187,5 @@ def format_metrics(metrics: Mapping[str, Any], units: Mapping[str, str]) -> str:
 def _format_value(value: str | float, unit: str | None) -> str:
     if isinstance(value, str):
         return value
-    return f"{value:.4g}" if unit is None else f"{value:.2f} {unit}"
+    number = f"{value:.4g}" if unit is None or abs(value) >= 1e4 else f"{value:.2f}"
+    return number if unit is None else f"{number} {unit}"

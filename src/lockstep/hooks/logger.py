@@ -182,6 +182,9 @@ class LoggerHook(Hook):
         self._timers = [hook for hook in runner.hooks if isinstance(hook, IterTimerHook)]
         if runner.rank == 0:
             self._rank_times = RankTimes(runner.run_dir / "ranks.jsonl")
+            if runner.resume_from is not None:
+                place = {"mode": "resumed", "epoch": runner.epoch, "iter": runner.iter}
+                runner.records.write({**place, "path": str(runner.resume_from)})
         if runner.distributed:
             self._work = OwnWork(runner.model, self.interval)
             self._watch = None if self.slow_factor is None else StragglerWatch(self.slow_factor)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from time import perf_counter
 from typing import Any, ClassVar
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -22,8 +24,9 @@ _WINDOW = 20  # number of iterations in the mean shown during an epoch
 class ProgressHook(Hook):
     """Show the progress of the run on rank 0: a live bar on a terminal, lines elsewhere.
 
-    It shows the loss, the latest metrics, the samples per second of all ranks, tokens per second and MFU if they are
-    recorded, and the time left. Each epoch leaves one line. During an epoch, the loss is that of rank 0.
+    It shows the loss, the time left of the whole training, the samples per second of all ranks, tokens per second and
+    MFU if they are recorded, and the latest metrics of a validation, as `val/NAME`. A terminal that is too narrow shows
+    the first of these. Each epoch leaves one line. During an epoch, the loss is that of rank 0.
 
     Args:
         period_seconds: time between two lines if there is no terminal.
@@ -39,9 +42,9 @@ class ProgressHook(Hook):
         self._started = 0.0
         self._first_iter = 0
         self._epoch_started = 0.0
-        self._epoch_line = ""
-        self._metrics = ""
-        self._text = ""
+        self._epoch_line: tuple[list[str], list[str]] | None = None  # what stands before its metrics, and after them
+        self._metrics: list[str] = []
+        self._values: list[str] = []
 
     def before_train(self, runner: TrainRun) -> None:
         """Start the clock of the whole training."""
@@ -60,20 +63,17 @@ class ProgressHook(Hook):
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Draw the bar, a few times per second."""
         if perf_counter() >= self._due:
-            self._text = self._training_text(runner)
+            self._values = self._training_values(runner)
             self._show(batch_idx + 1 if runner.max_epochs is not None else runner.iter + 1)
 
     def after_train_epoch(self, runner: TrainRun) -> None:
         """Prepare the line of the epoch; its metrics may follow."""
         means = runner.message_hub.get_info("epoch_means", {})
-        parts = [f"iter {runner.iter}/{runner.max_iters}" if runner.max_epochs is None else _epoch_label(runner)]
-        if "loss" in means:
-            parts.append(f"loss {means['loss']:.4f}")
-        parts.append("{metrics}")
-        parts += _rates(*(means.get(name) for name in ("samples_per_second", "tokens_per_second", "mfu")))
-        if "lr" in means:
-            parts.append(f"lr {means['lr']:.3g}")
-        self._epoch_line = "  ".join([*parts, f"{perf_counter() - self._epoch_started:.1f} s"])
+        place = f"iter {runner.iter}/{runner.max_iters}" if runner.max_epochs is None else _epoch_label(runner)
+        rates = _rates(*(means.get(name) for name in ("samples_per_second", "tokens_per_second", "mfu")))
+        rates += [f"lr {means['lr']:.3g}"] if "lr" in means else []
+        rates.append(f"{perf_counter() - self._epoch_started:.1f} s")
+        self._epoch_line = [place, *_loss(means.get("loss"))], rates
 
     def after_train(self, runner: TrainRun) -> None:
         """Print the line of an epoch that no validation followed, and remove the bar."""
@@ -91,11 +91,14 @@ class ProgressHook(Hook):
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Print the line of the epoch, or of the validation alone."""
-        self._metrics = format_metrics(metrics or {}, runner.val_evaluator.units)
+        names = sorted(metrics or {}, key="loss".__ne__)  # the loss first, beside that of training
+        units = {f"val/{name}": unit for name, unit in runner.val_evaluator.units.items()}
+        shown = format_metrics({f"val/{name}": (metrics or {})[name] for name in names}, units)
+        self._metrics = shown.split("  ") if shown else []
         if self._epoch_line:
             self._print_epoch_line(runner)
             return
-        runner.logger.info("validation at iter %d  %s", runner.iter, self._metrics)
+        runner.logger.info("  ".join([f"validation at iter {runner.iter}", *self._metrics]))
         if runner.max_epochs is None and self._started:
             self._begin(runner, "training", runner.max_iters)
 
@@ -115,20 +118,20 @@ class ProgressHook(Hook):
     def _show(self, done: int) -> None:
         if self._display is not None:
             self._due = perf_counter() + self._display.period_seconds
-            self._display.show(done, self._text)
+            self._display.show(done, self._values)
 
     def _print_epoch_line(self, runner: Run) -> None:
-        if self._epoch_line:
-            line, self._epoch_line = self._epoch_line, ""
-            runner.logger.info(line.replace("{metrics}  ", f"{self._metrics}  ".lstrip()))
+        if self._epoch_line is not None:
+            (before, after), self._epoch_line = self._epoch_line, None
+            runner.logger.info("  ".join([*before, *self._metrics, *after]))
 
-    def _training_text(self, runner: TrainRun) -> str:
+    def _training_values(self, runner: TrainRun) -> list[str]:
+        """Return what is shown beside the bar, the most important first."""
         scalars = runner.message_hub.log_scalars
-        parts = []
-        if "train/loss" in scalars:
-            parts.append(f"loss {scalars['train/loss'].mean(_WINDOW):.4f}")
-        if self._metrics:
-            parts.append(self._metrics)
+        mean_seconds = (perf_counter() - self._started) / (runner.iter + 1 - self._first_iter)
+        left_seconds = mean_seconds * (runner.max_iters - runner.iter - 1)
+        values = _loss(scalars["train/loss"].mean(_WINDOW) if "train/loss" in scalars else None)
+        values.append(f"ETA {timedelta(seconds=round(left_seconds))}")
         if "train/time" in scalars:
             # The ranks get equal numbers of samples, so this rank's number stands for all.
             per_second = runner.data_shard.size / scalars["train/time"].mean(_WINDOW)
@@ -137,11 +140,15 @@ class ProgressHook(Hook):
                 scalars[name].mean(_WINDOW) * per_second if name in scalars else None
                 for name in ("train/samples", "amounts/tokens", "amounts/flops")
             )
-            parts += _rates(samples, tokens, flops / peak if flops and peak else None)
-        mean_seconds = (perf_counter() - self._started) / (runner.iter + 1 - self._first_iter)
-        left_seconds = mean_seconds * (runner.max_iters - runner.iter - 1)
-        parts.append(f"ETA {timedelta(seconds=round(left_seconds))}")
-        return "  ".join(parts)
+            values += _rates(samples, tokens, flops / peak if flops and peak else None)
+        return [*values, *self._metrics]
+
+
+def _loss(mean: float | None) -> list[str]:
+    """Return the loss with at most six digits, if it is known."""
+    if mean is None:
+        return []
+    return [f"loss {mean:.4f}" if 0.01 <= abs(mean) < 100 else f"loss {mean:.5g}"]
 
 
 def _rates(samples: float | None, tokens: float | None, mfu: float | None) -> list[str]:
@@ -162,6 +169,7 @@ class LiveDisplay:
     """
 
     period_seconds = 0.2
+    _BAR_WIDTH = 8  # at least
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
@@ -183,8 +191,17 @@ class LiveDisplay:
         self._progress.start()
         self._progress.reset(self._task, description=label.ljust(self._label_width), total=total)
 
-    def show(self, done: int, text: str) -> None:
-        """Draw the bar."""
+    def show(self, done: int, values: Sequence[str]) -> None:
+        """Draw the bar, with those of the first values for which there is room."""
+        count = 2 * len(str(self._progress.tasks[0].total or done)) + 1
+        # There is a space between two columns.
+        room = self._progress.console.width - self._label_width - self._BAR_WIDTH - count - 3
+        text = ""
+        for value in values:
+            longer = f"{text}  {value}" if text else value
+            if cell_len(longer) > room:
+                break
+            text = longer
         self._progress.update(self._task, completed=done, text=text)
         self._progress.refresh()
 
@@ -214,13 +231,14 @@ class PlainDisplay:
         self._total = total
         self._last_line = perf_counter()
 
-    def show(self, done: int, text: str) -> None:
+    def show(self, done: int, values: Sequence[str]) -> None:
         """Print a line if `period_seconds` have passed since the last one."""
         now = perf_counter()
         if now - self._last_line >= self.period_seconds:
             self._last_line = now
             of_total = "" if self._total is None else f"/{self._total}"
-            self._console.print(f"{self._label}  {done}{of_total}  {text}", markup=False, soft_wrap=True)
+            line = "  ".join([self._label, f"{done}{of_total}", *values])
+            self._console.print(line, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Do nothing: printed lines stay."""

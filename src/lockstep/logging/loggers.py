@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Collection, Iterator
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
@@ -109,9 +111,30 @@ class _ConsoleHandler(logging.Handler):
         try:
             style = _STYLES.get(record.levelno, "")
             prefix = f"{record.levelname.lower()}: " if style else ""
-            self._console.print(Text(prefix + printable(mask_text(record.getMessage(), self._secrets)), style=style))
+            text = prefix + printable(mask_text(record.getMessage(), self._secrets))
+            if self._console.is_terminal:
+                text = _broken_between_values(text, self._console.width)
+            self._console.print(Text(text, style=style))
         except Exception:
             self.handleError(record)
+
+
+def _broken_between_values(text: str, width: int) -> str:
+    """Break lines that are wider than a terminal where two spaces stand between values, and nowhere else.
+
+    Example:
+        >>> print(_broken_between_values("epoch 1/4  loss 1.25  val/loss 1.5", width=24))
+        epoch 1/4  loss 1.25
+          val/loss 1.5
+    """
+    lines: list[str] = []
+    for line in text.split("\n"):
+        first, *rest = re.split(r"(?<=\S)  (?=\S)", line)
+        lines.append(first)
+        for value in rest:
+            longer = f"{lines[-1]}  {value}"
+            lines[-1:] = [longer] if cell_len(longer) <= width else [lines[-1], f"  {value}"]
+    return "\n".join(lines)
 
 
 class _MaskingFormatter(logging.Formatter):

@@ -158,16 +158,16 @@ def _step_chart(run: RunRecords) -> Chart:
 
 
 def _rows(run: RunRecords) -> list[Record]:
-    """Return the complete rows of times by rank, all for the same number of ranks."""
+    """Return the complete rows of times by rank, all for the last number of ranks: that may change on resuming."""
     size = 0
     rows = []
-    for row in run.ranks:
+    for row in reversed(run.ranks):
         columns = [row[name] for name in _PARTS_OF_A_STEP if name in row]
         lengths = {len(column) if _is_numbers(column) else 0 for column in columns}
         size = size or max(lengths, default=0)
         if {"time", "data_time"} <= row.keys() and lengths == {size} and number(row.get("count")):
             rows.append(row)
-    return rows if size > 1 else []
+    return rows[::-1] if size > 1 else []
 
 
 def _is_numbers(column: object) -> bool:

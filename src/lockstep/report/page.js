@@ -85,7 +85,7 @@
     return u;
   };
 
-  const chart = (figure, { lines, stacked, fromZero, range, mark }, axes, isLog) => {
+  const chart = (figure, { lines, stacked, fromZero, range }, axes, isLog) => {
     const colour = (index) => style(`--c${index % 6}`);
     let below = lines[0].x.map(() => 0);
     const tables = lines.map(({ x, y, low, high }) => {
@@ -114,19 +114,20 @@
       const pixel = devicePixelRatio;
       ctx.fillStyle = style("--bad"); // values that are not finite
       lines.flatMap((line) => line.faulty).forEach((x) => ctx.fillRect(left(x) - pixel, box.top, 2 * pixel, 8 * pixel));
-      if (!mark) return;
-      const [x, text] = mark, isLeft = left(x) > box.left + 0.7 * box.width;
-      ctx.strokeStyle = ctx.fillStyle = style("--c2");
+      ctx.strokeStyle = ctx.fillStyle = style(axes.colour);
       ctx.lineWidth = 2 * pixel;
       ctx.setLineDash([6 * pixel, 4 * pixel]);
-      ctx.beginPath();
-      ctx.moveTo(left(x), box.top);
-      ctx.lineTo(left(x), box.top + box.height);
-      ctx.stroke();
       ctx.font = `600 ${12 * pixel}px system-ui, sans-serif`;
-      ctx.textAlign = isLeft ? "right" : "left";
       ctx.textBaseline = "top";
-      ctx.fillText(text, left(x) + (isLeft ? -8 : 8) * pixel, box.top);
+      axes.marks.forEach(([x, text]) => {
+        const isLeft = left(x) > box.left + 0.7 * box.width;
+        ctx.beginPath();
+        ctx.moveTo(left(x), box.top);
+        ctx.lineTo(left(x), box.top + box.height);
+        ctx.stroke();
+        ctx.textAlign = isLeft ? "right" : "left";
+        ctx.fillText(text, left(x) + (isLeft ? -8 : 8) * pixel, box.top);
+      });
     };
     // None of the values may be finite.
     const ends = ([low, high]) => [fromZero || stacked ? Math.min(0, low ?? 0) : low ?? 0, high ?? 1];
@@ -171,14 +172,16 @@
   };
 
   const all = (kind) => [...document.querySelectorAll(kind)];
-  const iterations = { across: values.across, named: iteration, key: "iterations" };
+  const marks = values.resumed.map((x) => [x, "resumed"]);
+  const iterations = { across: values.across, named: iteration, key: "iterations", marks, colour: "--soft" };
   const figures = [
     ...all(".chart:not(.search)").map((figure, i) => [figure, chart, values.charts[i], iterations]),
     ...all(".heatmap").map((figure, i) => [figure, heatmap, values.heatmaps[i], iterations]),
   ];
   if (values.search) {
-    const { x } = values.search.lines[0];
-    const rates = { across: [x[0], x.at(-1)], named: (rate) => `learning rate ${shown(rate)}`, log: true, key: "rates" };
+    const { lines: [{ x }], mark } = values.search, named = (rate) => `learning rate ${shown(rate)}`;
+    const marks = mark ? [mark] : [], colour = "--c2";
+    const rates = { across: [x[0], x.at(-1)], named, log: true, key: "rates", marks, colour };
     figures.push([document.querySelector(".search"), chart, values.search, rates]);
   }
   const redraws = figures.map(([figure, kind, drawn, axes]) => {

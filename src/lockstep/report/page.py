@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from lockstep.errors import ReportError
 from lockstep.report.contents import charts_of, heatmaps_of, search_of, suggestion_of
@@ -18,14 +20,20 @@ from lockstep.report.records import RunRecords, number
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
-def page_html(run: RunRecords) -> str:
-    """Return the report of a run as one page of HTML."""
+def page_html(run: RunRecords, place: Path | None = None) -> str:
+    """Return the report of a run as one page of HTML.
+
+    Args:
+        run: the records.
+        place: the folder that the page will be in, for its links to runs that were resumed; by default the run's.
+    """
     charts = [chart_html(chart) for chart in charts_of(run)]
     heatmaps = [heatmap_html(heatmap) for heatmap in heatmaps_of(run)]
     search = _search_html(run)
     values = {
         "across": _across(run),
         "epochs": _epochs(run),
+        "resumed": [at for _, at in run.resumed],
         "charts": [values for _, values in charts],
         "heatmaps": [values for _, values in heatmaps],
         "search": search and search[1],
@@ -38,7 +46,7 @@ def page_html(run: RunRecords) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">',
             f"<title>{title}</title><style>{_asset('uplot/uPlot.min.css')}{_asset('page.css')}</style></head><body>",
-            _header(run),
+            _header(run, place or run.folder),
             f"<main>{tiles_html(run)}<noscript><p>JavaScript draws the curves of this page.</p></noscript>",
             _section("Search for a learning rate", "one update at each rate", search[0] if search else ""),
             _section("Curves", "by iteration", "".join(html for html, _ in charts)),
@@ -60,7 +68,7 @@ def write_page(run: RunRecords, path: Path) -> None:
         ReportError: it cannot be written.
     """
     try:
-        path.write_text(page_html(run), encoding="utf-8", errors="backslashreplace")
+        path.write_text(page_html(run, path.parent), encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise ReportError(f"the report cannot be written to `{path}`: {error.strerror}") from error
 
@@ -107,15 +115,18 @@ def _epochs(run: RunRecords) -> list[tuple[int, int]]:
     return list(last.items())
 
 
-def _header(run: RunRecords) -> str:
+def _header(run: RunRecords, place: Path) -> str:
     known = run.environment
     size = known.get("world_size")
     ranks = None if size is None else f"{size} rank{'s' if size != 1 else ''}"
     line = " · ".join(escape(str(part)) for part in (ranks, known.get("model"), started(run)) if part)
     faults = "".join(f"<li>{escape(fault)}</li>" for fault in run.faults)
     folder = run.folder.resolve()
+    links = [(quote(os.path.relpath(before, place.resolve())), escape(before.name), at) for before, at in run.resumed]
+    parts = ", ".join(f'after iteration {at:,} of <a href="{link}/">{name}</a>' for link, name, at in links)
     return (
         f"<header><p>{escape(folder.parent.name)}</p><h1>{escape(folder.name)}</h1><p>{line}</p>"
+        f"{f'<p>resumed {parts}</p>' if parts else ''}"
         f"{f'<ul class=faults>{faults}</ul>' if faults else ''}</header>"
     )
 

@@ -18,16 +18,18 @@ _RANKS = "ranks.jsonl"
 MODES = ("val", "test")
 _LR_SEARCH = "lr_search"
 _STRAGGLER = "straggler"
+_RESUMED = "resumed"
 _MOST_NESTED = 50  # levels of dicts and lists
 _NOT_FINITE = {"nan", "inf", "-inf"}
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecords:
-    """The records of one run, in order.
+    """The records of one run, and of the runs that it resumed, in order, as if there had been one.
 
     Attributes:
         folder: the run's folder.
+        resumed: the folder of each run that was resumed, and the iteration that it was resumed after, in order.
         train: means over a few iterations each.
         evaluations: metrics of validations and tests.
         ranks: times by rank; see `lockstep.diagnostics.slow_ranks`.
@@ -47,6 +49,7 @@ class RunRecords:
     environment: Record = field(default_factory=dict)
     config: str = ""
     faults: list[str] = field(default_factory=list)
+    resumed: list[tuple[Path, int]] = field(default_factory=list)
 
     def evaluated(self, mode: str) -> list[Record]:
         """Return the evaluations of one mode."""
@@ -80,17 +83,15 @@ def find_run(path: Path) -> Path:
 
 
 def read_run(folder: Path) -> RunRecords:
-    """Read the records of a run. Unreadable lines are left out and listed in `faults`.
+    """Read the records of a run, and those up to where it began of the runs that it resumed.
+
+    Unreadable lines are left out and listed in `faults`.
 
     Raises:
         ReportError: there is no record.
     """
     faults: list[str] = []
-    records = [
-        record
-        for record in _json_lines(folder / _RECORDS, faults)
-        if record.get("mode") in ("train", "epoch", _LR_SEARCH, _STRAGGLER, *MODES)
-    ]
+    records = _records_of(folder, faults)
     if not records:
         found = f", only what cannot be read ({faults[0]})" if faults else ""
         raise ReportError(f"`{folder / _RECORDS}` has no record yet{found}; there is nothing to show of this run")
@@ -98,18 +99,50 @@ def read_run(folder: Path) -> RunRecords:
     searches = [record for record in records if record["mode"] == _LR_SEARCH]
     # Each search counts its iterations from 1.
     last_search = max((index for index, record in enumerate(searches) if record["iter"] == 1), default=0)
+    ranks = list(_json_lines(folder / _RANKS, faults))
+    resumed: list[tuple[Path, int]] = []
+    before, at = _resumed(folder, records)
+    while before is not None and before not in [folder.resolve(), *(run for run, _ in resumed)]:
+        unreadable: list[str] = []
+        earlier, rows = _records_of(before, unreadable), _json_lines(before / _RANKS, unreadable)
+        resumed.insert(0, (before, at))
+        # What came after the checkpoint was lost, and done again. A validation at it may have been.
+        again = {(record["mode"], record["iter"]) for record in records}
+        records[:0] = [one for one in earlier if one["iter"] <= at and (one["mode"], one["iter"]) not in again]
+        ranks[:0] = [row for row in rows if row["iter"] <= at]
+        if not earlier:
+            faults.append(f"what came before iteration {at} is missing: `{before}`, which was resumed, has no record")
+        faults += [f"{before.name}/{fault}" for fault in unreadable]
+        before, at = _resumed(before, earlier)
     return RunRecords(
         folder=folder,
         train=[record for record in records if record["mode"] == "train"],
         evaluations=[record for record in records if record["mode"] in MODES],
-        ranks=list(_json_lines(folder / _RANKS, faults)),
+        ranks=ranks,
         stragglers=[record for record in records if record["mode"] == _STRAGGLER],
         lr_search=searches[last_search:],
         # Masked also here: another library or an earlier version may have written them.
         environment=mask_value(_json_object(folder / "environment.json", faults)),
         config=mask_text(config.read_text(encoding="utf-8", errors="replace")) if config.is_file() else "",
         faults=faults,
+        resumed=resumed,
     )
+
+
+def _records_of(folder: Path, faults: list[str]) -> list[Record]:
+    known = ("train", "epoch", _LR_SEARCH, _STRAGGLER, _RESUMED, *MODES)
+    return [record for record in _json_lines(folder / _RECORDS, faults) if record.get("mode") in known]
+
+
+def _resumed(folder: Path, records: list[Record]) -> tuple[Path | None, int]:
+    """Return the folder of the run whose checkpoint a run resumed, and the iteration of that; None if it began anew."""
+    for record in records:
+        if record["mode"] == _RESUMED and isinstance(record.get("path"), str):
+            run = Path(record["path"]).parent
+            # Runs of one work_dir may have been moved together.
+            beside = folder.resolve().parent / run.name
+            return (beside if beside.is_dir() else run).resolve(), record["iter"]
+    return None, 0
 
 
 def number(value: object) -> float | None:

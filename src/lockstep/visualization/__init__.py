@@ -14,7 +14,7 @@ from lockstep.visualization.files import CsvVisualizer, LocalVisualizer
 from lockstep.visualization.mlflow import MLflowVisualizer
 from lockstep.visualization.tensorboard import TensorBoardVisualizer
 from lockstep.visualization.visualizer import ShowsScalars, Visualizers, build_visualizers
-from lockstep.visualization.wandb import WandbVisualizer
+from lockstep.visualization.wandb import TrackioVisualizer, WandbVisualizer
 
 Visualizer = Visualizers
 """MMEngine's name for `Visualizers`."""
@@ -29,6 +29,7 @@ __all__ = [
     "MLflowVisualizer",
     "ShowsScalars",
     "TensorBoardVisualizer",
+    "TrackioVisualizer",
     "Visualizer",
     "Visualizers",
     "WandbVisualizer",

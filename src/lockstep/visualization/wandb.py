@@ -1,7 +1,9 @@
-"""Scalars, images and the config in Weights & Biases."""
+"""Scalars, images and the config in Weights & Biases, and in Trackio, which has the same functions."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,7 @@ class WandbVisualizer(LibraryVisualizer):
 
     def open(self, run_dir: Path) -> None:
         """Start a run of Weights & Biases."""
-        import wandb
-
-        defaults = {"project": run_dir.resolve().parent.name, "name": run_dir.name}
-        self._opened = wandb.init(**{**defaults, "dir": str(self._save_dir or run_dir), **self._init_kwargs})
+        self._init(run_dir, dir=str(self._save_dir or run_dir))
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Log values; `step` must not decrease."""
@@ -37,9 +36,8 @@ class WandbVisualizer(LibraryVisualizer):
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
         """Log an image."""
-        import wandb
-
-        self.opened.log({name: wandb.Image(as_picture(image).numpy())}, step=step)
+        run = self.opened
+        run.log({name: import_module(self.package).Image(as_picture(image).numpy())}, step=step)
 
     def add_config(self, config: Config) -> None:
         """Log the values of the config."""
@@ -47,3 +45,32 @@ class WandbVisualizer(LibraryVisualizer):
 
     def _end(self, run: Any, *, failed: bool) -> None:
         run.finish(exit_code=int(failed))
+
+    def _init(self, run_dir: Path, **defaults: Any) -> None:
+        names = {"project": run_dir.resolve().parent.name, "name": run_dir.name}
+        self._opened = import_module(self.package).init(**{**names, **defaults, **self._init_kwargs})
+
+
+@VISUALIZERS.register_module()
+class TrackioVisualizer(WandbVisualizer):
+    """Logs to a run of Trackio, which needs no account: `trackio show --project NAME` shows it.
+
+    Args:
+        init_kwargs: arguments of `trackio.init`, for example `dict(space_id="me/digits")`. By default the project has
+            the name of the work_dir, and the run that of its folder. Where Trackio keeps its files is said by the
+            environment variable `TRACKIO_DIR`.
+    """
+
+    package = "trackio"
+
+    def __init__(self, init_kwargs: Mapping[str, Any] | None = None) -> None:
+        super().__init__(init_kwargs)
+
+    def open(self, run_dir: Path) -> None:
+        """Start a run of Trackio."""
+        self._init(run_dir)
+
+    def _end(self, run: Any, *, failed: bool) -> None:
+        if failed:
+            run.alert("the training failed")
+        run.finish()
