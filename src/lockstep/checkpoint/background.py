@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _ALIGNED = 64  # bytes: each copy begins at a multiple of them
-_PIECE = 4 << 20  # bytes of a value in the store, whose limit is 8 MiB (torch 2.13)
 _LOOK = timedelta(seconds=1)  # how long the store is waited for before it is seen that nobody needs the save any more
 _SECONDS_TO_GIVE_UP = 10.0
 _numbers = itertools.count()  # of the saves of this process, the same on every rank
@@ -170,7 +169,7 @@ class _BackgroundSave:
 
 
 class StoreExchange:
-    """An exchange of values of JSON through a store, without collectives: reading one runs no code.
+    """An exchange of small values of JSON through a store, without collectives: reading one runs no code.
 
     Args:
         store: a connection for this thread alone; None if there is only one rank.
@@ -227,20 +226,12 @@ class StoreExchange:
                 store.wait(list(keys.values()), _LOOK)
 
     def _put(self, key: str, value: Any) -> None:
-        """Store a value, in pieces: the last key to be there says how many."""
-        data, store = json.dumps(value).encode(), self._shared()
-        pieces = [data[begin : begin + _PIECE] for begin in range(0, len(data), _PIECE)]
-        for i, piece in enumerate(pieces):
-            store.set(f"{key}/{i}", piece)  # type: ignore[arg-type]  # torch's stubs lack bytes
-        store.set(key, str(len(pieces)))
+        self._shared().set(key, json.dumps(value))
 
     def _take(self, key: str) -> Any:
         """Return a value, and remove it from the store."""
-        store = self._shared()
-        names = [f"{key}/{i}" for i in range(int(store.get(key)))]
-        value = json.loads(b"".join(store.get(name) for name in names))
-        for name in (*names, key):
-            store.delete_key(name)
+        value = json.loads(self._shared().get(key))
+        self._shared().delete_key(key)
         return value
 
     def _shared(self) -> Store:
