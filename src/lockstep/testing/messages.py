@@ -203,25 +203,25 @@ class RankFailure(AssertionError):  # noqa: N818 - reads as what it is; not ever
         """
         ordered = sorted(reports, key=_by_cause)
         first = ordered[0]
-        leaks = _leaks_told([report for report in ordered if report.kind == "leaked"])
+        leaks: dict[str, list[int]] = {}
+        for report in ordered:
+            for leak in report.leaks:
+                leaks.setdefault(leak, []).append(report.rank)
+        headline = f"rank {first.rank} {first.kind}: {first.summary}"
+        others = [f"rank {report.rank} {report.kind}" for report in ordered[1:]]
         if first.kind == "leaked":
-            headline = leaks.pop(0)
-            others = [report for report in ordered if report.kind != "leaked"]
-        else:
-            headline, others = f"rank {first.rank} {first.kind}: {first.summary}", ordered[1:]
-            if leaks:
-                leaks[0] = f"\n--- {leaks[0]}"
+            headline = f"{ranks_in_words([report.rank for report in ordered if report.leaks])} leaked"
+            others = [other for other in others if not other.endswith("leaked")]
         if others:
-            headline += f" (and {', '.join(f'rank {r.rank} {r.kind}' for r in others)})"
+            headline += f" (and {', '.join(others)})"
         lines = [f"{title}: {headline}"]
         for report in ordered:
-            if report.kind == "leaked":
-                lines += leaks
-                leaks = []
-            else:
-                lines += _what_happened(report)
+            if report.kind != "leaked":
+                lines += ["", f"--- rank {report.rank} {report.kind}: {report.summary}"]
+                lines += [report.detail.rstrip()] if report.detail else []
             if report.output:
                 lines += [f"--- rank {report.rank} wrote:", indent(report.output.rstrip(), "  ")]
+        lines += [f"- {leak} ({ranks_in_words(ranks)})" for leak, ranks in leaks.items()]
         return cls("\n".join(lines), ordered)
 
 
@@ -243,26 +243,6 @@ def describe_exit(exitcode: int | None) -> str:
 
 def _by_cause(report: RankReport) -> tuple[int, bool, int]:
     return _CAUSES_FIRST.index(report.kind), report.consequence, report.rank
-
-
-def _leaks_told(reports: Sequence[RankReport]) -> list[str]:
-    """Return which ranks leaked, with the leak if there is only one, else followed by one line for each."""
-    ranks_by_leak: dict[str, list[int]] = {}
-    for report in reports:
-        for leak in report.leaks:
-            ranks_by_leak.setdefault(leak, []).append(report.rank)
-    if not reports:
-        return []
-    all_ranks = [report.rank for report in reports]
-    if len(ranks_by_leak) == 1:
-        return [f"{ranks_in_words(all_ranks)} leaked: {next(iter(ranks_by_leak))}"]
-    lines = [f"- {leak} ({ranks_in_words(ranks)})" for leak, ranks in ranks_by_leak.items()]
-    return [f"{ranks_in_words(all_ranks)} leaked", *lines]
-
-
-def _what_happened(report: RankReport) -> list[str]:
-    lines = ["", f"--- rank {report.rank} {report.kind}: {report.summary}"]
-    return [*lines, report.detail.rstrip()] if report.detail else lines
 
 
 @dataclass(frozen=True, slots=True)
