@@ -22,14 +22,13 @@ import shutil
 import socket
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
 from lockstep.checkpoint.files import (
     MANIFEST_FILE,
     POINTER_FILE,
-    Claim,
     modified,
     sizes_in,
     sync_folder,
@@ -79,16 +78,14 @@ class FolderDraft:
             sync_folder(directory.parent)
             sync_folder(directory.parent.parent)  # it may be new itself
             return
-        with closing(Claim(directory)) as former:
-            for name in sorted(sizes):
-                (draft / name).rename(directory / name)
-            sync_folder(directory)
-            (draft / MANIFEST_FILE).rename(directory / MANIFEST_FILE)
-            sync_folder(directory)
-            if former.is_granted():  # else the next save of this name removes what is read now
-                for path in directory.iterdir():
-                    if path.name not in {*sizes, MANIFEST_FILE} and OWN_FILES.fullmatch(path.name):
-                        path.unlink()
+        for name in sorted(sizes):
+            (draft / name).rename(directory / name)
+        sync_folder(directory)
+        (draft / MANIFEST_FILE).rename(directory / MANIFEST_FILE)
+        sync_folder(directory)
+        for path in directory.iterdir():
+            if path.name not in {*sizes, MANIFEST_FILE} and OWN_FILES.fullmatch(path.name):
+                path.unlink()
         draft.rmdir()
 
     def discard(self) -> None:
@@ -144,29 +141,19 @@ def make_draft(directory: Location) -> Draft:
     return FolderDraft(directory) if isinstance(directory, Path) else BucketDraft(directory)
 
 
-def remove(directory: Location) -> bool:
-    """Remove a checkpoint; if this is interrupted, what is left is a draft or has a mark.
-
-    Returns:
-        Whether it is gone; False if, on a disk, another process reads it now.
-    """
+def remove(directory: Location) -> None:
+    """Remove a checkpoint; if this is interrupted, what is left is a draft or has a mark."""
     if isinstance(directory, RemotePath):
         mark = _made_mark(directory)
         if MANIFEST_FILE in _names_in(directory):
             (directory / MANIFEST_FILE).unlink()
         unlink_all(directory.files())
         mark.unlink()
-        return True
-    with closing(Claim(directory)) as claim:
-        if not claim.is_granted():
-            return False
-        draft = directory.with_name(name_of_draft(directory.name))
-        try:
-            directory.rename(draft)
-        except FileNotFoundError:  # another run has removed it
-            return True
-    shutil.rmtree(draft)
-    return True
+        return
+    draft = directory.with_name(name_of_draft(directory.name))
+    with suppress(FileNotFoundError):  # another run has removed it
+        directory.rename(draft)
+        shutil.rmtree(draft)
 
 
 def remove_dead_drafts(roots: Sequence[Location]) -> list[Location]:

@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.files import DAMAGED, held
+from lockstep.checkpoint.files import DAMAGED
 from lockstep.checkpoint.layout import pieces_of
 from lockstep.checkpoint.manifest import ITEM_SIZES, Block, Manifest, StoredTensor, checksum_at, read_manifest
 from lockstep.checkpoint.search import OpenFile, read_block, require_checkpoint
 from lockstep.checkpoint.together import on_all
 from lockstep.checkpoint.values import decode, leaves, tagged
-from lockstep.dist import is_main_process
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.location import Location
 
@@ -68,8 +67,6 @@ def load_state(
         with ExitStack() as stack:
             stored = checkpoint
             if not isinstance(stored, Stored):
-                if is_main_process():
-                    stack.enter_context(held(stored))
                 stored = stack.enter_context(closing(open_checkpoint(stored)))
             return _Load(stored, layout, resizable).run(state)
 
@@ -121,7 +118,7 @@ def read_tensors(directory: Location, part: str, names: Iterable[str]) -> Iterat
         ConfigError: the directory is not a checkpoint, or is damaged.
         KeyError: it has no tensor of that name.
     """
-    with held(directory), closing(open_checkpoint(directory)) as stored:
+    with closing(open_checkpoint(directory)) as stored:
         tensors = _tensors_of(stored, part)
         for name in names:
             yield name, read_whole(stored, tensors[name])
@@ -197,14 +194,13 @@ class Stored:
     Args:
         directory: the checkpoint.
         manifest: its manifest.
-        opened: what `close` closes as well.
     """
 
-    def __init__(self, directory: Location, manifest: Manifest, opened: ExitStack | None = None) -> None:
+    def __init__(self, directory: Location, manifest: Manifest) -> None:
         self.directory = directory
         self._manifest = manifest
         self._files: dict[int, OpenFile] = {}
-        self._open = ExitStack() if opened is None else opened
+        self._open = ExitStack()
 
     @property
     def state(self) -> Mapping[str, Any]:
@@ -241,7 +237,7 @@ class Stored:
         target.copy_(range_.view(typed).as_strided(target.shape, strides))
 
     def close(self) -> None:
-        """Close the files, and let other processes remove the checkpoint. What is read later is opened again."""
+        """Close the files. What is read later is opened again."""
         self._files.clear()
         self._open.close()
 
