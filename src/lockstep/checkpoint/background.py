@@ -11,6 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -51,17 +52,18 @@ class BackgroundSaver:
     def __init__(self, planner: Planner | None = None) -> None:
         self._planner = planner or Planner()
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._job: _BackgroundSave | None = None
+        self._job: Future[None] | None = None
+        self._exchange: StoreExchange
 
     @property
     def has_ended(self) -> bool:
         """Whether there is a save whose outcome nobody has asked for, and it has ended."""
-        return self._job is not None and self._job.has_ended.is_set()
+        return self._job is not None and self._job.done()
 
     @property
     def has_failed(self) -> bool:
         """Whether that save has ended, and could not be written."""
-        return self._job is not None and self._job.has_ended.is_set() and self._job.error is not None
+        return self._job is not None and self._job.done() and self._job.exception() is not None
 
     def start(
         self,
@@ -89,14 +91,18 @@ class BackgroundSaver:
         """
         assert self._job is None, "wait() comes first"
         rank, world_size = get_dist_info()
-        exchange = StoreExchange(side_store() if world_size > 1 else None, f"save_{next(_numbers)}", rank, world_size)
+        self._exchange = StoreExchange(
+            side_store() if world_size > 1 else None, f"save_{next(_numbers)}", rank, world_size
+        )
         plan = self._planner.plan(directory, state, meta, last_of)
         try:
             plan = on_all(plan.failure, partial(self._copied, plan))
         except BaseException:
             plan.discard()
             raise
-        self._job = _BackgroundSave(plan, exchange, when_failed)
+        self._job = Future()
+        work = (plan, self._exchange, self._job, when_failed)
+        threading.Thread(target=_save, args=work, name="lockstep-save", daemon=True).start()
 
     def wait(self) -> None:
         """Wait until the save in progress has ended, if there is one; then another one can begin.
@@ -107,17 +113,15 @@ class BackgroundSaver:
         """
         job, self._job = self._job, None
         if job is not None:
-            job.has_ended.wait()
-            if job.error is not None:
-                raise job.error
+            job.result()
 
     def abandon(self) -> None:
         """Give the save in progress some seconds to end, and end it otherwise, because the training has failed."""
         job, self._job = self._job, None
         if job is not None:
-            job.has_ended.wait(_SECONDS_TO_GIVE_UP)
-            job.exchange.is_abandoned.set()
-            job.has_ended.wait(_SECONDS_TO_GIVE_UP)
+            wait([job], _SECONDS_TO_GIVE_UP)
+            self._exchange.is_abandoned.set()
+            wait([job], _SECONDS_TO_GIVE_UP)
 
     def _copied(self, plan: Plan) -> Plan:
         """Return a plan with copies of this rank's pieces, in one part of the host's memory."""
@@ -140,32 +144,17 @@ class BackgroundSaver:
         return self._memory[:size]
 
 
-class _BackgroundSave:
-    """One save in the background, as one rank sees it; its thread begins at once.
-
-    Attributes:
-        exchange: how the threads tell one another what they have written.
-        error: why it failed, on any rank.
-        has_ended: set when it is complete, or has failed.
-    """
-
-    def __init__(self, plan: Plan, exchange: StoreExchange, when_failed: Callable[[], None] | None) -> None:
-        self.exchange = exchange
-        self.error: Exception | None = None
-        self.has_ended = threading.Event()
-        threading.Thread(target=self._run, args=(plan, when_failed), name="lockstep-save", daemon=True).start()
-
-    def _run(self, plan: Plan, when_failed: Callable[[], None] | None) -> None:
-        try:
-            write_and_publish(plan, self.exchange)
-        except (LockstepError, OSError) as error:
-            self.error = error
-        except Exception as error:  # the store is gone, and so is the job
-            self.error = Failure.of(error).raised(plan.failure)
-        finally:
-            self.has_ended.set()
-            if self.error is not None and when_failed is not None:
-                when_failed()
+def _save(plan: Plan, exchange: StoreExchange, job: Future[None], when_failed: Callable[[], None] | None) -> None:
+    """Write what is planned, in a thread of its own; `job` is done when it is complete, or has failed on any rank."""
+    try:
+        write_and_publish(plan, exchange)
+        job.set_result(None)
+    except (LockstepError, OSError) as error:
+        job.set_exception(error)
+    except Exception as error:  # the store is gone, and so is the job
+        job.set_exception(Failure.of(error).raised(plan.failure))
+    if job.exception() is not None and when_failed is not None:
+        when_failed()
 
 
 class StoreExchange:

@@ -219,12 +219,13 @@ def discard(draft: Location) -> None:
 
 def name_of_draft(name: str) -> str:
     """Return the name of the draft that this process makes of a checkpoint, or of another file or folder."""
-    return f".{name}.draft.{os.getpid()}.{_start_of(os.getpid())}.{_host()}"
+    return f".{name}.draft.{os.getpid()}.{_start_of(os.getpid()) or 0}.{_host()}"
 
 
 def is_alive(draft: re.Match[str]) -> bool | None:
-    """Return whether the process that made a draft is alive; None if it can't be asked, as it is on another host."""
-    return None if draft["host"] != _host() else _start_of(int(draft["pid"])) == draft["began"]
+    """Return whether the process that made a draft is alive; None if it can't be asked: on another host, or macOS."""
+    can_be_asked = draft["host"] == _host() and draft["began"] != "0"
+    return _start_of(int(draft["pid"])) == draft["began"] if can_be_asked else None
 
 
 def _is_used(draft: Location) -> bool:
@@ -276,20 +277,10 @@ def _host() -> str:
 def _start_of(pid: int) -> str | None:
     """Return when a process began, in ticks since the start of the system, to tell it from another of its number.
 
-    None if there is no such process; "0" where the system does not say when it began.
+    None if there is no such process, or if the system does not say when it began.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2].split()
-    except FileNotFoundError:
-        if Path("/proc/self").exists():
-            return None
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return None
-        except OSError:
-            pass
-        return "0"
     except OSError:
         return None
     state, began = fields[0], fields[19]
