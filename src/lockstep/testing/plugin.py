@@ -54,9 +54,7 @@ class RankTests:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._selected: set[str] = set()
-        self._sizes: dict[str, int] = {}
-        self._outcomes: dict[str, str] = {}
+        self._outcomes: dict[str, tuple[int, str]] = {}  # by test: how many ranks it needs, and what became of it
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         """Store in the item, and so in its reports, how many ranks it needs."""
@@ -68,8 +66,8 @@ class RankTests:
         """Remember which rank tests will run."""
         # A worker of pytest-xdist collects all tests, but runs only some.
         if not self._config.option.collectonly and not hasattr(self._config, "workerinput"):
-            self._selected = {item.nodeid for item in session.items if _size_of(item)}
-            if self._selected:
+            self._outcomes = {item.nodeid: (size, "not run") for item in session.items if (size := _size_of(item))}
+            if self._outcomes:
                 pool.start_importing()
 
     @pytest.hookimpl(wrapper=True)
@@ -91,8 +89,8 @@ class RankTests:
         size = dict(report.user_properties).get(_PROPERTY)
         # The call phase decides; set-up and tear-down count only if they failed or were skipped.
         decides = report.when == "call" or not report.passed
-        if isinstance(size, int) and decides and self._outcomes.get(report.nodeid) != "failed":
-            self._sizes[report.nodeid], self._outcomes[report.nodeid] = size, report.outcome
+        if isinstance(size, int) and decides and self._outcomes.get(report.nodeid) != (size, "failed"):
+            self._outcomes[report.nodeid] = size, report.outcome
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -103,22 +101,23 @@ class RankTests:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the count, and what is wrong with it."""
-        if self._selected or self._outcomes:
-            passed, outcomes = self._passed(), Counter(self._outcomes.values())
-            parts = [f"{len(passed)} passed on {sum(self._sizes[name] for name in passed)} ranks"]
-            parts += [f"{outcomes[kind]} {kind}" for kind in ("failed", "skipped") if outcomes[kind]]
+        if self._outcomes:
+            passed, counts = self._passed(), Counter(outcome for _, outcome in self._outcomes.values())
+            parts = [f"{len(passed)} passed on {sum(passed)} ranks"]
+            parts += [f"{counts[kind]} {kind}" for kind in ("failed", "skipped") if counts[kind]]
             terminalreporter.write_line(f"rank tests: {', '.join(parts)}")
         for complaint in self._complaints():
             terminalreporter.write_line(f"rank tests: {complaint}", red=True)
 
-    def _passed(self) -> list[str]:
-        return [name for name, outcome in self._outcomes.items() if outcome == "passed"]
+    def _passed(self) -> list[int]:
+        """Return the numbers of ranks of the tests that have passed."""
+        return [size for size, outcome in self._outcomes.values() if outcome == "passed"]
 
     def _complaints(self) -> list[str]:
         if self._config.option.collectonly:
             return []
         complaints = []
-        missing = sorted(self._selected - self._outcomes.keys())
+        missing = sorted(name for name, (_, outcome) in self._outcomes.items() if outcome == "not run")
         if missing:
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             complaints.append(f"{len(missing)} selected, but not run: {shown}")
