@@ -258,9 +258,10 @@ def _slurm_counts(
                 f"{name} must {what} {stated.name}, {stated.value}, but is {env[name]!r}, which makes {total}. "
                 f"Is one of them left over from another step? {_REMEDIES['slurm']}"
             )
-    if node_rank is None or node_rank.value >= len(counts):
+    if node_rank is None:
         return None, listed
-    return Stated(f"the count for this node in {name}", counts[node_rank.value]), listed
+    own = counts[min(node_rank.value, len(counts) - 1)]  # a node beyond the list is refused later
+    return Stated(f"the count for this node in {name}", own), listed
 
 
 def _first_slurm_host(env: Environment) -> str | None:
