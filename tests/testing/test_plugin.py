@@ -205,9 +205,9 @@ def test_misuse_is_an_error_at_collection(pytester: pytest.Pytester, code: str, 
     [
         (
             "class TestIt:\n    @ranks({})\n    def test_it(self, tmp_path): pass",
-            "*TypeError: @ranks must stand above a fun*",
+            "*TypeError: `body` must be a function at the top level*",
         ),
-        ("test_it = ranks({})(lambda: None)", "*TypeError: @ranks must stand above a function*"),
+        ("test_it = ranks({})(lambda: None)", "*TypeError: `body` must be a function at the top level*"),
         (
             "from hypothesis import given, strategies\n@ranks({})\n@given(strategies.integers())\ndef test_it(n): pass",
             "*TypeError: @ranks must stand below @given*",

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from operator import attrgetter
 from pathlib import Path
 from textwrap import indent
 from types import CodeType, ModuleType
@@ -56,12 +55,13 @@ class FunctionReference:
         name = getattr(body, "__qualname__", None)
         module = sys.modules.get(getattr(body, "__module__", None) or "")
         file = getattr(module, "__file__", None)
-        if module is None or file is None or name is None or "<" in name:
-            raise TypeError(_not_importable(body))
-        try:
-            found = attrgetter(name)(module)
-        except AttributeError:
-            raise TypeError(_not_importable(body)) from None
+        found = getattr(module, name or "", None)
+        if module is None or file is None or name is None or found is None:
+            raise TypeError(
+                f"`body` must be a function at the top level of a module file, but is {body!r}. Other processes import "
+                "it by its name: move it out of the function, class or lambda around it, and pass what it needs as "
+                "arguments"
+            )
         if getattr(found, BODY_ATTRIBUTE, found) is not body:
             raise TypeError(
                 f"`body` must be what its module calls {name!r}, but that name means {found!r} now. "
@@ -75,7 +75,7 @@ class FunctionReference:
         module = sys.modules.get(self.module)
         if os.path.abspath(getattr(module, "__file__", None) or "") != self.file:
             module = _import_file(self.module, self.file, self.rewritten)
-        found = attrgetter(self.qualname)(module)
+        found = getattr(module, self.qualname)
         body: Callable[..., Any] = getattr(found, BODY_ATTRIBUTE, found)
         return body
 
@@ -144,13 +144,6 @@ def _execute(spec: ModuleSpec | None) -> ModuleType:
     if parent:
         setattr(sys.modules[parent], leaf, module)
     return module
-
-
-def _not_importable(body: object) -> str:
-    return (
-        f"`body` must be a function at the top level of a module file, but is {body!r}. Other processes import it by "
-        "its name: move it out of the function, class or lambda around it, and pass what it needs as arguments"
-    )
 
 
 Kind: TypeAlias = Literal["died", "raised", "leaked", "hung"]

@@ -179,13 +179,14 @@ def ranks(
         raise ValueError(f"`warnings` must be one of {_WARNING_ACTIONS}, but is {warnings!r}")
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
-        misplaced = _what_is_wrong_with(body)
-
         @wraps(body)
         def on_ranks(*_: Any, **values: Any) -> None:
             __tracebackhide__ = True
-            if misplaced is not None:  # when the test runs, so that the others of its module can run, too
-                raise TypeError(misplaced)
+            if hasattr(body, "hypothesis"):  # now that the test runs, so that the others of its module can run, too
+                raise TypeError(
+                    f"@ranks must stand below @given, but stands above it ({body.__name__!r}): every rank would draw "
+                    "examples of its own. Swap the two, or call run_ranks in the test"
+                )
             size = values.pop(SIZE_PARAMETER, sizes[0])
             run_body(body, (), values, size=size, timeout=timeout, fresh=fresh, warnings=warnings)
 
@@ -200,22 +201,6 @@ def ranks(
         return parametrised
 
     return decorate
-
-
-def _what_is_wrong_with(body: Callable[..., Any]) -> str | None:
-    """Return why a function can't run on ranks; None if it can."""
-    if hasattr(body, "hypothesis"):
-        return (
-            f"@ranks must stand below @given, but stands above it ({body.__name__!r}): every rank would draw examples "
-            "of its own. Swap the two, or call run_ranks in the test"
-        )
-    name = getattr(body, "__qualname__", repr(body))
-    if "." in name or "<" in name:
-        return (
-            f"@ranks must stand above a function at the top level of a module, but stands above {name!r}. "
-            "Other processes import it by its name: move it out of the class or function around it"
-        )
-    return None
 
 
 def _add_parameter(wrapper: Callable[..., None], body: Callable[..., Any]) -> None:
