@@ -171,7 +171,8 @@ class StoreExchange:
     """
 
     def __init__(self, store: Store | None, prefix: str, rank: int, world_size: int) -> None:
-        self._store, self._prefix, self._rank, self._world_size = store, prefix, rank, world_size
+        self._store: Any = store
+        self._prefix, self._rank, self._world_size = prefix, rank, world_size
         self.is_abandoned = threading.Event()
 
     def gather(self, value: Any) -> list[Any] | None:
@@ -204,9 +205,8 @@ class StoreExchange:
     def _await(self, keys: Mapping[int, str]) -> None:
         if not keys:
             return
-        store = self._shared()
-        timeout: timedelta = store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
-        deadline = time.monotonic() + timeout.total_seconds()
+        store = self._store
+        deadline = time.monotonic() + store.timeout.total_seconds()
         while not store.check(list(keys.values())):
             if self.is_abandoned.is_set() or time.monotonic() > deadline:
                 ranks = listed(rank for rank, key in keys.items() if not store.check([key]))
@@ -215,14 +215,10 @@ class StoreExchange:
                 store.wait(list(keys.values()), _LOOK)
 
     def _put(self, key: str, value: Any) -> None:
-        self._shared().set(key, json.dumps(value))
+        self._store.set(key, json.dumps(value))
 
     def _take(self, key: str) -> Any:
         """Return a value, and remove it from the store."""
-        value = json.loads(self._shared().get(key))
-        self._shared().delete_key(key)
+        value = json.loads(self._store.get(key))
+        self._store.delete_key(key)
         return value
-
-    def _shared(self) -> Store:
-        assert self._store is not None, "several ranks have one"
-        return self._store

@@ -19,7 +19,6 @@ from lockstep.testing.pool import DEFAULT_TIMEOUT_SECONDS, run_body
 
 SIZE_PARAMETER = "n_ranks"
 _PROPERTY = "ranks"
-_WARNING_ACTIONS = ("error", "default", "ignore", "always", "module", "once")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -175,8 +174,6 @@ def ranks(
             raise ValueError(f"`sizes` must be positive integers, but contain {size!r}")
     if not sizes:
         raise ValueError("`sizes` must name at least one number of ranks, as in @ranks(2)")
-    if warnings not in _WARNING_ACTIONS:
-        raise ValueError(f"`warnings` must be one of {_WARNING_ACTIONS}, but is {warnings!r}")
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
         @wraps(body)
