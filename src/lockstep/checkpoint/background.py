@@ -151,7 +151,7 @@ def _save(plan: Plan, exchange: StoreExchange, job: Future[None], when_failed: C
         job.set_result(None)
     except (LockstepError, OSError) as error:
         job.set_exception(error)
-    except Exception as error:  # the store is gone, and so is the job
+    except BaseException as error:  # the store is gone, and so is the job
         job.set_exception(Failure.of(error).raised(plan.failure))
     if job.exception() is not None and when_failed is not None:
         when_failed()

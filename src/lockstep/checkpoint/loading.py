@@ -88,12 +88,9 @@ def read_shapes(directory: Location, part: str) -> dict[str, tuple[int, ...] | N
     Raises:
         ConfigError: the directory is not a checkpoint, or is damaged.
     """
-    stored = open_checkpoint(directory)
-    shapes: dict[str, tuple[int, ...] | None] = {}
-    for path, node in leaves(stored.manifest.state.get(part, {})):
-        tag, name = tagged(node)
-        shapes[".".join(path)] = stored.manifest.tensors[name].shape if tag == "$tensor" else None
-    return shapes
+    manifest = open_checkpoint(directory).manifest
+    nodes = ((".".join(path), tagged(node)) for path, node in leaves(manifest.state.get(part, {})))
+    return {key: manifest.tensors[name].shape if tag == "$tensor" else None for key, (tag, name) in nodes}
 
 
 def read_infos(directory: Location, part: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -291,7 +288,8 @@ class _Load:
             more = len(self._differences) - _MOST_NAMED
             shown = "; ".join(self._differences[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
             raise ConfigError(f"the checkpoint {self._stored.directory} does not fit: {shown}. {_REMEDY}")
-        self._fill()
+        for read in read_plan(self._stored, self._wanted):
+            self._stored.read(read)
         return {key: self._read(part, self._stored.manifest.state.get(key), (key,)) for key, part in state.items()}
 
     def _ask(self, part: Any, node: Any, path: tuple[str, ...]) -> None:
@@ -344,11 +342,6 @@ class _Load:
             items = list(node.items())
         for key, item in items:
             self._ask_as_saved(item, (*path, str(key)))
-
-    def _fill(self) -> None:
-        """Read the tensors that were asked for."""
-        for read in read_plan(self._stored, self._wanted):
-            self._stored.read(read)
 
     def _tensor(self, name: Any) -> StoredTensor:
         if name not in self._stored.manifest.tensors:

@@ -29,7 +29,7 @@ class Failure(NamedTuple):
     errno: int | None = None
 
     @classmethod
-    def of(cls, error: Exception) -> Failure:
+    def of(cls, error: BaseException) -> Failure:
         """Return why this rank failed."""
         for name, kind in _KINDS.items():
             if isinstance(error, kind):
