@@ -28,7 +28,6 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from difflib import SequenceMatcher, get_close_matches
-from functools import partial
 from traceback import walk_tb
 from types import TracebackType
 from typing import TypeVar
@@ -92,14 +91,11 @@ class PeerError(DistError):
         cause: that rank's error, as ``"TypeName: message"``, or the backend's message.
     """
 
-    def __init__(self, message: str, *, rank: int | None, cause: str) -> None:
+    # What is not positional needs a default, since an unpickled error gets its attributes only after it has been made.
+    def __init__(self, message: str, *, rank: int | None = None, cause: str = "") -> None:
         super().__init__(message)
         self.rank = rank
         self.cause = cause
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # By default, an error is rebuilt from its positional arguments alone.
-        return partial(PeerError, rank=self.rank, cause=self.cause), self.args, vars(self)
 
 
 class CollectiveMismatchError(DistError):
@@ -122,23 +118,15 @@ class DivergenceError(DistError):
     Attributes:
         name: the first tensor or value that differs.
         ranks: the ranks that differ from most of the others, or from the first one where there is no majority.
+        failed_ranks: the same, as of `CollectiveMismatchError`.
         iteration: the number of complete iterations at the check that found it.
     """
 
-    def __init__(self, message: str, *, name: str, ranks: Sequence[int], iteration: int) -> None:
+    def __init__(self, message: str, *, name: str = "", ranks: Sequence[int] = (), iteration: int = 0) -> None:
         super().__init__(message)
         self.name = name
-        self.ranks = tuple(ranks)
+        self.ranks = self.failed_ranks = tuple(ranks)
         self.iteration = iteration
-
-    @property
-    def failed_ranks(self) -> tuple[int, ...]:
-        """`ranks`, as of `CollectiveMismatchError`."""
-        return self.ranks
-
-    def __reduce__(self) -> tuple[object, ...]:
-        rebuild = partial(DivergenceError, name=self.name, ranks=self.ranks, iteration=self.iteration)
-        return rebuild, self.args, vars(self)
 
 
 class CollectiveTimeoutError(DistError, TimeoutError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
@@ -85,18 +85,15 @@ class RemotePath(NamedTuple):
 
     def exists(self) -> bool:
         """Return whether there is such a file or folder."""
-        with self._errors_translated():
-            return bool(self.fs.exists(self.path))
+        return bool(self._ask(self.fs.exists))
 
     def is_file(self) -> bool:
         """Return whether it is a file."""
-        with self._errors_translated():
-            return bool(self.fs.isfile(self.path))
+        return bool(self._ask(self.fs.isfile))
 
     def is_dir(self) -> bool:
         """Return whether it is a folder."""
-        with self._errors_translated():
-            return bool(self.fs.isdir(self.path))
+        return bool(self._ask(self.fs.isdir))
 
     def is_symlink(self) -> bool:
         """Return False: there are no links."""
@@ -105,8 +102,7 @@ class RemotePath(NamedTuple):
     def entries(self) -> list[Entry]:
         """Return what lies directly in the folder; nothing if there is none, because a bucket has only objects."""
         try:
-            with self._errors_translated():
-                found = self.fs.ls(self.path, detail=True)
+            found = self._ask(self.fs.ls, detail=True)
         except FileNotFoundError:
             return []
         this_folder = self.path.strip("/")
@@ -122,15 +118,13 @@ class RemotePath(NamedTuple):
 
     def files(self) -> list[RemotePath]:
         """Return all files in the folder and in folders within."""
-        with self._errors_translated():
-            found = [PurePosixPath(one) for one in self.fs.find(self.path)]
+        found = map(PurePosixPath, self._ask(self.fs.find))
         return [self / one.relative_to(PurePosixPath(self.path)) for one in found]
 
     def open(self, mode: str) -> IO[bytes]:
         """Open it as a file of bytes."""
-        with self._errors_translated():
-            opened: IO[bytes] = self.fs.open(self.path, mode)
-            return opened
+        opened: IO[bytes] = self._ask(self.fs.open, mode=mode)
+        return opened
 
     @contextmanager
     def sending(self, size: int) -> Iterator[Sender]:
@@ -141,8 +135,7 @@ class RemotePath(NamedTuple):
 
         **Cost**: memory for a part of 16 MiB; of objects of more than 140 GiB, for one in 9000 parts of it.
         """
-        with self._errors_translated():
-            file = self.fs.open(self.path, "wb", block_size=max(_CHUNK, -(-size // _PARTS)))
+        file = self._ask(self.fs.open, mode="wb", block_size=max(_CHUNK, -(-size // _PARTS)))
         try:
             yield Sender(self, file)
             with self._errors_translated():
@@ -154,30 +147,26 @@ class RemotePath(NamedTuple):
                 file.closed = True  # else it sends the rest when it is collected
             raise
 
-    def read_bytes(self) -> bytes:
-        """Return the content of the file."""
-        with self._errors_translated():
-            return bytes(self.fs.cat_file(self.path))
-
-    def read_range(self, start: int, end: int) -> bytes:
-        """Return the bytes of a range of the file, fewer if it ends before."""
-        with self._errors_translated():
-            return bytes(self.fs.cat_file(self.path, start=start, end=end))
+    def read_bytes(self, start: int | None = None, end: int | None = None) -> bytes:
+        """Return the content of the file, or the bytes of a range of it, fewer if it ends before."""
+        return bytes(self._ask(self.fs.cat_file, start=start, end=end))
 
     def write_bytes(self, content: bytes) -> None:
         """Write the file as a whole: others see what was there before, or all of the content."""
-        with self._errors_translated():
-            self.fs.pipe_file(self.path, content)
+        self._ask(self.fs.pipe_file, content)  # by position: filesystems differ in its name
 
     def unlink(self) -> None:
         """Remove the file."""
-        with self._errors_translated():
-            self.fs.rm_file(self.path)
+        self._ask(self.fs.rm_file)
 
     def modified(self) -> float:
         """Return when the file was written, in seconds since 1970."""
+        return float(self._ask(self.fs.modified).timestamp())
+
+    def _ask(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Return what a method of the filesystem returns for this path."""
         with self._errors_translated():
-            return float(self.fs.modified(self.path).timestamp())
+            return method(self.path, *arguments, **options)
 
     @contextmanager
     def _errors_translated(self) -> Iterator[None]:
@@ -241,7 +230,7 @@ class RangeFile(io.RawIOBase):
             end = self._at + len(view)
             if not self._begin <= self._at <= end <= self._begin + len(self._window):
                 self._begin = self._at if self._size is None else max(0, min(self._at, self._size - _PIECE))
-                self._window = self._location.read_range(self._begin, self._begin + _PIECE)
+                self._window = self._location.read_bytes(self._begin, self._begin + _PIECE)
             view[:] = self._window[self._at - self._begin : end - self._begin]
         self._at += len(view)
         return len(view)
@@ -309,8 +298,7 @@ def size_of(location: Location) -> int:
     """Return the size of a file in bytes."""
     if isinstance(location, Path):
         return location.stat().st_size
-    with location._errors_translated():
-        return int(location.fs.size(location.path))
+    return int(location._ask(location.fs.size))
 
 
 def read_into(location: Location, start: int, target: memoryview) -> None:

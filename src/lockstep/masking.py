@@ -7,7 +7,7 @@ or, in a log, because the run's config has it under such a name. Tokens of a tok
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -166,14 +166,7 @@ def mask_value(value: Any, name: str = "") -> Any:
         >>> mask_value({"lr": 0.1, "login": {"api_key": "abc", "user": "me"}})
         {'lr': 0.1, 'login': {'api_key': '***', 'user': 'me'}}
     """
-    if isinstance(value, Mapping):
-        return {key: mask_value(item, _dotted(name, key)) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [mask_value(item, name) for item in value]
-        return items if isinstance(value, list) else type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, str) and not isinstance(value, Enum):
-        return MASK if _is_secret(value, name) else mask_text(value)
-    return MASK if _is_secret_number_or_bytes(value, name) else value
+    return _mask(value, name, set())
 
 
 def mask_words(words: Sequence[str]) -> list[str]:
@@ -199,7 +192,9 @@ def mask_words(words: Sequence[str]) -> list[str]:
 
 def secrets_in(value: Any) -> set[str]:
     """Return the strings that `mask_value` would mask as a whole, if they are long enough to be looked for in a log."""
-    return {found for found in _secrets(value, "") if len(found) >= _SHORTEST_IN_LOGS}
+    found: set[str] = set()
+    _mask(value, "", found)
+    return {secret for secret in found if len(secret) >= _SHORTEST_IN_LOGS}
 
 
 def is_masked(value: Any) -> bool:
@@ -207,19 +202,19 @@ def is_masked(value: Any) -> bool:
     return isinstance(value, str) and (value == MASK or f"{MASK}@" in value)
 
 
-def _secrets(value: Any, name: str) -> Iterator[str]:
+def _mask(value: Any, name: str, found: set[str]) -> Any:
+    """Return a masked copy of a value, and add the strings that are secret as a whole to `found`."""
     if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _secrets(item, _dotted(name, key))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _secrets(item, name)
-    elif isinstance(value, str) and _is_secret(value, name):
-        yield value
-
-
-def _dotted(name: str, key: object) -> str:
-    return f"{name}.{key}" if name else str(key)
+        return {key: _mask(item, f"{name}.{key}" if name else str(key), found) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_mask(item, name, found) for item in value]
+        return items if isinstance(value, list) else type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, str) and not isinstance(value, Enum):
+        if not _is_secret(value, name):
+            return mask_text(value)
+        found.add(value)
+        return MASK
+    return MASK if _is_secret_number_or_bytes(value, name) else value
 
 
 def _is_secret(value: str, name: str) -> bool:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.topology import Topology, infer_launcher, read_topology
-from lockstep.topology.environ import expand_hostlist
+from lockstep.topology.environ import first_host
 
 from .jobs import (
     LOOPBACK,
@@ -103,7 +103,7 @@ hostlists = st.lists(st.builds("".join, st.tuples(names, brackets | st.just("7")
 @settings(max_examples=25)
 def test_hostlists_are_read_as_slurm_reads_them(cluster: SlurmCluster, text: str) -> None:
     ended = cluster.run("scontrol", "show", "hostnames", text)
-    assert expand_hostlist(text) == ended.out.split()
+    assert first_host(text) == ended.out.split()[0]
 
 
 def test_two_jobs_on_one_node_at_once_train_apart_and_listen_on_loopback_alone(cluster: SlurmCluster) -> None:

@@ -219,9 +219,9 @@ def test_a_thread_that_is_waited_for_in_vain_gives_up(tmp_path, monkeypatch):
         exchange.gather(None)
 
 
-def test_what_ranks_have_to_say_may_be_long():
+def test_what_ranks_have_to_say_comes_from_each_and_leaves_nothing():
     store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True)
-    said = {"words": ["häß\udcff"] * 1_000_000}  # 20 MB
+    said = {"words": ["häß\udcff"] * 1_000}
     main, other = (background.StoreExchange(store, "x", rank, 2) for rank in range(2))
     assert other.gather(said) is None
     assert main.gather("short") == ["short", said]
@@ -236,8 +236,7 @@ def test_what_is_read_from_the_store_runs_no_code(tmp_path):
             return (Path.touch, (tmp_path / "ran",))
 
     store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True)
-    store.set("x/result/1/0", pickle.dumps(Runs()))
-    store.set("x/result/1", "1")
+    store.set("x/result/1", pickle.dumps(Runs()))
     with pytest.raises(ValueError, match="decode"):
         background.StoreExchange(store, "x", 0, 2).gather({})
     assert not (tmp_path / "ran").exists()

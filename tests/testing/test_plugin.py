@@ -188,11 +188,11 @@ def test_start_up_can_be_tested_with_fresh_ranks(pytester: pytest.Pytester) -> N
     [
         ("@ranks()\ndef test_it(): pass", "*ValueError: `sizes` must name at least one*"),
         ("@ranks(0)\ndef test_it(): pass", "*ValueError: `sizes` must be positive integers*"),
-        ("@ranks(2, warnings='off')\ndef test_it(): pass", "*ValueError: `warnings` must be*"),
+        ("@ranks(2, warnings='off')\ndef test_it(): pass", "*invalid action: 'off'*"),
         ("@pytest.mark.ranks\ndef test_it(): pass", "*use @lockstep.testing.ranks*"),
     ],
 )
-def test_misuse_is_an_error_at_collection(pytester: pytest.Pytester, code: str, error: str) -> None:
+def test_misuse_is_an_error(pytester: pytest.Pytester, code: str, error: str) -> None:
     write(pytester, code)
     result = pytester.runpytest()
     assert result.ret != pytest.ExitCode.OK
@@ -205,9 +205,9 @@ def test_misuse_is_an_error_at_collection(pytester: pytest.Pytester, code: str, 
     [
         (
             "class TestIt:\n    @ranks({})\n    def test_it(self, tmp_path): pass",
-            "*TypeError: @ranks must stand above a fun*",
+            "*TypeError: `body` must be a function at the top level*",
         ),
-        ("test_it = ranks({})(lambda: None)", "*TypeError: @ranks must stand above a function*"),
+        ("test_it = ranks({})(lambda: None)", "*TypeError: `body` must be a function at the top level*"),
         (
             "from hypothesis import given, strategies\n@ranks({})\n@given(strategies.integers())\ndef test_it(n): pass",
             "*TypeError: @ranks must stand below @given*",

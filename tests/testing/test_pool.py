@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import unittest
@@ -29,7 +28,6 @@ from lockstep.dist import all_reduce, destroy_dist, get_rank, get_world_size
 from lockstep.testing import RankFailure, run_ranks
 from lockstep.testing.messages import RankReport
 from lockstep.testing.pool import run_body
-from lockstep.testing.worker import Surroundings
 
 kept: list[Any] = []
 
@@ -259,7 +257,7 @@ LEAKS = {
     "changed": "left environment variable WORLD_SIZE changed to '7'",
     "thread": "left thread 'idler' running",
     "file": "leaky.txt open",
-    "socket": "left socket 0.0.0.0:0 open",
+    "socket": "unclosed <socket",
     "unclosed": "unclosed file",
     "thread raised": "ValueError('rank 1 is unhappy') ended thread 'unlucky'",
 }
@@ -284,7 +282,7 @@ def leave(what: str, folder: Path) -> None:
         case "file":
             kept.append(open(folder / "leaky.txt", "w"))  # noqa: SIM115
         case "socket":
-            kept.append(socket.socket())
+            socket.socket()
         case "group":
             destroy_dist()
         case "unclosed":
@@ -320,28 +318,21 @@ def leak_on_all_ranks(count: int) -> None:
 
 def test_one_leak_of_all_ranks_is_told_once() -> None:
     assert str(failure_of(leak_on_all_ranks, 1)).splitlines() == [
-        "leak_on_all_ranks on 2 ranks: ranks 0, 1 leaked: left environment variable LEFT_0 set",
+        "leak_on_all_ranks on 2 ranks: ranks 0, 1 leaked",
         "--- rank 1 wrote:",
         "  written by rank 1",
+        "- left environment variable LEFT_0 set (ranks 0, 1)",
     ]
 
 
 def test_every_leak_is_told_once() -> None:
     assert str(failure_of(leak_on_all_ranks, 2)).splitlines() == [
         "leak_on_all_ranks on 2 ranks: ranks 0, 1 leaked",
-        "- left environment variable LEFT_0 set (ranks 0, 1)",
-        "- left environment variable LEFT_1 set (ranks 0, 1)",
         "--- rank 1 wrote:",
         "  written by rank 1",
+        "- left environment variable LEFT_0 set (ranks 0, 1)",
+        "- left environment variable LEFT_1 set (ranks 0, 1)",
     ]
-
-
-@pytest.mark.skipif(not Path("/dev/shm").exists(), reason="this system has no /dev/shm")
-def test_shared_memory_that_a_backend_may_have_opened_is_no_leak() -> None:
-    before = Surroundings()
-    with tempfile.NamedTemporaryFile(dir="/dev/shm"), socket.socket():
-        assert before.leaks(ignore_sockets=True) == []
-        assert len(before.leaks(ignore_sockets=False)) == 2
 
 
 def test_a_leak_beside_a_failure_comes_after_it() -> None:
@@ -354,8 +345,6 @@ def test_a_leak_beside_a_failure_comes_after_it() -> None:
         "test_it on 3 ranks: rank 1 died: exit code 3 (and rank 0 leaked, rank 2 leaked)",
         "",
         "--- rank 1 died: exit code 3",
-        "",
-        "--- ranks 0, 2 leaked",
         "- left x open (ranks 0, 2)",
         "- left y open (rank 2)",
     ]

@@ -215,7 +215,7 @@ def test_what_ranks_set_by_hand_leave_out(env: Environment, place: tuple[int, ..
         (
             "pytorch",
             hand_set(3, 4, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2, GROUP_RANK=2),
-            "GROUP_RANK must be below 2, the number of nodes that 4 ranks fill, 2 each, but is 2 (rank 3 of 4)",
+            "GROUP_RANK must be below the number of nodes (4 ranks, 2 on each), 2, but is 2 (rank 3 of 4)",
         ),
         (
             "pytorch",

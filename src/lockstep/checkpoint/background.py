@@ -11,6 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _ALIGNED = 64  # bytes: each copy begins at a multiple of them
-_PIECE = 4 << 20  # bytes of a value in the store, whose limit is 8 MiB (torch 2.13)
 _LOOK = timedelta(seconds=1)  # how long the store is waited for before it is seen that nobody needs the save any more
 _SECONDS_TO_GIVE_UP = 10.0
 _numbers = itertools.count()  # of the saves of this process, the same on every rank
@@ -52,17 +52,18 @@ class BackgroundSaver:
     def __init__(self, planner: Planner | None = None) -> None:
         self._planner = planner or Planner()
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._job: _BackgroundSave | None = None
+        self._job: Future[None] | None = None
+        self._exchange: StoreExchange
 
     @property
     def has_ended(self) -> bool:
         """Whether there is a save whose outcome nobody has asked for, and it has ended."""
-        return self._job is not None and self._job.has_ended.is_set()
+        return self._job is not None and self._job.done()
 
     @property
     def has_failed(self) -> bool:
         """Whether that save has ended, and could not be written."""
-        return self._job is not None and self._job.has_ended.is_set() and self._job.error is not None
+        return self._job is not None and self._job.done() and self._job.exception() is not None
 
     def start(
         self,
@@ -90,14 +91,18 @@ class BackgroundSaver:
         """
         assert self._job is None, "wait() comes first"
         rank, world_size = get_dist_info()
-        exchange = StoreExchange(side_store() if world_size > 1 else None, f"save_{next(_numbers)}", rank, world_size)
+        self._exchange = StoreExchange(
+            side_store() if world_size > 1 else None, f"save_{next(_numbers)}", rank, world_size
+        )
         plan = self._planner.plan(directory, state, meta, last_of)
         try:
             plan = on_all(plan.failure, partial(self._copied, plan))
         except BaseException:
             plan.discard()
             raise
-        self._job = _BackgroundSave(plan, exchange, when_failed)
+        self._job = Future()
+        work = (plan, self._exchange, self._job, when_failed)
+        threading.Thread(target=_save, args=work, name="lockstep-save", daemon=True).start()
 
     def wait(self) -> None:
         """Wait until the save in progress has ended, if there is one; then another one can begin.
@@ -108,17 +113,15 @@ class BackgroundSaver:
         """
         job, self._job = self._job, None
         if job is not None:
-            job.has_ended.wait()
-            if job.error is not None:
-                raise job.error
+            job.result()
 
     def abandon(self) -> None:
         """Give the save in progress some seconds to end, and end it otherwise, because the training has failed."""
         job, self._job = self._job, None
         if job is not None:
-            job.has_ended.wait(_SECONDS_TO_GIVE_UP)
-            job.exchange.is_abandoned.set()
-            job.has_ended.wait(_SECONDS_TO_GIVE_UP)
+            wait([job], _SECONDS_TO_GIVE_UP)
+            self._exchange.is_abandoned.set()
+            wait([job], _SECONDS_TO_GIVE_UP)
 
     def _copied(self, plan: Plan) -> Plan:
         """Return a plan with copies of this rank's pieces, in one part of the host's memory."""
@@ -141,36 +144,21 @@ class BackgroundSaver:
         return self._memory[:size]
 
 
-class _BackgroundSave:
-    """One save in the background, as one rank sees it; its thread begins at once.
-
-    Attributes:
-        exchange: how the threads tell one another what they have written.
-        error: why it failed, on any rank.
-        has_ended: set when it is complete, or has failed.
-    """
-
-    def __init__(self, plan: Plan, exchange: StoreExchange, when_failed: Callable[[], None] | None) -> None:
-        self.exchange = exchange
-        self.error: Exception | None = None
-        self.has_ended = threading.Event()
-        threading.Thread(target=self._run, args=(plan, when_failed), name="lockstep-save", daemon=True).start()
-
-    def _run(self, plan: Plan, when_failed: Callable[[], None] | None) -> None:
-        try:
-            write_and_publish(plan, self.exchange)
-        except (LockstepError, OSError) as error:
-            self.error = error
-        except Exception as error:  # the store is gone, and so is the job
-            self.error = Failure.of(error).raised(plan.failure)
-        finally:
-            self.has_ended.set()
-            if self.error is not None and when_failed is not None:
-                when_failed()
+def _save(plan: Plan, exchange: StoreExchange, job: Future[None], when_failed: Callable[[], None] | None) -> None:
+    """Write what is planned, in a thread of its own; `job` is done when it is complete, or has failed on any rank."""
+    try:
+        write_and_publish(plan, exchange)
+        job.set_result(None)
+    except (LockstepError, OSError) as error:
+        job.set_exception(error)
+    except BaseException as error:  # the store is gone, and so is the job
+        job.set_exception(Failure.of(error).raised(plan.failure))
+    if job.exception() is not None and when_failed is not None:
+        when_failed()
 
 
 class StoreExchange:
-    """An exchange of values of JSON through a store, without collectives: reading one runs no code.
+    """An exchange of small values of JSON through a store, without collectives: reading one runs no code.
 
     Args:
         store: a connection for this thread alone; None if there is only one rank.
@@ -183,7 +171,8 @@ class StoreExchange:
     """
 
     def __init__(self, store: Store | None, prefix: str, rank: int, world_size: int) -> None:
-        self._store, self._prefix, self._rank, self._world_size = store, prefix, rank, world_size
+        self._store: Any = store
+        self._prefix, self._rank, self._world_size = prefix, rank, world_size
         self.is_abandoned = threading.Event()
 
     def gather(self, value: Any) -> list[Any] | None:
@@ -216,9 +205,8 @@ class StoreExchange:
     def _await(self, keys: Mapping[int, str]) -> None:
         if not keys:
             return
-        store = self._shared()
-        timeout: timedelta = store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
-        deadline = time.monotonic() + timeout.total_seconds()
+        store = self._store
+        deadline = time.monotonic() + store.timeout.total_seconds()
         while not store.check(list(keys.values())):
             if self.is_abandoned.is_set() or time.monotonic() > deadline:
                 ranks = listed(rank for rank, key in keys.items() if not store.check([key]))
@@ -227,22 +215,10 @@ class StoreExchange:
                 store.wait(list(keys.values()), _LOOK)
 
     def _put(self, key: str, value: Any) -> None:
-        """Store a value, in pieces: the last key to be there says how many."""
-        data, store = json.dumps(value).encode(), self._shared()
-        pieces = [data[begin : begin + _PIECE] for begin in range(0, len(data), _PIECE)]
-        for i, piece in enumerate(pieces):
-            store.set(f"{key}/{i}", piece)  # type: ignore[arg-type]  # torch's stubs lack bytes
-        store.set(key, str(len(pieces)))
+        self._store.set(key, json.dumps(value))
 
     def _take(self, key: str) -> Any:
         """Return a value, and remove it from the store."""
-        store = self._shared()
-        names = [f"{key}/{i}" for i in range(int(store.get(key)))]
-        value = json.loads(b"".join(store.get(name) for name in names))
-        for name in (*names, key):
-            store.delete_key(name)
+        value = json.loads(self._store.get(key))
+        self._store.delete_key(key)
         return value
-
-    def _shared(self) -> Store:
-        assert self._store is not None, "several ranks have one"
-        return self._store

@@ -22,14 +22,13 @@ import shutil
 import socket
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
 from lockstep.checkpoint.files import (
     MANIFEST_FILE,
     POINTER_FILE,
-    Claim,
     modified,
     sizes_in,
     sync_folder,
@@ -79,16 +78,14 @@ class FolderDraft:
             sync_folder(directory.parent)
             sync_folder(directory.parent.parent)  # it may be new itself
             return
-        with closing(Claim(directory)) as former:
-            for name in sorted(sizes):
-                (draft / name).rename(directory / name)
-            sync_folder(directory)
-            (draft / MANIFEST_FILE).rename(directory / MANIFEST_FILE)
-            sync_folder(directory)
-            if former.is_granted():  # else the next save of this name removes what is read now
-                for path in directory.iterdir():
-                    if path.name not in {*sizes, MANIFEST_FILE} and OWN_FILES.fullmatch(path.name):
-                        path.unlink()
+        for name in sorted(sizes):
+            (draft / name).rename(directory / name)
+        sync_folder(directory)
+        (draft / MANIFEST_FILE).rename(directory / MANIFEST_FILE)
+        sync_folder(directory)
+        for path in directory.iterdir():
+            if path.name not in {*sizes, MANIFEST_FILE} and OWN_FILES.fullmatch(path.name):
+                path.unlink()
         draft.rmdir()
 
     def discard(self) -> None:
@@ -144,29 +141,19 @@ def make_draft(directory: Location) -> Draft:
     return FolderDraft(directory) if isinstance(directory, Path) else BucketDraft(directory)
 
 
-def remove(directory: Location) -> bool:
-    """Remove a checkpoint; if this is interrupted, what is left is a draft or has a mark.
-
-    Returns:
-        Whether it is gone; False if, on a disk, another process reads it now.
-    """
+def remove(directory: Location) -> None:
+    """Remove a checkpoint; if this is interrupted, what is left is a draft or has a mark."""
     if isinstance(directory, RemotePath):
         mark = _made_mark(directory)
         if MANIFEST_FILE in _names_in(directory):
             (directory / MANIFEST_FILE).unlink()
         unlink_all(directory.files())
         mark.unlink()
-        return True
-    with closing(Claim(directory)) as claim:
-        if not claim.is_granted():
-            return False
-        draft = directory.with_name(name_of_draft(directory.name))
-        try:
-            directory.rename(draft)
-        except FileNotFoundError:  # another run has removed it
-            return True
-    shutil.rmtree(draft)
-    return True
+        return
+    draft = directory.with_name(name_of_draft(directory.name))
+    with suppress(FileNotFoundError):  # another run has removed it
+        directory.rename(draft)
+        shutil.rmtree(draft)
 
 
 def remove_dead_drafts(roots: Sequence[Location]) -> list[Location]:
@@ -232,12 +219,13 @@ def discard(draft: Location) -> None:
 
 def name_of_draft(name: str) -> str:
     """Return the name of the draft that this process makes of a checkpoint, or of another file or folder."""
-    return f".{name}.draft.{os.getpid()}.{_start_of(os.getpid())}.{_host()}"
+    return f".{name}.draft.{os.getpid()}.{_start_of(os.getpid()) or 0}.{_host()}"
 
 
 def is_alive(draft: re.Match[str]) -> bool | None:
-    """Return whether the process that made a draft is alive; None if it can't be asked, as it is on another host."""
-    return None if draft["host"] != _host() else _start_of(int(draft["pid"])) == draft["began"]
+    """Return whether the process that made a draft is alive; None if it can't be asked: on another host, or macOS."""
+    can_be_asked = draft["host"] == _host() and draft["began"] != "0"
+    return _start_of(int(draft["pid"])) == draft["began"] if can_be_asked else None
 
 
 def _is_used(draft: Location) -> bool:
@@ -289,20 +277,10 @@ def _host() -> str:
 def _start_of(pid: int) -> str | None:
     """Return when a process began, in ticks since the start of the system, to tell it from another of its number.
 
-    None if there is no such process; "0" where the system does not say when it began.
+    None if there is no such process, or if the system does not say when it began.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2].split()
-    except FileNotFoundError:
-        if Path("/proc/self").exists():
-            return None
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return None
-        except OSError:
-            pass
-        return "0"
     except OSError:
         return None
     state, began = fields[0], fields[19]

@@ -1,12 +1,8 @@
-"""The files of a checkpoint: read plainly, without following links, written so that they last, and held while read.
+"""The files of a checkpoint: read plainly, without following links, and written so that they last.
 
 What differs between a disk and a bucket when a file is read or written stands here. A bucket has no links; an object
-is durable, and visible at all, when the whole of it has arrived.
-
-On a disk, a process that reads a checkpoint locks its manifest (`flock`, shared), and one that removes a checkpoint
-first tries to lock it for itself. The system lets go of a lock when its process ends, however it ends. Where there are
-no such locks, as in a bucket, a reader may find that the checkpoint has been removed, and says so. This module does not
-import torch.
+is durable, and visible at all, when the whole of it has arrived. A reader may find that the checkpoint has been removed
+meanwhile, and says so. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -15,10 +11,10 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import IO, TypeAlias
+from typing import TypeAlias
 
 from lockstep.errors import CheckpointError
 from lockstep.location import Location, RangeFile, RemotePath, Sender, size_of
@@ -174,44 +170,6 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-@contextmanager
-def held(directory: Location) -> Iterator[None]:
-    """Hold a checkpoint in a block; do nothing where it is gone, or can't be locked."""
-    with ExitStack() as stack:
-        if isinstance(directory, Path):
-            with suppress(OSError):
-                _lock(stack.enter_context(_open_manifest(directory, os.O_RDONLY)), exclusive=False)
-        yield
-
-
-class Claim:
-    """What a process needs to remove the files of a checkpoint: that no other one reads them, or removes them as well.
-
-    Args:
-        directory: the checkpoint, as it is now: another one may get its name meanwhile.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._manifest: IO[bytes] | None = None
-        with suppress(OSError):  # it is gone, or may not be written to
-            self._manifest = _open_manifest(directory, os.O_RDWR)  # to lock it on NFS
-
-    def is_granted(self) -> bool:
-        """Return False where another process holds the checkpoint; True also where that can't be told."""
-        with suppress(OSError):
-            if self._manifest is not None:
-                try:
-                    _lock(self._manifest, exclusive=True)
-                except BlockingIOError:
-                    return False
-        return True
-
-    def close(self) -> None:
-        """Let go of the checkpoint."""
-        if self._manifest is not None:
-            self._manifest.close()
-
-
 def removed(folder: Location) -> CheckpointError:
     """Return the error for a checkpoint that was removed."""
     return CheckpointError(
@@ -229,16 +187,3 @@ def _missing(path: Location, wanted: str, why: str = "") -> CheckpointError:
 def _require_size(path: Location, found: int, size: int | None) -> None:
     if size is not None and found != size:
         raise CheckpointError(f"{path} must have {size} bytes, but has {found}. {DAMAGED}")
-
-
-def _open_manifest(directory: Path, flags: int) -> IO[bytes]:
-    descriptor = os.open(directory / MANIFEST_FILE, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-    return os.fdopen(descriptor, "rb" if flags == os.O_RDONLY else "r+b", buffering=0)
-
-
-def _lock(file: IO[bytes], *, exclusive: bool) -> None:
-    try:
-        import fcntl  # not available on Windows
-    except ImportError:
-        return
-    fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)

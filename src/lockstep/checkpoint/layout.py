@@ -93,21 +93,15 @@ class Holding:
     """
 
     def __init__(self, state: Mapping[str, Any], rank: int, world_size: int) -> None:
+        self.pieces: list[Piece] = []
+        self.sections: dict[str, Section] = {}
         tensors: dict[str, Tensor] = {}
-        values, ends = {}, [0]
         for key, item in state.items():
-            values[key] = encode(item, (key,), tensors)
-            ends.append(len(tensors))
-        for name, tensor in tensors.items():
-            _require_plain(name, tensor)
-        held = {piece.name: piece for piece in pieces_of(tensors)}
-        names = list(tensors)
-        by_key = {
-            key: [held[name] for name in names[begin:end] if name in held]
-            for key, (begin, end) in zip(values, itertools.pairwise(ends), strict=True)
-        }
-        self.pieces = [piece for pieces in by_key.values() for piece in pieces]
-        self.sections = {key: section_of(pieces, values[key]) for key, pieces in by_key.items()}
+            before = len(tensors)
+            values = encode(item, (key,), tensors)
+            pieces = pieces_of(dict(itertools.islice(tensors.items(), before, None)))
+            self.pieces += pieces
+            self.sections[key] = section_of(pieces, values)
         boxes = [(key, section.digest, section.boxes) for key, section in self.sections.items()]
         self.described = digest_of((rank, world_size, boxes))
 
@@ -134,6 +128,7 @@ def pieces_of(tensors: Mapping[str, Tensor]) -> list[Piece]:
     offsets = _offsets_of({name: tensors[name] for name in like.values()})
     pieces = []
     for name, tensor in tensors.items():
+        _require_plain(name, tensor)
         shape = tuple(tensor.shape)
         if name not in kinds:
             pieces.append(Piece(name, shape, (0,) * len(shape), tensor.detach()))

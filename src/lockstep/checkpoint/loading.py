@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.files import DAMAGED, held
+from lockstep.checkpoint.files import DAMAGED
 from lockstep.checkpoint.layout import pieces_of
 from lockstep.checkpoint.manifest import ITEM_SIZES, Block, Manifest, StoredTensor, checksum_at, read_manifest
 from lockstep.checkpoint.search import OpenFile, read_block, require_checkpoint
 from lockstep.checkpoint.together import on_all
 from lockstep.checkpoint.values import decode, leaves, tagged
-from lockstep.dist import is_main_process
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.location import Location
 
@@ -68,8 +67,6 @@ def load_state(
         with ExitStack() as stack:
             stored = checkpoint
             if not isinstance(stored, Stored):
-                if is_main_process():
-                    stack.enter_context(held(stored))
                 stored = stack.enter_context(closing(open_checkpoint(stored)))
             return _Load(stored, layout, resizable).run(state)
 
@@ -91,12 +88,9 @@ def read_shapes(directory: Location, part: str) -> dict[str, tuple[int, ...] | N
     Raises:
         ConfigError: the directory is not a checkpoint, or is damaged.
     """
-    stored = open_checkpoint(directory)
-    shapes: dict[str, tuple[int, ...] | None] = {}
-    for path, node in leaves(stored.state.get(part, {})):
-        tag, name = tagged(node)
-        shapes[".".join(path)] = stored.tensors[name].shape if tag == "$tensor" else None
-    return shapes
+    manifest = open_checkpoint(directory).manifest
+    nodes = ((".".join(path), tagged(node)) for path, node in leaves(manifest.state.get(part, {})))
+    return {key: manifest.tensors[name].shape if tag == "$tensor" else None for key, (tag, name) in nodes}
 
 
 def read_infos(directory: Location, part: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -106,7 +100,7 @@ def read_infos(directory: Location, part: str) -> dict[str, tuple[tuple[int, ...
         ConfigError: the directory is not a checkpoint, or is damaged.
     """
     stored = open_checkpoint(directory)
-    tensors = {name: stored.tensors[one] for name, one in _tensors_of(stored, part).items()}
+    tensors = {name: stored.manifest.tensors[one] for name, one in _tensors_of(stored, part).items()}
     return {name: (one.shape, getattr(torch, one.dtype)) for name, one in tensors.items()}
 
 
@@ -121,7 +115,7 @@ def read_tensors(directory: Location, part: str, names: Iterable[str]) -> Iterat
         ConfigError: the directory is not a checkpoint, or is damaged.
         KeyError: it has no tensor of that name.
     """
-    with held(directory), closing(open_checkpoint(directory)) as stored:
+    with closing(open_checkpoint(directory)) as stored:
         tensors = _tensors_of(stored, part)
         for name in names:
             yield name, read_whole(stored, tensors[name])
@@ -129,7 +123,7 @@ def read_tensors(directory: Location, part: str, names: Iterable[str]) -> Iterat
 
 def read_whole(stored: Stored, name: str) -> Tensor:
     """Return a tensor of a checkpoint, whole and in CPU memory."""
-    whole = _empty(stored.tensors[name])
+    whole = _empty(stored.manifest.tensors[name])
     for read in _reads_of(stored, name, (0,) * whole.dim(), whole):
         stored.read(read)
     return whole
@@ -173,7 +167,7 @@ class _Read(NamedTuple):
 
 def _reads_of(stored: Stored, name: str, offsets: tuple[int, ...], target: Tensor) -> Iterator[_Read]:
     """Yield what fills a tensor that is the part of a stored one which begins at `offsets`."""
-    tensor = stored.tensors[name]
+    tensor = stored.manifest.tensors[name]
     for number in tensor.parts_within(offsets, target.shape):
         begins, lengths = tensor.box(number)
         part, inside = target, []
@@ -187,48 +181,32 @@ def _reads_of(stored: Stored, name: str, offsets: tuple[int, ...], target: Tenso
 def read_plan(stored: Stored, tensors: Mapping[str, Tensor]) -> list[_Read]:
     """Return what this rank reads to fill tensors, some of them sharded, in the order in which it lies in files."""
     reads = [read for one in pieces_of(tensors) for read in _reads_of(stored, one.name, one.offsets, one.part)]
-    order = stored.order
+    order = stored.manifest.order
     return sorted(reads, key=lambda read: (read.file, order[read.name]))
 
 
 class Stored:
     """An open checkpoint. Its files are opened when they are first read.
 
-    Args:
+    Attributes:
         directory: the checkpoint.
         manifest: its manifest.
-        opened: what `close` closes as well.
     """
 
-    def __init__(self, directory: Location, manifest: Manifest, opened: ExitStack | None = None) -> None:
+    def __init__(self, directory: Location, manifest: Manifest) -> None:
         self.directory = directory
-        self._manifest = manifest
+        self.manifest = manifest
         self._files: dict[int, OpenFile] = {}
-        self._open = ExitStack() if opened is None else opened
-
-    @property
-    def state(self) -> Mapping[str, Any]:
-        """The encoded state; see `values.py`."""
-        return self._manifest.state
-
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]:
-        """The tensors in it, by name."""
-        return self._manifest.tensors
-
-    @property
-    def order(self) -> Mapping[str, int]:
-        """The place of each tensor in the order in which files hold them."""
-        return self._manifest.order
+        self._open = ExitStack()
 
     @cached_property
     def meta(self) -> dict[str, Any]:
         """The metadata."""
-        return dict(decode(self._manifest.meta))
+        return dict(decode(self.manifest.meta))
 
     def read(self, read: _Read) -> None:
         """Fill a tensor from a file; at most a block is read beyond it."""
-        dtype, target = self.tensors[read.name].dtype, read.target
+        dtype, target = self.manifest.tensors[read.name].dtype, read.target
         size, typed = ITEM_SIZES[dtype], getattr(torch, dtype)
         strides = torch.empty(read.shape, device="meta").stride()
         first = sum(offset * stride for offset, stride in zip(read.offsets, strides, strict=True)) * size
@@ -241,28 +219,28 @@ class Stored:
         target.copy_(range_.view(typed).as_strided(target.shape, strides))
 
     def close(self) -> None:
-        """Close the files, and let other processes remove the checkpoint. What is read later is opened again."""
+        """Close the files. What is read later is opened again."""
         self._files.clear()
         self._open.close()
 
     def forget(self) -> None:
         """Close it for good, and free the memory of the manifest, which has an entry for each tensor."""
         self.close()
-        self._manifest = Manifest({}, {}, {}, {}, {})
+        self.manifest = Manifest({}, {}, {}, {}, {})
 
     def _read_range(self, read: _Read, first: int, into: memoryview) -> None:
         """Read the bytes of a part from `first` on, by way of the blocks that they are in."""
         if read.file not in self._files:
-            self._files[read.file] = OpenFile(self.directory, self._manifest, read.file)
+            self._files[read.file] = OpenFile(self.directory, self.manifest, read.file)
             self._open.callback(self._files[read.file].close)
-        opened, place = self._files[read.file], self._manifest.order[read.name]
+        opened, place = self._files[read.file], self.manifest.order[read.name]
         start, part_end = opened.layout.starts[place : place + 2]
-        block_size, end = self._manifest.block, first + len(into)
+        block_size, end = self.manifest.block, first + len(into)
         for number in range(first // block_size, -(-end // block_size)):
             begin = number * block_size
             size = min(block_size, part_end - start - begin)
             checksum = checksum_at(opened.checksums, opened.layout.blocks[place] + number)
-            block = Block(self._manifest.file_names[read.file], start + begin, size, checksum)
+            block = Block(self.manifest.file_names[read.file], start + begin, size, checksum)
             low, high = max(first, begin), min(end, begin + size)
             if high - low == size:
                 read_block(opened.file, block, into[low - first : high - first])
@@ -274,7 +252,7 @@ class Stored:
 
 def _tensors_of(stored: Stored, part: str) -> dict[str, str]:
     """Return the names of the tensors under a part of the state, by their names there."""
-    nodes = ((path, tagged(node)) for path, node in leaves(stored.state.get(part, {})))
+    nodes = ((path, tagged(node)) for path, node in leaves(stored.manifest.state.get(part, {})))
     return {".".join(path): name for path, (tag, name) in nodes if tag == "$tensor"}
 
 
@@ -305,13 +283,14 @@ class _Load:
     def run(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state, read."""
         for key, part in state.items():
-            self._ask(part, self._stored.state.get(key, _MISSING), (key,))
+            self._ask(part, self._stored.manifest.state.get(key, _MISSING), (key,))
         if self._differences:
             more = len(self._differences) - _MOST_NAMED
             shown = "; ".join(self._differences[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
             raise ConfigError(f"the checkpoint {self._stored.directory} does not fit: {shown}. {_REMEDY}")
-        self._fill()
-        return {key: self._read(part, self._stored.state.get(key), (key,)) for key, part in state.items()}
+        for read in read_plan(self._stored, self._wanted):
+            self._stored.read(read)
+        return {key: self._read(part, self._stored.manifest.state.get(key), (key,)) for key, part in state.items()}
 
     def _ask(self, part: Any, node: Any, path: tuple[str, ...]) -> None:
         """Note the tensors that are to be filled, and what the checkpoint lacks."""
@@ -364,15 +343,10 @@ class _Load:
         for key, item in items:
             self._ask_as_saved(item, (*path, str(key)))
 
-    def _fill(self) -> None:
-        """Read the tensors that were asked for."""
-        for read in read_plan(self._stored, self._wanted):
-            self._stored.read(read)
-
     def _tensor(self, name: Any) -> StoredTensor:
-        if name not in self._stored.tensors:
+        if name not in self._stored.manifest.tensors:
             raise CheckpointError(f"{self._stored.directory} has no tensor {name!r}, although it says so. {DAMAGED}")
-        return self._stored.tensors[name]
+        return self._stored.manifest.tensors[name]
 
     def _read(self, part: Any, node: Any, path: tuple[str, ...]) -> Any:
         """Return a part of the state with what was read."""

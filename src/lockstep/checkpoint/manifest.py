@@ -37,7 +37,6 @@ import json
 import math
 import operator
 import re
-import zlib
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -238,11 +237,6 @@ class Manifest:
 def place_in_file(dtype: str, name: str) -> tuple[int, str]:
     """Return a key by which the parts of tensors lie in a file: each at a multiple of its element's size."""
     return -ITEM_SIZES[dtype], name
-
-
-def checksum_of(data: bytes | memoryview) -> int:
-    """Return the CRC-32 of bytes."""
-    return zlib.crc32(data)
 
 
 def checksum_at(checksums: bytes, number: int) -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from lockstep.checkpoint.drafts import name_of_draft
@@ -21,8 +22,9 @@ _MOST_BYTES = 2048  # of the file: a path in it must be one with the path of the
 _MOST_NAME = 255  # bytes of a folder's name
 
 
-class PointerDraft:
-    """A pointer that is on the disk already, but leads nowhere before it is published, which needs no more space.
+@contextmanager
+def pointing(root: Location, directory: Location) -> Iterator[None]:
+    """Make a checkpoint the last one of `root` when the block has ended; no space is needed for it any more by then.
 
     The path is stored relative to the root, which may therefore be moved; a second line has its digest.
 
@@ -30,37 +32,26 @@ class PointerDraft:
         root: the work_dir; for a checkpoint in a bucket, a folder there that it lies in.
         directory: the checkpoint.
     """
-
-    def __init__(self, root: Location, directory: Location) -> None:
-        self._root = root
-        if isinstance(root, RemotePath):
-            assert isinstance(directory, RemotePath), "a pointer leads to where it lies itself"
-            self._content = _content(str(directory.relative_to(root)))
-            return
-        self._draft = root / name_of_draft(POINTER_FILE)  # other runs in this work_dir save, too
-        try:
-            write_durably(self._draft, _content(os.path.relpath(str(directory), root)))
-        except OSError:
-            self.discard()
-            raise
-
-    def publish(self) -> None:
-        """Make the checkpoint the last one of the root."""
-        if isinstance(self._root, RemotePath):
-            (self._root / POINTER_FILE).write_bytes(self._content)
-            return
-        self._draft.replace(self._root / POINTER_FILE)
-        sync_folder(self._root)
-
-    def discard(self) -> None:
-        """Remove what there is of it, if it has not been published."""
-        if not isinstance(self._root, RemotePath):
-            self._draft.unlink(missing_ok=True)
+    if isinstance(root, RemotePath):
+        assert isinstance(directory, RemotePath), "a pointer leads to where it lies itself"
+        yield
+        (root / POINTER_FILE).write_bytes(_content(str(directory.relative_to(root))))
+        return
+    draft = root / name_of_draft(POINTER_FILE)  # other runs in this work_dir save, too
+    try:
+        write_durably(draft, _content(os.path.relpath(str(directory), root)))
+        yield
+        draft.replace(root / POINTER_FILE)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    sync_folder(root)
 
 
 def point_to_checkpoint(root: Location, directory: Location) -> None:
-    """Make `directory`, a checkpoint, the last one of `root`; see `PointerDraft`."""
-    PointerDraft(root, directory).publish()
+    """Make `directory`, a checkpoint, the last one of `root`; see `pointing`."""
+    with pointing(root, directory):
+        pass
 
 
 def read_pointer(root: Location, others: Sequence[Location] = ()) -> Location | None:

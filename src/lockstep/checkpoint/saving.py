@@ -16,7 +16,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,11 +35,10 @@ from lockstep.checkpoint.manifest import (
     StoredFile,
     StoredTensor,
     check_meta,
-    checksum_of,
     dump_manifest,
     place_in_file,
 )
-from lockstep.checkpoint.pointer import PointerDraft
+from lockstep.checkpoint.pointer import pointing
 from lockstep.checkpoint.together import Exchange, run_then_complete
 from lockstep.checkpoint.values import encode, merge
 from lockstep.dist import get_dist_info, is_main_process
@@ -159,7 +158,10 @@ class Planner:
 
         def answer(found: list[_Offer]) -> Sequence[tuple[Location | None, Any]]:
             offers.extend(found)
-            _require_readable(offers[0].meta)
+            try:
+                check_meta(offers[0].meta)
+            except ValueError as error:
+                raise ConfigError(f"metadata must have the form that readers expect, but {error}") from error
             token = digest_of([one.described for one in offers])
             if any(one.token != token for one in offers):
                 return [(None, asked) for asked in askings([one.digests for one in offers])]
@@ -252,7 +254,7 @@ def write_share(plan: Plan) -> dict[str, Any] | None:
             checksums.close()
         tail = checksums.of_all()
         file.write(tail)
-    entry = StoredFile(len(head) + last, len(head), checksum_of(head), blocks, checksum_of(tail))
+    entry = StoredFile(len(head) + last, len(head), zlib.crc32(head), blocks, zlib.crc32(tail))
     return {"name": plan.path.name, "file": {key: getattr(entry, key) for key in entry.__slots__}}
 
 
@@ -279,16 +281,9 @@ def publish(plan: Plan, written: Sequence[dict[str, Any] | None]) -> list[None]:
         tensors=tensors,
     )
     content = dump_manifest(manifest)
-    with ExitStack() as stack:
-        # All that needs space comes before the checkpoint gets its name.
-        with _space_for(len(content), draft.folder / MANIFEST_FILE):
-            pointer = None if last_of is None else PointerDraft(last_of, plan.directory)
-            if pointer is not None:
-                stack.callback(pointer.discard)
-            draft.publish(content, {name: file.size for name, file in manifest.files.items()})
-        if pointer is not None:
-            pointer.publish()
-        stack.pop_all()  # the draft of the pointer is the pointer now
+    pointer = nullcontext() if last_of is None else pointing(last_of, plan.directory)
+    with _space_for(len(content), draft.folder / MANIFEST_FILE), pointer:
+        draft.publish(content, {name: file.size for name, file in manifest.files.items()})
     return [None] * len(written)
 
 
@@ -301,13 +296,6 @@ def header_bytes(tensors: Mapping[str, Any]) -> bytes:
 
 def _failure(directory: Location) -> str:
     return f"the checkpoint {directory} could not be written"
-
-
-def _require_readable(meta: Any) -> None:
-    try:
-        check_meta(meta)
-    except ValueError as error:
-        raise ConfigError(f"metadata must have the form that readers expect, but {error}") from error
 
 
 def _begin(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from lockstep.checkpoint.files import (
     require_plain_file,
     require_plain_files,
 )
-from lockstep.checkpoint.manifest import OWN_FILES, Block, Manifest, checksum_of, contradiction, read_manifest
+from lockstep.checkpoint.manifest import OWN_FILES, Block, Manifest, contradiction, read_manifest
 from lockstep.checkpoint.pointer import read_pointer
 from lockstep.checkpoint.values import check_resumable_form
 from lockstep.errors import CheckpointError, ConfigError
@@ -245,7 +246,7 @@ def read_block(file: PlainFile, block: Block, into: memoryview) -> None:
         CheckpointError: the bytes do not have its checksum.
     """
     file.seek(block.start)
-    if file.readinto(into) < block.size or checksum_of(into) != block.crc32:
+    if file.readinto(into) < block.size or zlib.crc32(into) != block.crc32:
         raise CheckpointError(
             f"{file.name} has wrong bytes between {block.start} and {block.start + block.size}: they do not have the "
             f"checksum that they were saved with. {DAMAGED}"

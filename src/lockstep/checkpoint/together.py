@@ -29,7 +29,7 @@ class Failure(NamedTuple):
     errno: int | None = None
 
     @classmethod
-    def of(cls, error: Exception) -> Failure:
+    def of(cls, error: BaseException) -> Failure:
         """Return why this rank failed."""
         for name, kind in _KINDS.items():
             if isinstance(error, kind):
@@ -58,20 +58,6 @@ class Exchange(Protocol):
         """Return this rank's entry of the values that rank 0 gives."""
 
 
-class CollectiveExchange:
-    """An exchange by collectives of the default group."""
-
-    def gather(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks on rank 0, None on the others."""
-        return gather_object(value)
-
-    def scatter(self, values: Sequence[Any] | None) -> Any:
-        """Return this rank's entry of the values that rank 0 gives."""
-        output: list[Any] = [None]
-        scatter_object_list(output, None if values is None else list(values))
-        return output[0]
-
-
 def run_then_complete(
     what: str,
     on_all: Callable[[], T],
@@ -96,9 +82,9 @@ def run_then_complete(
         OSError: the same.
         DistError: a step on any rank raised anything else.
     """
-    exchange = exchange or CollectiveExchange()
     result, error = _attempt(on_all)
-    outcomes = exchange.gather((result, None if error is None else Failure.of(error)))
+    outcome = (result, None if error is None else Failure.of(error))
+    outcomes = gather_object(outcome) if exchange is None else exchange.gather(outcome)
     replies: list[tuple[Any, Failure | None]] | None = None
     entries: Sequence[Any] | None = None
     if outcomes is not None:
@@ -110,7 +96,12 @@ def run_then_complete(
             undo()
         sent = [None] * len(outcomes) if entries is None else [None, *entries[1:]]
         replies = [(entry, failure) for entry in sent]
-    entry, failed = exchange.scatter(replies)
+    if exchange is None:
+        own: list[Any] = [None]
+        scatter_object_list(own, replies)
+        entry, failed = own[0]
+    else:
+        entry, failed = exchange.scatter(replies)
     if failed is not None:
         raise Failure(*failed).raised(what) from error
     return entry if entries is None else entries[0]  # type: ignore[no-any-return]

@@ -162,8 +162,7 @@ def prune(
     if not yes and not typer.confirm(f"Remove {'these' if len(to_remove) + len(drafts) > 1 else 'this'}?"):
         raise typer.Exit(1)
     for path in to_remove:
-        if not remove(path):
-            print(f"{_relative(path, root)} is kept: another process reads it")
+        remove(path)
     remove_dead_drafts([root])
 
 

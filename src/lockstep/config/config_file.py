@@ -167,10 +167,8 @@ class ConfigFile(ABC):
         package, colons, inner = name.partition("::")
         if not colons:
             return BaseFile(self.path.parent / Path(name).expanduser())
-        spec = find_spec(package) if package.isidentifier() else None
-        if spec is None or not spec.submodule_search_locations:
+        if (folder := package_folder(package)) is None:
             raise self.error(BASE, f"names `{name}`, but there is no package `{package}`. Install it, or give a path")
-        folder = Path(next(iter(spec.submodule_search_locations)))
         shipped = folder / ".mim" / "configs" / inner  # where OpenMMLab's packages have their configs
         return BaseFile(shipped if shipped.exists() else folder / inner, scope=package)
 
@@ -178,6 +176,12 @@ class ConfigFile(ABC):
         """Return an error that names this file, the line and the key."""
         line = line or self.locate(key).line
         return ConfigError(f"{self.path}{f':{line}' if line else ''}: `{key}` {says}")
+
+
+def package_folder(name: str) -> Path | None:
+    """Return the folder of a package that can be imported, which is not imported for that; None if there is none."""
+    spec = find_spec(name) if name.isidentifier() else None
+    return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
 
 
 class DataFile(ConfigFile):

@@ -29,7 +29,7 @@ _KINDS: dict[str, type[PythonFile] | type[DataFile]] = {
 _KEYS_OF_NAMES = ("type", "strategy", "constructor", "collate_fn", "comm_hook", "ema_type", "runner_type")
 _IMPORTS = "custom_imports"
 _REMEDY = (
-    "YAML and JSON files are data: they may only name what is registered. If you trust {these}, say so with "
+    "YAML and JSON files are data: they may only name what is registered. If you trust these files, say so with "
     "--trust-config, or trusted=True in Config.fromfile; or write the config in Python, which is a program anyway"
 )
 
@@ -190,15 +190,12 @@ def refuse_code(source: ConfigSource) -> None:
         ConfigError: one does; the message lists each place with file, line and key.
     """
     if found := list(dict.fromkeys(_find_code(source))):
-        remedy = _REMEDY.format(these="this file" if len({place for place, _ in found}) == 1 else "these files")
-        if len(found) == 1:
-            raise ConfigError(f"{found[0][1]}. {remedy}")
-        lines = "".join(f"\n  {says}" for _, says in found)
-        raise ConfigError(f"{source.file.path} leads to code in {counted(len(found), 'place')}:{lines}\n{remedy}")
+        lines = "".join(f"\n  {says}" for says in found)
+        raise ConfigError(f"{source.file.path} leads to code in {counted(len(found), 'place')}:{lines}\n{_REMEDY}")
 
 
-def _find_code(source: ConfigSource) -> Iterator[tuple[str, str]]:
-    """Yield each place where a YAML or JSON file names code: its file, and a sentence for the message."""
+def _find_code(source: ConfigSource) -> Iterator[str]:
+    """Yield a sentence for each place where a YAML or JSON file names code."""
     if not isinstance(source.file, DataFile):
         for _, base in source.bases:
             yield from _find_code(base)
@@ -209,23 +206,18 @@ def _find_code(source: ConfigSource) -> Iterator[tuple[str, str]]:
     # Only YAML and JSON files are left, so that `values` runs no code.
     values = source.values()
     if values.get(_IMPORTS):
-        yield _message_at(source, _IMPORTS, "imports modules")
+        yield f"{source.where(_IMPORTS) or source.file.path}: `{_IMPORTS}` imports modules"
     for key, value in leaves(values):
         names_code = isinstance(value, str) and key.rpartition(".")[2] in _KEYS_OF_NAMES
         # A name without a dot can only be a registered one.
         if names_code and "." in value and not is_registered(value):
-            yield _message_at(source, key, f"= {value!r} is an import path")
+            yield f"{source.where(key) or source.file.path}: `{key}` = {value!r} is an import path"
 
 
-def _find_python_bases(source: ConfigSource) -> Iterator[tuple[str, str]]:
+def _find_python_bases(source: ConfigSource) -> Iterator[str]:
     """Yield where a YAML or JSON file, or one of its bases, names a Python file as its base."""
     for base, below in source.bases:
         if isinstance(below.file, DataFile):
             yield from _find_python_bases(below)
         else:
-            yield str(source.file.path), str(source.file.error(BASE, f"leads to a program, {base.path}"))
-
-
-def _message_at(source: ConfigSource, key: str, says: str) -> tuple[str, str]:
-    where: Any = source.where(key) or str(source.file.path)
-    return where.rpartition(":")[0], f"{where}: `{key}` {says}"
+            yield str(source.file.error(BASE, f"leads to a program, {base.path}"))

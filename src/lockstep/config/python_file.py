@@ -7,13 +7,12 @@ import ast
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from traceback import extract_tb
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-from lockstep.config.config_file import BASE, BaseFile, ConfigFile, Placeholders, Write
+from lockstep.config.config_file import BASE, BaseFile, ConfigFile, Placeholders, Write, package_folder
 from lockstep.config.dictionary import ConfigDict
 from lockstep.errors import ConfigError, error_in_words
 
@@ -203,20 +202,16 @@ def _base_file(statement: ast.stmt, path: Path) -> BaseFile:
             f"`{ast.unparse(statement)}`"
         )
     parts = statement.module.split(".")
-    folder = Path(*path.parts[: -statement.level]) if statement.level else _package_folder(parts.pop(0), where)
-    names = {alias.asname or alias.name: alias.name for alias in statement.names}
-    base = folder.joinpath(*parts).with_suffix(".py")
-    return BaseFile(base, "read_base()", statement.lineno, None if "*" in names else names)
-
-
-def _package_folder(package: str, where: str) -> Path:
-    spec = find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
+    package = None if statement.level else parts.pop(0)
+    folder = Path(*path.parts[: -statement.level]) if package is None else package_folder(package)
+    if folder is None:
         raise ConfigError(
             f"{where}: there is no package `{package}` to import a config from; one beside this file takes a dot, "
             f"as in `from .{package} import *`"
         )
-    return Path(next(iter(spec.submodule_search_locations)))
+    names = {alias.asname or alias.name: alias.name for alias in statement.names}
+    base = folder.joinpath(*parts).with_suffix(".py")
+    return BaseFile(base, "read_base()", statement.lineno, None if "*" in names else names)
 
 
 def _is_read_base(statement: ast.AST) -> bool:

@@ -214,8 +214,9 @@ class CheckpointHook(Hook):
         self._kept = [*(kept for kept in self._kept if kept != name), name]
         if self.max_keep_ckpts > 0 and runner.rank == 0:
             kept = [*self._former_checkpoints(runner, template), *(folder / one for one in self._kept)]
-            gone = {old for old in kept[: -self.max_keep_ckpts] if _remove(old)}
-            self._kept = [one for one in self._kept if folder / one not in gone]
+            for old in kept[: -self.max_keep_ckpts]:
+                _remove(old)
+            self._kept = self._kept[-self.max_keep_ckpts :]
 
     def _former_checkpoints(self, runner: TrainRun, template: str) -> list[Location]:
         """Return the regular checkpoints of the runs that this one goes on from, the oldest one first."""
@@ -279,16 +280,12 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real) or getattr(value, "ndim", None) == 0
 
 
-def _remove(checkpoint: Location) -> bool:
-    """Remove a checkpoint; return False if another process reads it, so that it is to be tried again."""
+def _remove(checkpoint: Location) -> None:
+    """Remove a checkpoint, if that is possible."""
     try:
-        if remove(checkpoint):
-            return True
-        _logger.info("%s is removed later: another process reads it", checkpoint)
-        return False
+        remove(checkpoint)
     except OSError as error:
         _logger.warning("%s should be removed, but could not be: %s", checkpoint, error)
-        return True
 
 
 def _rules(save_best: str | Sequence[str] | None, rule: str | Sequence[str] | None) -> dict[str, str | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.checkpoint import candidates, load_state, remove_dead_drafts, written_at
-from lockstep.checkpoint.files import DAMAGED, held, is_there
+from lockstep.checkpoint.files import DAMAGED, is_there
 from lockstep.checkpoint.loading import Stored
 from lockstep.checkpoint.search import check, check_resumable, verify_share
 from lockstep.checkpoint.together import on_all
@@ -91,8 +91,7 @@ def find_resumption(
 
     In ranks that were restarted it is the last one that this job has saved, asked for or not. Else, if asked for, it is
     `load_from` if given; else the last one of the work_dir, or the newest one that is whole. Its bytes are compared
-    with their checksums here, before anything of the run is built; each rank reads a part of them. Until it is closed,
-    no other run removes it.
+    with their checksums here, before anything of the run is built; each rank reads a part of them.
 
     Args:
         load_from: where the user wants to resume from.
@@ -158,22 +157,18 @@ def _opened(directory: Location) -> tuple[Stored | None, str | None]:
 
     **Collective**: every rank; each reads the manifest, and a part of the rest.
     """
-    hold, (rank, world_size) = ExitStack(), get_dist_info()
-    run_on_main(partial(hold.enter_context, held(directory)))  # before any rank reads
+    rank, world_size = get_dist_info()
     stored, fault = None, None
     try:
         manifest = check(directory)
         verify_share(directory, manifest, rank, world_size)
         if rank == 0:
             check_resumable(directory, manifest)
-        stored = Stored(directory, manifest, hold)
+        stored = Stored(directory, manifest)
     except (ConfigError, OSError) as error:
         fault = str(error)
     fault = next((one for one in all_gather_object(fault) if one is not None), None)
-    if fault is None:
-        return stored, None
-    hold.close()
-    return None, fault
+    return (stored, None) if fault is None else (None, fault)
 
 
 def randomness_of(randomness: Mapping[str, Any] | None, resumed: Stored | None) -> Mapping[str, Any] | None:

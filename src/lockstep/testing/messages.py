@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from operator import attrgetter
 from pathlib import Path
 from textwrap import indent
 from types import CodeType, ModuleType
@@ -56,12 +55,13 @@ class FunctionReference:
         name = getattr(body, "__qualname__", None)
         module = sys.modules.get(getattr(body, "__module__", None) or "")
         file = getattr(module, "__file__", None)
-        if module is None or file is None or name is None or "<" in name:
-            raise TypeError(_not_importable(body))
-        try:
-            found = attrgetter(name)(module)
-        except AttributeError:
-            raise TypeError(_not_importable(body)) from None
+        found = getattr(module, name or "", None)
+        if module is None or file is None or name is None or found is None:
+            raise TypeError(
+                f"`body` must be a function at the top level of a module file, but is {body!r}. Other processes import "
+                "it by its name: move it out of the function, class or lambda around it, and pass what it needs as "
+                "arguments"
+            )
         if getattr(found, BODY_ATTRIBUTE, found) is not body:
             raise TypeError(
                 f"`body` must be what its module calls {name!r}, but that name means {found!r} now. "
@@ -75,7 +75,7 @@ class FunctionReference:
         module = sys.modules.get(self.module)
         if os.path.abspath(getattr(module, "__file__", None) or "") != self.file:
             module = _import_file(self.module, self.file, self.rewritten)
-        found = attrgetter(self.qualname)(module)
+        found = getattr(module, self.qualname)
         body: Callable[..., Any] = getattr(found, BODY_ATTRIBUTE, found)
         return body
 
@@ -146,13 +146,6 @@ def _execute(spec: ModuleSpec | None) -> ModuleType:
     return module
 
 
-def _not_importable(body: object) -> str:
-    return (
-        f"`body` must be a function at the top level of a module file, but is {body!r}. Other processes import it by "
-        "its name: move it out of the function, class or lambda around it, and pass what it needs as arguments"
-    )
-
-
 Kind: TypeAlias = Literal["died", "raised", "leaked", "hung"]
 
 
@@ -203,25 +196,25 @@ class RankFailure(AssertionError):  # noqa: N818 - reads as what it is; not ever
         """
         ordered = sorted(reports, key=_by_cause)
         first = ordered[0]
-        leaks = _leaks_told([report for report in ordered if report.kind == "leaked"])
+        leaks: dict[str, list[int]] = {}
+        for report in ordered:
+            for leak in report.leaks:
+                leaks.setdefault(leak, []).append(report.rank)
+        headline = f"rank {first.rank} {first.kind}: {first.summary}"
+        others = [f"rank {report.rank} {report.kind}" for report in ordered[1:]]
         if first.kind == "leaked":
-            headline = leaks.pop(0)
-            others = [report for report in ordered if report.kind != "leaked"]
-        else:
-            headline, others = f"rank {first.rank} {first.kind}: {first.summary}", ordered[1:]
-            if leaks:
-                leaks[0] = f"\n--- {leaks[0]}"
+            headline = f"{ranks_in_words([report.rank for report in ordered if report.leaks])} leaked"
+            others = [other for other in others if not other.endswith("leaked")]
         if others:
-            headline += f" (and {', '.join(f'rank {r.rank} {r.kind}' for r in others)})"
+            headline += f" (and {', '.join(others)})"
         lines = [f"{title}: {headline}"]
         for report in ordered:
-            if report.kind == "leaked":
-                lines += leaks
-                leaks = []
-            else:
-                lines += _what_happened(report)
+            if report.kind != "leaked":
+                lines += ["", f"--- rank {report.rank} {report.kind}: {report.summary}"]
+                lines += [report.detail.rstrip()] if report.detail else []
             if report.output:
                 lines += [f"--- rank {report.rank} wrote:", indent(report.output.rstrip(), "  ")]
+        lines += [f"- {leak} ({ranks_in_words(ranks)})" for leak, ranks in leaks.items()]
         return cls("\n".join(lines), ordered)
 
 
@@ -243,26 +236,6 @@ def describe_exit(exitcode: int | None) -> str:
 
 def _by_cause(report: RankReport) -> tuple[int, bool, int]:
     return _CAUSES_FIRST.index(report.kind), report.consequence, report.rank
-
-
-def _leaks_told(reports: Sequence[RankReport]) -> list[str]:
-    """Return which ranks leaked, with the leak if there is only one, else followed by one line for each."""
-    ranks_by_leak: dict[str, list[int]] = {}
-    for report in reports:
-        for leak in report.leaks:
-            ranks_by_leak.setdefault(leak, []).append(report.rank)
-    if not reports:
-        return []
-    all_ranks = [report.rank for report in reports]
-    if len(ranks_by_leak) == 1:
-        return [f"{ranks_in_words(all_ranks)} leaked: {next(iter(ranks_by_leak))}"]
-    lines = [f"- {leak} ({ranks_in_words(ranks)})" for leak, ranks in ranks_by_leak.items()]
-    return [f"{ranks_in_words(all_ranks)} leaked", *lines]
-
-
-def _what_happened(report: RankReport) -> list[str]:
-    lines = ["", f"--- rank {report.rank} {report.kind}: {report.summary}"]
-    return [*lines, report.detail.rstrip()] if report.detail else lines
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from lockstep.testing.pool import DEFAULT_TIMEOUT_SECONDS, run_body
 
 SIZE_PARAMETER = "n_ranks"
 _PROPERTY = "ranks"
-_WARNING_ACTIONS = ("error", "default", "ignore", "always", "module", "once")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,9 +53,7 @@ class RankTests:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._selected: set[str] = set()
-        self._sizes: dict[str, int] = {}
-        self._outcomes: dict[str, str] = {}
+        self._outcomes: dict[str, tuple[int, str]] = {}  # by test: how many ranks it needs, and what became of it
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         """Store in the item, and so in its reports, how many ranks it needs."""
@@ -68,8 +65,8 @@ class RankTests:
         """Remember which rank tests will run."""
         # A worker of pytest-xdist collects all tests, but runs only some.
         if not self._config.option.collectonly and not hasattr(self._config, "workerinput"):
-            self._selected = {item.nodeid for item in session.items if _size_of(item)}
-            if self._selected:
+            self._outcomes = {item.nodeid: (size, "not run") for item in session.items if (size := _size_of(item))}
+            if self._outcomes:
                 pool.start_importing()
 
     @pytest.hookimpl(wrapper=True)
@@ -91,8 +88,8 @@ class RankTests:
         size = dict(report.user_properties).get(_PROPERTY)
         # The call phase decides; set-up and tear-down count only if they failed or were skipped.
         decides = report.when == "call" or not report.passed
-        if isinstance(size, int) and decides and self._outcomes.get(report.nodeid) != "failed":
-            self._sizes[report.nodeid], self._outcomes[report.nodeid] = size, report.outcome
+        if isinstance(size, int) and decides and self._outcomes.get(report.nodeid) != (size, "failed"):
+            self._outcomes[report.nodeid] = size, report.outcome
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -103,22 +100,23 @@ class RankTests:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the count, and what is wrong with it."""
-        if self._selected or self._outcomes:
-            passed, outcomes = self._passed(), Counter(self._outcomes.values())
-            parts = [f"{len(passed)} passed on {sum(self._sizes[name] for name in passed)} ranks"]
-            parts += [f"{outcomes[kind]} {kind}" for kind in ("failed", "skipped") if outcomes[kind]]
+        if self._outcomes:
+            passed, counts = self._passed(), Counter(outcome for _, outcome in self._outcomes.values())
+            parts = [f"{len(passed)} passed on {sum(passed)} ranks"]
+            parts += [f"{counts[kind]} {kind}" for kind in ("failed", "skipped") if counts[kind]]
             terminalreporter.write_line(f"rank tests: {', '.join(parts)}")
         for complaint in self._complaints():
             terminalreporter.write_line(f"rank tests: {complaint}", red=True)
 
-    def _passed(self) -> list[str]:
-        return [name for name, outcome in self._outcomes.items() if outcome == "passed"]
+    def _passed(self) -> list[int]:
+        """Return the numbers of ranks of the tests that have passed."""
+        return [size for size, outcome in self._outcomes.values() if outcome == "passed"]
 
     def _complaints(self) -> list[str]:
         if self._config.option.collectonly:
             return []
         complaints = []
-        missing = sorted(self._selected - self._outcomes.keys())
+        missing = sorted(name for name, (_, outcome) in self._outcomes.items() if outcome == "not run")
         if missing:
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             complaints.append(f"{len(missing)} selected, but not run: {shown}")
@@ -176,17 +174,16 @@ def ranks(
             raise ValueError(f"`sizes` must be positive integers, but contain {size!r}")
     if not sizes:
         raise ValueError("`sizes` must name at least one number of ranks, as in @ranks(2)")
-    if warnings not in _WARNING_ACTIONS:
-        raise ValueError(f"`warnings` must be one of {_WARNING_ACTIONS}, but is {warnings!r}")
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
-        misplaced = _what_is_wrong_with(body)
-
         @wraps(body)
         def on_ranks(*_: Any, **values: Any) -> None:
             __tracebackhide__ = True
-            if misplaced is not None:  # when the test runs, so that the others of its module can run, too
-                raise TypeError(misplaced)
+            if hasattr(body, "hypothesis"):  # now that the test runs, so that the others of its module can run, too
+                raise TypeError(
+                    f"@ranks must stand below @given, but stands above it ({body.__name__!r}): every rank would draw "
+                    "examples of its own. Swap the two, or call run_ranks in the test"
+                )
             size = values.pop(SIZE_PARAMETER, sizes[0])
             run_body(body, (), values, size=size, timeout=timeout, fresh=fresh, warnings=warnings)
 
@@ -201,22 +198,6 @@ def ranks(
         return parametrised
 
     return decorate
-
-
-def _what_is_wrong_with(body: Callable[..., Any]) -> str | None:
-    """Return why a function can't run on ranks; None if it can."""
-    if hasattr(body, "hypothesis"):
-        return (
-            f"@ranks must stand below @given, but stands above it ({body.__name__!r}): every rank would draw examples "
-            "of its own. Swap the two, or call run_ranks in the test"
-        )
-    name = getattr(body, "__qualname__", repr(body))
-    if "." in name or "<" in name:
-        return (
-            f"@ranks must stand above a function at the top level of a module, but stands above {name!r}. "
-            "Other processes import it by its name: move it out of the class or function around it"
-        )
-    return None
 
 
 def _add_parameter(wrapper: Callable[..., None], body: Callable[..., Any]) -> None:

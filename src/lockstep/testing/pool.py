@@ -247,29 +247,21 @@ def _where_they_stand(pending: list[RankProcess], failed: list[RankReport], time
 
 
 def _pickled(address: FunctionReference, args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
-    for name, value in kwargs.items():
+    for name, value in [(f"number {i}", value) for i, value in enumerate(args)] + list(kwargs.items()):
         if type(value).__name__ == "MonkeyPatch":
             raise TypeError(
                 f"argument {name} of {address.qualname} must not be pytest's monkeypatch: the ranks get a copy of it, "
                 "which undoes nothing. Use `with pytest.MonkeyPatch.context() as monkeypatch:` in the test"
             )
-    try:
-        return pickle.dumps((tuple(args), kwargs), protocol=5)
-    except Exception as error:
-        named = {f"number {i}": value for i, value in enumerate(args)} | kwargs
-        culprit = next((name for name, value in named.items() if not _can_pickle(value)), "list")
-        raise TypeError(
-            f"argument {culprit} of {address.qualname} must be picklable, since it is sent to other processes, but is "
-            f"not: {error}. Send plain values; name fixtures that only prepare the parent in @pytest.mark.usefixtures"
-        ) from error
-
-
-def _can_pickle(value: object) -> bool:
-    try:
-        pickle.dumps(value)
-    except Exception:
-        return False
-    return True
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            raise TypeError(
+                f"argument {name} of {address.qualname} must be picklable, since it is sent to other processes, but is "
+                f"not: {error}. Send plain values; name fixtures that only prepare the parent in "
+                "@pytest.mark.usefixtures"
+            ) from error
+    return pickle.dumps((tuple(args), kwargs), protocol=5)
 
 
 def _free_port() -> int:

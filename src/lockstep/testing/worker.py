@@ -13,8 +13,6 @@ import pickle
 import random
 import shutil
 import signal
-import socket
-import stat
 import sys
 import threading
 import time
@@ -33,7 +31,7 @@ from typing import Any
 import torch
 from torch.distributed import FileStore, distributed_c10d
 
-from lockstep.dist import destroy_dist, get_comm_device, get_default_group, init_dist
+from lockstep.dist import destroy_dist, get_default_group, init_dist
 from lockstep.engines import SET_BY_TORCH, set_environment
 from lockstep.errors import PEER_IS_GONE, PeerError
 from lockstep.testing.messages import (
@@ -130,8 +128,7 @@ class _Rank:
             gc.collect()
         leaks = list(self._strays)
         if self._seat.join:
-            connects_late = get_comm_device().type != "cpu"
-            leaks += self._before.leaks(ignore_sockets=request.regroup or connects_late)
+            leaks += self._before.leaks()
             if get_default_group() is not self._default_group:
                 leaks.append("destroyed the default process group, which belongs to the pool")
         if leaks:
@@ -264,41 +261,28 @@ class Surroundings:
     threads: frozenset[threading.Thread] = field(default_factory=lambda: frozenset(threading.enumerate()))
     files: dict[int, str] = field(default_factory=lambda: _open_files())
 
-    def leaks(self, *, ignore_sockets: bool) -> list[str]:
-        """Return what differs from before, as texts: variables, new threads, new open files.
-
-        Args:
-            ignore_sockets: a body's own sockets can't be distinguished from those of process groups: it has made some,
-                or they connect at their first call, as an accelerator's backend does. Shared memory counts with them.
-        """
+    def leaks(self) -> list[str]:
+        """Return what differs from before, as texts: variables, new threads, new open files."""
         return [
             *_changed_variables(self.environment, dict(os.environ)),
-            *(f"left thread {thread.name!r} running" for thread in self._new_threads()),
-            *(f"left {file} open" for file in self._new_files(ignore_sockets)),
+            *(f"left thread {thread.name!r} running" for thread in _lasting(self._new_threads)),
+            *(f"left {file} open" for file in _lasting(self._new_files)),
         ]
 
     def _new_threads(self) -> list[threading.Thread]:
-        # A thread that was told to end needs a moment; a "dummy" represents a thread that Python did not start.
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while True:
-            new = [x for x in threading.enumerate() if x not in self.threads]
-            new = [x for x in new if not isinstance(x, threading._DummyThread) and x.name not in _OF_LIBRARIES]
-            if not new or time.monotonic() > deadline:
-                return new
-            time.sleep(0.005)
+        new = [x for x in threading.enumerate() if x not in self.threads and x.name not in _OF_LIBRARIES]
+        return [x for x in new if not isinstance(x, threading._DummyThread)]  # which Python did not start
 
-    def _new_files(self, ignore_sockets: bool) -> list[str]:
-        # A thread of the group opens the store's file for a moment, again and again.
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while True:
-            new = [
-                _socket_name(descriptor) if name.startswith("socket:") else name
-                for descriptor, name in _open_files().items()
-                if self.files.get(descriptor) != name and _is_of_body(descriptor, name, ignore_sockets)
-            ]
-            if not new or time.monotonic() > deadline:
-                return new
-            time.sleep(0.005)
+    def _new_files(self) -> list[str]:
+        return [name for descriptor, name in _open_files().items() if self.files.get(descriptor) != name]
+
+
+def _lasting(look: Callable[[], list[Any]]) -> list[Any]:
+    """Return what is still there after a moment: a thread that was told to end, or the store's file, is soon gone."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while (new := look()) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return new
 
 
 def catch_strays() -> list[str]:
@@ -319,48 +303,22 @@ def catch_strays() -> list[str]:
     return strays
 
 
-def _changed_variables(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    return [
-        _change(name, before.get(name), now.get(name))
-        for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name) and not name.startswith(SET_BY_TORCH)
-    ]
-
-
-def _change(name: str, before: str | None, now: str | None) -> str:
-    if now is None:
-        return f"removed environment variable {name}"
-    if before is None:
-        return f"left environment variable {name} set"
-    return f"left environment variable {name} changed to {now!r}"
+def _changed_variables(before: dict[str, str], now: dict[str, str]) -> Iterator[str]:
+    for name in sorted({name for name, _ in before.items() ^ now.items()}):
+        if name.startswith(SET_BY_TORCH):
+            continue
+        if name not in now:
+            yield f"removed environment variable {name}"
+        else:
+            yield f"left environment variable {name} {f'changed to {now[name]!r}' if name in before else 'set'}"
 
 
 def _open_files() -> dict[int, str]:
+    """Return the open files and folders by descriptor; pipes, sockets, devices and shared memory are of libraries."""
     found: dict[int, str] = {}
     for entry in os.listdir(_OPEN_FILES) if os.path.isdir(_OPEN_FILES) else ():
         with suppress(OSError):  # the descriptor of the listing itself
-            found[int(entry)] = os.readlink(f"{_OPEN_FILES}/{entry}")
+            name = os.readlink(f"{_OPEN_FILES}/{entry}")
+            if name.startswith("/") and not name.startswith("/dev/"):
+                found[int(entry)] = name
     return found
-
-
-def _socket_name(descriptor: int) -> str:
-    """Return what tells a socket from others: its address, where it has one that can be read."""
-    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
-        if copy.family in (socket.AF_INET, socket.AF_INET6):
-            host, port, *_ = copy.getsockname()
-            return f"socket {host}:{port}"
-        return f"socket {copy.getsockname()}".rstrip()
-    return "socket"
-
-
-def _is_of_body(descriptor: int, name: str, ignore_sockets: bool) -> bool:
-    """Return whether a body may have opened a descriptor (file, folder, socket), not a library (pipe, device)."""
-    if ignore_sockets and name.startswith("/dev/shm/"):
-        return False
-    try:
-        mode = os.fstat(descriptor).st_mode
-    except OSError:
-        return False
-    if stat.S_ISSOCK(mode):
-        return not ignore_sockets
-    return stat.S_ISREG(mode) or stat.S_ISDIR(mode)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import product
 from typing import Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 from lockstep.errors import TopologyError, did_you_mean
@@ -22,8 +21,7 @@ LauncherName: TypeAlias = Literal["pytorch", "slurm", "mpi", "none"]
 """The launchers that are known; `"none"` is a process that no launcher started as a rank."""
 Parsed = TypeVar("Parsed")
 # Slurm's shorthand for host names and for tasks per node, which is read without `scontrol`.
-_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_NUMBERS = re.compile(r"\[(\d+)[\d,-]*\]")
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
@@ -260,15 +258,16 @@ def _slurm_counts(
                 f"{name} must {what} {stated.name}, {stated.value}, but is {env[name]!r}, which makes {total}. "
                 f"Is one of them left over from another step? {_REMEDIES['slurm']}"
             )
-    if node_rank is None or node_rank.value >= len(counts):
+    if node_rank is None:
         return None, listed
-    return Stated(f"the count for this node in {name}", counts[node_rank.value]), listed
+    own = counts[min(node_rank.value, len(counts) - 1)]  # a node beyond the list is refused later
+    return Stated(f"the count for this node in {name}", own), listed
 
 
 def _first_slurm_host(env: Environment) -> str | None:
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if name in env:
-            return _parsed(env, name, expand_hostlist)[0]
+            return _parsed(env, name, first_host)
     return None
 
 
@@ -321,23 +320,22 @@ def _parsed(env: Environment, name: str, parse: Callable[[str], Parsed]) -> Pars
         raise TopologyError(f"{name} must have Slurm's format, but {error}. Start the ranks with srun") from error
 
 
-def expand_hostlist(text: str) -> list[str]:
-    """Return the host names that a Slurm node list stands for, in its order.
+def first_host(text: str) -> str:
+    """Return the first of the host names that a Slurm node list stands for.
 
-    A number keeps the width of the first number of its range.
-
-    **Raises**: ValueError if the text is not a node list.
+    **Raises**: ValueError if the text does not begin like a node list.
 
     **Example**::
 
-        >>> expand_hostlist("n[01-03,7],login")
-        ['n01', 'n02', 'n03', 'n7', 'login']
-        >>> expand_hostlist("rack[1-2]n[3-4]")
-        ['rack1n3', 'rack1n4', 'rack2n3', 'rack2n4']
+        >>> first_host("n[01-03,7],login"), first_host("rack[1-2]n[3-4]")
+        ('n01', 'rack1n3')
 
     **Source**: "Hostlist expressions", scontrol(1), Slurm 22.05.
     """
-    return [host for group in _split_outside_brackets(text) for host in _expand_group(group)]
+    host = _NUMBERS.sub(r"\1", text).partition(",")[0]
+    if not host or set(host) & set("[]"):
+        raise ValueError(f"{text!r} is not a node list such as n[01-03,7],login")
+    return host
 
 
 def expand_task_counts(text: str) -> list[int]:
@@ -359,31 +357,3 @@ def expand_task_counts(text: str) -> list[int]:
             raise ValueError(f"{part!r} is not a task count such as 2 or 2(x3)")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
-
-
-def _split_outside_brackets(text: str) -> list[str]:
-    # The pattern matches each bracketed part as a whole, so that commas inside brackets do not split.
-    groups = re.findall(r"(?:\[[^\[\]]*\]|[^,\[\]])+", text)
-    if not groups or ",".join(groups) != text:
-        raise ValueError(f"{text!r} is not a node list such as n[01-03,7],login")
-    return groups
-
-
-def _expand_group(group: str) -> list[str]:
-    # Splitting at the brackets gives text and ranges alternately: "a[1-2]b" -> "a", "1-2", "b".
-    pieces = _BRACKETS.split(group)
-    choices = [_expand_ranges(piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
-    return ["".join(choice) for choice in product(*choices)]
-
-
-def _expand_ranges(text: str) -> list[str]:
-    numbers: list[str] = []
-    for part in text.split(","):
-        match = _RANGE.fullmatch(part)
-        if match is None:
-            raise ValueError(f"{part!r} is not a number or range such as 01-03")
-        first, last = match[1], match[2] or match[1]
-        if int(first) > int(last):
-            raise ValueError(f"the range {part!r} runs backwards")
-        numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
-    return numbers

@@ -53,48 +53,39 @@ def derive_placement(statement: Statement) -> tuple[int, int, int, int]:
 
     **Raises**: TopologyError if numbers contradict each other, or allow more than one answer.
     """
-    _check_bounds(statement)
-    local_size, num_nodes = _derive_sizes(statement)
-    rank = statement.rank.value
-    # With one node both are the rank itself; with several, ranks fill one node after the other.
-    local_rank = statement.local_rank or Stated("the local rank that follows from the rank", rank % local_size)
-    if local_rank.value >= local_size:
-        raise statement.contradiction(
-            f"{local_rank.name} must be below the number of ranks on this node, {local_size}, but is {local_rank.value}"
-        )
-    if statement.node_rank is not None:
-        node = statement.node_rank
-        if node.value >= num_nodes:
-            raise statement.contradiction(
-                f"{node.name} must be below {num_nodes}, the number of nodes that "
-                f"{counted(statement.world_size.value, 'rank')} fill, {local_size} each, but is {node.value}"
-            )
-        return local_rank.value, local_size, node.value, num_nodes
-    if rank % local_size != local_rank.value:
-        raise statement.contradiction(
-            f"{local_rank.name} must be {rank % local_size} where ranks fill one node after the other, {local_size} "
-            f"each, but is {local_rank.value}, and nothing says which node this is. Number ranks node by node (mpirun "
-            "--map-by slot), or export GROUP_RANK and GROUP_WORLD_SIZE: the number of the node, and how many there are"
-        )
-    return local_rank.value, local_size, rank // local_size, num_nodes
-
-
-def _check_bounds(statement: Statement) -> None:
-    counts = (statement.world_size, statement.local_size, statement.num_nodes)
-    for count in counts:
+    rank, world_size = statement.rank.value, statement.world_size
+    for count in (world_size, statement.local_size, statement.num_nodes):
         if count is not None and count.value < 1:
             raise statement.contradiction(f"{count.name} must be at least 1, but is {count.value}")
-    for index, count in zip((statement.rank, statement.local_rank, statement.node_rank), counts, strict=True):
-        if index is not None and count is not None and index.value >= count.value:
+    local_size, num_nodes = _derive_sizes(statement)
+    # With one node both are the rank itself; with several, ranks fill one node after the other.
+    in_order = divmod(rank, local_size.value)
+    node_rank = statement.node_rank or Stated("the node that follows from the rank", in_order[0])
+    local_rank = statement.local_rank or Stated("the local rank that follows from the rank", in_order[1])
+    for index, count in ((statement.rank, world_size), (local_rank, local_size), (node_rank, num_nodes)):
+        if index.value >= count.value:
             raise statement.contradiction(
                 f"{index.name} must be below {count.name}, {count.value}, but is {index.value}"
             )
+    if statement.node_rank is None and local_rank.value != in_order[1]:
+        raise statement.contradiction(
+            f"{local_rank.name} must be {in_order[1]} where ranks fill one node after the other, {local_size.value} "
+            f"each, but is {local_rank.value}, and nothing says which node this is. Number ranks node by node (mpirun "
+            "--map-by slot), or export GROUP_RANK and GROUP_WORLD_SIZE: the number of the node, and how many there are"
+        )
+    return local_rank.value, local_size.value, node_rank.value, num_nodes.value
 
 
-def _derive_sizes(statement: Statement) -> tuple[int, int]:
+def _derive_sizes(statement: Statement) -> tuple[Stated, Stated]:
     """Return the number of ranks on this node and the number of nodes."""
-    world, nodes = statement.world_size, statement.num_nodes
-    local = statement.local_size or _derived_local_size(statement)
+    world, nodes, local = statement.world_size, statement.num_nodes, statement.local_size
+    if local is None:
+        if world.value > 1 and not (statement.one_host if nodes is None else nodes.value == 1):
+            raise statement.contradiction(
+                f"LOCAL_WORLD_SIZE must be set, because nothing says how many of the {world.value} ranks run on this "
+                "node. Export LOCAL_RANK and LOCAL_WORLD_SIZE, e.g. 0 and 1 where each node runs one rank"
+            )
+        local = Stated("the number of ranks on this node", world.value)
     # Every other node holds at least one rank.
     most = world.value - (nodes.value - 1 if nodes is not None else 0)
     if local.value > most or (nodes is not None and nodes.value == 1 and local.value != world.value):
@@ -102,22 +93,13 @@ def _derive_sizes(statement: Statement) -> tuple[int, int]:
         raise statement.contradiction(
             f"{local.name} must fit {world.name}, {world.value}{on_nodes}, but is {local.value}"
         )
-    if nodes is not None:
-        return local.value, nodes.value
-    if world.value % local.value:
-        raise statement.contradiction(
-            f"{local.name} must divide {world.name}, {world.value}, where nothing says which node this is, but is "
-            f"{local.value}. Start as many ranks on every node, or export GROUP_RANK and GROUP_WORLD_SIZE: the number "
-            "of the node, and how many there are"
-        )
-    return local.value, world.value // local.value
-
-
-def _derived_local_size(statement: Statement) -> Stated:
-    world, nodes = statement.world_size, statement.num_nodes
-    if world.value == 1 or (statement.one_host if nodes is None else nodes.value == 1):
-        return world
-    raise statement.contradiction(
-        f"LOCAL_WORLD_SIZE must be set, because nothing says how many of the {world.value} ranks run on this node. "
-        "Export LOCAL_RANK and LOCAL_WORLD_SIZE, e.g. 0 and 1 where each node runs one rank"
-    )
+    if nodes is None:
+        if world.value % local.value:
+            raise statement.contradiction(
+                f"{local.name} must divide {world.name}, {world.value}, where nothing says which node this is, but is "
+                f"{local.value}. Start as many ranks on every node, or export GROUP_RANK and GROUP_WORLD_SIZE: the "
+                "number of the node, and how many there are"
+            )
+        title = f"the number of nodes ({counted(world.value, 'rank')}, {local.value} on each)"
+        nodes = Stated(title, world.value // local.value)
+    return local, nodes
