@@ -85,7 +85,7 @@ def run_ranks(
         rendezvous.await_others()
         raise LaunchError(
             "a signal asked the training to stop: all ranks have completed their iteration, saved it, and ended. Start "
-            f"the job again with resume=True, or --resume, to go on (exit code {Preempted.EXIT_CODE})",
+            f"the job again with resume=True, or --resume (exit code {Preempted.EXIT_CODE})",
             exit_code=Preempted.EXIT_CODE,
         ) from None
     except JobEndedError as error:

@@ -220,9 +220,7 @@ class OwnLoop(TrainLoop):
         """Save a checkpoint after the present iteration, or now if there is none."""
         self._to_save.append((name, async_save))
         if self._is_stepping:
-            self.runner.logger.info(
-                "%s is saved at the end of the present iteration", name or f"iter_{self.iter + 1}"
-            )
+            self.runner.logger.info("%s is saved at the end of the present iteration", name or f"iter_{self.iter + 1}")
         else:
             self._save_requested()
 
