@@ -50,6 +50,7 @@ class TorchScheduler(ParamScheduler):
         verbose: bool = False,
         **kwargs: Any,
     ) -> None:
+        self._schedule = schedule
         if isinstance(schedule, type) and issubclass(schedule, ReduceLROnPlateau):
             raise ConfigError(
                 f"{schedule.__name__} must be given as lockstep's own, which sees the metrics of the validation: "
@@ -60,7 +61,6 @@ class TorchScheduler(ParamScheduler):
             kwargs[name] = window_length(name, begin, end)
         # Now: a schedule that begins late would otherwise raise in the middle of a run.
         check_names(schedule, ["optimizer", *kwargs], PARAM_SCHEDULERS.name, ("by_epoch", "begin", "end"))
-        self._schedule = schedule
         self._kwargs = kwargs
         self._inner: LRScheduler | None = None
         super().__init__(optimizer, by_epoch=by_epoch, begin=begin, end=end, last_step=last_step, verbose=verbose)
