@@ -318,10 +318,10 @@ def test_ctrl_c_saves_and_stops_and_the_last_line_says_how_to_go_on(tmp_path, ra
     with Job(tmp_path, ranks, SESSION, SLOW="0.05") as job:
         job.until("train", 5)
         os.killpg(job.process.pid, signal.SIGINT)  # as a terminal sends it
+        job.end()
+        last = (job.errors.read_text() if ranks > 1 else job.shown).splitlines()[-1]
         check_stop_and_resume(tmp_path, ranks, job, SESSION)
-    shown = job.errors.read_text() if ranks > 1 else job.shown
-    assert "Start " in shown.splitlines()[-1]
-    assert "with resume=True, or --resume (exit code 75)" in shown.splitlines()[-1]
+    assert "again with resume=True, or --resume (exit code 75)" in last
 
 
 @pytest.mark.parametrize(("ranks", "code"), [(1, -signal.SIGINT), (2, 130)])
