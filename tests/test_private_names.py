@@ -351,7 +351,7 @@ OVERRIDDEN: dict[tuple[str, str], tuple[Any, tuple[str, ...]]] = {
 # puts into other objects.
 OF_OTHERS = {
     *("_replace", "_asdict", "_fields", "_getframe", "_current_frames", "_exit", "_run_exitfuncs", "_DummyThread"),
-    *("_Feature", "_inheriting"),
+    *("_Feature", "_inheriting", "_register_atexit"),
     *("_release_process_group_references", "_hp_mapping"),
     *("_padding_dim", "_origin_length", "_current_length"),
     *("_no_split_modules", "_tp_plan", "_hf_peft_config_loaded", "_parent_loader", "_report_subprocess_enabled"),

@@ -11,13 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
+from torch.utils.data import DataLoader
 
+from lockstep import Session
 from lockstep.checkpoint import find_last_checkpoint, load_state, read_meta
 from lockstep.dist import all_gather_object
 from lockstep.errors import ConfigError
 from lockstep.hooks import EMAHook, Hook
 from lockstep.model import ExponentialMovingAverage, unwrap_model
 from lockstep.testing import ranks
+from lockstep.weights import load_checkpoint
 
 from .runs import Net, Predicted, make_data, make_runner
 
@@ -323,3 +326,36 @@ def test_the_average_is_the_same_however_the_model_is_laid_out(tmp_path: Path, s
     for name in ("ddp", "other"):  # a checkpoint's model is the average, whatever laid it out
         loaded = load_state(last(tmp_path / name), {"model": Net().state_dict()})["model"]
         assert torch.allclose(loaded["linear.weight"], wanted[-1], atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@ranks(2)
+def test_a_session_evaluates_ranks_and_exports_the_same_average(tmp_path: Path, strategy: str):
+    hook, x = EMAHook(momentum=0.3), torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+    options: dict[str, Any] = {"default_hooks": {"checkpoint": {"save_best": "loss"}}, "custom_hooks": [hook]}
+    session = Session(tmp_path, strategy=strategy, randomness={"seed": 0}, log_level="ERROR", **options)
+    model: nn.Module = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, _, batches = session.prepare(model, optimizer, DataLoader(x, batch_size=3, shuffle=True))
+    held_out = session.prepare_evaluation(DataLoader(x, batch_size=4))
+    with session:
+        for _ in session.epochs(2):
+            for rows in batches:
+                session.step(model(rows).square().mean())
+            trained = [whole(weight).clone() for weight in model.parameters()]
+            with torch.no_grad():
+                outputs = torch.cat([session.gather(model(rows)) for rows in held_out])
+            assert all(torch.equal(whole(now), then) for now, then in zip(model.parameters(), trained, strict=True))
+            session.log_metrics(loss=outputs.square().mean().item())
+        session.save_pretrained(tmp_path / "exported")
+    (best,) = session.run_dir.glob("best_loss_*")
+    for weights in (best, tmp_path / "exported"):  # the last epoch is the best: weights shrink
+        found = nn.Linear(4, 2)
+        load_checkpoint(found, weights)
+        torch.testing.assert_close(found(x), outputs)
+        assert not torch.allclose(found.weight, trained[0], atol=1e-3)
+
+
+def whole(weight: Any) -> Tensor:
+    full: Tensor = weight.detach().full_tensor() if hasattr(weight, "full_tensor") else weight.detach()
+    return full

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.optim import lr_scheduler
 
 from lockstep.errors import ConfigError, RegistryError
 from lockstep.optim import LinearLR, OptimWrapper, OptimWrapperDict, StepLR, TorchScheduler, build_param_schedulers
+from lockstep.registry import BuildError
 
 
 def sgd(lr: float = 1.0, groups: int = 1) -> torch.optim.SGD:
@@ -184,7 +186,7 @@ def test_epochs_are_not_counted_where_the_training_counts_none():
 
 
 def test_a_schedule_of_the_users_own_object_is_refused_with_the_remedy():
-    with pytest.raises(TypeError, match=r"dict\(type=StepLR, step_size=2\)"):
+    with pytest.raises(TypeError, match=r"dict\(type=LambdaLR, .* or dict\(type=get_linear_schedule_with_warmup, "):
         build(sgd(), lr_scheduler.StepLR(sgd(), 2), epochs=9, iters=9)
 
 
@@ -243,3 +245,27 @@ def test_arguments_that_mean_nothing_any_more_are_told_or_refused(kind, caplog):
     assert "StepLR: `verbose` does nothing: the values are in every record" in caplog.text
     with pytest.raises(ConfigError, match=r"StepLR: `last_step` must be -1, but is 3\. To continue .* resume=True"):
         build(sgd(), {"type": kind, "step_size": 1, "last_step": 3}, epochs=2)
+
+
+def warmed_up(optimizer, num_warmup_steps: int, last_epoch: int = -1):
+    """Return a schedule as the functions of transformers make them."""
+    return lr_scheduler.LambdaLR(optimizer, partial(warmth, after=num_warmup_steps), last_epoch)
+
+
+def warmth(step: int, *, after: int) -> float:
+    return min(1.0, step / after)
+
+
+def test_a_function_that_makes_a_schedule_counts_updates_and_resumes():
+    cfg = {"type": warmed_up, "num_warmup_steps": 4}
+    optimizer = sgd()
+    (schedule,) = build(optimizer, cfg, epochs=9, iters=90)
+    assert not schedule.by_epoch
+    assert course(optimizer, [schedule], 3) == [0.0, 0.25, 0.5]
+    (resumed,) = build(sgd(), cfg, epochs=9, iters=90)
+    resumed.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
+    assert course(resumed.optimizer, [resumed], 3)[1:] == [1.0, 1.0]
+    with pytest.raises(ConfigError, match="`type` must return an LRScheduler of torch's, but <lambda> does not"):
+        build(sgd(), {"type": lambda optimizer: None}, epochs=9, iters=90)
+    with pytest.raises(BuildError, match="did you mean `num_warmup_steps`"):
+        build(sgd(), {"type": warmed_up, "num_warmup_step": 4}, epochs=9, iters=90)

@@ -313,7 +313,29 @@ def test_a_session_stops_and_goes_on(tmp_path, ranks, when):
         check_stop_and_resume(tmp_path, ranks, job, SESSION)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_saves_and_stops_and_the_last_line_says_how_to_go_on(tmp_path, ranks):
+    with Job(tmp_path, ranks, SESSION, SLOW="0.05") as job:
+        job.until("train", 5)
+        os.killpg(job.process.pid, signal.SIGINT)  # as a terminal sends it
+        job.end()
+        last = (job.errors.read_text() if ranks > 1 else job.shown).splitlines()[-1]
+        check_stop_and_resume(tmp_path, ranks, job, SESSION)
+    assert "again with resume=True, or --resume (exit code 75)" in last
+
+
+@pytest.mark.parametrize(("ranks", "code"), [(1, -signal.SIGINT), (2, 130)])
+def test_a_second_ctrl_c_ends_at_once(tmp_path, ranks, code):
+    with Job(tmp_path, ranks, SESSION, SLOW="2") as job:
+        job.until("train", 1)
+        for _ in range(2):
+            os.killpg(job.process.pid, signal.SIGINT)
+            time.sleep(0.5)
+        assert job.end() == code
+    assert not list((tmp_path / "work_dir").glob("*/iter_*"))
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
 def test_a_signal_to_all_processes_spares_the_workers_of_the_data(tmp_path, name):
     with Job(tmp_path, 1, TRAINING, SLOW="0.05", WORKERS="2") as job:
         job.until("train", 5)

@@ -506,17 +506,60 @@ def test_a_stream_is_counted_in_iterations_over_passes_and_resumes_within_one(tm
     assert first | rest == whole
 
 
-def test_loaders_with_and_without_a_length_are_counted_in_epochs_and_in_iterations(tmp_path):
+def test_a_loader_without_a_length_is_not_counted_in_epochs_and_one_with_a_length_may_be_in_iterations(tmp_path):
     session = session_of(tmp_path)
     model = network()
     session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(Stream()))
     with session, pytest.raises(ConfigError, match="must have a length to be counted in epochs, but"):
         next(session.epochs(1))
-    other = session_of(tmp_path)
+    losses = []
+    for count, resume in ((8, False), (11, True)):  # of 6 in a pass
+        other = session_of(tmp_path / "other", resume=resume)
+        model = network()
+        model, _, _ = other.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+        for x, y in other.iterations(count):
+            losses.append(F.cross_entropy(model(x), y))
+            other.step(losses[-1])
+        assert (other.iter, other.epoch) == (count, 1)
+        assert (other.run_dir / f"iter_{count}").is_dir()
+    assert len(losses) == 11
+
+
+def without_data(work_dir, count, **options):
+    """Return what a loop that makes its own data yields, with its losses."""
+    session = session_of(work_dir, default_hooks={"logger": {"interval": 1}}, **options)
     model = network()
-    other.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(X, Y)))
-    with other, pytest.raises(ConfigError, match=r"is counted in epochs\. Use `for epoch in session.epochs"):
-        next(other.iterations(1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: 1 / (1 + steps))
+    model, _ = session.prepare(model, optimizer, schedulers=schedule)
+    losses = {}
+    for number in session.iterations(count):
+        loss = model(torch.rand(2, 4)).square().mean()
+        session.step(loss)
+        schedule.step()
+        losses[number] = loss.item()
+    return session, losses
+
+
+@ranks(1, 2)
+def test_a_loop_that_makes_its_data_itself_is_counted_recorded_saved_and_resumed(tmp_path):
+    session, whole = without_data(tmp_path / "whole", 7)
+    assert list(whole) == list(range(7))
+    if session.is_main:
+        lines = (session.run_dir / "metrics.jsonl").read_text().splitlines()
+        assert [record["iter"] for record in map(json.loads, lines) if record["mode"] == "train"] == list(range(1, 8))
+    _, first = without_data(tmp_path / "parts", 4)
+    _, rest = without_data(tmp_path / "parts", 7, resume=True)
+    assert list(rest) == [4, 5, 6]
+    assert first | rest == whole
+    with pytest.raises(ConfigError, match="a loop without a loader has no epochs"):
+        next(session.epochs(1))
+
+
+def test_what_is_no_scheduler_is_refused(tmp_path):
+    model = network()
+    with pytest.raises(TypeError, match=r"`schedulers` must have state_dict\(\) and .* before prepare\(\)"):
+        session_of(tmp_path).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), schedulers=[{"type": 1}])
 
 
 def test_an_error_in_the_loop_closes_the_session(tmp_path):

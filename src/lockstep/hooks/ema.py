@@ -119,6 +119,10 @@ class EMAHook(Hook):
         """Put the model's own weights back."""
         self.close()
 
+    def after_val(self, runner: Run) -> None:
+        """Put them back where no metrics follow, as after a pass through the data in the loop of a Session."""
+        self.close()
+
     before_test_epoch, after_test_epoch = before_val_epoch, after_val_epoch
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:

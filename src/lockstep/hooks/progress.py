@@ -81,8 +81,9 @@ class ProgressHook(Hook):
         self.close()
 
     def before_val_epoch(self, runner: Run) -> None:
-        """Show a bar for the validation."""
-        self._begin(runner, "validating", length_of(runner.val_dataloader))
+        """Show a bar for the validation, if it is not a pass of the user's own loop."""
+        if (loader := getattr(runner.val_loop, "dataloader", None)) is not None:
+            self._begin(runner, "validating", length_of(loader))
 
     def after_val_iter(self, runner: Run, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Draw the bar, a few times per second."""

@@ -85,7 +85,7 @@ def run_ranks(
         rendezvous.await_others()
         raise LaunchError(
             "a signal asked the training to stop: all ranks have completed their iteration, saved it, and ended. Start "
-            f"the job again with resume=True to go on (exit code {Preempted.EXIT_CODE})",
+            f"the job again with resume=True, or --resume (exit code {Preempted.EXIT_CODE})",
             exit_code=Preempted.EXIT_CODE,
         ) from None
     except JobEndedError as error:
@@ -95,7 +95,7 @@ def run_ranks(
     except RendezvousError as error:
         raise LaunchError(str(error)) from error
     except SignalException as error:
-        if trains and not agent.has_trained and error.sigval in (signal.SIGTERM, signal.SIGUSR1):
+        if trains and not agent.has_trained and error.sigval in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             rendezvous.give_up(Preempted.EXIT_CODE)
             raise LaunchError(
                 f"{error.sigval.name} came before the first iteration was complete, so that there is nothing to save: "
@@ -255,7 +255,7 @@ class _Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:  # as torch calls it
         failed = self._setup.stopped.exists()
         if death_sig == signal.SIGINT:
-            say("stopping all ranks; Ctrl-C once more does not wait for them to clean up")
+            say("stopping all ranks; a training saves first. Ctrl-C once more does not wait for them")
         elif not failed and threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGUSR1):  # a second signal must not interrupt the saving
                 signal.signal(number, signal.SIG_IGN)

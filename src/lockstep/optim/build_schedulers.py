@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer, lr_scheduler
@@ -26,8 +26,9 @@ class TorchScheduler(ParamScheduler):
     """A torch schedule that counts epochs or batches, from `begin` up to `end`.
 
     Args:
-        schedule: a subclass of `torch.optim.lr_scheduler.LRScheduler`. It is created when `begin` is reached, from the
-            learning rate that the optimizer has then.
+        schedule: a subclass of `torch.optim.lr_scheduler.LRScheduler`, or a function that returns such an object, as
+            `transformers` has. It is created when `begin` is reached, from the learning rate that the optimizer has
+            then.
         optimizer: the optimizer whose learning rates are set.
         by_epoch: count epochs; otherwise batches.
         begin: the count at which the schedule starts.
@@ -39,7 +40,7 @@ class TorchScheduler(ParamScheduler):
 
     def __init__(
         self,
-        schedule: type[LRScheduler],
+        schedule: Callable[..., LRScheduler],
         optimizer: Optimizer,
         *,
         by_epoch: bool = True,
@@ -49,7 +50,8 @@ class TorchScheduler(ParamScheduler):
         verbose: bool = False,
         **kwargs: Any,
     ) -> None:
-        if issubclass(schedule, ReduceLROnPlateau):
+        self._schedule = schedule
+        if isinstance(schedule, type) and issubclass(schedule, ReduceLROnPlateau):
             raise ConfigError(
                 f"{schedule.__name__} must be given as lockstep's own, which sees the metrics of the validation: "
                 "dict(type='ReduceOnPlateauLR', monitor=...)"
@@ -59,7 +61,6 @@ class TorchScheduler(ParamScheduler):
             kwargs[name] = window_length(name, begin, end)
         # Now: a schedule that begins late would otherwise raise in the middle of a run.
         check_names(schedule, ["optimizer", *kwargs], PARAM_SCHEDULERS.name, ("by_epoch", "begin", "end"))
-        self._schedule = schedule
         self._kwargs = kwargs
         self._inner: LRScheduler | None = None
         super().__init__(optimizer, by_epoch=by_epoch, begin=begin, end=end, last_step=last_step, verbose=verbose)
@@ -70,6 +71,8 @@ class TorchScheduler(ParamScheduler):
             for group in self.optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])
             self._inner = self._schedule(self.optimizer, **self._kwargs)
+            if not isinstance(self._inner, LRScheduler):
+                raise ConfigError(f"`type` must return an LRScheduler of torch's, but {self.title} does not")
             return
         step_quietly(self._inner)
 
@@ -81,7 +84,7 @@ class TorchScheduler(ParamScheduler):
     @property
     def title(self) -> str:
         """The schedule's name in errors and logs."""
-        return self._schedule.__name__
+        return getattr(self._schedule, "__name__", type(self._schedule).__name__)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the schedule, in plain numbers, strings and lists."""
@@ -95,7 +98,8 @@ class TorchScheduler(ParamScheduler):
             if self._inner is None:
                 self.advance(0)
             assert self._inner is not None
-            self._inner.load_state_dict(dict(state["schedule"]))
+            # What is not plain, such as the functions of a LambdaLR, stays as it is given now.
+            self._inner.load_state_dict({**self._inner.state_dict(), **state["schedule"]})
 
     def _shown(self) -> list[str]:
         return [f"{name}={value!r}" for name, value in self._kwargs.items()]
@@ -121,8 +125,10 @@ def build_param_schedulers(
 
     Args:
         optimizer: the optimizer whose learning rates, or other values, are scheduled.
-        cfg: a config dict or a list of them, with `type` (the name or class of one of lockstep's schedules, or a
-            subclass of torch's `LRScheduler`), `by_epoch` (default True; for `ReduceOnPlateauLR`, the training's unit),
+        cfg: a config dict or a list of them, with `type` (the name or class of one of lockstep's schedules, a subclass
+            of torch's `LRScheduler`, or a function that returns one, such as transformers'
+            `get_linear_schedule_with_warmup`), `by_epoch` (default True; for a function, False; for
+            `ReduceOnPlateauLR`, the training's unit),
             `begin`, `end`, and the arguments of that class; or `ParamScheduler` objects; or None. A length (`T_max`,
             `total_iters`, `total_steps`) that is not given defaults to the length of the window. With
             `convert_to_iter_based=True` all numbers are in epochs, but the value changes with every batch.
@@ -154,18 +160,23 @@ def _build_one(optimizer: Optimizer, cfg: Any, max_epochs: int | None, max_iters
     if not isinstance(cfg, Mapping):
         raise TypeError(
             "`param_scheduler` must be a config dict, a ParamScheduler or a list of them, but has "
-            f"{cfg!r} of type {type(cfg).__name__}. A torch scheduler holds on to an optimizer of "
-            "its own; give its class and arguments, as in dict(type=StepLR, step_size=2)"
+            f"{cfg!r} of type {type(cfg).__name__}. A torch scheduler holds on to an optimizer of its own, and does "
+            "not say what it counts; give its class, or the function that makes it, and the arguments, as in "
+            "dict(type=LambdaLR, lr_lambda=..., by_epoch=False) or dict(type=get_linear_schedule_with_warmup, "
+            "num_warmup_steps=100, num_training_steps=1000)"
         )
     arguments = dict(cfg)
     schedule = arguments.pop("type", None)
     with in_default_scope(arguments.pop(SCOPE, None)):
         if isinstance(schedule, str):
             schedule = PARAM_SCHEDULERS[schedule]
+    if callable(schedule) and not isinstance(schedule, type):  # transformers' count updates
+        return TorchScheduler(schedule, optimizer, **{"by_epoch": False, **arguments})
     if not (isinstance(schedule, type) and issubclass(schedule, ParamScheduler | LRScheduler)):
         raise ConfigError(
             "`type` of a parameter scheduler must be a ParamScheduler, a subclass of "
-            f"torch.optim.lr_scheduler.LRScheduler or the name of one, but is {schedule!r}"
+            "torch.optim.lr_scheduler.LRScheduler, the name of one, or a function that returns one, but is "
+            f"{schedule!r}"
         )
     name = schedule.__name__
     if arguments.pop("convert_to_iter_based", False):

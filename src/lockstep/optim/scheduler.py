@@ -304,8 +304,10 @@ def window_length(name: str, begin: int, end: int) -> int:
     return max(end - begin - _LENGTHS.get(name, 0), 1)
 
 
-def length_argument(schedule: type) -> str | None:
+def length_argument(schedule: Any) -> str | None:
     """Return the name of the argument that is the length of a schedule of lockstep or torch; None if it has none."""
+    if not isinstance(schedule, type):
+        return None
     if not issubclass(schedule, ParamScheduler) and schedule.__module__ != LRScheduler.__module__:
         return None
     return next((name for name in _LENGTHS if name in inspect.signature(schedule).parameters), None)

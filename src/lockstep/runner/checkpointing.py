@@ -141,7 +141,7 @@ class Saving:
                 run.save_checkpoint(run.checkpoint_dir, f"iter_{run.iter}", epoch=run.epoch, iteration=run.iter)
             done = "before the first iteration"
             if run.iter > 0:
-                done = f"after iteration {run.iter}, which is saved. Start again with resume=True to go on"
+                done = f"after iteration {run.iter}, which is saved. Start again with resume=True, or --resume"
             _logger.warning("%s: stopped %s (exit code %d)", stop.reason, done, stop.EXIT_CODE)
             raise
 

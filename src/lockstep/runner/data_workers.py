@@ -86,7 +86,8 @@ def _end_workers() -> None:
 
 
 def _init_worker(worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGUSR1):  # also a terminal sends Ctrl-C to all processes
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _ignore_first)
     if worker_init_fn is not None:
         worker_init_fn(worker)

@@ -22,6 +22,7 @@ from lockstep.model.preprocessor import move_to_device
 from lockstep.model.wrapper import forwarded
 from lockstep.optim import OptimWrapper
 from lockstep.runner.loops import DEFAULT_INTERVAL, TrainLoop, no_batches
+from lockstep.runner.preemption import ranks_meet
 from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import random_state_kept
 from lockstep.runner.uneven_inputs import Batch, EvenBatches, buffers_kept
@@ -62,9 +63,11 @@ class OwnLoop(TrainLoop):
             self.val_interval = DEFAULT_INTERVAL
         self.max_iters = 0
         self.counts = True  # whether the present batch is this rank's own
+        self.has_data = True  # otherwise the numbers of iterations take the place of batches
         self._values: dict[str, Any] = {}
         self._is_open = False  # within an epoch
         self._is_stepping = False
+        self._is_uncounted = False  # an iteration has begun, and has not ended: the user's code may have left it
         self._iterated = False  # since the last look at the count of backward passes
         self._counted = 0
         self._has_warned = False
@@ -81,7 +84,7 @@ class OwnLoop(TrainLoop):
         if self.max_epochs is None:
             raise ConfigError(
                 f"the loader must have a length to be counted in epochs, but {type(self.dataloader).__name__} has "
-                "none. Use `for batch in session.iterations(count)`"
+                "none, and a loop without a loader has no epochs. Use `for batch in session.iterations(count)`"
             )
         self.max_epochs, self.max_iters = count, max(self.iter, self._iters_until(count))
         run.optim_wrapper.initialize_count_status(run.model, self.iter, self.max_iters)
@@ -104,12 +107,7 @@ class OwnLoop(TrainLoop):
     def iterations(self, count: int) -> Iterator[Any]:
         """Yield this rank's batches until `count` iterations are complete, of as many passes as that takes."""
         run = self.runner
-        if self.max_epochs is not None:
-            raise ConfigError(
-                f"the loader has {self.epoch_length} batches and is counted in epochs. Use `for epoch in "
-                "session.epochs(count)`, and go through the loader in each"
-            )
-        self.max_iters = count
+        self.max_epochs, self.max_iters, self.val_interval = None, count, DEFAULT_INTERVAL
         run.optim_wrapper.initialize_count_status(run.model, self.iter, count)
         self._counted = run.optim_wrapper.inner_count
         self._tell_if_complete(count - self.iter, f"{self.iter} of {count} iterations")
@@ -119,7 +117,6 @@ class OwnLoop(TrainLoop):
         if self.iter < count:
             with run.saving.at_stop():
                 yield from self._batches(self._endless_batches(), self.iter)
-        self._save_requested(self.iter + 1)
         self._warn_of_missing_steps("the training")
         self._end_training()
         run.call_hook("after_train_epoch")
@@ -155,10 +152,10 @@ class OwnLoop(TrainLoop):
                 raise self._too_many_batches()
             self.counts, self._values = batch.is_own, {}
             self._begin_iter(batch_idx, batch)
-            self._is_stepping = True
+            self._is_stepping = self._is_uncounted = True
             try:
                 with nothing if is_plain else self._led(), nothing if batch.is_own else buffers_kept(run.model):
-                    moved = move_to_device(run.prefetch(batch.data), device)
+                    moved = move_to_device(run.prefetch(batch.data), device) if self.has_data else self.iter
                     begin_compiled_step()
                     yield moved
             finally:
@@ -171,7 +168,8 @@ class OwnLoop(TrainLoop):
 
     def _end_iter(self, batch_idx: int, batch: Batch, outputs: dict[str, Any]) -> None:
         super()._end_iter(batch_idx, batch, outputs)
-        self._save_requested(self.iter)
+        self._is_uncounted = False
+        self._save_requested()
 
     def evaluation_batches(self, loader: Any) -> Iterator[Any]:
         """Yield equally many batches on every rank; training then draws the same random numbers as without."""
@@ -179,7 +177,8 @@ class OwnLoop(TrainLoop):
         context = model.evaluation_context() if isinstance(model, ModelWrapper) else nullcontext()
         set_epoch(loader, 0)
         may_stop = not self._is_stepping  # in the midst of an iteration nothing can be saved
-        with self.runner.saving.at_stop(), random_state_kept(), self.runner.evaluated(), context:
+        run = self.runner
+        with run.saving.at_stop(), random_state_kept(), run.evaluated(), self._weights_to_evaluate(), context:
             for batch in EvenBatches(loader).iterate():
                 if may_stop:
                     self.runner.agreement.act_if_asked(may_save=False)
@@ -188,6 +187,16 @@ class OwnLoop(TrainLoop):
                 begin_compiled_step()
                 yield moved
         self.counts = True
+
+    @contextmanager
+    def _weights_to_evaluate(self) -> Iterator[None]:
+        """Let hooks give the model what a Runner validates, such as averaged weights, for one pass."""
+        self.runner.call_hook("before_val")
+        self.runner.call_hook("before_val_epoch")
+        try:
+            yield
+        finally:
+            self.runner.call_hook("after_val")
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Add values to the record of the present iteration."""
@@ -209,21 +218,40 @@ class OwnLoop(TrainLoop):
 
     def save(self, name: str | None, async_save: bool) -> None:
         """Save a checkpoint after the present iteration, or now if there is none."""
+        self._to_save.append((name, async_save))
         if self._is_stepping:
-            self._to_save.append((name, async_save))
+            self.runner.logger.info("%s is saved at the end of the present iteration", name or f"iter_{self.iter + 1}")
         else:
-            self._save(name, self.iter, async_save)
+            self._save_requested()
 
-    def _save(self, name: str | None, done: int, async_save: bool) -> None:
-        self.runner.save_checkpoint(
-            self.runner.checkpoint_dir, name or f"iter_{done}", epoch=self.epoch, iteration=done, async_save=async_save
-        )
-
-    def _save_requested(self, done: int) -> None:
-        """Save the checkpoints for which `save` was called in an iteration, after `done` iterations."""
+    def _save_requested(self) -> None:
+        """Save the checkpoints for which `save` was called. An iteration that was left counts once it has a step."""
+        run = self.runner
+        done = self.iter + (self._is_uncounted and run.optim_wrapper.inner_count > self._backward_passes)
         while self._to_save:
             name, async_save = self._to_save.pop(0)
-            self._save(name, done, async_save)
+            saved = run.save_checkpoint(
+                run.checkpoint_dir, name or f"iter_{done}", epoch=self.epoch, iteration=done, async_save=async_save
+            )
+            run.logger.info("%s %s, after %d iterations", "saving" if async_save else "saved", saved, done)
+
+    def save_at_close(self, kind: type[BaseException] | None, *error: Any) -> None:
+        """Save what `save` was called for in an iteration that the user's code has left, also by an error.
+
+        An error may have ended this rank alone. So several ranks save only if all of them come here.
+        """
+        if not self._to_save:
+            return
+        names = ", ".join(name or "a checkpoint" for name, _ in self._to_save)
+        try:
+            if kind is not None and not ranks_meet():
+                self._to_save.clear()
+                raise RuntimeError("not all ranks have left the loop")
+            self._save_requested()
+        except Exception as fault:
+            if kind is None:
+                raise
+            self.runner.logger.error("%s, asked for by save(), could not be saved: %s", names, fault)
 
     def _warn_of_missing_steps(self, where: str) -> None:
         """Warn, once, if iterations have made no backward pass through the optim wrapper."""
@@ -240,7 +268,8 @@ class OwnLoop(TrainLoop):
     def _end_epoch(self) -> None:
         vars(self).update(self._counts_before)
         self._counts_before = {}
-        self._save_requested(self.iter + 1)  # in an iteration that was left by `break`
+        self._save_requested()  # in an iteration that was left by `break`
+        self._is_uncounted = False
         self._warn_of_missing_steps(f"epoch {self.epoch}")
         self._is_open = False
         self.iter = self.epoch_end or 0  # also where the epoch was left early

@@ -35,6 +35,8 @@ _FOR_EVER = timedelta(days=365)
 _SECONDS_TO_AGREE = 60.0
 _POLL_SECONDS = 0.01
 _LONGEST_PAUSE = 0.25  # between two looks at the store
+_SECONDS_TO_MEET = 5.0
+_SECONDS_OF_A_PRESS = 0.3  # in which one Ctrl-C may reach a process twice: from the terminal, and from its parent
 _NOT = "not"  # the verdict that no rank acts
 _EVALUATION = 2**32  # more than an evaluation has batches
 _NEVER = 2**62
@@ -133,7 +135,9 @@ class Agreement:
                 return
             time.sleep(_POLL_SECONDS)
         if self.is_open:
-            self.settle(self.begin(request))
+            last = self.begin(request)
+            _tell(request)
+            self.settle(last)
 
     @property
     def is_stopping(self) -> bool:
@@ -246,9 +250,7 @@ class _StoreAgreement:
         try:
             last = self._last_point(self._agreement.begin(request), request.reason)
             if last is not None and self._rank == 0:
-                what = "training stops" if request.action == "stop" else "a checkpoint is saved"
-                level = logging.WARNING if request.action == "stop" else logging.INFO
-                _logger.log(level, "%s: %s as soon as the present iteration is complete", request.reason, what)
+                _tell(request)
         finally:
             self._agreement.settle(last)
 
@@ -277,9 +279,36 @@ class _StoreAgreement:
         return None if found == _NOT else int(found)
 
 
+def _tell(request: Request) -> None:
+    what, level = "a checkpoint is saved", logging.INFO
+    if request.action == "stop":
+        what, level = "training stops", logging.WARNING
+    again = ". Ctrl-C once more ends it at once, without saving" if request.reason.startswith("SIGINT") else ""
+    _logger.log(level, "%s: %s as soon as the present iteration is complete%s", request.reason, what, again)
+
+
+def ranks_meet() -> bool:
+    """Return whether all ranks come here within some seconds. Unlike in a collective, none waits for one that fails."""
+    global _meetings
+    _, world_size = get_dist_info()
+    if world_size == 1:
+        return True
+    _meetings += 1
+    with suppress(Exception):  # there is no store, or it is gone
+        store, key = side_store(), f"meeting_{_meetings}"
+        store.add(key, 1)
+        return any(store.add(key, 0) == world_size for _ in pauses(_SECONDS_TO_MEET, _LONGEST_PAUSE))
+    return False
+
+
+_meetings = 0
+
+
 @contextmanager
 def stopping_at(signals: Sequence[str], agreement: Agreement) -> Iterator[None]:
     """Stop a training at these signals. Those for which the user's script has a handler are left to it.
+
+    A second Ctrl-C interrupts as usual, and nothing is saved.
 
     **Cost**: a thread that sleeps.
 
@@ -297,7 +326,7 @@ def stopping_at(signals: Sequence[str], agreement: Agreement) -> Iterator[None]:
         yield
         return
     rank = get_dist_info()[0]
-    own = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    own = [number for number in numbers if signal.getsignal(number) is _usual(number)]
     with _calling_at_signals(lambda name: _stop_or_end(agreement, name, rank), own):
         yield
 
@@ -315,6 +344,7 @@ def _calling_at_signals(act: Callable[[str], None], numbers: Sequence[signal.Sig
 
     Python's own handlers wait until the main thread returns from C++, for instance from a collective.
     """
+    pressed: list[float] = []  # when Ctrl-C was
     reading, writing = socket.socketpair()
     writing.setblocking(False)
 
@@ -326,9 +356,14 @@ def _calling_at_signals(act: Callable[[str], None], numbers: Sequence[signal.Sig
 
     def handle(number: int, frame: FrameType | None) -> None:
         if signal.Signals(number) not in _handled:  # somebody has put this handler back later
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, _usual(number))
             signal.raise_signal(number)
-        elif before != _NO_FD:  # Python then wakes the user's event loop, and not the thread
+            return
+        if number == signal.SIGINT:
+            pressed.append(time.monotonic())
+            if pressed[-1] - pressed[0] > _SECONDS_OF_A_PRESS:
+                raise KeyboardInterrupt
+        if before != _NO_FD:  # Python then wakes the user's event loop, and not the thread
             writing.send(bytes([number]))
 
     thread = threading.Thread(target=read, name="lockstep-signals", daemon=True)
@@ -344,7 +379,7 @@ def _calling_at_signals(act: Callable[[str], None], numbers: Sequence[signal.Sig
     finally:
         for number in numbers:
             if signal.getsignal(number) is handle:
-                signal.signal(number, signal.SIG_DFL)
+                signal.signal(number, _usual(number))
         _handled.difference_update(numbers)
         if before == _NO_FD:
             signal.set_wakeup_fd(_NO_FD)
@@ -357,12 +392,17 @@ def _calling_at_signals(act: Callable[[str], None], numbers: Sequence[signal.Sig
 _handled: set[signal.Signals] = set()
 
 
+def _usual(number: int) -> Any:
+    """Return the handler that a signal has where nobody has set one."""
+    return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+
+
 def _restore_signals_in_child() -> None:
     """Let a forked process end at these signals, as a process without handlers does."""
     if _handled:
         signal.set_wakeup_fd(_NO_FD)
         for number in _handled:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, _usual(number))
         _handled.clear()
 
 

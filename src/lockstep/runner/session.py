@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, Self, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +30,7 @@ from lockstep.runner.run import TrainRun
 from lockstep.runner.runner import Runner
 from lockstep.runner.seeds import set_randomness
 from lockstep.runner.start import join_ranks
+from lockstep.watch.ending import raised_error
 from lockstep.weights.export import PretrainedOptions
 
 
@@ -148,34 +152,55 @@ class Session:
         """The folder of this session, within the work_dir."""
         return self.run.run_dir
 
+    @overload
+    def prepare(
+        self,
+        model: nn.Module | Mapping[str, nn.Module],
+        optimizer: Optimizer | Mapping[str, Any],
+        dataloader: None = None,
+        *,
+        schedulers: Any = (),
+    ) -> tuple[nn.Module, OptimWrapper]: ...
+    @overload
     def prepare(
         self,
         model: nn.Module | Mapping[str, nn.Module],
         optimizer: Optimizer | Mapping[str, Any],
         dataloader: Any,
         *,
-        schedulers: Iterable[Any] = (),
-    ) -> tuple[nn.Module, OptimWrapper, PreparedLoader]:
+        schedulers: Any = (),
+    ) -> tuple[nn.Module, OptimWrapper, PreparedLoader]: ...
+    def prepare(
+        self,
+        model: nn.Module | Mapping[str, nn.Module],
+        optimizer: Optimizer | Mapping[str, Any],
+        dataloader: Any = None,
+        *,
+        schedulers: Any = (),
+    ) -> tuple[nn.Module, OptimWrapper] | tuple[nn.Module, OptimWrapper, PreparedLoader]:
         """Distribute the model over the ranks, share out the data, and resume if asked to.
 
         Args:
             model: the user's own module; or several that are trained together, in a dict or an `nn.ModuleDict`.
             optimizer: a new optimizer over the model's parameters, the config of one, or a dict of them by the names of
                 the model's children.
-            dataloader: a `DataLoader` over all data, or the config of one; see `build_dataloader`. Without a length,
-                as of a stream, it is gone through by `iterations`.
-            schedulers: objects with `state_dict()` and `load_state_dict()` in JSON values, such as torch's schedulers
-                of learning rates. They are saved and resumed; the loop steps them, and may do so after the batches of
-                an epoch, whose checkpoint is saved at the end of the loop's body then.
+            dataloader: a `DataLoader` over all data, the config of one, or any iterable of batches; see
+                `build_dataloader`. Without a length, as of a stream, it is gone through by `iterations`. None for a
+                loop that makes its data itself; `iterations` counts it.
+            schedulers: one object or several with `state_dict()` and `load_state_dict()` in JSON values, such as
+                schedulers of learning rates of torch and of transformers. They are saved and resumed; the loop steps
+                them, and may do so after the batches of an epoch, whose checkpoint is saved at the end of the loop's
+                body then.
 
         Returns:
-            The module, on its device; the optim wrapper; and the loader of this rank's batches, which are moved to the
-            device.
+            The module, on its device; the optim wrapper; and, if there is a `dataloader`, the loader of this rank's
+            batches, which are moved to the device.
 
         **Collective**: every rank, once.
 
         Raises:
             ConfigError: the strategy can't train the model.
+            TypeError: the model or a scheduler has the wrong type.
         """
         if self._loop is not None:
             raise RuntimeError("prepare() has been called already: a session trains one model")
@@ -189,19 +214,35 @@ class Session:
         if isinstance(model, Mapping | nn.ModuleDict):
             model = Parts(dict(model.items()))
         vars(model)["train_step"] = _SessionStep(calls_parts=isinstance(model, Parts))
+        schedules = list(schedulers) if isinstance(schedulers, Iterable) else [schedulers]
+        for one in schedules:
+            if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+                raise TypeError(
+                    f"`schedulers` must have state_dict() and load_state_dict(), but has {one!r} of type "
+                    f"{type(one).__name__}. Make them over your optimizer before prepare(), as in StepLR(optimizer, 10)"
+                )
         hooks = {"param_scheduler": None, **(self._options.get("default_hooks") or {})}
         options = {**self._options, "default_hooks": hooks}
-        runner = Runner(model, train_dataloader=dataloader, optim_wrapper=optim, **options)
-        run = self._open.enter_context(runner.training(OwnLoop, list(schedulers)))
+        data = _NO_DATA if dataloader is None else dataloader
+        runner = Runner(model, train_dataloader=data, optim_wrapper=optim, **options)
+        run = self._open.enter_context(runner.training(OwnLoop, schedules))
         assert isinstance(run.train_loop, OwnLoop)
         self._loop = run.train_loop
+        self._open.push(self._loop.save_at_close)
+        # While threads can still be started: an `atexit` function comes too late to write a checkpoint. There is no
+        # public way (Python 3.11 to 3.14).
+        threading._register_atexit(partial(_close_at_exit, weakref.ref(self), os.getpid()))  # type: ignore[attr-defined]
+        if dataloader is None:
+            self._loop.has_data = False
+            return unwrap_model(run.model), run.optim_wrapper
         return unwrap_model(run.model), run.optim_wrapper, PreparedLoader(run.train_dataloader, self._loop.batches)
 
     def prepare_evaluation(self, dataloader: Any) -> PreparedLoader:
         """Return a loader of this rank's share of the data, in their order and each sample once, for `gather`.
 
         All ranks get equally many batches, because some strategies need all ranks in each forward pass: a rank that has
-        run out gets its last batch again, which `gather` leaves out.
+        run out gets its last batch again, which `gather` leaves out. During a pass, hooks give the model what a Runner
+        validates: EMAHook its averaged weights.
 
         **Collective**: every rank, and so is each pass through the loader.
         """
@@ -222,13 +263,10 @@ class Session:
             yield from loop.epochs(count)
 
     def iterations(self, count: int) -> Iterator[Any]:
-        """Yield this rank's batches until `count` iterations are complete, for a loader without a length.
+        """Yield this rank's batches until `count` iterations are complete; without data, the iterations' numbers.
 
         A pass that ends is followed by the next one. The last iteration ends in a checkpoint, and so does every
         1000th: `default_hooks=dict(checkpoint=dict(interval=...))` chooses another number.
-
-        Raises:
-            ConfigError: the loader has a length; see `epochs`.
         """
         loop = self._prepared()
         with nullcontext() if self._is_entered else self._open:
@@ -318,7 +356,11 @@ class Session:
         return gathered[0] if len(gathered) == 1 else gathered
 
     def save(self, name: str | None = None, *, async_save: bool = False) -> None:
-        """Save a checkpoint in the session's folder: after the present iteration, or now if there is none.
+        """Save a checkpoint in the session's folder: now, or, within an iteration, at its end. The log says when.
+
+        If the loop leaves the iteration instead, by `break`, `return` or an error, the checkpoint is saved when the
+        next epoch begins or the session is closed, which happens at the end of the script at the latest. An iteration
+        that has made a `step` counts then. On several ranks, it is saved unless some of them go on.
 
         Args:
             name: its name; by default `iter_` and the number of complete iterations.
@@ -388,6 +430,7 @@ class Parts(nn.ModuleDict):
         raise TypeError(f"call one of the models ({', '.join(self)}), as in model[{next(iter(self))!r}](...)")
 
 
+_NO_DATA: Mapping[str, Any] = {"dataset": range(1), "sampler": {"type": "InfiniteSampler", "shuffle": False}}
 _SET_HERE = {"model", "optim_wrapper", "train_dataloader", "train_cfg", "param_scheduler", "loss", "cfg"}
 
 
@@ -403,6 +446,13 @@ class _SessionStep:
 
     def __call__(self, data: Any, optim_wrapper: Any) -> Any:
         raise RuntimeError("this model is trained by the loop of a Session, so that no Runner can train it")
+
+
+def _close_at_exit(session: weakref.ref[Session], pid: int) -> None:
+    """Close a session that is open at the end of the script, to save what it was asked for; not in a forked process."""
+    if (found := session()) is not None and os.getpid() == pid:
+        error = raised_error()
+        found.__exit__(error and type(error), error, None)
 
 
 def _in_order(parts: list[Tensor]) -> Tensor:

@@ -1,0 +1,120 @@
+"""What a session saves: whatever `save()` was asked for, in whichever way the loop ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - as everybody calls it
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import Session
+from lockstep.checkpoint import read_meta
+from lockstep.dist import barrier, get_rank, get_world_size
+from lockstep.runner import preemption
+from lockstep.testing import ranks
+
+X = torch.ones(12, 4)
+
+
+def prepared(work_dir: Path, **options):
+    session = Session(work_dir, randomness={"seed": 0}, log_level="ERROR", **options)
+    model = nn.Linear(4, 2)
+    loader = DataLoader(TensorDataset(X, torch.zeros(12).long()), batch_size=2 // get_world_size())
+    return session, *session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+
+
+def leave(session, model, batches, how: str, *, steps_first: bool = True) -> None:
+    """Train for three iterations, and leave the loop in the third one."""
+    for _ in session.epochs(3):
+        for x, y in batches:
+            is_third = session.iter == 2
+            if is_third and not steps_first:
+                session.save("asked")
+                return
+            session.step(F.cross_entropy(model(x), y))
+            if is_third:
+                session.save("asked")
+                if how == "raise":
+                    raise ValueError("of the user's own")
+                if how == "exit":
+                    sys.exit(3)
+                if how == "return":
+                    return
+                break
+        if how == "break":
+            break
+
+
+@pytest.mark.parametrize("how", ["return", "break", "raise", "exit", "raise in a block"])
+@ranks(1, 2)
+def test_a_save_is_made_however_the_loop_is_left(tmp_path, how):
+    session, model, _, batches = prepared(tmp_path)
+    ends = {"raise": ValueError, "exit": SystemExit}.get(how.partition(" ")[0])
+    if how.endswith("block"):
+        with pytest.raises(ValueError, match="own"), session:
+            leave(session, model, batches, "raise")
+    elif ends:
+        with pytest.raises(ends):
+            leave(session, model, batches, how)
+    else:
+        leave(session, model, batches, how)
+    meta = read_meta(session.run_dir / "asked")
+    assert (meta["iter"], meta["epoch"], meta["position"]["batches"]) == (3, 0, 3)
+
+
+def test_an_iteration_that_is_left_without_a_step_does_not_count(tmp_path):
+    session, model, _, batches = prepared(tmp_path)
+    leave(session, model, batches, "return", steps_first=False)
+    assert read_meta(session.run_dir / "asked")["iter"] == 2
+
+
+def test_a_save_between_iterations_is_made_at_once(tmp_path):
+    session, model, _, batches = prepared(tmp_path)
+    session.save("first")
+    assert read_meta(session.run_dir / "first")["iter"] == 0
+    leave(session, model, batches, "break")
+    session.save("last")
+    assert read_meta(session.run_dir / "last")["iter"] == 3
+
+
+@ranks(2)
+def test_a_rank_that_fails_alone_waits_for_the_others_only_for_a_while():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(preemption, "_SECONDS_TO_MEET", 0.2)
+        assert get_rank() == 0 or not preemption.ranks_meet()
+    barrier()
+    preemption._meetings = 1000  # a key that no rank has used
+    assert preemption.ranks_meet()
+
+
+SCRIPT = """
+import torch
+from torch import nn
+from lockstep import Session
+
+session = Session("work_dir")
+model = nn.Linear(4, 2)
+model, _, loader = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.ones(2, 4)] * 3)
+epochs = session.epochs(2)
+next(epochs)
+batches = iter(loader)
+session.step(model(next(batches)).square().mean())
+session.save("asked"{how})
+"""
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize(("how", "code"), [(", async_save=True", 0), (")\nraise ValueError(", 1)])
+def test_a_script_that_ends_within_an_iteration_has_saved(tmp_path, how, code):
+    (tmp_path / "train.py").write_text(SCRIPT.format(how=how))
+    ended = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == code, ended.stderr
+    (saved,) = tmp_path.glob("work_dir/*/asked")
+    assert read_meta(saved)["iter"] == 1
+    assert "asked is saved at the end of the present iteration" in ended.stdout
+    assert ended.stdout.count("after 1 iterations") == 1
