@@ -82,7 +82,7 @@ class ProgressHook(Hook):
 
     def before_val_epoch(self, runner: Run) -> None:
         """Show a bar for the validation."""
-        self._begin(runner, "validating", length_of(runner.val_dataloader))
+        self._begin(runner, "validating", None if runner.val_loop is None else runner.val_loop.length)
 
     def after_val_iter(self, runner: Run, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Draw the bar, a few times per second."""
@@ -91,7 +91,7 @@ class ProgressHook(Hook):
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Print the line of the epoch, or of the validation alone."""
-        self._metrics = format_metrics(metrics or {}, runner.val_evaluator.units)
+        self._metrics = format_metrics(metrics or {}, {} if runner.val_loop is None else runner.val_loop.units)
         if self._epoch_line:
             self._print_epoch_line(runner)
             return

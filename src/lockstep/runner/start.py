@@ -228,9 +228,11 @@ def _open_visualizer(run: Run, adds_config: bool) -> None:
 def describe_model(model: nn.Module, strategy: Strategy) -> str:
     """Return one line on the model and its strategy."""
     core = unwrap_model(model)
-    sizes = (parameter.numel() for parameter in core.parameters())
-    count = model.num_parameters if isinstance(model, ModelWrapper) else sum(sizes)
-    return f"{type(core).__name__}, {count:,} parameters, {type(strategy).__name__}"
+    numel = model.full_numel if isinstance(model, ModelWrapper) else nn.Parameter.numel
+    sizes = [(numel(parameter), parameter.requires_grad) for parameter in core.parameters()]
+    count, trainable = sum(size for size, _ in sizes), sum(size for size, requires_grad in sizes if requires_grad)
+    part = "" if trainable == count else f" ({trainable:,} trainable)"
+    return f"{type(core).__name__}, {count:,} parameters{part}, {type(strategy).__name__}"
 
 
 def describe_ranks(world_size: int, device: str) -> str:
@@ -254,7 +256,7 @@ def print_summary(run: Run, what: str, seconds: float) -> None:
     loop = run.last_evaluation
     console.rule(f"[bold]{what}[/] in {seconds:.1f} s", style="dim", align="left")
     if loop is not None and loop.metrics:
-        result = format_metrics(loop.metrics, loop.evaluator.units)
+        result = format_metrics(loop.metrics, loop.units)
         console.print(Text.assemble("result  ", (result, "bold green")))
     # Never wrapped, so that it can be copied.
     console.print(Text.assemble("run     ", (str(run.run_dir), "bold")), soft_wrap=True)
@@ -274,7 +276,7 @@ def _describe_run(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "units": {} if loop is None else dict(loop.evaluator.units),
+        "units": {} if loop is None else dict(loop.units),
         "ranks": ranks,
     }
 
