@@ -263,6 +263,12 @@ def invalid_arguments(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             "DataLoader(torch.utils.data.ConcatDataset([...]), shuffle=True); for shares or turns, give it a sampler, "
             "as docs/data.md shows"
         )
+    for mode in ("val", "test"):
+        evaluator, names = f"{mode}_evaluator", [*named_loaders(given.get(f"{mode}_dataloader"))]
+        try:
+            evaluators_by_name(evaluator, given.get(evaluator), names)
+        except ConfigError as error:
+            yield evaluator, str(error).removeprefix(f"`{evaluator}` ")
     word = given.get("resume_options", "config")
     if isinstance(word, str) and word not in RESUME_OPTIONS:
         yield "resume_options", f"must be 'config' or 'checkpoint', but is {word!r}{did_you_mean(word, RESUME_OPTIONS)}"

@@ -498,7 +498,8 @@ class Runner(_AttributesOfRun):
             raise ConfigError(f"`{mode}_dataloader` must be given to {verb}, but is None")
         with self._running(what) as space:
             if checkpoint is not None:
-                self.load_checkpoint(self._found(checkpoint), strict=True)
+                found = run_on_main(lambda: start.find_best(self.args)) if checkpoint == "best" else checkpoint
+                self.load_checkpoint(str(found), strict=True)
             run = self._run
             if run is None:
                 _, parts = self._prepare(space, *self._strategy_and_model(training=False))
@@ -509,17 +510,6 @@ class Runner(_AttributesOfRun):
             run.call_hook("after_run")
         return metrics
 
-    def _found(self, checkpoint: str | Path) -> str | Path:
-        """Return the path of a checkpoint, which may be "best". **Collective**: every rank; rank 0 looks."""
-        if checkpoint != "best":
-            return checkpoint
-        best = run_on_main(lambda: self.best_checkpoint)
-        if best is None:
-            raise ConfigError(
-                f"`checkpoint` must be 'best' only where a run has kept its best one, but none in {self.work_dir} has. "
-                "Train with default_hooks=dict(checkpoint=dict(save_best='accuracy')), or another metric"
-            )
-        return str(best)
 
     def _build_loader(self, mode: Literal["train", "val", "test"], space: Workspace, shard: DataShard) -> Any:
         """Return the loader of this rank's shard of the data for a mode. **Collective**: every rank."""

@@ -44,7 +44,7 @@ from lockstep.runner.seeds import set_randomness
 from lockstep.strategy import Strategy
 from lockstep.topology import LauncherName
 from lockstep.version import __version__
-from lockstep.weights import Weights
+from lockstep.weights import Weights, best_checkpoint_in
 
 _logger = logging.getLogger(__name__)
 
@@ -85,6 +85,21 @@ def open_workspace(
         records=JsonLinesSink(run_dir / "metrics.jsonl"),
         message_hub=message_hub,
     )
+
+
+def find_best(args: RunnerArguments) -> Location:
+    """Return the best checkpoint in the work_dir; see `Runner.best_checkpoint`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    best = best_checkpoint_in(resuming.checkpoint_folders(args))
+    if best is None:
+        raise ConfigError(
+            f"`checkpoint` must be 'best' only where a run has kept its best one, but none in {args.work_dir} has. "
+            "Train with default_hooks=dict(checkpoint=dict(save_best='accuracy')), or another metric"
+        )
+    return best
 
 
 def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
