@@ -180,7 +180,7 @@ def held(directory: Location) -> Iterator[None]:
     with ExitStack() as stack:
         if isinstance(directory, Path):
             with suppress(OSError):
-                _lock(stack.enter_context(_open_manifest(directory, os.O_RDONLY)), exclusive=False)
+                lock(stack.enter_context(_open_manifest(directory, os.O_RDONLY)), exclusive=False)
         yield
 
 
@@ -201,7 +201,7 @@ class Claim:
         with suppress(OSError):
             if self._manifest is not None:
                 try:
-                    _lock(self._manifest, exclusive=True)
+                    lock(self._manifest, exclusive=True)
                 except BlockingIOError:
                     return False
         return True
@@ -236,7 +236,13 @@ def _open_manifest(directory: Path, flags: int) -> IO[bytes]:
     return os.fdopen(descriptor, "rb" if flags == os.O_RDONLY else "r+b", buffering=0)
 
 
-def _lock(file: IO[bytes], *, exclusive: bool) -> None:
+def lock(file: IO[bytes], *, exclusive: bool) -> None:
+    """Lock an open file until it is closed, if the system has such locks.
+
+    Raises:
+        BlockingIOError: another one has locked it.
+        OSError: there are no locks where the file is.
+    """
     try:
         import fcntl  # not available on Windows
     except ImportError:

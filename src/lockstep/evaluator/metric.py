@@ -161,7 +161,7 @@ class LossMetric(BaseMetric):
         indices: which these are; not used.
     """
 
-    value_names = ("loss",)
+    value_names: Sequence[str] | None = ("loss",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,9 +231,11 @@ class Predictions(BaseMetric):
         collected: the predictions of all ranks, on rank 0, once `evaluate` has been called.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: str | Path | None = None) -> None:
         super().__init__()
-        self.folder = folder
+        self.folder = None if folder is None else Path(folder).expanduser()
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
         self.samples = 0
         self.indices: Sequence[int] | None = None
         self.collected: list[Any] | None = None
@@ -288,9 +290,9 @@ def per_sample(outputs: Any, size: int) -> list[Any]:
         shape = f" of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else ""
         raise TypeError(
             f"the model must predict something for each of the {size} samples of a batch, but returned a "
-            f"{type(outputs).__name__}{shape} (rank {get_rank()} of {get_world_size()}). Let its test_step or `forward` "
-            "return a tensor whose first dim is that of the batch, a tuple or dict of these, or a list with one entry "
-            "for each sample"
+            f"{type(outputs).__name__}{shape} (rank {get_rank()} of {get_world_size()}). Let its `forward`, or its "
+            "test_step, return a tensor whose first dim is that of the batch, a tuple or dict of these, or a list with "
+            "one entry for each sample"
         )
     return parts
 
@@ -305,5 +307,5 @@ def _split(outputs: Any, size: int) -> list[Any] | None:
         return list(outputs)
     if isinstance(outputs, list | tuple) and outputs:
         several = [_split(part, size) for part in outputs]
-        return None if None in several else list(zip(*several, strict=True))  # type: ignore[arg-type]
+        return None if None in several else list(zip(*several, strict=True))
     return None

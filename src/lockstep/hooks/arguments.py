@@ -9,6 +9,7 @@ from lockstep.report.best import direction_of
 from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop
 from lockstep.runner.run import TrainRun
 
+_OWN_RUNS: tuple[object, ...] = (EpochBasedTrainLoop.run, IterBasedTrainLoop.run)
 RULES = ("greater", "less", None)
 """Which values of a metric are better; None infers it from the metric's name."""
 
@@ -50,7 +51,7 @@ def check_metrics(option: str, metrics: Iterable[str], runner: TrainRun) -> None
     known = None if loop is None else loop.metric_names
     for name in metrics:
         # A training loop by hand, or of the user's own, may compute metrics in its own way.
-        if loop is None and type(runner.train_loop).run in (EpochBasedTrainLoop.run, IterBasedTrainLoop.run):
+        if loop is None and getattr(type(runner.train_loop), "run", None) in _OWN_RUNS:
             raise ConfigError(f"`{option}` is the metric {name!r}, but nothing is validated. Give `val_dataloader`")
         if known is not None and name not in known:
             raise unknown_metric(option, name, known)

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from lockstep.dataset import length_of
 from lockstep.evaluator import format_metrics
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook

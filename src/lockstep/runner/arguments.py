@@ -258,11 +258,12 @@ def invalid_arguments(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if isinstance(given.get("model"), type) and (says := fault_of_model_class(given["model"])) is not None:
         yield "model", says
     if "" not in (several := named_loaders(given.get("train_dataloader"))):
-        yield "train_dataloader", (
-            f"must be one data loader, but is a {type(given['train_dataloader']).__name__} of {len(several)}. Join their datasets: "
-            "DataLoader(torch.utils.data.ConcatDataset([...]), shuffle=True); for shares or turns, give it a sampler, "
-            "as docs/data.md shows"
+        says = (
+            f"must be one data loader, but is a {type(given['train_dataloader']).__name__} of {len(several)}. Join "
+            "their datasets: DataLoader(torch.utils.data.ConcatDataset([...]), shuffle=True); for shares or turns, "
+            "give it a sampler, as docs/data.md shows"
         )
+        yield "train_dataloader", says
     for mode in ("val", "test"):
         evaluator, names = f"{mode}_evaluator", [*named_loaders(given.get(f"{mode}_dataloader"))]
         try:

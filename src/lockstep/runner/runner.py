@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from lockstep.dataset import DataShard, agree_on_shard
+from lockstep.dataset import agree_on_shard
 from lockstep.device import get_device
 from lockstep.dist import run_on_main
-from lockstep.errors import ConfigError, DistError
+from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
 from lockstep.evaluator.metric import Predictions
 from lockstep.location import Location, locate, require_disk
@@ -37,7 +37,6 @@ from lockstep.runner.data_workers import note_on_workers
 from lockstep.runner.evaluation_loops import PredictLoop
 from lockstep.runner.hook import Hook, HookList
 from lockstep.runner.lr_finder import DIVERGENCE, LRSearch, check_range, search_lr
-from lockstep.runner.preemption import stopping_at
 from lockstep.runner.run import AnyEvalLoop, AnyTrainLoop, Run, TrainRun, Workspace
 from lockstep.strategy import Strategy, build_strategy
 from lockstep.weights import Weights, best_checkpoint_in, load_weights
@@ -247,11 +246,11 @@ class Runner(_AttributesOfRun):
 
         **Collective**: every rank of the job.
         """
-        with self._running("trained") as space:
+        with self._running("trained") as space, start.told_of_others(space):
             run = self._train_run(space, make_train_loop, param_schedulers)
             self._has_trained = True
             self._begin(run)
-            with _answering(run), run.saving.until_complete():
+            with start.answering(run), run.saving.until_complete():
                 yield run
 
     def val(self, checkpoint: str | Path | None = None) -> dict[str, Any]:
@@ -302,10 +301,7 @@ class Runner(_AttributesOfRun):
         loader = self.args.test_dataloader if dataloader is None else dataloader
         if loader is None or "" not in named_loaders(loader):
             raise ConfigError(f"`dataloader` must be one data loader to predict for, but is {loader!r}")
-        folder = None if out_dir is None else Path(os.path.expanduser(out_dir))
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-        keeper = Predictions(folder)
+        keeper = Predictions(out_dir)
 
         def make_loop(run: Run) -> AnyEvalLoop:
             return PredictLoop(run, build.build_loader("test", loader, run, run.data_shard), Evaluator(keeper))
@@ -447,7 +443,7 @@ class Runner(_AttributesOfRun):
         optim = self._or_default("optim_wrapper", strategy.own_optim_wrapper or DEFAULT_OPTIM_WRAPPER)
         optim_wrapper, parts = self._prepare(space, strategy, model, optim)
         assert optim_wrapper is not None, "a strategy that is given an optimizer returns its wrapper"
-        train_dataloader = self._build_loader("train", space, parts["data_shard"])
+        train_dataloader = build.build_loader("train", args.train_dataloader, space, parts["data_shard"])
         if make_train_loop is None:
             train_cfg = self._or_default("train_cfg", DEFAULT_TRAIN_CFG)
             make_train_loop = partial(build.build_train_loop, train_cfg)
@@ -510,14 +506,10 @@ class Runner(_AttributesOfRun):
             run.call_hook("after_run")
         return metrics
 
-
-    def _build_loader(self, mode: Literal["train", "val", "test"], space: Workspace, shard: DataShard) -> Any:
-        """Return the loader of this rank's shard of the data for a mode. **Collective**: every rank."""
-        return build.build_loader(mode, getattr(self.args, f"{mode}_dataloader"), space, shard)
-
     def _make_eval_loop(self, mode: Literal["val", "test"], run: Run) -> AnyEvalLoop:
         """Build the run's validation or test loop."""
-        loop = build.build_eval_loop(mode, run, self._build_loader(mode, run, run.data_shard))
+        loader = build.build_loader(mode, getattr(self.args, f"{mode}_dataloader"), run, run.data_shard)
+        loop = build.build_eval_loop(mode, run, loader)
         setattr(run, f"{mode}_loop", loop)
         return loop
 
@@ -552,25 +544,6 @@ class Runner(_AttributesOfRun):
             self.logger.info("`%s` is not given; by default it is %s", name, dict(default))
             return default
         return given
-
-
-@contextmanager
-def _answering(run: TrainRun) -> Iterator[None]:
-    """Let signals stop a training, and a file in the work_dir ask for a checkpoint.
-
-    **Collective**: every rank. **Cost**: three threads that sleep, and a connection to the store.
-
-    Raises:
-        ConfigError: `stop_signals` names a signal that does not exist.
-    """
-    with ExitStack() as opened:
-        try:
-            opened.enter_context(run.agreement.opened(run.saving.save_now))
-        except DistError as error:
-            run.logger.debug("the ranks can't agree on where to stop or to save: %s", error)
-        opened.enter_context(stopping_at(run.args.stop_signals, run.agreement))
-        opened.enter_context(run.saving.watching(run.agreement))
-        yield
 
 
 def _not_built(name: str) -> AttributeError:

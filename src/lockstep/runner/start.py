@@ -7,8 +7,8 @@ import logging
 import platform
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +17,7 @@ import torch
 from rich.text import Text
 from torch import nn
 
+from lockstep.checkpoint.files import lock
 from lockstep.config import Config
 from lockstep.device import get_device
 from lockstep.dist import (
@@ -29,7 +30,7 @@ from lockstep.dist import (
     is_main_process,
     run_on_main,
 )
-from lockstep.errors import ConfigError, require_known, require_one_of
+from lockstep.errors import ConfigError, DistError, require_known, require_one_of
 from lockstep.evaluator import format_metrics
 from lockstep.location import Location
 from lockstep.logging import JsonLinesSink, MessageHub, open_console
@@ -39,13 +40,15 @@ from lockstep.registry.signatures import Arguments
 from lockstep.runner import resuming
 from lockstep.runner.arguments import MATMUL_PRECISIONS, RunnerArguments, checked_keys
 from lockstep.runner.data_workers import refuse_script_imported_by_worker
-from lockstep.runner.run import Run, Workspace
+from lockstep.runner.preemption import stopping_at
+from lockstep.runner.run import Run, TrainRun, Workspace
 from lockstep.runner.seeds import set_randomness
 from lockstep.strategy import Strategy
 from lockstep.topology import LauncherName
 from lockstep.version import __version__
 from lockstep.weights import Weights, best_checkpoint_in
 
+_RUNNING = ".running"  # in the folder of a run whose training goes on
 _logger = logging.getLogger(__name__)
 
 
@@ -166,6 +169,57 @@ def make_run_dir(work_dir: Path, experiment_name: str | None, others: Sequence[L
     """
     prefix = "" if experiment_name is None else f"{experiment_name}_"
     return run_on_main(lambda: _new_folder(work_dir, f"{prefix}{datetime.now():%Y%m%d_%H%M%S}", others))
+
+
+@contextmanager
+def told_of_others(space: Workspace) -> Iterator[None]:
+    """Warn if another training goes on in the work_dir, and let one that begins later see this one.
+
+    Rank 0 does this alone: it locks a file in the run's folder, which the system unlocks when the process ends.
+    """
+    if space.rank != 0:
+        yield
+        return
+    mark = space.run_dir / _RUNNING
+    with mark.open("wb") as own:
+        with suppress(OSError):  # there are no locks here
+            lock(own, exclusive=False)
+        for other in sorted(space.work_dir.glob(f"*/{_RUNNING}")):
+            try:
+                with suppress(FileNotFoundError), other.open("r+b") as file:
+                    if other != mark:
+                        lock(file, exclusive=True)
+            except BlockingIOError:
+                _logger.warning(
+                    "another training goes on in this work_dir: that of %s. With resume=True, each goes on from the "
+                    "checkpoint that either has saved last. Give one of them another work_dir, or end it",
+                    other.parent,
+                )
+            except OSError:
+                continue
+        try:
+            yield
+        finally:
+            mark.unlink(missing_ok=True)
+
+
+@contextmanager
+def answering(run: TrainRun) -> Iterator[None]:
+    """Let signals stop a training, and a file in the work_dir ask for a checkpoint.
+
+    **Collective**: every rank. **Cost**: three threads that sleep, and a connection to the store.
+
+    Raises:
+        ConfigError: `stop_signals` names a signal that does not exist.
+    """
+    with ExitStack() as opened:
+        try:
+            opened.enter_context(run.agreement.opened(run.saving.save_now))
+        except DistError as error:
+            run.logger.debug("the ranks can't agree on where to stop or to save: %s", error)
+        opened.enter_context(stopping_at(run.args.stop_signals, run.agreement))
+        opened.enter_context(run.saving.watching(run.agreement))
+        yield
 
 
 def save_config(cfg: Any, run_dir: Path) -> None:
