@@ -260,8 +260,8 @@ class Predictions(BaseMetric):
     def evaluate(self, size: int | None) -> dict[str, Any]:
         """Collect the predictions on rank 0. **Collective**: every rank."""
         results, places, self.results, self._places = self.results, self._places, [], []
+        by_rank = all_gather_object((places, len(results)))  # after which all files are there
         if self.folder is None:
-            by_rank = all_gather_object((places, len(results)))
             known = sorted({place for there, _ in by_rank for place in there})
             order = {place: position for position, place in enumerate(known)}
             size = len(known) if known else sum(number for _, number in by_rank)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from lockstep.dataset import agree_on_shard
+from lockstep.dataset import DataShard, agree_on_shard
 from lockstep.device import get_device
 from lockstep.dist import run_on_main
 from lockstep.errors import ConfigError
@@ -443,7 +443,7 @@ class Runner(_AttributesOfRun):
         optim = self._or_default("optim_wrapper", strategy.own_optim_wrapper or DEFAULT_OPTIM_WRAPPER)
         optim_wrapper, parts = self._prepare(space, strategy, model, optim)
         assert optim_wrapper is not None, "a strategy that is given an optimizer returns its wrapper"
-        train_dataloader = build.build_loader("train", args.train_dataloader, space, parts["data_shard"])
+        train_dataloader = self._build_loader("train", space, parts["data_shard"])
         if make_train_loop is None:
             train_cfg = self._or_default("train_cfg", DEFAULT_TRAIN_CFG)
             make_train_loop = partial(build.build_train_loop, train_cfg)
@@ -506,10 +506,13 @@ class Runner(_AttributesOfRun):
             run.call_hook("after_run")
         return metrics
 
+    def _build_loader(self, mode: Literal["train", "val", "test"], space: Workspace, shard: DataShard) -> Any:
+        """Return the loader of this rank's shard of the data for a mode. **Collective**: every rank."""
+        return build.build_loader(mode, getattr(self.args, f"{mode}_dataloader"), space, shard)
+
     def _make_eval_loop(self, mode: Literal["val", "test"], run: Run) -> AnyEvalLoop:
         """Build the run's validation or test loop."""
-        loader = build.build_loader(mode, getattr(self.args, f"{mode}_dataloader"), run, run.data_shard)
-        loop = build.build_eval_loop(mode, run, loader)
+        loop = build.build_eval_loop(mode, run, self._build_loader(mode, run, run.data_shard))
         setattr(run, f"{mode}_loop", loop)
         return loop
 
