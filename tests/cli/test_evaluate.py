@@ -69,6 +69,17 @@ def test_two_ranks_give_the_same_table_once(lockstep, weights):
     assert rows(out) == [["error", "0.5 m"], ["samples", "8"]]
 
 
+def test_predictions_are_written_for_each_sample(here, lockstep, weights):
+    code, out, err = lockstep("predict", "scored.py", "--checkpoint", weights.name, "--out", "out.pt", "--nproc", "2")
+    assert (code, "written out.pt" in out) == (0, True), err
+    predicted = torch.load("out.pt")
+    assert len(predicted) == 8
+    assert here("predict", "tested.py", "--checkpoint", weights.name, "--out", "folder")[0] == 0
+    assert torch.equal(torch.load("folder/00000007.pt")[0], predicted[7][0])
+    code, _, err = here("predict", "tested.py", "--checkpoint", "best", "--out", "folder")
+    assert (code, "only where a run has kept its best one" in err) == (1, True)
+
+
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [

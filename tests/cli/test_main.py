@@ -31,6 +31,7 @@ def test_help_does_not_import_torch(words, tmp_path):
     code, out, err = without_torch(words, tmp_path)
     assert (code, err) == (0, "")
     assert "Usage: lockstep" in out
+    assert "<bool>" not in out  # the type of an option without a value
 
 
 @pytest.mark.parametrize(

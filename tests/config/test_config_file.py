@@ -183,6 +183,21 @@ def test_environment_variables_are_filled_in_where_a_program_could_read_them(tmp
         Config.fromfile(tmp_path / "net.yaml")
 
 
+def test_a_module_beside_the_config_that_hides_one_of_custom_imports_is_named(tmp_path: Path, monkeypatch, caplog):
+    for folder in ("near", "far"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "hiding.py").touch()
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    file = tmp_path / "c.py"
+    file.write_text("custom_imports = dict(imports=['hiding.inner'])\n")
+    says = f"`hiding` is {tmp_path}/far/hiding.py, which hides {tmp_path}/near/hiding.py: rename one"
+    with pytest.raises(ConfigError, match=f"No module named 'hiding.inner'.*{says}"):
+        Config.fromfile(file)
+    file.write_text("custom_imports = dict(imports=['hiding'])\n")
+    Config.fromfile(file)
+    assert says in caplog.text
+
+
 def test_custom_imports_may_fail_where_the_config_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     file = tmp_path / "net.py"
     file.write_text("custom_imports = dict(imports=['no_such_module'], allow_failed_imports=True)\n")

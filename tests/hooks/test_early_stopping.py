@@ -10,6 +10,7 @@ import pytest
 
 from lockstep.dist import all_gather_object
 from lockstep.errors import ConfigError
+from lockstep.evaluator import Accuracy
 from lockstep.hooks import EarlyStoppingHook, Hook
 from lockstep.testing import ranks
 
@@ -64,14 +65,42 @@ def test_iterations_stop_as_epochs_do(tmp_path: Path):
     assert reason in (runner.run_dir / "log.txt").read_text()
 
 
-def test_a_metric_that_is_not_there_is_told_or_refused(tmp_path: Path):
-    runner = make_runner(tmp_path, [EarlyStoppingHook("acc", patience=1)], Scripted([1.0] * 2))
+class Sometimes(Scripted):
+    """Has its metric only in the first validation."""
+
+    def compute_metrics(self, results) -> dict[str, float]:
+        found = super().compute_metrics(results)
+        return found if found["accuracy"] == 9 else {"other": 1.0}
+
+
+@ranks(2)
+def test_a_metric_that_no_validation_has_is_refused_after_the_first(tmp_path: Path):
+    runner = make_runner(tmp_path, [EarlyStoppingHook("acuracy", rule="greater")], Scripted([1.0] * 2))
+    with pytest.raises(ConfigError, match="metric of the validation, but is 'acuracy': did you mean `accuracy`"):
+        runner.train()
+    assert runner.epoch == 1
+
+
+def test_a_metric_that_a_later_validation_lacks_is_told_or_refused(tmp_path: Path):
+    runner = make_runner(tmp_path, [EarlyStoppingHook("accuracy", patience=1)], Sometimes([9.0, 1.0]))
     runner.train()
     assert runner.epoch == 2
-    says = "`monitor` must be one of the metrics accuracy, but is 'acc'"
+    says = "`monitor` must be one of the metrics other, but is 'accuracy'"
     assert says in (runner.run_dir / "log.txt").read_text()
     with pytest.raises(ConfigError, match=says):
-        make_runner(tmp_path, [EarlyStoppingHook("acc", strict=True)], Scripted([1.0] * 2)).train()
+        make_runner(tmp_path, [EarlyStoppingHook("accuracy", strict=True)], Sometimes([9.0, 1.0])).train()
+
+
+@ranks(1)
+@pytest.mark.parametrize("metric", [Accuracy(), None])
+def test_a_metric_that_there_cannot_be_is_refused_before_training(metric, tmp_path: Path):
+    says = "did you mean `accuracy`" if metric else "but nothing is validated. Give `val_dataloader`"
+    hook = EarlyStoppingHook("acuracy", rule="greater")
+    for options in ({}, {"default_hooks": {"checkpoint": {"save_best": "acuracy"}}}):
+        runner = make_runner(tmp_path, [] if options else [hook], metric, **options)
+        with pytest.raises(ConfigError, match=says):
+            runner.train()
+        assert runner.iter == 0
 
 
 class Stop(Hook):

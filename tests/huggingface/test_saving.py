@@ -74,7 +74,7 @@ def test_what_is_saved_and_exported_is_loaded_and_computes_the_same(
         assert TIED[kind] not in names
         assert {*names} <= states[0].keys()
     assert len(list((tmp_path / "shards").glob("model-*-of-*.safetensors"))) > 2
-    plain = torch.load(tmp_path / "net.pth", weights_only=True)["state_dict"]
+    plain = torch.load(tmp_path / "net.pth", weights_only=True)
     assert plain.keys() == states[0].keys()
     assert plain[TIED[kind]].data_ptr() in {value.data_ptr() for name, value in plain.items() if name != TIED[kind]}
     assert torch.equal(logits(with_state(kind, plain)), expected)

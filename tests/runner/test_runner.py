@@ -297,7 +297,8 @@ def test_ranks_may_have_seeds_of_their_own(tmp_path: Path):
         ({"resume": "checkpoint"}, TypeError, "checkpoint goes to `load_from`"),
         ({"custom_hooks": Hook()}, TypeError, "`custom_hooks` must be a list"),
         ({"randomness": 3}, TypeError, "`randomness` must be a dict or None"),
-        ({"val_evaluator": None}, ConfigError, "`val_evaluator` must be given with `val_dataloader`"),
+        ({"val_dataloader": {"a": {"dataset": data()}}, "val_evaluator": {"b": Accuracy()}}, TypeError, "key 'b'"),
+        ({"train_dataloader": [{"dataset": data()}] * 2}, TypeError, "one data loader, but is a list of 2. Join"),
         ({"val_dataloader": None}, ConfigError, "`val_dataloader` must be given with `val_evaluator`"),
         ({"test_cfg": {}}, ConfigError, "`test_dataloader` must be given with `test_cfg`"),
         ({"log_level": "info"}, TypeError, "`log_level` must be a level of logging, but is 'info': did you mean"),
@@ -333,7 +334,9 @@ def test_what_is_missing_is_missing_in_the_call_of_the_runner():
         ({"custom_hooks": [{"type": "LogerHook"}]}, RegistryError, "did you mean `LoggerHook`"),
         ({"custom_hooks": [3]}, TypeError, "must be a Hook"),
         ({"load_from": "nowhere.pth"}, ConfigError, "`load_from` must be a checkpoint.*nowhere.pth"),
-        ({"auto_scale_lr": {"base": 2}}, ConfigError, "'base_batch_size'"),
+        ({"auto_scale_lr": {"enable": True}}, ConfigError, "'base_batch_size'"),
+        ({"auto_scale_lr": {"enabl": True, "base_batch_size": 2}}, ConfigError, "did you mean `enable`"),
+        ({"val_evaluator": None}, ConfigError, "`val_evaluator` must be given with `val_dataloader`"),
     ],
 )
 def test_what_does_not_fit_is_refused_on_every_rank_before_training(tmp_path: Path, changes, error, says):

@@ -30,9 +30,12 @@ class Export:
         typer.Option(
             metavar="[safetensors|hf|torch]",
             autocompletion=completing(*_TARGETS),
-            help="All weights; what from_pretrained of transformers or peft loads; or a file of torch.save.",
+            help="All weights; what from_pretrained of transformers or peft loads; or a state_dict for torch.load.",
         ),
     ] = "safetensors"
+    best: Annotated[
+        bool, typer.Option("--best", help="Of a run or a work dir, the best checkpoint, as kept by save_best.")
+    ] = False
     max_shard_size: Annotated[
         str, typer.Option(metavar="SIZE", help="The most bytes of a file, as 5GB or 500MB; more are several files.")
     ] = "5GB"
@@ -69,6 +72,7 @@ class Export:
             self.ckpt,
             self.out,
             cast(Literal["safetensors", "hf", "torch"], self.to),
+            best=self.best,
             max_shard_size=self.max_shard_size,
             dtype=self.dtype,
             prefix=self.prefix,

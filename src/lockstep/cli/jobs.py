@@ -1,4 +1,4 @@
-"""`lockstep train`, `test`, `find-lr` and `find-batch-size`: commands that run a config.
+"""`lockstep train`, `test`, `predict`, `find-lr` and `find-batch-size`: commands that run a config.
 
 They run it in this process, in the ranks that a launcher has started, or in ranks that are started here.
 """
@@ -170,11 +170,22 @@ class Test(Job):
     """
 
     checkpoint: Annotated[
-        str, typer.Option(metavar="PATH", help="The model: a checkpoint of a run, or a folder or a file of weights.")
+        str,
+        typer.Option(
+            metavar="PATH",
+            help="The model: a checkpoint of a run, a folder or a file of weights, or best for the best one in the "
+            "work dir, as kept by save_best.",
+        ),
     ]
 
     def complete(self, cfg: Config) -> None:
         """Set the weights to load."""
+        if self.checkpoint == "best" and not Path("best").exists():
+            from lockstep.runner.arguments import RunnerArguments  # imports torch
+            from lockstep.runner.start import find_best
+
+            cfg.update(load_from=str(find_best(RunnerArguments(**RunnerArguments.keywords_of(cfg)))), resume=False)
+            return
         if "://" not in self.checkpoint and not Path(self.checkpoint).exists():  # said without importing torch
             raise ConfigError(
                 "`--checkpoint` must be a checkpoint, or a folder or a file of weights, but "
@@ -189,6 +200,38 @@ class Test(Job):
     def mode(self, cfg: Config) -> Mode:
         """Return "val" if the config has validation data but no test data, otherwise "test"."""
         return "val" if cfg.get("test_dataloader") is None and cfg.get("val_dataloader") is not None else "test"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predict(Test):
+    """Write what the model of a checkpoint predicts for the test data of CONFIG, or for its validation data.
+
+    There is one prediction for each sample, in the order of the dataset. It runs in this process; in --nproc ranks that
+    are started here; or, under torchrun, mpirun or srun, in their ranks.
+    """
+
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE.pt|FOLDER",
+            help="A list, for torch.load; or a folder, in which each prediction gets a file of its own.",
+        ),
+    ]
+
+    def execute(self, cfg: Config) -> None:
+        """Predict, and write it down."""
+        import torch
+
+        from lockstep.dist import run_on_main
+        from lockstep.runner import Runner
+
+        runner, is_file = Runner.from_cfg(cfg), self.out.suffix in (".pt", ".pth")
+        loader = getattr(runner.args, f"{self.mode(cfg)}_dataloader")
+        found = runner.predict(loader, out_dir=None if is_file else self.out)
+        if is_file:
+            run_on_main(lambda: torch.save(found, self.out))
+        if runner.rank == 0:
+            runner.console.print(f"written {self.out}", markup=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,8 +349,8 @@ def run_as_rank(request: Mapping[str, Any]) -> None:
     """Run the job for which a command has started this rank."""
     sys.argv = request["argv"]  # the run records what the user typed
     options = request["options"]
-    options |= {name: Path(options[name]) for name in ("config", "work_dir") if options.get(name)}
-    job = {"Train": Train, "Test": Test, "FindLR": FindLR}[request["job"]](**options)
+    options |= {name: Path(options[name]) for name in ("config", "work_dir", "out") if options.get(name)}
+    job = {"Train": Train, "Test": Test, "Predict": Predict, "FindLR": FindLR}[request["job"]](**options)
     import_from_folder_of(job.config)
     cfg = job.read() if request["resolved"] is None else ResolvedConfig(**request["resolved"]).load()
     cfg.launcher = "pytorch"

@@ -16,7 +16,7 @@ from lockstep.cli.checkpoints import checkpoints_app
 from lockstep.cli.config import check, print_config
 from lockstep.cli.doctor import Doctor
 from lockstep.cli.export import Export
-from lockstep.cli.jobs import FindBatchSize, FindLR, Test, Train
+from lockstep.cli.jobs import FindBatchSize, FindLR, Predict, Test, Train
 from lockstep.cli.options import (
     CfgOptionsCommand,
     GraceSeconds,
@@ -39,6 +39,15 @@ _INTERRUPTED = 130  # what a shell reports for SIGINT
 
 class _Commands(TyperGroup):
     """The group of all commands; turns input errors into one message and an exit code."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command whose help shows no type for options without a value; by default it is `<bool>`."""
+        found: Any = super().get_command(ctx, cmd_name)
+        for each in (self, found, *getattr(found, "commands", {}).values()):
+            for parameter in each.get_params(ctx) if each is not None else ():
+                if getattr(parameter, "is_flag", False):
+                    parameter.metavar = ""
+        return found
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -160,6 +169,7 @@ app = typer.Typer(
 )
 app.command("train", cls=CfgOptionsCommand)(command(Train))
 app.command("test", cls=CfgOptionsCommand)(command(Test))
+app.command("predict", cls=CfgOptionsCommand)(command(Predict))
 app.command("find-lr", cls=CfgOptionsCommand)(command(FindLR))
 app.command("find-batch-size", cls=CfgOptionsCommand)(command(FindBatchSize))
 app.command("launch", cls=ScriptCommand)(command(Launch))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.machinery import PathFinder
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -253,10 +255,23 @@ def import_custom(cfg: Config) -> None:
         try:
             import_module(name)
         except ImportError as error:
-            says = f"`custom_imports` names `{name}`, which cannot be imported: {error}"
+            says = f"`custom_imports` names `{name}`, which cannot be imported: {error}{_hidden(name)}"
             if not (isinstance(custom, dict) and custom.get("allow_failed_imports")):
                 raise ConfigError(f"{cfg.filename}: {says}") from error
             _logger.warning(says)
+        else:
+            if hidden := _hidden(name):
+                _logger.warning("`custom_imports` names `%s`, of which there are several%s", name, hidden)
+
+
+def _hidden(name: str) -> str:
+    """Say which of several modules of a name on the import path is imported; return "" if there is only one."""
+    top = name.partition(".")[0]
+    specs = [PathFinder.find_spec(top, [folder]) for folder in sys.path]
+    found = list(dict.fromkeys(str(spec.origin) for spec in specs if spec is not None and spec.origin is not None))
+    if len(found) < 2:
+        return ""
+    return f". `{top}` is {found[0]}, which hides {found[1]}: rename one of them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -241,11 +241,13 @@ class CountedBatches:
 
     Attributes:
         samples: the number of samples in the last batch; None if it is not known.
+        indices: the indices of these samples in the dataset; None if they are not known.
         drawn: what is drawn for the batches. It does not hold the iterator, whose workers end with the last reference.
     """
 
     def __init__(self, loader: Any, drawn: Drawn | None = None) -> None:
         self.samples: int | None = None
+        self.indices: Sequence[Any] | None = None
         self.drawn: Drawn | None = None
         self._loader = loader
         name = "sampler" if getattr(loader, "batch_sampler", None) is None else "batch_sampler"
@@ -266,7 +268,8 @@ class CountedBatches:
     def __next__(self) -> Any:
         batch = next(self._batches)
         if self.drawn is not None:
-            self.samples = self.drawn.sizes.popleft() if self.drawn.sizes else None
+            self.indices = self.drawn.items.popleft() if self.drawn.items else None
+            self.samples = None if self.indices is None else len(self.indices)
         elif isinstance(self._loader, StreamLoader):
             self.samples = self._loader.samples
         return batch
@@ -279,16 +282,16 @@ class CountedBatches:
 
 
 class Drawn:
-    """What a sampler draws for each batch; `sizes` are the numbers of samples in batches that are not complete yet."""
+    """What a sampler draws for each batch; `items` are the samples of batches that are not complete yet."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
-        self.sizes: deque[int | None] = deque()
+        self.items: deque[Sequence[Any] | None] = deque()
 
     def __iter__(self) -> Iterator[Any]:
-        self.sizes.clear()
+        self.items.clear()
         for drawn in self.sampler:
-            self.sizes.append(len(drawn) if isinstance(drawn, list | tuple) else None)
+            self.items.append(drawn if isinstance(drawn, list | tuple) else None)
             yield drawn
 
     def __len__(self) -> int:

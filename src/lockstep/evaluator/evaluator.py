@@ -5,7 +5,7 @@ Metrics of torchmetrics work, too; this module does not import torchmetrics.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.device import cast_data_device, get_device
 from lockstep.dist import all_gather, get_world_size
 from lockstep.evaluator.accuracy import scores_and_labels
-from lockstep.evaluator.metric import BaseMetric, LossMetric
+from lockstep.evaluator.metric import BaseMetric, LossMetric, Predictions
 from lockstep.registry import EVALUATOR, METRICS
 
 
@@ -117,16 +117,27 @@ class Evaluator:
             for name, unit in metric.units.items()
         }
 
+    @property
+    def value_names(self) -> list[str] | None:
+        """The names that the values will have; None if a metric can't tell before it has computed them."""
+        found: list[str] = []
+        for metric in self.metrics:
+            # A subclass by the user may compute others than its base class says.
+            if metric.value_names is None or not type(metric).__module__.startswith("lockstep."):
+                return None
+            found += [name if metric.prefix is None else f"{metric.prefix}/{name}" for name in metric.value_names]
+        return found
+
     def set_dataset_meta(self, meta: dict[str, Any] | None) -> None:
         """Give every metric the dataset's metainfo, such as the names of its classes."""
         for metric in self.metrics:
             metric.dataset_meta = meta
 
-    def count_samples(self, samples: int) -> None:
-        """Set how many samples the next batch has, for metrics that can't tell from the batch itself."""
+    def begin_batch(self, samples: int, indices: Sequence[int] | None = None) -> None:
+        """Say how many samples the next batch has, and which, to metrics that can't tell from the batch itself."""
         for metric in self.metrics:
-            if isinstance(metric, LossMetric):
-                metric.samples = samples
+            if isinstance(metric, LossMetric | Predictions):
+                metric.samples, metric.indices = samples, indices
 
     def process(self, data_samples: Any, data_batch: Any | None = None) -> None:
         """Pass one batch and the model's prediction for it to every metric."""

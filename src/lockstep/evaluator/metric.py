@@ -1,24 +1,30 @@
-"""`BaseMetric`: computes one result for all ranks from the results of each rank; `LossMetric`: the validation loss."""
+"""`BaseMetric`: computes one result for all ranks from the results of each rank; the loss as a metric; predictions."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import nan
+from math import exp, inf, nan
+from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as torch_dist
+from torch import Tensor
 
 from lockstep.dataset import batch_size_of
-from lockstep.dist import all_reduce_tree, collect_results, get_rank, get_world_size, run_on_main
-from lockstep.errors import require_one_of
+from lockstep.device import cast_data_device
+from lockstep.dist import all_gather_object, all_reduce_tree, collect_results, get_rank, get_world_size, run_on_main
+from lockstep.errors import ConfigError, require_one_of
 from lockstep.logging import read_scalars
-from lockstep.model import OutsideLoss
+from lockstep.model import OutsideLoss, parse_losses
 from lockstep.model.compiling import kept_outputs
+from lockstep.registry import METRICS
 
+_LARGEST_EXPONENT = 700.0
 _logger = logging.getLogger(__name__)
 
 
@@ -37,9 +43,11 @@ class BaseMetric(ABC):
     Attributes:
         default_prefix: the prefix if none is given.
         units: the unit that is shown after a value, by the value's name.
+        value_names: the names of the values, of one of lockstep's metrics that knows them before it has computed them.
     """
 
     default_prefix: ClassVar[str | None] = None
+    value_names: Sequence[str] | None = None
     units: Mapping[str, str] = {}
     _may_be_empty: ClassVar[bool] = False  # whether a metric may have nothing to compute
 
@@ -137,34 +145,39 @@ def _as_one_process() -> Iterator[None]:
         torch_dist.is_initialized = found
 
 
+@METRICS.register_module()
 class LossMetric(BaseMetric):
-    """The mean over all samples of the loss that was given to the Runner, as the metric `loss`.
+    """The mean of the loss over all samples, as the metric `loss`: the only metric of a validation without others.
 
-    The loss of each batch is weighted by its number of samples, which is exact if the loss is a mean over samples; or
-    by what `count` returns: for a mean over tokens, their number.
-
-    Args:
-        loss: the loss that was attached to the model.
-        count: returns what a batch counts for; by default its number of samples. A batch that counts for nothing is
-            left out, whatever its loss is.
+    It is the loss that was given to the Runner, or the one that the model itself returns, also in evaluation. The loss
+    of each batch is weighted by its number of samples, which is exact if the loss is a mean over samples; or by the
+    `batch_size_of` of the training: for a mean over tokens, their number. A batch that counts for nothing is left out,
+    whatever its loss is.
 
     Attributes:
+        loss: the loss that was given to the Runner; None for the model's own.
+        count: returns what a batch counts for; None for its number of samples.
         samples: number of samples in the next batch; None to take the length of its first part.
+        indices: which these are; not used.
     """
 
-    def __init__(self, loss: OutsideLoss, count: Callable[[Any], int] | None = None) -> None:
+    value_names: Sequence[str] | None = ("loss",)
+
+    def __init__(self) -> None:
         super().__init__()
-        self._loss = loss
-        self._count = count
+        self.loss: OutsideLoss | None = None
+        self.count: Callable[[Any], int] | None = None
         self.samples: int | None = None
+        self.indices: Sequence[int] | None = None
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
         """Append the loss of the batch that was just predicted, and what it counts for."""
-        if self._count is not None:
-            weight = self._count(data_batch)
+        if self.count is not None:
+            weight = self.count(data_batch)
         else:
             weight = batch_size_of(data_batch) if self.samples is None else self.samples
-        self.results.append((kept_outputs(self._loss.predicted), weight))
+        loss = _own_loss(data_samples) if self.loss is None else self.loss.predicted
+        self.results.append((kept_outputs(loss), weight))
 
     def evaluate(self, size: int | None) -> dict[str, Any]:
         """Return the mean over all ranks; see `BaseMetric.evaluate`."""
@@ -177,3 +190,122 @@ class LossMetric(BaseMetric):
         counted = [(loss, weight) for loss, weight in results if weight]
         total = sum(weight for _, weight in counted)
         return {"loss": sum(loss * weight for loss, weight in counted) / total if total else nan}
+
+
+@METRICS.register_module()
+class Perplexity(LossMetric):
+    """The mean of the loss, as `LossMetric`, and its exponential: `loss` and `perplexity`.
+
+    It is that of a language model if the loss is a mean over tokens, and `batch_size_of` counts these.
+    """
+
+    value_names = ("loss", "perplexity")
+
+    def compute_metrics(self, results: list[tuple[float, float]]) -> dict[str, float]:
+        """Return the weighted mean and its exponential."""
+        loss = super().compute_metrics(results)["loss"]
+        return {"loss": loss, "perplexity": exp(loss) if loss < _LARGEST_EXPONENT else inf}
+
+
+def _own_loss(outputs: Any) -> Tensor:
+    """Return the loss in what a model has returned for a batch in evaluation."""
+    try:
+        return parse_losses(outputs)[0].detach()
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            "the model must return its loss in evaluation, too, to be validated by it, but `forward` returned a "
+            f"{type(outputs).__name__} without one (rank {get_rank()} of {get_world_size()}): {error}. Give metrics of "
+            "what it predicts, as in val_evaluator=dict(type='Accuracy')"
+        ) from error
+
+
+class Predictions(BaseMetric):
+    """Keeps what the model predicts, sample by sample, in the order of the dataset; computes nothing.
+
+    Args:
+        folder: write each sample's prediction to a file of its own there, `INDEX.pt`, instead of keeping it.
+
+    Attributes:
+        samples: number of samples in the next batch.
+        indices: which these are in the dataset; None if that is not known.
+        collected: the predictions of all ranks, on rank 0, once `evaluate` has been called.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        super().__init__()
+        self.folder = None if folder is None else Path(folder).expanduser()
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        self.samples = 0
+        self.indices: Sequence[int] | None = None
+        self.collected: list[Any] | None = None
+        self._places: list[int] = []
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        """Keep the predictions for a batch, in CPU memory."""
+        predicted = per_sample(cast_data_device(data_samples, "cpu"), self.samples)
+        if self.indices is not None:
+            self._places += self.indices
+        if self.folder is None:
+            self.results += predicted
+            return
+        if self.indices is None:
+            raise ConfigError(
+                "`out_dir` must be None for data without indices, such as an iterable dataset, because files are named "
+                f"by them (rank {get_rank()} of {get_world_size()})"
+            )
+        for index, sample in zip(self.indices, predicted, strict=True):
+            torch.save(sample, self.folder / f"{index:08}.pt")
+
+    def evaluate(self, size: int | None) -> dict[str, Any]:
+        """Collect the predictions on rank 0. **Collective**: every rank."""
+        results, places, self.results, self._places = self.results, self._places, [], []
+        by_rank = all_gather_object((places, len(results)))  # after which all files are there
+        if self.folder is None:
+            known = sorted({place for there, _ in by_rank for place in there})
+            order = {place: position for position, place in enumerate(known)}
+            size = len(known) if known else sum(number for _, number in by_rank)
+            self.collected = collect_results(results, size, indices=[order[one] for one in places] if known else None)
+        return {}
+
+    def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
+        """Return an empty dict; required by BaseMetric, but not called."""
+        return {}
+
+
+def per_sample(outputs: Any, size: int) -> list[Any]:
+    """Return what a model has returned for a batch, as one value for each of its `size` samples.
+
+    A tensor is split along its first dim, and a tuple or dict part by part; of a dict, what belongs to no sample, such
+    as a loss, is left out. A list with as many entries as samples has one for each already.
+
+    Example:
+        >>> per_sample({"logits": torch.ones(2, 3), "loss": torch.tensor(1.0)}, size=2)
+        [{'logits': tensor([1., 1., 1.])}, {'logits': tensor([1., 1., 1.])}]
+        >>> per_sample((torch.tensor([1, 2]), ["a", "b"]), size=2)
+        [(tensor(1), 'a'), (tensor(2), 'b')]
+    """
+    parts = _split(outputs, size)
+    if parts is None:
+        shape = f" of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else ""
+        raise TypeError(
+            f"the model must predict something for each of the {size} samples of a batch, but returned a "
+            f"{type(outputs).__name__}{shape} (rank {get_rank()} of {get_world_size()}). Let its `forward`, or its "
+            "test_step, return a tensor whose first dim is that of the batch, a tuple or dict of these, or a list with "
+            "one entry for each sample"
+        )
+    return parts
+
+
+def _split(outputs: Any, size: int) -> list[Any] | None:
+    if isinstance(outputs, Tensor):
+        return [row.clone() for row in outputs] if outputs.dim() and len(outputs) == size else None
+    if isinstance(outputs, Mapping):
+        parts = {key: part for key, value in outputs.items() if (part := _split(value, size)) is not None}
+        return [{key: part[index] for key, part in parts.items()} for index in range(size)] if parts else None
+    if isinstance(outputs, list) and len(outputs) == size:
+        return list(outputs)
+    if isinstance(outputs, list | tuple) and outputs:
+        several = [_split(part, size) for part in outputs]
+        return None if None in several else list(zip(*several, strict=True))
+    return None

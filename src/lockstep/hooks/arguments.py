@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, did_you_mean
 from lockstep.report.best import direction_of
+from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop
+from lockstep.runner.run import TrainRun
 
+_OWN_RUNS: tuple[object, ...] = (EpochBasedTrainLoop.run, IterBasedTrainLoop.run)
 RULES = ("greater", "less", None)
 """Which values of a metric are better; None infers it from the metric's name."""
 
@@ -31,6 +34,32 @@ def rule_of(metric: str, greater_keys: Sequence[str] | None = None, less_keys: S
     if rule is None or (less_keys if rule == "less" else greater_keys) is not None:
         raise ConfigError(f"`rule` must be 'greater' or 'less' for the metric {metric!r}, whose name does not tell")
     return rule
+
+
+def check_metrics(option: str, metrics: Iterable[str], runner: TrainRun) -> None:
+    """Refuse metrics that no validation of a training will have, as far as their names are known before.
+
+    Args:
+        option: the argument that names them.
+        metrics: the names.
+        runner: the run.
+
+    Raises:
+        ConfigError: nothing is validated, or the metrics of the validation have other names.
+    """
+    loop = runner.val_loop
+    known = None if loop is None else loop.metric_names
+    for name in metrics:
+        # A training loop by hand, or of the user's own, may compute metrics in its own way.
+        if loop is None and getattr(type(runner.train_loop), "run", None) in _OWN_RUNS:
+            raise ConfigError(f"`{option}` is the metric {name!r}, but nothing is validated. Give `val_dataloader`")
+        if known is not None and name not in known:
+            raise unknown_metric(option, name, known)
+
+
+def unknown_metric(option: str, name: str, known: Iterable[str]) -> ConfigError:
+    """Return the error for a metric that a validation does not have."""
+    return ConfigError(f"`{option}` must be a metric of the validation, but is {name!r}{did_you_mean(name, known)}")
 
 
 def check_local(what: str, **given: object) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from lockstep.checkpoint import is_checkpoint, remove
 from lockstep.errors import ConfigError, counted, require_one_of
-from lockstep.hooks.arguments import RULES, check_local, rule_of
+from lockstep.hooks.arguments import RULES, check_local, check_metrics, rule_of, unknown_metric
 from lockstep.location import Location, locate
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook, is_due, require_epochs
@@ -49,8 +49,10 @@ class CheckpointHook(Hook):
             same work_dir; -1 for all.
         save_last: always save at the end of training.
         save_best: the name of a metric, or several names. The best checkpoint by each is kept in addition to the
-            regular ones; `"auto"` takes the first metric of the first validation that is a number. A value that is not
-            finite is never the best. A metric must be in the first validation, and may be missing in later ones.
+            regular ones, see `Runner.best_checkpoint`; `"auto"` takes the first metric of the first validation that is
+            a number. Of several validation sets, the name is that of the set and the metric, as in `clean/accuracy`. A
+            value that is not finite is never the best. A metric must be in the first validation, and may be missing in
+            later ones.
         rule: whether `"greater"` or `"less"` is better, for each metric or for all; by default inferred from the
             metric's name.
         greater_keys: parts of metric names for which greater is better, instead of the default ones.
@@ -125,9 +127,13 @@ class CheckpointHook(Hook):
             self._save(runner, "epoch_{}", runner.epoch + 1, epoch=runner.epoch + 1, iteration=runner.iter)
 
     def before_train(self, runner: TrainRun) -> None:
-        """Log what is saved when; raise an error for epochs in a loop by iterations, or a state that can't be saved."""
+        """Log what is saved when; raise an error for what can't be saved, or a metric that there won't be."""
         if self.by_epoch:
             require_epochs(runner, "CheckpointHook(by_epoch=False, interval=<iterations>)")
+        names = [name for name in self._best_by() if name != "auto"]
+        check_metrics("save_best", names, runner)
+        for name in names:
+            self._rule(name)
         if self.save_optimizer and isinstance(runner.strategy, NativeStrategy):
             runner.strategy.optim_state()
         by_default = (True, 1) if runner.max_epochs is not None else (False, runner.val_interval)
@@ -148,11 +154,11 @@ class CheckpointHook(Hook):
         if self.save_best == "auto":
             self.save_best = next((name for name, value in metrics.items() if _is_number(value)), "auto")
         runner.saving.finish()  # which value is the best depends on whether the former one is saved
-        for name in [self.save_best] if isinstance(self.save_best, str) else self.save_best:
+        for name in self._best_by():
             if name in metrics and not _is_number(metrics[name]):
                 raise ConfigError(f"`save_best` must be a metric with one number, but {name!r} is {metrics[name]!r}")
             if name not in metrics and name not in self._seen:
-                raise ConfigError(f"`save_best` must be one of the metrics {', '.join(metrics)}, but is {name!r}")
+                raise unknown_metric("save_best", name, metrics)
             self._seen.add(name)
             value = float(metrics.get(name, math.nan))
             if math.isfinite(value):
@@ -194,7 +200,7 @@ class CheckpointHook(Hook):
             times.append(f"every {unit if interval == 1 else counted(interval, unit)}{begin}")
         times += ["at the end"] if self.save_last else []
         kept = "all are kept" if self.max_keep_ckpts < 0 else f"the last {self.max_keep_ckpts} are kept"
-        best = [self.save_best] if isinstance(self.save_best, str) else list(self.save_best or ())
+        best = self._best_by()
         more = [f"the best by {', '.join(best)}"] if best else []
         more += [f"in {self._folder(runner)}"] if self.out_dir is not None else []
         return "; ".join([" and ".join(times) or "none regularly", kept, *more])
@@ -233,7 +239,7 @@ class CheckpointHook(Hook):
         return found
 
     def _save_if_best(self, runner: TrainRun, metric: str, value: float) -> None:
-        rule = self.rules.get(metric, self.rules.get("")) or rule_of(metric, self.greater_keys, self.less_keys)
+        rule = self._rule(metric)
         former = self._best.get(metric)
         if former is not None and math.isfinite(former["value"]):
             is_better = value > former["value"] if rule == "greater" else value < former["value"]
@@ -246,6 +252,12 @@ class CheckpointHook(Hook):
         self._note_best(runner, metric, value, str(self._folder(runner) / checkpoint))
         self._best[metric]["checkpoint"] = checkpoint
         self._write(runner, checkpoint, when_ended, epoch=runner.epoch, iteration=runner.iter, is_last=False)
+
+    def _best_by(self) -> list[str]:
+        return [self.save_best] if isinstance(self.save_best, str) else list(self.save_best or ())
+
+    def _rule(self, metric: str) -> str:
+        return self.rules.get(metric, self.rules.get("")) or rule_of(metric, self.greater_keys, self.less_keys)
 
     def _replace_best(
         self, runner: TrainRun, metric: str, former: dict[str, dict[str, Any]], is_complete: bool

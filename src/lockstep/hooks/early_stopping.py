@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.checkpoint.values import is_count
 from lockstep.errors import CheckpointError, ConfigError, require_count, require_one_of
-from lockstep.hooks.arguments import RULES, rule_of
+from lockstep.hooks.arguments import RULES, check_metrics, rule_of, unknown_metric
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
@@ -27,10 +27,11 @@ class EarlyStoppingHook(Hook):
     early stops again.
 
     Args:
-        monitor: the name of the metric.
+        monitor: the name of the metric; of several validation sets, that of the set and the metric, as in
+            `clean/accuracy`. It must be in the first validation.
         rule: whether `"greater"` or `"less"` is better; by default inferred from the metric's name.
         min_delta: a value counts as better only if it improves on the best one so far by more than this.
-        strict: raise an error if a validation lacks the metric; else skip it with a warning.
+        strict: raise an error if a later validation lacks the metric; else skip it with a warning.
         check_finite: stop when the metric is infinite or not a number.
         patience: number of validations in a row without improvement after which training stops.
         stopping_threshold: stop as soon as the metric is better than this.
@@ -55,12 +56,19 @@ class EarlyStoppingHook(Hook):
         self.best: float | None = None
         self.wait_count = 0
         self._has_warned = False
+        self._has_seen = False
+
+    def before_train(self, runner: TrainRun) -> None:
+        """Raise an error for a metric that there won't be."""
+        check_metrics("monitor", [self.monitor], runner)
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Compare the metric with the best one so far."""
         if not isinstance(runner, TrainRun):  # a validation without training
             return
         if self.monitor not in (metrics or {}):
+            if not self._has_seen:
+                raise unknown_metric("monitor", self.monitor, metrics or {})
             known = f"`monitor` must be one of the metrics {', '.join(metrics or {})}, but is {self.monitor!r}"
             if self.strict:
                 raise ConfigError(f"{known}. Give strict=False to pass over validations without it")
@@ -68,6 +76,7 @@ class EarlyStoppingHook(Hook):
                 runner.logger.warning("EarlyStoppingHook does nothing: %s", known)
             self._has_warned = True
             return
+        self._has_seen = True
         reason = self._reason_to_stop(float((metrics or {})[self.monitor]))
         if reason is not None:
             runner.train_loop.stop_training = True
@@ -89,6 +98,7 @@ class EarlyStoppingHook(Hook):
                 f"`meta.{_KEY}` of the checkpoint must be what EarlyStoppingHook saves, but is {saved!r:.100}"
             )
         self.best, self.wait_count = saved["best"], saved["wait_count"]
+        self._has_seen = self.best is not None
 
     def _reason_to_stop(self, value: float) -> str | None:
         if self.check_finite and not math.isfinite(value):

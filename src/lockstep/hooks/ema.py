@@ -177,6 +177,11 @@ class EMAHook(Hook):
         runner.strategy.load_state({**checkpoint["model"], **checkpoint[_KEY]})
         self.ema_model.steps.fill_(checkpoint["meta"][_KEY]["steps"])
 
+    def after_load_weights(self, runner: Run) -> None:
+        """Forget the average, which is of other weights than the model has now."""
+        if "ema_model" in vars(self):
+            self.ema_model.steps.zero_()
+
     @torch.no_grad()
     def close(self) -> None:
         """Put the model's own weights back, even if a validation has failed."""

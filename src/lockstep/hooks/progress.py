@@ -11,7 +11,6 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from lockstep.dataset import length_of
 from lockstep.evaluator import format_metrics
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
@@ -82,8 +81,8 @@ class ProgressHook(Hook):
 
     def before_val_epoch(self, runner: Run) -> None:
         """Show a bar for the validation, if it is not a pass of the user's own loop."""
-        if (loader := getattr(runner.val_loop, "dataloader", None)) is not None:
-            self._begin(runner, "validating", length_of(loader))
+        if runner.val_loop is not None and runner.val_loop.dataloader is not None:
+            self._begin(runner, "validating", runner.val_loop.length)
 
     def after_val_iter(self, runner: Run, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Draw the bar, a few times per second."""
@@ -93,7 +92,8 @@ class ProgressHook(Hook):
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Print the line of the epoch, or of the validation alone."""
         names = sorted(metrics or {}, key="loss".__ne__)  # the loss first, beside that of training
-        units = {f"val/{name}": unit for name, unit in runner.val_evaluator.units.items()}
+        units = {} if runner.val_loop is None else runner.val_loop.units
+        units = {f"val/{name}": unit for name, unit in units.items()}
         shown = format_metrics({f"val/{name}": (metrics or {})[name] for name in names}, units)
         self._metrics = shown.split("  ") if shown else []
         if self._epoch_line:

@@ -16,7 +16,7 @@ from lockstep.lint.parts import Fault, Kind, resolve, value_faults
 from lockstep.optim import ParamScheduler
 from lockstep.optim.constructor import PARAMWISE_KEYS
 from lockstep.registry.signatures import Arguments
-from lockstep.runner.arguments import DEFAULT_HOOKS, Argument, Content, default_hook_fault
+from lockstep.runner.arguments import DEFAULT_HOOKS, Argument, Content, default_hook_fault, named_loaders
 
 _OWN_SCHEDULER_KEYS = frozenset({"convert_to_iter_based"}).union(
     name for name, parameter in Arguments.of(ParamScheduler).named.items() if parameter.kind is parameter.KEYWORD_ONLY
@@ -48,6 +48,10 @@ _LOOP_PARTS = frozenset({"runner", "dataloader", "evaluator"})
 def _dataloader(key: str, cfg: object) -> Iterator[Fault]:
     if isinstance(cfg, str | int | float) or (isinstance(cfg, list | tuple) and not cfg):
         yield Fault(key, f"must be a config dict or a DataLoader, but is {cfg!r}")
+    if "" not in (several := named_loaders(cfg)):
+        for name, part in several.items():
+            yield from _dataloader(f"{key}.{name}", part)
+        return
     if not isinstance(cfg, Mapping):
         return
     takes = Arguments.of(DataLoader)
@@ -181,7 +185,13 @@ def _compile(key: str, cfg: object) -> Iterator[Fault]:
 
 
 def _evaluator(key: str, cfg: object) -> Iterator[Fault]:
-    if isinstance(cfg, Mapping) and "metrics" in cfg:
+    if isinstance(cfg, list | tuple) and all(isinstance(part, Mapping) and "metrics" in part for part in cfg):
+        for index, part in enumerate(cfg):  # one for each of several loaders
+            yield from _evaluator(f"{key}.{index}", part)
+    elif isinstance(cfg, Mapping) and "metrics" not in cfg and _is_by_name(cfg, "type"):
+        for name, part in cfg.items():
+            yield from _evaluator(f"{key}.{name}", part)
+    elif isinstance(cfg, Mapping) and "metrics" in cfg:
         yield from _METRIC.each(f"{key}.metrics", cfg["metrics"])
         evaluator = Kind(registry.EVALUATOR, default="Evaluator", supplied=frozenset({"metrics"}))
         yield from evaluator.faults(key, {name: value for name, value in cfg.items() if name != "metrics"})

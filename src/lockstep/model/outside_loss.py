@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lockstep.device import get_device
 from lockstep.errors import ConfigError, wrong_type
+from lockstep.groups import this_rank
 from lockstep.model import steps
 
 TARGETS = ("labels", "label", "targets", "target", "gt_label", "y")
@@ -24,7 +25,8 @@ class OutsideLoss:
     For a batch `(x, y)` the module gets `x`, and the loss gets `(outputs, y)`. In a longer batch the last entry is the
     target; in a dict, the entry under the first key of `TARGETS` that is present. A batch that is one tensor is its own
     target. A function whose second parameter is called `batch`, `data_batch` or `data` gets the whole batch instead of
-    the target. If the outputs have `logits`, as in HuggingFace's models, a loss that gets targets gets these logits.
+    the target, and the outputs as they are; of a dict, the model then gets the targets, too, if its `forward` takes
+    them. If the outputs have `logits`, as in HuggingFace's models, a loss that gets targets gets these logits.
 
     Args:
         function: takes the outputs and the targets, or the outputs and the batch; returns a scalar, or a dict as for
@@ -32,6 +34,7 @@ class OutsideLoss:
 
     Attributes:
         predicted: the loss of the last predicted batch, detached.
+        needs_targets: whether predictions come with targets, from which the loss is computed; else they are outputs.
 
     Raises:
         TypeError: `function` can't be called with two arguments, or is a class.
@@ -45,6 +48,9 @@ class OutsideLoss:
             name = function.__name__
             raise TypeError(f"`loss` must be a function or a module, but is the class {name}. Call it: loss={name}()")
         names = _parameters(function)
+        self.name = f"{getattr(function, '__name__', type(function).__name__)}({', '.join(names)})"
+        if not _takes_two(function):
+            raise TypeError(f"`loss` must take (outputs, targets) or (outputs, batch), but is {self.name}")
         if isinstance(function, nn.Module):
             if learned := [name for name, _ in function.named_parameters()]:
                 raise ConfigError(
@@ -55,6 +61,7 @@ class OutsideLoss:
         self.function = function
         self.gets_batch = len(names) > 1 and names[1] in _BATCHES
         self.predicted: Tensor | None = None
+        self.needs_targets = True
 
     def attach(self, core: nn.Module) -> None:
         """Make the training steps and predictions of `core` use this loss.
@@ -73,14 +80,36 @@ class OutsideLoss:
     def losses(self, model: nn.Module, core: nn.Module, batch: Any) -> Any:
         """Return the losses that `function` computes for a batch."""
         inputs, target = self._split(core, batch)
-        return self.function(self._outputs(model, core, inputs), target)
+        return self._computed(self._outputs(model, core, inputs), target)
 
     def predictions(self, core: nn.Module, batch: Any) -> Any:
         """Return the outputs for a batch, paired with the targets unless the loss gets the whole batch."""
         inputs, target = self._split(core, batch)
         outputs = self._outputs(core, core, inputs)
-        self.predicted = steps.parse_losses(self.function(outputs, target))[0].detach()
+        if not self.needs_targets:
+            return outputs
+        self.predicted = steps.parse_losses(self._computed(outputs, target))[0].detach()
         return outputs if self.gets_batch else (outputs, target)
+
+    def _computed(self, outputs: Any, target: Any) -> Any:
+        """Call `function`, and let errors name it: the model is not at fault."""
+        try:
+            losses = self.function(outputs, target)
+        except Exception as error:
+            second = "the batch" if self.gets_batch else "the targets"
+            remedy = "" if self.gets_batch else ". A function gets the whole batch if its second parameter is `batch`"
+            error.add_note(
+                f"in the `loss` given to the Runner, {self.name}, whose arguments were the outputs, a "
+                f"{type(outputs).__name__}, and {second}, a {type(target).__name__}{remedy}"
+            )
+            raise
+        shape = tuple(losses.shape) if isinstance(losses, Tensor) and losses.numel() != 1 else None
+        if shape is not None or not (isinstance(losses, Tensor | Mapping) or hasattr(losses, "loss")):
+            what = f"a tensor of shape {shape}" if shape is not None else f"a {type(losses).__name__}"
+            raise TypeError(
+                f"`loss` must return a scalar, or a dict of tensors, but {self.name} returned {what} ({this_rank()})"
+            )
+        return losses
 
     def _outputs(self, model: nn.Module, core: nn.Module, inputs: Any) -> Any:
         outputs = steps.call_forward(model, core, inputs, "tensor")
@@ -93,11 +122,13 @@ class OutsideLoss:
             inputs, target = self._split_mapping(core, batch)
         elif isinstance(batch, list | tuple) and batch:
             inputs, target = batch[:-1] or batch, batch[-1]
+            if not self.needs_targets and not _fits(core, inputs):  # the batch is without targets
+                inputs = batch
         return inputs, batch if self.gets_batch else target
 
     def _split_mapping(self, core: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         key = next((name for name in TARGETS if name in batch), None)
-        if key is None and not self.gets_batch:
+        if key is None and not self.gets_batch and self.needs_targets:
             raise ConfigError(
                 f"`loss` must find its targets under one of the keys {', '.join(TARGETS)}, but the batch has "
                 f"{', '.join(map(str, batch))}. Rename one, or give a function loss(outputs, batch)"
@@ -105,7 +136,14 @@ class OutsideLoss:
         takes = inspect.signature(core.forward).parameters.values()
         takes_others = any(each.kind is each.VAR_KEYWORD for each in takes)
         named = {each.name for each in takes}
-        kept = {name: value for name, value in batch.items() if name != key and (takes_others or name in named)}
+        left_out = None if self.gets_batch else key
+        kept = {name: value for name, value in batch.items() if name != left_out and (takes_others or name in named)}
+        if not kept:
+            raise TypeError(
+                f"`forward` of {type(core).__name__} must take the batch by its keys, but the batch has the keys "
+                f"{', '.join(map(str, batch))}, and its parameters are ({', '.join(named)}) ({this_rank()}). Rename "
+                "one or the other, or let the dataset return tuples (inputs, targets), which are passed by position"
+            )
         return kept, None if key is None else batch[key]
 
 
@@ -125,6 +163,26 @@ def predictions_of(core: nn.Module, batch: Any) -> Any:
     """Return what a module predicts for a preprocessed batch."""
     outside = outside_loss(core)
     return steps.call_forward(core, core, batch, "predict") if outside is None else outside.predictions(core, batch)
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        inspect.signature(called).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # some built-in functions have no signature
+        return True
+    return True
+
+
+def _fits(core: nn.Module, inputs: Any) -> bool:
+    """Return whether `forward` can be called with these positional arguments."""
+    try:
+        inspect.signature(core.forward).bind(*inputs)
+    except TypeError:
+        return False
+    return True
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:

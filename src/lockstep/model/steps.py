@@ -72,7 +72,7 @@ def call_forward(model: nn.Module, core: nn.Module, batch: Any, mode: Mode) -> A
             f"the batch must not be None, which the loader's collate_fn has returned ({this_rank()}). Leave "
             "out bad samples before batches are made of them, for instance by a Subset of the dataset"
         )
-    kwargs = {"mode": mode} if _takes_mode(type(core).forward) else {}
+    kwargs = {"mode": mode} if takes_mode(type(core).forward) else {}
     try:
         if isinstance(batch, list | tuple):
             return model(*batch, **kwargs)
@@ -187,7 +187,7 @@ def _misfit(core: nn.Module, batch: Any, kwargs: Mapping[str, Any]) -> str | Non
         signature.bind(core, *args, **named, **kwargs)
     except TypeError as error:
         places = "1 entry" if len(args) == 1 else f"{len(args)} entries"
-        given = f"the keys {', '.join(map(str, named))}" if named else places
+        given = f"the keys {', '.join(map(str, batch)) or '(none)'}" if isinstance(batch, Mapping) else places
         return (
             f"`forward` of {type(core).__name__} must take the batch, which has {given}, but its parameters are "
             f"{signature}: {error}. A tuple is passed by position, a dict by its keys. A model trains in one of three "
@@ -199,5 +199,6 @@ def _misfit(core: nn.Module, batch: Any, kwargs: Mapping[str, Any]) -> str | Non
 
 
 @cache
-def _takes_mode(forward: Callable[..., Any]) -> bool:
+def takes_mode(forward: Callable[..., Any]) -> bool:
+    """Return whether a model's `forward` has a parameter that says whether to compute losses or to predict."""
     return "mode" in inspect.signature(forward).parameters

@@ -87,10 +87,9 @@ class ModelWrapper(nn.Module):
         """
         return nullcontext(loss)
 
-    @property
-    def num_parameters(self) -> int:
-        """Number of elements of all parameters of the whole model."""
-        return sum(parameter.numel() for parameter in self.module.parameters())
+    def full_numel(self, parameter: nn.Parameter) -> int:
+        """Return the number of elements of a parameter of the module, counting a sharded one in full."""
+        return parameter.numel()
 
 
 def note_no_backward(comm: Comm) -> None:

@@ -28,6 +28,7 @@ from typing import (
 )  # fmt: skip
 
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lockstep.errors import ConfigError, did_you_mean, nearest, require_known
 from lockstep.location import on_disk
@@ -256,6 +257,19 @@ def invalid_arguments(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, f"must be {argument.must_be}, but is {given[name]!r} of {type(given[name]).__name__}"
     if isinstance(given.get("model"), type) and (says := fault_of_model_class(given["model"])) is not None:
         yield "model", says
+    if "" not in (several := named_loaders(given.get("train_dataloader"))):
+        says = (
+            f"must be one data loader, but is a {type(given['train_dataloader']).__name__} of {len(several)}. Join "
+            "their datasets: DataLoader(torch.utils.data.ConcatDataset([...]), shuffle=True); for shares or turns, "
+            "give it a sampler, as docs/data.md shows"
+        )
+        yield "train_dataloader", says
+    for mode in ("val", "test"):
+        evaluator, names = f"{mode}_evaluator", [*named_loaders(given.get(f"{mode}_dataloader"))]
+        try:
+            evaluators_by_name(evaluator, given.get(evaluator), names)
+        except ConfigError as error:
+            yield evaluator, str(error).removeprefix(f"`{evaluator}` ")
     word = given.get("resume_options", "config")
     if isinstance(word, str) and word not in RESUME_OPTIONS:
         yield "resume_options", f"must be 'config' or 'checkpoint', but is {word!r}{did_you_mean(word, RESUME_OPTIONS)}"
@@ -280,15 +294,59 @@ def fault_of_model_class(kind: type) -> str | None:
     return None
 
 
+def named_loaders(given: Any) -> dict[str, Any]:
+    """Return the data loaders, or configs of some, of an argument: those of a dict by name, of a list by number.
+
+    One loader has the empty name. A list of batches is one loader, too.
+
+    Example:
+        >>> first, second = DataLoader([1]), {"dataset": [2]}
+        >>> [*named_loaders({"clean": first, "noisy": second})], [*named_loaders([first, second])]
+        (['clean', 'noisy'], ['0', '1'])
+        >>> [*named_loaders(second)], [*named_loaders([{"x": 1}])]
+        ([''], [''])
+    """
+    if isinstance(given, Mapping) and "dataset" not in given and any(map(_is_loader, given.values())):
+        return {str(name): loader for name, loader in given.items()}
+    if isinstance(given, list | tuple) and any(map(_is_loader, given)):
+        return {str(index): loader for index, loader in enumerate(given)}
+    return {"": given}
+
+
+def evaluators_by_name(argument: str, given: Any, names: Sequence[str]) -> dict[str, Any] | None:
+    """Return the evaluator for each of several data loaders; None if there is one for all.
+
+    Args:
+        argument: the name of the argument.
+        given: its value: a dict by the names of the loaders, or a list with an `Evaluator` or its config for each.
+        names: the names of the loaders.
+
+    Raises:
+        ConfigError: it names other loaders, or has not one for each of a list.
+    """
+    if names == [""]:
+        return None
+    if isinstance(given, Mapping) and not {"type", "metrics"} & given.keys():
+        require_known(argument, map(str, given), names)
+        return {str(name): evaluator for name, evaluator in given.items()}
+    each = given if isinstance(given, list | tuple) else []
+    if not each or not all(hasattr(one, "metrics") or (isinstance(one, Mapping) and "metrics" in one) for one in each):
+        return None
+    if len(each) != len(names):
+        raise ConfigError(f"`{argument}` must have an evaluator for each of {len(names)} loaders, but has {len(each)}")
+    return dict(zip(names, each, strict=True))
+
+
+def _is_loader(given: Any) -> bool:
+    return isinstance(given, DataLoader) or (isinstance(given, Mapping) and "dataset" in given)
+
+
 def missing_arguments(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the arguments that others need and that are missing: the name of each, and what it must be."""
     for mode in ("val", "test"):
-        loader, evaluator = (f"{mode}_{part}" for part in ("dataloader", "evaluator"))
-        given_with = [name for name in (evaluator, f"{mode}_cfg") if given.get(name) is not None]
-        if given_with and given.get(loader) is None:
-            yield loader, f"must be given with `{given_with[0]}`, but is None"
-        if given.get(loader) is not None and evaluator not in given_with and given.get("loss") is None:
-            yield evaluator, f"must be given with `{loader}`, but is None. For example dict(type='Accuracy')"
+        given_with = [name for name in (f"{mode}_evaluator", f"{mode}_cfg") if given.get(name) is not None]
+        if given_with and given.get(f"{mode}_dataloader") is None:
+            yield f"{mode}_dataloader", f"must be given with `{given_with[0]}`, but is None"
 
 
 def default_hook_fault(name: str, given: Any) -> str | None:

@@ -11,8 +11,8 @@ from torch import nn
 
 from lockstep.dataset import DataShard, build_dataloader
 from lockstep.dist import get_world_size
-from lockstep.errors import ConfigError
-from lockstep.evaluator import BaseMetric, Evaluator, LossMetric
+from lockstep.errors import ConfigError, nearest
+from lockstep.evaluator import Evaluator, LossMetric
 from lockstep.model import (
     BaseModule,
     OutsideLoss,
@@ -21,14 +21,21 @@ from lockstep.model import (
     is_model_wrapper,
     outside_loss,
     revert_sync_batchnorm,
+    steps,
     uncompiled,
     unwrap_model,
 )
 from lockstep.model.norm import is_synced, sync_on_this_device
-from lockstep.model.steps import defines_step
 from lockstep.optim import OptimWrapperDict, ParamScheduler, build_param_schedulers
 from lockstep.registry import EVALUATOR, LOOPS, MODELS
-from lockstep.runner.arguments import DEFAULT_HOOKS, RunnerArguments, default_hook_fault
+from lockstep.runner.arguments import (
+    DEFAULT_HOOKS,
+    RunnerArguments,
+    checked_keys,
+    default_hook_fault,
+    evaluators_by_name,
+    named_loaders,
+)
 from lockstep.runner.data_workers import end_workers_at_exit, let_workers_outlive_signals
 from lockstep.runner.evaluation_loops import EvalLoop
 from lockstep.runner.hook import Hook
@@ -95,7 +102,7 @@ def build_model(args: RunnerArguments, strategy: Strategy) -> nn.Module:
 def _tell_of_lightning_steps(core: nn.Module) -> None:
     """Warn that the training steps of a Lightning module are not called."""
     names = ("training_step", "configure_optimizers")
-    if all(callable(getattr(core, name, None)) for name in names) and not defines_step(core, "train_step"):
+    if all(callable(getattr(core, name, None)) for name in names) and not steps.defines_step(core, "train_step"):
         _logger.warning(
             "training_step and configure_optimizers of %s, as of a Lightning module, are not called: give the Runner "
             "loss=... and optim_wrapper=... and let forward compute the outputs, or train it by the loop of a Session, "
@@ -148,7 +155,9 @@ def build_train_loop(cfg: TrainLoop | Mapping[str, Any], run: TrainRun) -> Train
         arguments["type"] = "EpochBasedTrainLoop" if by_epoch else "IterBasedTrainLoop"
         needed = "max_epochs" if by_epoch else "max_iters"
         if needed not in arguments:
-            raise ConfigError(f"`train_cfg` must have the key '{needed}', but has {sorted(cfg)}")
+            near = next((key for key in cfg if nearest(str(key), [needed])), None)
+            hint = "" if near is None else f": did you mean `{needed}` by `{near}`?"
+            raise ConfigError(f"`train_cfg` must have the key '{needed}', but has {sorted(cfg)}{hint}")
     loop = LOOPS.build(arguments, runner=run, dataloader=run.train_dataloader)
     if not isinstance(loop, TrainLoop):
         raise TypeError(f"`train_cfg` must build a TrainLoop, but built {loop!r}")
@@ -209,24 +218,37 @@ def build_schedulers(cfg: Any, run: TrainRun) -> list[ParamScheduler]:
 
 
 def build_loader(mode: Literal["train", "val", "test"], loader: Any, space: Workspace, shard: DataShard) -> Any:
-    """Return the loader, given or described, of this rank's shard of the data. **Collective**: every rank."""
-    try:
-        built = build_dataloader(loader, seed=space.seed, evaluation=mode != "train", shard=shard[:2])
-    except Exception as error:
-        error.add_note(f"while building `{mode}_dataloader`")
-        raise
-    end_workers_at_exit()
-    if space.args.stop_signals:
-        let_workers_outlive_signals(built)
-    return built
+    """Return the loader, given or described, of this rank's shard of the data; of several, a dict or a list.
+
+    **Collective**: every rank.
+    """
+    several = {}
+    for name, one in named_loaders(loader).items():
+        try:
+            built = build_dataloader(one, seed=space.seed, evaluation=mode != "train", shard=shard[:2])
+        except Exception as error:
+            error.add_note(f"while building `{mode}_dataloader{name and f'[{name!r}]'}`")
+            raise
+        end_workers_at_exit()
+        if space.args.stop_signals:
+            let_workers_outlive_signals(built)
+        several[name] = built
+    if "" in several:
+        return several[""]
+    return several if isinstance(loader, Mapping) else [*several.values()]
 
 
 def build_eval_loop(mode: Literal["val", "test"], run: Run, dataloader: Any) -> EvalLoop:
     """Return the loop that `val_cfg` and `val_evaluator`, or `test_cfg` and `test_evaluator`, describe."""
     cfg, given = getattr(run.args, f"{mode}_cfg"), getattr(run.args, f"{mode}_evaluator")
-    loss = outside_loss(unwrap_model(run.model))
-    metrics = [] if loss is None else [LossMetric(loss, _count_of(run))]
-    evaluator = Evaluator(metrics) if given is None else build_evaluator(given, *metrics)
+    names = [*named_loaders(dataloader)]
+    by_name = evaluators_by_name(f"{mode}_evaluator", given, names)
+    evaluator: Any
+    if by_name is None:
+        evaluator = build_evaluator(given, run, mode)
+    else:
+        evaluator = {name: build_evaluator(by_name.get(name), run, mode) for name in names}
+        evaluator = evaluator if isinstance(dataloader, Mapping) else [*evaluator.values()]
     kind = {"val": "ValLoop", "test": "TestLoop"}[mode]
     loop: EvalLoop = LOOPS.build(cfg or {}, type=kind, runner=run, dataloader=dataloader, evaluator=evaluator)
     _refuse_own_steps(loop)
@@ -241,12 +263,30 @@ def _count_of(run: Run) -> Any:
     return cfg.get("batch_size_of") if isinstance(cfg, Mapping) else getattr(cfg, "batch_size_of", None)
 
 
-def build_evaluator(evaluator: Any, *others: BaseMetric) -> Evaluator:
-    """Return an evaluator of the given metrics, or of those in an `Evaluator`'s config, and of `others`."""
-    if isinstance(evaluator, Mapping) and "metrics" in evaluator:
-        evaluator = EVALUATOR.build(evaluator, type="Evaluator")
-    built = evaluator if isinstance(evaluator, Evaluator) else Evaluator(evaluator)
-    built.metrics = [*(one for one in built.metrics if not isinstance(one, LossMetric)), *others]
+def build_evaluator(given: Any, run: Run, mode: Literal["val", "test"] = "val") -> Evaluator:
+    """Return an evaluator of the given metrics, or of those in an `Evaluator`'s config, and of the loss.
+
+    A loss that was given to the Runner is always among the metrics; the model's own is, if there are no others.
+    """
+    core = unwrap_model(run.model)
+    loss = outside_loss(core)
+    if given is None:
+        takes_mode = steps.takes_mode(type(core).forward) and not steps.defines_step(core, f"{mode}_step")
+        if loss is None and takes_mode:
+            raise ConfigError(
+                f"`{mode}_evaluator` must be given with `{mode}_dataloader`, because `forward` of "
+                f"{type(core).__name__} returns no loss where it predicts, but is None. For example "
+                "dict(type='Accuracy')"
+            )
+        given = LossMetric()
+    if isinstance(given, Mapping) and "metrics" in given:
+        given = EVALUATOR.build(given, type="Evaluator")
+    built = given if isinstance(given, Evaluator) else Evaluator(given)
+    if loss is not None and not any(isinstance(metric, LossMetric) for metric in built.metrics):
+        built.metrics.append(LossMetric())
+    for metric in built.metrics:
+        if isinstance(metric, LossMetric):
+            metric.loss, metric.count = loss, _count_of(run)
     return built
 
 
@@ -284,6 +324,7 @@ def build_visualizer(visualizer: Any, rank: int) -> Visualizers:
 
 def scale_lr(cfg: Mapping[str, Any], run: TrainRun) -> None:
     """Multiply all learning rates by the global batch size divided by `base_batch_size`, if enabled."""
+    checked_keys("auto_scale_lr", cfg)
     if "base_batch_size" not in cfg:
         raise ConfigError(f"`auto_scale_lr` must have the key 'base_batch_size', but has {sorted(cfg)}")
     if not cfg.get("enable", False):

@@ -1,43 +1,70 @@
-"""The loops that evaluate: one pass through a dataset, for validation or for a test."""
+"""The loops that evaluate: one pass through each dataset, for validation or for a test, or to predict."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from itertools import count
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from lockstep.dataset import batch_size_of
+from lockstep.dataset import batch_size_of, length_of
 from lockstep.dataset.position import CountedBatches
 from lockstep.dataset.sampler import ShardingSampler, drawn_from
 from lockstep.dataset.stream import check_alike
 from lockstep.device import get_device
 from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
-from lockstep.model import ModelWrapper, predict_step, step_of
+from lockstep.model import ModelWrapper, outside_loss, predict_step, step_of, unwrap_model
 from lockstep.model.compiling import begin_compiled_step, kept_outputs
 from lockstep.registry import LOOPS
+from lockstep.runner.arguments import named_loaders
 from lockstep.runner.run import Run
 from lockstep.runner.seeds import part_ranks, random_state_kept
 from lockstep.runner.uneven_inputs import Batch, EvenBatches
 
 
+class EvalSet(NamedTuple):
+    """What one pass is about.
+
+    Attributes:
+        dataloader: this rank's shard of the data.
+        evaluator: the metrics, which may be those of other sets, too.
+        prefix: put before the names of the metrics, as in `clean/`; empty for the only set.
+    """
+
+    dataloader: Any
+    evaluator: Evaluator
+    prefix: str
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset, if the loader has one."""
+        return getattr(self.dataloader, "dataset", None)
+
+    def evaluate(self) -> dict[str, Any]:
+        """Return the metrics by full name, the same on every rank. **Collective**: every rank."""
+        size = len(self.dataset) if isinstance(self.dataset, Sized) else None
+        return {self.prefix + name: value for name, value in self.evaluator.evaluate(size).items()}
+
+
 @dataclass(eq=False, repr=False)
 class EvalLoop:
-    """One pass through a dataset for evaluation.
+    """One pass through each of the datasets of an evaluation.
 
     Args:
         runner: the run; its model predicts.
-        dataloader: this rank's shard of the data.
-        evaluator: the metrics.
+        dataloader: this rank's shard of the data; of several sets, a dict or a list of loaders.
+        evaluator: the metrics; for several sets, in the same form as their loaders, or one for all.
         fp16: let the model compute in half precision, in the operations for which autocast considers it safe.
         dtype: the half precision: `"float16"`, the default on accelerators, or `"bfloat16"`, the default on the CPU.
             Giving it implies `fp16=True`.
 
     Attributes:
-        metrics: the results of the last pass.
+        sets: what it goes through, one after the other.
+        metrics: the results of the last pass. With several sets, the set is part of a name, as in `clean/accuracy`.
         at_iter: how many iterations of training were complete at the last pass; None before the first.
     """
 
@@ -47,7 +74,7 @@ class EvalLoop:
 
     runner: Run
     dataloader: Any
-    evaluator: Evaluator
+    evaluator: Any
     fp16: bool = False
     dtype: str | torch.dtype | None = None
 
@@ -55,15 +82,42 @@ class EvalLoop:
         self.metrics: dict[str, Any] = {}
         self.at_iter: int | None = None
         self._dtype = _half(self.dtype) if self.fp16 or self.dtype is not None else None
-        dataset = getattr(self.dataloader, "dataset", None)
-        self._size = len(dataset) if isinstance(dataset, Sized) else None
+        loaders, given = named_loaders(self.dataloader), self.evaluator
+        if isinstance(given, list | tuple):
+            given = {str(index): evaluator for index, evaluator in enumerate(given)}
+        self.sets = [
+            EvalSet(loader, given[name] if isinstance(given, Mapping) else given, f"{name}/" if name else "")
+            for name, loader in loaders.items()
+        ]
         rank, size = self.runner.rank, self.runner.world_size
-        is_dealt = isinstance(drawn_from(self.dataloader)[0], ShardingSampler)  # from the same dataset on all ranks
-        if self._size == 0 and (size == 1 or is_dealt):
-            raise ConfigError(
-                f"`{self.mode}_dataloader` must have samples, but its dataset has none (rank {rank} of {size})"
-            )
-        self.evaluator.set_dataset_meta(getattr(dataset, "metainfo", None))
+        for one in self.sets:
+            is_dealt = isinstance(drawn_from(one.dataloader)[0], ShardingSampler)  # from the same dataset on all ranks
+            if isinstance(one.dataset, Sized) and len(one.dataset) == 0 and (size == 1 or is_dealt):
+                which = f"['{one.prefix[:-1]}']" if one.prefix else ""
+                raise ConfigError(
+                    f"`{self.mode}_dataloader{which}` must have samples, but its dataset has none (rank {rank} of "
+                    f"{size})"
+                )
+            one.evaluator.set_dataset_meta(getattr(one.dataset, "metainfo", None))
+
+    @property
+    def length(self) -> int | None:
+        """Number of this rank's batches in all sets; None if it is not known."""
+        lengths = [length_of(one.dataloader) for one in self.sets]
+        return None if None in lengths else sum(length or 0 for length in lengths)
+
+    @property
+    def units(self) -> dict[str, str]:
+        """The units of the metrics, by name."""
+        return {one.prefix + name: unit for one in self.sets for name, unit in one.evaluator.units.items()}
+
+    @property
+    def metric_names(self) -> list[str] | None:
+        """The names that the metrics will have; None if one of them is known only when it has been computed."""
+        names = [(one.prefix, one.evaluator.value_names) for one in self.sets]
+        if any(found is None for _, found in names):
+            return None
+        return [prefix + name for prefix, found in names for name in found or ()]
 
     @torch.no_grad()
     def run(self) -> dict[str, Any]:
@@ -73,23 +127,28 @@ class EvalLoop:
         runner.call_hook(f"before_{mode}")
         runner.call_hook(f"before_{mode}_epoch")
         runner.model.eval()
-        autocast = nullcontext() if self._dtype is None else torch.autocast(get_device(), dtype=self._dtype)
-        kept = random_state_kept() if self.keeps_random_state else nullcontext()
-        with kept, autocast, runner.agreement.evaluation():
-            if runner.iter == 0:  # else the training has done so
-                part_ranks(runner.args.randomness, runner.seed, runner.data_shard.rank)
-            self._predict()
-        self.metrics = self.evaluator.evaluate(self._size)
+        self.metrics, counter = {}, count()
+        for one in self.sets:
+            if len(self.sets) > 1:  # an evaluator may be that of another set, too
+                one.evaluator.set_dataset_meta(getattr(one.dataset, "metainfo", None))
+            autocast = nullcontext() if self._dtype is None else torch.autocast(get_device(), dtype=self._dtype)
+            kept = random_state_kept() if self.keeps_random_state else nullcontext()
+            with kept, autocast, runner.agreement.evaluation():
+                if runner.iter == 0:  # else the training has done so
+                    part_ranks(runner.args.randomness, runner.seed, runner.data_shard.rank)
+                self._predict(one.dataloader, one.evaluator, counter)
+            self.metrics |= one.evaluate()
         self.at_iter = runner.iter
         runner.last_evaluation = self
         runner.call_hook(f"after_{mode}_epoch", metrics=self.metrics)
         runner.call_hook(f"after_{mode}")
         return self.metrics
 
-    def _predict(self) -> None:
+    def _predict(self, dataloader: Any, evaluator: Evaluator, counter: Iterator[int]) -> None:
+        """Pass a prediction for each batch to an evaluator; `counter` numbers the batches of all sets."""
         runner, mode = self.runner, self.mode
         step = step_of(runner.model, f"{mode}_step", predict_step)
-        for batch_idx, batch in enumerate(self._batches()):
+        for batch, batch_idx in zip(self._batches(dataloader), counter, strict=False):
             runner.agreement.act_if_asked(may_save=False)
             data_batch = batch.data
             if batch.is_own:
@@ -101,17 +160,17 @@ class EvalLoop:
                 continue
             outputs = kept_outputs(step(moved))
             if runner.data_shard.is_first:
-                self.evaluator.count_samples(batch.samples)
-                self.evaluator.process(data_samples=outputs, data_batch=data_batch)
+                evaluator.begin_batch(batch.samples, batch.indices)
+                evaluator.process(data_samples=outputs, data_batch=data_batch)
             runner.call_hook(f"after_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
-        check_alike(self.dataloader)
+        check_alike(dataloader)
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self, dataloader: Any) -> Iterator[Batch]:
         """Yield this rank's batches, and stand-ins if the model's forward pass needs all ranks; see `EvenBatches`."""
         model = self.runner.model
         if self.runner.world_size > 1 and isinstance(model, ModelWrapper) and model.forward_is_collective:
-            return EvenBatches(self.dataloader).iterate()
-        return _own_batches(CountedBatches(self.dataloader))
+            return EvenBatches(dataloader).iterate()
+        return _own_batches(CountedBatches(dataloader))
 
 
 @LOOPS.register_module()
@@ -129,12 +188,29 @@ class TestLoop(EvalLoop):
     mode = "test"
 
 
+class PredictLoop(TestLoop):
+    """One pass through a dataset that only predicts: `Predictions` keeps what the model returns."""
+
+    __test__ = False
+
+    def run(self) -> dict[str, Any]:
+        """Predict; there are no metrics."""
+        loss = outside_loss(unwrap_model(self.runner.model))
+        if loss is None:
+            return super().run()
+        loss.needs_targets = False
+        try:
+            return super().run()
+        finally:
+            loss.needs_targets = True
+
+
 def _own_batches(batches: CountedBatches) -> Iterator[Batch]:
     """Yield this rank's batches; if reading fails, end the workers first, which the error would keep alive."""
     try:
         for batch in batches:
             size = batch_size_of(batch) if batches.samples is None else batches.samples
-            yield Batch(batch, size, size, True)
+            yield Batch(batch, size, size, True, batches.indices)
     except Exception:
         batches.shut_down()
         raise

@@ -155,6 +155,9 @@ class Hook:
     def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Act when training resumes from a checkpoint; `checkpoint["meta"]` is what was saved."""
 
+    def after_load_weights(self, runner: Run) -> None:
+        """Act when weights have been loaded into the model of a run that has been built, such as the best ones."""
+
     def _before_epoch(self, runner: Run, mode: str = "train") -> None:
         """Act at `before_train_epoch`, `before_val_epoch` and `before_test_epoch` if they are not overridden."""
 

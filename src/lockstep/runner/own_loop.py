@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from numbers import Real
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,8 +37,10 @@ class _Evaluation:
     metrics: dict[str, Any]
     at_iter: int | None = None
     dataloader: Any = None
-    # hooks ask it for the units of the metrics
-    evaluator: Any = field(default_factory=lambda: SimpleNamespace(units={}))
+    evaluator: Any = None
+    length: int | None = None
+    units: Mapping[str, str] = field(default_factory=dict)
+    metric_names: Sequence[str] | None = None
 
     def run(self) -> dict[str, Any]:
         """Return the last metrics."""

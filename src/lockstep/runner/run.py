@@ -28,13 +28,12 @@ from lockstep.dataset.position import end_workers
 from lockstep.device import get_device
 from lockstep.dist import infer_launcher
 from lockstep.errors import ConfigError
-from lockstep.evaluator import Evaluator
 from lockstep.location import Location, locate
 from lockstep.logging import JsonLinesSink, MessageHub
 from lockstep.model import unwrap_model
 from lockstep.model.shards import reshard
 from lockstep.optim import OptimWrapper, ParamScheduler
-from lockstep.runner.arguments import RunnerArguments
+from lockstep.runner.arguments import RunnerArguments, named_loaders
 from lockstep.runner.checkpointing import Saving
 from lockstep.runner.preemption import Agreement
 from lockstep.runner.uneven_inputs import EvenBatches, Prefetch
@@ -93,9 +92,21 @@ class AnyEvalLoop(Protocol):
     """A loop that validates or tests; see `EvalLoop`."""
 
     dataloader: Any
-    evaluator: Evaluator
+    evaluator: Any
     metrics: dict[str, Any]
     at_iter: int | None
+
+    @property
+    def length(self) -> int | None:
+        """Number of this rank's batches in a pass; None if it is not known."""
+
+    @property
+    def units(self) -> Mapping[str, str]:
+        """The units of the metrics, by name."""
+
+    @property
+    def metric_names(self) -> Sequence[str] | None:
+        """The names that the metrics will have; None if they are known only afterwards."""
 
     def run(self) -> dict[str, Any]:
         """Return the metrics, the same on every rank."""
@@ -231,22 +242,22 @@ class Run(Workspace):
 
     @property
     def val_dataloader(self) -> Any:
-        """This rank's shard of the validation data."""
+        """This rank's shard of the validation data; of several sets, by name."""
         return _present(self.val_loop, "val_dataloader").dataloader
 
     @property
-    def val_evaluator(self) -> Evaluator:
-        """The metrics of the validation."""
+    def val_evaluator(self) -> Any:
+        """The metrics of the validation; of several sets, by name."""
         return _present(self.val_loop, "val_evaluator").evaluator
 
     @property
     def test_dataloader(self) -> Any:
-        """This rank's shard of the test data."""
+        """This rank's shard of the test data; of several sets, by name."""
         return _present(self.test_loop, "test_dataloader").dataloader
 
     @property
-    def test_evaluator(self) -> Evaluator:
-        """The metrics of the test."""
+    def test_evaluator(self) -> Any:
+        """The metrics of the test; of several sets, by name."""
         return _present(self.test_loop, "test_evaluator").evaluator
 
     @property
@@ -275,6 +286,7 @@ class Run(Workspace):
         """Load weights; see `Runner.load_checkpoint`. **Collective**: every rank."""
         weights = Weights(locate(filename), strict, revise_keys)
         load_weights(self.strategy, unwrap_model(self.model), weights, training=isinstance(self, TrainRun))
+        self.call_hook("after_load_weights")
 
     def save_pretrained(self, save_directory: str | Path, **options: Unpack[PretrainedOptions]) -> None:
         """Write the model for `from_pretrained`; see `Runner.save_pretrained`. **Collective**: every rank."""
@@ -326,7 +338,8 @@ class Run(Workspace):
                     end_workers(loader)
 
     def _dataloaders(self) -> list[Any]:
-        return [loop.dataloader for loop in (self.val_loop, self.test_loop) if loop is not None]
+        loops = [loop for loop in (self.val_loop, self.test_loop) if loop is not None]
+        return [loader for loop in loops for loader in named_loaders(loop.dataloader).values()]
 
 
 @dataclass(kw_only=True, eq=False)

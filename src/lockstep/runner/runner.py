@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -15,22 +15,31 @@ from torch import nn
 
 from lockstep.dataset import DataShard, agree_on_shard
 from lockstep.device import get_device
-from lockstep.errors import ConfigError, DistError
-from lockstep.location import locate, require_disk
+from lockstep.dist import run_on_main
+from lockstep.errors import ConfigError
+from lockstep.evaluator import Evaluator
+from lockstep.evaluator.metric import Predictions
+from lockstep.location import Location, locate, require_disk
 from lockstep.logging import MessageHub, run_logging, warnings_once
 from lockstep.masking import secrets_in
 from lockstep.model import unwrap_model
 from lockstep.optim import OptimWrapper
 from lockstep.registry import RUNNERS, in_default_scope
 from lockstep.runner import build, options, resuming, start
-from lockstep.runner.arguments import DEFAULT_OPTIM_WRAPPER, DEFAULT_TRAIN_CFG, RunnerArguments, taking
+from lockstep.runner.arguments import (
+    DEFAULT_OPTIM_WRAPPER,
+    DEFAULT_TRAIN_CFG,
+    RunnerArguments,
+    named_loaders,
+    taking,
+)
 from lockstep.runner.data_workers import note_on_workers
+from lockstep.runner.evaluation_loops import PredictLoop
 from lockstep.runner.hook import Hook, HookList
 from lockstep.runner.lr_finder import DIVERGENCE, LRSearch, check_range, search_lr
-from lockstep.runner.preemption import stopping_at
 from lockstep.runner.run import AnyEvalLoop, AnyTrainLoop, Run, TrainRun, Workspace
 from lockstep.strategy import Strategy, build_strategy
-from lockstep.weights import Weights, load_weights
+from lockstep.weights import Weights, best_checkpoint_in, load_weights
 from lockstep.weights.loading import REVISE_KEYS
 from lockstep.weights.safetensors_file import MAX_SHARD_SIZE
 
@@ -57,15 +66,17 @@ class Runner(_AttributesOfRun):
             a function that returns one.
         work_dir: the folder for this experiment; each run creates its own folder in it.
         train_dataloader: a `DataLoader` or the config of one; see `build_dataloader`.
-        val_dataloader: the same, for validation; needs `val_evaluator`.
-        test_dataloader: the same, for testing; needs `test_evaluator`.
+        val_dataloader: the same, for validation; of several sets, a dict or a list of loaders. A set's name is put
+            before the names of its metrics, as in `clean/accuracy`.
+        test_dataloader: the same, for testing.
         train_cfg: `by_epoch` and `max_epochs` or `max_iters`, `val_begin`, `val_interval`, `dynamic_intervals`,
             `batch_size_of`; or the `type` of a loop with its arguments.
         val_cfg: arguments of the validation loop: `fp16`, `dtype`.
         test_cfg: arguments of the test loop.
         optim_wrapper: an optim wrapper, an optimizer, or a config with the key `optimizer`.
         param_scheduler: schedules of learning rates; see `build_param_schedulers`.
-        val_evaluator: one or more metrics, or an `Evaluator`.
+        val_evaluator: one or more metrics, or an `Evaluator`; for several sets, one for all, or a dict with one by the
+            name of a set. By default the metric is the loss: `loss`, or what `forward` returns, also in evaluation.
         test_evaluator: the same, for testing.
         default_hooks: changes to the default hooks, by name; None removes one.
         custom_hooks: further hooks.
@@ -235,26 +246,76 @@ class Runner(_AttributesOfRun):
 
         **Collective**: every rank of the job.
         """
-        with self._running("trained") as space:
+        with self._running("trained") as space, start.told_of_others(space):
             run = self._train_run(space, make_train_loop, param_schedulers)
             self._has_trained = True
             self._begin(run)
-            with _answering(run), run.saving.until_complete():
+            with start.answering(run), run.saving.until_complete():
                 yield run
 
-    def val(self) -> dict[str, Any]:
+    def val(self, checkpoint: str | Path | None = None) -> dict[str, Any]:
         """Validate, and return the metrics, the same on every rank.
 
-        **Collective**: every rank of the job.
-        """
-        return self._evaluate("val", "validate", "validated")
-
-    def test(self) -> dict[str, Any]:
-        """Test, and return the metrics, the same on every rank.
+        Args:
+            checkpoint: load these weights before, as `load_checkpoint` does; `"best"` for `best_checkpoint`. The model
+                keeps them.
 
         **Collective**: every rank of the job.
+
+        Raises:
+            ConfigError: there is no such checkpoint, its weights are those of another model, or there are no data.
         """
-        return self._evaluate("test", "test", "tested")
+        return self._evaluate("val", "validate", "validated", checkpoint)
+
+    def test(self, checkpoint: str | Path | None = None) -> dict[str, Any]:
+        """Test, and return the metrics, the same on every rank; see `val`.
+
+        **Collective**: every rank of the job.
+        """
+        return self._evaluate("test", "test", "tested", checkpoint)
+
+    def predict(
+        self, dataloader: Any = None, *, out_dir: str | Path | None = None, checkpoint: str | Path | None = None
+    ) -> list[Any] | None:
+        """Return what the model predicts for each sample, in the order of the dataset, each sample once.
+
+        A prediction is what `forward` returns, or the model's own `test_step`; without targets, loss and preprocessing
+        of outputs. What it returns for a batch is split into samples; see `per_sample`. Hooks act as in a test.
+
+        Args:
+            dataloader: a `DataLoader` or the config of one, which may shuffle; by default `test_dataloader`. Its
+                batches may be with or without targets.
+            out_dir: write each prediction to a file of its own in this folder, `00000012.pt` for the sample with index
+                12, which `torch.load` reads; and return None. All ranks must see the folder.
+            checkpoint: load these weights before; see `val`.
+
+        Returns:
+            On rank 0, the predictions in CPU memory. On the other ranks, None.
+
+        **Collective**: every rank of the job. **Cost**: memory on rank 0 for all predictions; with `out_dir`, for those
+        of a batch.
+
+        Raises:
+            TypeError: what the model returns can't be split into samples.
+        """
+        loader = self.args.test_dataloader if dataloader is None else dataloader
+        if loader is None or "" not in named_loaders(loader):
+            raise ConfigError(f"`dataloader` must be one data loader to predict for, but is {loader!r}")
+        keeper = Predictions(out_dir)
+
+        def make_loop(run: Run) -> AnyEvalLoop:
+            return PredictLoop(run, build.build_loader("test", loader, run, run.data_shard), Evaluator(keeper))
+
+        self._evaluate("test", "predict", "predicted", checkpoint, make_loop)
+        return keeper.collected
+
+    @property
+    def best_checkpoint(self) -> Location | None:
+        """The checkpoint that CheckpointHook has kept by `save_best`, by its first metric if there are several.
+
+        It is that of the last run in the work_dir that has kept one; None if there is none.
+        """
+        return best_checkpoint_in(resuming.checkpoint_folders(self.args))
 
     def register_hook(self, hook: Hook | Mapping[str, Any], priority: str | int | None = None) -> None:
         """Add a hook; a `priority` overrides its own. If a run exists, the hook is called from then on."""
@@ -421,15 +482,25 @@ class Runner(_AttributesOfRun):
         own = {"strategy": strategy, "model": model, "data_shard": shard, "hooks": HookList(), "visualizer": visualizer}
         return optim_wrapper, {**vars(space), **own}
 
-    def _evaluate(self, mode: Literal["val", "test"], verb: str, what: str) -> dict[str, Any]:
-        if getattr(self.args, f"{mode}_dataloader") is None:
+    def _evaluate(
+        self,
+        mode: Literal["val", "test"],
+        verb: str,
+        what: str,
+        checkpoint: str | Path | None = None,
+        make_loop: Callable[[Run], AnyEvalLoop] | None = None,
+    ) -> dict[str, Any]:
+        if make_loop is None and getattr(self.args, f"{mode}_dataloader") is None:
             raise ConfigError(f"`{mode}_dataloader` must be given to {verb}, but is None")
         with self._running(what) as space:
+            if checkpoint is not None:
+                found = run_on_main(lambda: start.find_best(self.args)) if checkpoint == "best" else checkpoint
+                self.load_checkpoint(str(found), strict=True)
             run = self._run
             if run is None:
                 _, parts = self._prepare(space, *self._strategy_and_model(training=False))
                 run = self._run_type(**parts)
-            loop = getattr(run, f"{mode}_loop") or self._make_eval_loop(mode, run)
+            loop = make_loop(run) if make_loop else getattr(run, f"{mode}_loop") or self._make_eval_loop(mode, run)
             self._begin(run)
             metrics: dict[str, Any] = loop.run()
             run.call_hook("after_run")
@@ -476,25 +547,6 @@ class Runner(_AttributesOfRun):
             self.logger.info("`%s` is not given; by default it is %s", name, dict(default))
             return default
         return given
-
-
-@contextmanager
-def _answering(run: TrainRun) -> Iterator[None]:
-    """Let signals stop a training, and a file in the work_dir ask for a checkpoint.
-
-    **Collective**: every rank. **Cost**: three threads that sleep, and a connection to the store.
-
-    Raises:
-        ConfigError: `stop_signals` names a signal that does not exist.
-    """
-    with ExitStack() as opened:
-        try:
-            opened.enter_context(run.agreement.opened(run.saving.save_now))
-        except DistError as error:
-            run.logger.debug("the ranks can't agree on where to stop or to save: %s", error)
-        opened.enter_context(stopping_at(run.args.stop_signals, run.agreement))
-        opened.enter_context(run.saving.watching(run.agreement))
-        yield
 
 
 def _not_built(name: str) -> AttributeError:

@@ -7,11 +7,11 @@ import logging
 import platform
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import torch
 from rich.text import Text
@@ -29,7 +29,7 @@ from lockstep.dist import (
     is_main_process,
     run_on_main,
 )
-from lockstep.errors import ConfigError, require_known, require_one_of
+from lockstep.errors import ConfigError, DistError, require_known, require_one_of
 from lockstep.evaluator import format_metrics
 from lockstep.location import Location
 from lockstep.logging import JsonLinesSink, MessageHub, open_console
@@ -39,13 +39,15 @@ from lockstep.registry.signatures import Arguments
 from lockstep.runner import resuming
 from lockstep.runner.arguments import MATMUL_PRECISIONS, RunnerArguments, checked_keys
 from lockstep.runner.data_workers import refuse_script_imported_by_worker
-from lockstep.runner.run import Run, Workspace
+from lockstep.runner.preemption import stopping_at
+from lockstep.runner.run import Run, TrainRun, Workspace
 from lockstep.runner.seeds import set_randomness
 from lockstep.strategy import Strategy
 from lockstep.topology import LauncherName
 from lockstep.version import __version__
-from lockstep.weights import Weights
+from lockstep.weights import Weights, best_checkpoint_in
 
+_RUNNING = ".running"  # in the folder of a run whose training goes on
 _logger = logging.getLogger(__name__)
 
 
@@ -85,6 +87,21 @@ def open_workspace(
         records=JsonLinesSink(run_dir / "metrics.jsonl"),
         message_hub=message_hub,
     )
+
+
+def find_best(args: RunnerArguments) -> Location:
+    """Return the best checkpoint in the work_dir; see `Runner.best_checkpoint`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    best = best_checkpoint_in(resuming.checkpoint_folders(args))
+    if best is None:
+        raise ConfigError(
+            f"`checkpoint` must be 'best' only where a run has kept its best one, but none in {args.work_dir} has. "
+            "Train with default_hooks=dict(checkpoint=dict(save_best='accuracy')), or another metric"
+        )
+    return best
 
 
 def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
@@ -151,6 +168,71 @@ def make_run_dir(work_dir: Path, experiment_name: str | None, others: Sequence[L
     """
     prefix = "" if experiment_name is None else f"{experiment_name}_"
     return run_on_main(lambda: _new_folder(work_dir, f"{prefix}{datetime.now():%Y%m%d_%H%M%S}", others))
+
+
+@contextmanager
+def told_of_others(space: Workspace) -> Iterator[None]:
+    """Warn if another training goes on in the work_dir, and let one that begins later see this one.
+
+    Rank 0 does this alone: it locks a file in the run's folder, which the system unlocks when the process ends.
+    """
+    if space.rank != 0:
+        yield
+        return
+    mark = space.run_dir / _RUNNING
+    with mark.open("wb") as own:
+        with suppress(OSError):  # there are no locks here
+            _lock(own, exclusive=False)
+        for other in sorted(space.work_dir.glob(f"*/{_RUNNING}")):
+            try:
+                with suppress(FileNotFoundError), other.open("r+b") as file:
+                    if other != mark:
+                        _lock(file, exclusive=True)
+            except BlockingIOError:
+                _logger.warning(
+                    "another training goes on in this work_dir: that of %s. With resume=True, each goes on from the "
+                    "checkpoint that either has saved last. Give one of them another work_dir, or end it",
+                    other.parent,
+                )
+            except OSError:
+                continue
+        try:
+            yield
+        finally:
+            mark.unlink(missing_ok=True)
+
+
+def _lock(file: IO[bytes], *, exclusive: bool) -> None:
+    """Lock an open file until it is closed, if the system has such locks.
+
+    Raises:
+        BlockingIOError: another one has locked it.
+        OSError: there are no locks where the file is.
+    """
+    try:
+        import fcntl  # not available on Windows
+    except ImportError:
+        return
+    fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+
+
+@contextmanager
+def answering(run: TrainRun) -> Iterator[None]:
+    """Let signals stop a training, and a file in the work_dir ask for a checkpoint.
+
+    **Collective**: every rank. **Cost**: three threads that sleep, and a connection to the store.
+
+    Raises:
+        ConfigError: `stop_signals` names a signal that does not exist.
+    """
+    with ExitStack() as opened:
+        try:
+            opened.enter_context(run.agreement.opened(run.saving.save_now))
+        except DistError as error:
+            run.logger.debug("the ranks can't agree on where to stop or to save: %s", error)
+        opened.enter_context(stopping_at(run.args.stop_signals, run.agreement))
+        opened.enter_context(run.saving.watching(run.agreement))
+        yield
 
 
 def save_config(cfg: Any, run_dir: Path) -> None:
@@ -228,9 +310,11 @@ def _open_visualizer(run: Run, adds_config: bool) -> None:
 def describe_model(model: nn.Module, strategy: Strategy) -> str:
     """Return one line on the model and its strategy."""
     core = unwrap_model(model)
-    sizes = (parameter.numel() for parameter in core.parameters())
-    count = model.num_parameters if isinstance(model, ModelWrapper) else sum(sizes)
-    return f"{type(core).__name__}, {count:,} parameters, {type(strategy).__name__}"
+    numel = model.full_numel if isinstance(model, ModelWrapper) else nn.Parameter.numel
+    sizes = [(numel(parameter), parameter.requires_grad) for parameter in core.parameters()]
+    count, trainable = sum(size for size, _ in sizes), sum(size for size, requires_grad in sizes if requires_grad)
+    part = "" if trainable == count else f" ({trainable:,} trainable)"
+    return f"{type(core).__name__}, {count:,} parameters{part}, {type(strategy).__name__}"
 
 
 def describe_ranks(world_size: int, device: str) -> str:
@@ -254,7 +338,7 @@ def print_summary(run: Run, what: str, seconds: float) -> None:
     loop = run.last_evaluation
     console.rule(f"[bold]{what}[/] in {seconds:.1f} s", style="dim", align="left")
     if loop is not None and loop.metrics:
-        result = format_metrics(loop.metrics, loop.evaluator.units)
+        result = format_metrics(loop.metrics, loop.units)
         console.print(Text.assemble("result  ", (result, "bold green")))
     # Never wrapped, so that it can be copied.
     console.print(Text.assemble("run     ", (str(run.run_dir), "bold")), soft_wrap=True)
@@ -274,7 +358,7 @@ def _describe_run(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "units": {} if loop is None else dict(loop.evaluator.units),
+        "units": {} if loop is None else dict(loop.units),
         "ranks": ranks,
     }
 

@@ -45,12 +45,14 @@ class Batch(NamedTuple):
         samples: how many of its samples count; 0 for a stand-in.
         mean_samples: the mean of `samples` over the ranks.
         is_own: whether the batch is this rank's own, not a stand-in.
+        indices: the indices of its samples in the dataset; None if they are not known.
     """
 
     data: Any
     samples: int
     mean_samples: float
     is_own: bool
+    indices: Sequence[int] | None = None
 
 
 class EvenBatches:
@@ -128,7 +130,7 @@ class EvenBatches:
             amount = None if amounts is None else amounts[self._rank]
             for index, batch in enumerate(batches, start=first):
                 samples = self._size_of(batch, batches) if amount is None else amount.size_of(index)
-                yield Batch(batch, samples, samples, True)
+                yield Batch(batch, samples, samples, True, batches.indices)
         except Exception:
             if not getattr(self._loader, "persistent_workers", False):
                 # Else its workers live as long as the error is held, and then take torch five seconds each to end.
@@ -226,7 +228,8 @@ class EvenBatches:
                 self._stand_in = batch
             self._ensure_stand_in([size is not None for size in sizes])
             known = [size or 0 for size in sizes]
-            yield Batch(self._stand_in, known[self._rank], sum(known) / self._world_size, is_own)
+            mean = sum(known) / self._world_size
+            yield Batch(self._stand_in, known[self._rank], mean, is_own, batches.indices)
 
     def _exchanged_sizes(self, own: int, *, compares: bool) -> list[int | None]:
         """Return the number of samples in each rank's batch; None for ranks that have run out.

@@ -6,12 +6,13 @@ from lockstep.location import RemotePath, locate
 from lockstep.weights.description import describe_model, sized_on_loading
 from lockstep.weights.export import Exported, describe_left_out, export_checkpoint, save_pretrained
 from lockstep.weights.loading import Weights, load_checkpoint, load_weights
-from lockstep.weights.source import check_weights, checkpoint_at, find_checkpoint, open_source
+from lockstep.weights.source import best_checkpoint_in, check_weights, checkpoint_at, find_checkpoint, open_source
 
 __all__ = [
     "Exported",
     "RemotePath",
     "Weights",
+    "best_checkpoint_in",
     "check_weights",
     "checkpoint_at",
     "describe_left_out",

@@ -32,7 +32,7 @@ from lockstep.weights.safetensors_file import (
     plan_shards,
     read_size,
 )
-from lockstep.weights.source import find_checkpoint
+from lockstep.weights.source import best_checkpoint_in, find_checkpoint
 
 Target: TypeAlias = Literal["safetensors", "hf", "torch"]
 Form: TypeAlias = Literal["safetensors", "hf", "torch", "pretrained"]
@@ -71,6 +71,7 @@ def export_checkpoint(
     out: str | Path,
     to: Target = "safetensors",
     *,
+    best: bool = False,
     max_shard_size: int | str = MAX_SHARD_SIZE,
     dtype: str | None = None,
     prefix: str | None = None,
@@ -86,8 +87,9 @@ def export_checkpoint(
             Also the URL of one that fsspec can open.
         to: `"safetensors"`: all weights, tied ones once, and `config.json` if the model is one of transformers. `"hf"`:
             what `from_pretrained` of transformers or peft loads; of a model within another, only that; of an
-            adapter, only what it adds. `"torch"`: a file `{"state_dict": ...}`, tied weights under each of their
-            names.
+            adapter, only what it adds. `"torch"`: a file that plain torch reads, by
+            `model.load_state_dict(torch.load(out))`, tied weights under each of their names.
+        best: of a run or a work_dir, take the best checkpoint, which CheckpointHook keeps by `save_best`.
         max_shard_size: the most bytes of a file, for folders.
         dtype: convert floating-point weights to it: `"float32"`, `"float16"` or `"bfloat16"`.
         prefix: write only the weights under this name, without it.
@@ -107,7 +109,7 @@ def export_checkpoint(
         model = BertForSequenceClassification.from_pretrained("my_bert")
     """
     require_one_of("to", to, TARGETS)
-    place, weights = locate(out), _CheckpointWeights(_checkpoint(checkpoint), ema)
+    place, weights = locate(out), _CheckpointWeights(_checkpoint(checkpoint, best=best), ema)
     is_file = to == "torch" or (to == "safetensors" and place.suffix == ".safetensors")
     check_new(place, file=is_file)
     most = read_size(max_shard_size)
@@ -294,16 +296,16 @@ class _CheckpointWeights:
             yield from read_tensors(self.path, part, some)
 
 
-def _checkpoint(path: str | Path) -> Location:
+def _checkpoint(path: str | Path, *, best: bool) -> Location:
     location = locate(path)
     try:
-        found = find_checkpoint(location)
+        found = best_checkpoint_in([location]) if best else find_checkpoint(location)
     except OSError as error:
         raise ConfigError(f"`CKPT` must be a checkpoint, but {error}") from error
     if found is None:
         what = "is a file" if location.exists() else "does not exist"
         if location.is_dir():
-            what = "holds no complete checkpoint"
+            what = f"holds no {'best' if best else 'complete'} checkpoint"
         raise ConfigError(
             f"`CKPT` must be a checkpoint, the folder of a run, or a work_dir, but {location} {what}. Those of a run "
             "lie under work_dirs/NAME/TIME, as epoch_1"
@@ -345,8 +347,7 @@ def _write_safetensors(writer: SafetensorsWriter, chosen: Selection, weights: _C
 def _write_torch(place: Location, chosen: Selection, weights: _CheckpointWeights) -> None:
     wanted = {chosen.origins[name]: chosen.infos[name].dtype for name in chosen.origins}
     read = {name: tensor.to(wanted[name]) for name, tensor in weights.read(wanted)}
-    facts = {key: weights.meta[key] for key in ("epoch", "iter", "lockstep", "torch") if key in weights.meta}
-    content = {"state_dict": {name: read[origin] for name, origin in chosen.origins.items()}, "meta": facts}
+    content = {name: read[origin] for name, origin in chosen.origins.items()}
     draft = draft_of(place) if isinstance(place, Path) else place
     try:
         if isinstance(draft, Path):

@@ -21,6 +21,11 @@ from lockstep.weights.description import sized_on_loading, tied_names
 from lockstep.weights.source import WeightSource, find_checkpoint, open_source
 
 REVISE_KEYS = ((r"^module\.", ""),)
+_OF_OTHER_NAMES = "Rename them, by load_checkpoint(PATH, revise_keys=[(PATTERN, REPLACEMENT)])"
+_OF_ANOTHER_SIZE = (
+    "The names are those of the model, but the weights are of a model of another size: build the model as it was when "
+    "they were saved, or load other weights"
+)
 _logger = logging.getLogger(__name__)
 
 
@@ -233,7 +238,7 @@ def _fitting(
     if summary and (strict or not fitting):
         raise ConfigError(
             f"the weights in {weights.path} do not fit the model ({summary})"
-            + ("" if fitting else ". Rename them, by load_checkpoint(PATH, revise_keys=[(PATTERN, REPLACEMENT)])")
+            + ("" if fitting else f". {_OF_ANOTHER_SIZE if differ else _OF_OTHER_NAMES}")
         )
     if summary:
         _logger.warning(

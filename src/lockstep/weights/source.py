@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.checkpoint import find_checkpoints, find_last_checkpoint, is_checkpoint, read_meta
 from lockstep.errors import ConfigError, listed
-from lockstep.location import Location, size_of
+from lockstep.location import Location, locate, size_of
 from lockstep.weights.safetensors_file import SafetensorsFile, TensorInfo
 
 _FILES = ("model.safetensors", "pytorch_model.bin")
@@ -114,6 +114,22 @@ def find_checkpoint(location: Location) -> Location | None:
     complete = [one for one in saved if is_checkpoint(one.directory)]
     latest = max(complete, key=lambda one: (read_meta(one.directory).get("iter", 0), one.time), default=None)
     return None if latest is None else latest.directory
+
+
+def best_checkpoint_in(roots: Sequence[Location]) -> Location | None:
+    """Return the best checkpoint that a CheckpointHook has kept in these folders, or in those of runs within them.
+
+    It is what the newest checkpoint there knows of that knows one, so that of the last run with `save_best`.
+    """
+    for one in find_checkpoints(roots):
+        with suppress(ConfigError):  # it is damaged, or another process removes it
+            kept = read_meta(one.directory).get("checkpoint_hook", {}).get("best", {})
+            for path in (str(best["path"]) for best in kept.values()):
+                *_, run, name = PurePosixPath(path).parts
+                for place in (locate(path), one.directory.parent.parent / run / name):  # moved with its work_dir
+                    if is_checkpoint(place):
+                        return place
+    return None
 
 
 def checkpoint_at(location: Location) -> Location:

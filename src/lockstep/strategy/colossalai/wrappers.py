@@ -91,10 +91,9 @@ class ColossalAIModelWrapper(EngineModelWrapper):
         if any(map(is_split, model.parameters())):
             self.partitioned = "ColossalAI's tensor parallelism keeps them in pieces. Use strategy 'fsdp'"
 
-    @property
-    def num_parameters(self) -> int:
-        """Number of elements of all parameters, counting split ones in full."""
-        return sum(map(full_numel, self.module.parameters()))
+    def full_numel(self, parameter: nn.Parameter) -> int:
+        """Return the number of elements of a parameter of the module, counting a split one in full."""
+        return int(full_numel(parameter))
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Return the context in which gradients accumulate on their rank; a null context if the plugin has none.

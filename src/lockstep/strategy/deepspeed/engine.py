@@ -171,10 +171,9 @@ class MMDeepSpeedEngineWrapper(EngineModelWrapper):
         with self._local_rank_known(), autocast_of(self.model):
             yield
 
-    @property
-    def num_parameters(self) -> int:
-        """Number of elements of all parameters, counting sharded ones in full."""
-        return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in self.module.parameters())
+    def full_numel(self, parameter: nn.Parameter) -> int:
+        """Return the number of elements of a parameter of the module, counting a sharded one in full."""
+        return int(getattr(parameter, "ds_numel", parameter.numel()))
 
     def _check_placeholders(self) -> None:
         if self._placeholders is not None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABCMeta, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import wraps
 from typing import Any
+
+from lockstep.dataset import length_of
 
 __all__ = ["BaseLoop", "note_metrics"]
 
@@ -37,6 +39,7 @@ class BaseLoop(metaclass=ABCMeta):
 
     metrics: Mapping[str, Any] = {}
     at_iter: int | None = None
+    metric_names: Sequence[str] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -54,6 +57,16 @@ class BaseLoop(metaclass=ABCMeta):
     def runner(self) -> Any:
         """Whose loop it is."""
         return self._runner
+
+    @property
+    def length(self) -> int | None:
+        """Number of this rank's batches in a pass; None if it is not known."""
+        return length_of(self.dataloader)
+
+    @property
+    def units(self) -> Mapping[str, str]:
+        """The units of the metrics, by name."""
+        return getattr(getattr(self, "evaluator", None), "units", {})
 
     @abstractmethod
     def run(self) -> Any:

@@ -6,7 +6,7 @@ Evaluations draw random numbers from those of the training, as there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, Self
 
@@ -203,12 +203,12 @@ class _OpenEvalLoop(EvalLoop):
             self.evaluator.process(data_samples=outputs, data_batch=data_batch)
         runner.call_hook(f"after_{mode}_iter", batch_idx=idx, data_batch=data_batch, outputs=outputs)
 
-    def _predict(self) -> None:
+    def _predict(self, dataloader: Any, evaluator: Any, counter: Iterator[int]) -> None:
         if type(self).run_iter is _OpenEvalLoop.run_iter:
-            super()._predict()
+            super()._predict(dataloader, evaluator, counter)
             return
         runner = self.runner
-        for batch_idx, fetched in enumerate(self._batches()):
+        for fetched, batch_idx in zip(self._batches(dataloader), counter, strict=False):
             runner.agreement.act_if_asked(may_save=False)
             if fetched.is_own:
                 self.run_iter(batch_idx, fetched.data)

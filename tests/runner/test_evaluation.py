@@ -1,0 +1,262 @@
+"""Models that return their loss, several validation sets, predictions, and the best checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+from math import exp
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - as everybody calls it
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import Runner
+from lockstep.dist import get_rank
+from lockstep.errors import ConfigError
+from lockstep.evaluator import Evaluator
+from lockstep.testing import ranks
+from lockstep.weights import export_checkpoint
+
+X = torch.randn(13, 4, generator=torch.Generator().manual_seed(1))
+Y = (X.sum(1) > 0).long()
+DICTS = [{"x": x, "labels": y} for x, y in zip(X, Y, strict=True)]
+
+
+class Output(dict):
+    """Has its entries as attributes, as the outputs of transformers."""
+
+    __getattr__ = dict.__getitem__
+
+
+class ReturnsLoss(nn.Module):
+    """Computes its loss from the labels, as the models of transformers do, and has a part that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.frozen = nn.Linear(4, 2), nn.Linear(1, 1).requires_grad_(False)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Output:
+        logits = self.head(x)
+        loss = None if labels is None else F.cross_entropy(logits, labels)
+        return Output(loss=loss, logits=logits)
+
+
+class Scores(nn.Linear):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(4, 2)
+
+
+def make(model: nn.Module, work_dir: Path, **options: Any) -> Runner:
+    given: dict[str, Any] = {
+        "train_dataloader": {"dataset": DICTS if isinstance(model, ReturnsLoss) else pairs(), "batch_size": 2},
+        "optim_wrapper": {"optimizer": {"type": "SGD", "lr": 0.5}},
+        "train_cfg": {"max_epochs": 2},
+        "randomness": {"seed": 0},
+        **options,
+    }
+    return Runner(model, work_dir, **given)
+
+
+def pairs(factor: float = 1.0) -> TensorDataset:
+    return TensorDataset(factor * X, Y)
+
+
+def own_loss(outputs, batch):
+    return outputs.loss
+
+
+@ranks(2)
+@pytest.mark.parametrize("loss", [None, own_loss])
+def test_a_model_that_returns_its_loss_is_validated_by_it(loss, tmp_path: Path):
+    model = ReturnsLoss()
+    runner = make(model, tmp_path, val_dataloader={"dataset": DICTS, "batch_size": 3}, loss=loss)
+    runner.train()
+    with torch.no_grad():
+        expected = model(X, Y).loss.item()
+    assert runner.run.val_loop.metrics == {"loss": pytest.approx(expected, abs=1e-6)}
+    assert "12 parameters (10 trainable)" in (tmp_path / runner.run_dir / "environment.json").read_text()
+    words = make(model, tmp_path, val_dataloader={"dataset": DICTS}, val_evaluator={"type": "Perplexity"}, loss=loss)
+    metrics = words.val()
+    assert metrics == {"loss": pytest.approx(expected, abs=1e-6), "perplexity": pytest.approx(exp(expected), abs=1e-5)}
+
+
+@ranks(2)
+def test_a_model_that_returns_no_loss_in_evaluation_is_told_so(tmp_path: Path):
+    runner = make(ReturnsLoss(), tmp_path, val_dataloader={"dataset": [{"x": x} for x in X]})
+    with pytest.raises(TypeError, match=r"must return its loss in evaluation, too.* returned a Output without one"):
+        runner.val()
+
+
+def of_logits(out, target):
+    return out.loss
+
+
+def forgets(outputs, targets):
+    F.cross_entropy(outputs, targets)
+
+
+def keeps_samples(outputs, targets):
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (
+            of_logits,
+            r"in the `loss` given to the Runner, of_logits\(out, target\).* gets the whole batch if its second",
+        ),
+        (
+            forgets,
+            r"`loss` must return a scalar, or a dict of tensors, but forgets\(outputs, targets\) returned a None",
+        ),
+        (keeps_samples, r"keeps_samples\(outputs, targets\) returned a tensor of shape \(2,\)"),
+        (
+            lambda outputs: outputs,
+            r"`loss` must take \(outputs, targets\) or \(outputs, batch\), but is <lambda>\(outp",
+        ),
+    ],
+)
+def test_an_error_in_a_loss_names_the_loss(loss, says, tmp_path: Path):
+    with pytest.raises((TypeError, AttributeError)) as caught:
+        make(Scores(), tmp_path, loss=loss).train()
+    said = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert re.search(says, said), said
+
+
+def test_the_keys_of_a_batch_are_named_if_forward_takes_none_of_them(tmp_path: Path):
+    samples = [{"image": x, "label": y} for x, y in zip(X, Y, strict=True)]
+    runner = make(Scores(), tmp_path, loss=nn.CrossEntropyLoss(), train_dataloader=DataLoader(samples, batch_size=2))
+    with pytest.raises(TypeError, match=r"has the keys image, label, and its parameters are \(input\)"):
+        runner.train()
+
+
+@ranks(2)
+def test_several_sets_have_metrics_under_their_names(tmp_path: Path):
+    runner = make(
+        Scores(),
+        tmp_path,
+        loss=nn.CrossEntropyLoss(),
+        val_dataloader={"clean": {"dataset": pairs()}, "noisy": DataLoader(pairs(-1.0), batch_size=3)},
+        val_evaluator={"clean": {"type": "Accuracy"}, "noisy": [{"type": "Accuracy", "topk": (1, 2)}]},
+        default_hooks={"checkpoint": {"save_best": "noisy/accuracy/top1"}},
+        custom_hooks=[{"type": "EarlyStoppingHook", "monitor": "clean/loss", "patience": 1, "min_delta": 10}],
+        train_cfg={"max_epochs": 9},
+    )
+    runner.train()
+    assert runner.epoch == 2  # stopped by the loss of one set
+    metrics = runner.run.val_loop.metrics
+    assert [*metrics] == [
+        "clean/accuracy", "clean/loss", "noisy/accuracy/top1", "noisy/accuracy/top2", "noisy/loss",
+    ]  # fmt: skip
+    alone = make(Scores(), tmp_path, loss=nn.CrossEntropyLoss(), val_dataloader={"dataset": pairs(-1.0)})
+    best = alone.val(checkpoint=runner.best_checkpoint)
+    records = [json.loads(line) for line in (runner.run_dir / "metrics.jsonl").read_text().splitlines()]
+    first = next(record for record in records if record["mode"] == "val")
+    assert runner.best_checkpoint.name == "best_noisy_accuracy_top1_epoch_1"
+    assert best["loss"] == pytest.approx(first["noisy/loss"], abs=1e-6)
+
+
+def test_sets_of_a_list_have_numbers_and_one_evaluator_for_all_or_one_each(tmp_path: Path):
+    sets = [DataLoader(pairs()), DataLoader(pairs(-1.0))]
+    accuracy = {"type": "Accuracy"}
+    given = {"loss": nn.CrossEntropyLoss(), "val_dataloader": sets}
+    one = make(Scores(), tmp_path, **given, val_evaluator=[accuracy]).val()
+    each = [Evaluator(accuracy), {"metrics": {**accuracy, "prefix": "b"}}]
+    several = make(Scores(), tmp_path, **given, val_evaluator=each).val()
+    assert one["0/accuracy"] != one["1/accuracy"]
+    assert [*several] == ["0/accuracy", "0/loss", "1/b/accuracy", "1/loss"]
+    assert [*several.values()] == [*one.values()]
+
+
+class Parts(Scores):
+    def forward(self, x: Tensor, y: Tensor | None = None) -> dict[str, Any]:
+        return {"pair": (super().forward(x), x.sum(1)), "name": ["a"] * len(x), "loss": x.sum(), "none": None}
+
+
+@ranks(1, 3)
+def test_predictions_are_in_the_order_of_the_dataset_each_once(tmp_path: Path):
+    model = Scores()
+    runner = make(model, tmp_path / "run", loss=nn.CrossEntropyLoss())
+    trained = runner.train()
+    with torch.no_grad():
+        expected = model(X)
+    for loader in (
+        DataLoader(pairs(), batch_size=2, shuffle=True),
+        DataLoader(X, batch_size=5),
+        {"dataset": TensorDataset(X), "batch_sampler": [[12, 3, 4], [0, 1], [2], [5, 6, 7, 8, 9, 10, 11], [3]]},
+    ):
+        found = runner.predict(loader)
+        assert (found is None) == (get_rank() > 0)
+        if found is not None:
+            assert torch.allclose(torch.stack(found), expected)
+    assert runner.predict(DataLoader(pairs(), batch_size=2), out_dir=tmp_path / "out") is None
+    if get_rank() == 0:
+        files = sorted((tmp_path / "out").iterdir())
+        assert [file.name for file in files] == [f"{index:08}.pt" for index in range(13)]
+        assert torch.allclose(torch.stack([torch.load(file) for file in files]), expected)
+    assert trained.training is False
+    with pytest.raises(ConfigError, match="`dataloader` must be one data loader to predict for, but is None"):
+        runner.predict()
+
+
+@ranks(2)
+def test_predictions_of_shards_and_of_outputs_in_parts(tmp_path: Path):
+    model = Parts()
+    weight, bias = model.weight.detach().clone(), model.bias.detach().clone()
+    runner = make(model, tmp_path, strategy="fsdp", test_dataloader=DataLoader(pairs(), batch_size=7))
+    found = runner.predict()
+    if found is not None:
+        assert len(found) == 13
+        assert found[12].keys() == {"pair", "name"}
+        scores, total = found[12]["pair"]
+        assert torch.allclose(scores, X[12] @ weight.T + bias, atol=1e-6)
+        assert (total, found[12]["name"]) == (X[12].sum(), "a")
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_the_best_checkpoint_is_tested_exported_and_found_again(ema, tmp_path: Path):
+    data = {"dataset": pairs(), "batch_size": 4}
+    options: dict[str, Any] = {
+        "loss": nn.CrossEntropyLoss(),
+        "val_dataloader": data,
+        "test_dataloader": data,
+        "default_hooks": {"checkpoint": {"save_best": "loss", "rule": "greater"}},  # the first one
+        "custom_hooks": [{"type": "EMAHook", "momentum": 0.5}] if ema else [],
+        "train_cfg": {"max_epochs": 3},
+    }
+    runner = make(Scores(), tmp_path / "work", **options)
+    assert runner.best_checkpoint is None
+    with pytest.raises(ConfigError, match=r"`checkpoint` must be 'best' only where a run has kept its best one"):
+        make(Scores(), tmp_path / "work", **options).test(checkpoint="best")
+    runner.train()
+    records = [json.loads(line) for line in (runner.run_dir / "metrics.jsonl").read_text().splitlines()]
+    best, *_, last = [record["loss"] for record in records if record["mode"] == "val"]
+    assert best > last
+    assert runner.best_checkpoint == runner.run_dir / "best_loss_epoch_1"
+    assert runner.test() == {"loss": pytest.approx(last, abs=1e-6)}
+    assert runner.test(checkpoint="best") == {"loss": pytest.approx(best, abs=1e-6)}
+    (tmp_path / "work").rename(tmp_path / "moved")
+    assert make(Scores(), tmp_path / "moved", **options).test(checkpoint="best") == {"loss": pytest.approx(best)}
+    export_checkpoint(tmp_path / "moved", tmp_path / "best.pth", "torch", best=True)
+    plain = Scores()
+    plain.load_state_dict(torch.load(tmp_path / "best.pth", weights_only=True))
+    assert F.cross_entropy(plain(X), Y).item() == pytest.approx(best, abs=1e-6)
+
+
+def test_another_training_in_the_work_dir_is_told(tmp_path: Path):
+    first = make(Scores(), tmp_path, loss=nn.CrossEntropyLoss())
+    with first.training():
+        second = make(Scores(), tmp_path, loss=nn.CrossEntropyLoss())
+        second.train()
+    third = make(Scores(), tmp_path, loss=nn.CrossEntropyLoss())
+    third.train()
+    logs = [(each.run_dir / "log.txt").read_text() for each in (second, third)]
+    says = f"another training goes on in this work_dir: that of {first.run_dir}"
+    assert [says in log for log in logs] == [True, False]
