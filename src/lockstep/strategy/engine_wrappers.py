@@ -13,7 +13,7 @@ from lockstep.errors import ConfigError
 from lockstep.groups import this_rank
 from lockstep.model import ModelWrapper, steps
 from lockstep.model.wrapper import all_entered, forwarded
-from lockstep.model.written import DriftCheck
+from lockstep.model.written import BY_RANK, DriftCheck
 from lockstep.optim import OptimWrapper
 from lockstep.strategy.engine_parameters import FrozenParamsGuard, GradientPlaceholders, MasterWeights
 from lockstep.strategy.gradient_flow import GradientFlow
@@ -134,32 +134,23 @@ class EngineOptimWrapper(OptimWrapper):
     half_option: ClassVar[str]
 
     _engine: Any = None
-    _flow: GradientFlow | None = None  # None where the engine leaves gradients in `parameter.grad`
     _masters: MasterWeights | None = None
     _drift: DriftCheck | None = None
     _updates_at_once = False  # after the backward pass, without code of the user's between
 
-    def attach(
-        self,
-        engine: Any,
-        module: nn.Module,
-        *,
-        flow: GradientFlow | None,
-        masters: MasterWeights | None,
-        drift: DriftCheck | None,
-    ) -> None:
+    def attach(self, engine: Any, module: nn.Module, masters: MasterWeights | None, *, replicated: bool = True) -> None:
         """Set what makes the updates.
 
         Args:
             engine: the engine, or its optimizer.
             module: the user's own module.
-            flow: finds the parameters that losses reach; None if the engine leaves gradients where they are.
             masters: the engine's master weights; None if it has none.
-            drift: compares replicas; None if ranks hold none.
+            replicated: whether each rank has all parameters whole, so that they can be compared.
         """
         self._engine, self._module = engine, module
         self._placeholders = GradientPlaceholders(self.engine_name)
-        self._flow, self._masters, self._drift = flow, masters, drift
+        self._flow, self._masters = GradientFlow(module), masters
+        self._drift = DriftCheck(lambda: [*module.named_parameters()], None, BY_RANK) if replicated else None
 
     @classmethod
     def of(cls, wrapper: OptimWrapper) -> Self:
@@ -199,7 +190,7 @@ class EngineOptimWrapper(OptimWrapper):
         """
         _ = self.engine
         self._placeholders.release()
-        reached = [] if self._updates_at_once or self._flow is None else self._flow.reached(loss)
+        reached = [] if self._updates_at_once else self._flow.reached(loss)
         super().backward(loss, **kwargs)
         self._placeholders.hold(reached)
 
