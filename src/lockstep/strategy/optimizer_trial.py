@@ -114,7 +114,7 @@ def _updates(optimizer: Optimizer, seed: int, *, sharded: bool) -> list[Tensor]:
         for twin in tried:
             gradient = _drawn(twin.shape, twin.dtype, generator)
             twin.grad = shard_like(gradient.to(twin.device), twin)
-        copy.step(*([lambda: torch.zeros(())] if needs_closure(copy) else []))
+        copy.step(*([lambda: 0.0] if needs_closure(copy) else []))
     return [gather_full(twin.detach()) - start for twin, start in zip(tried, before, strict=True)]
 
 
