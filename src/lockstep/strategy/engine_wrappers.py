@@ -157,8 +157,13 @@ class EngineOptimWrapper(OptimWrapper):
         """Return a wrapper of this class with the optimizer and the settings of another wrapper, or that one.
 
         Raises:
-            ConfigError: the other one is not a plain `OptimWrapper`.
+            ConfigError: the other one is not a plain `OptimWrapper`, or its optimizer evaluates the loss itself.
         """
+        if wrapper.needs_closure:
+            raise ConfigError(
+                f"`optimizer` must take one step per loss, but is {type(wrapper.optimizer).__name__}, which evaluates "
+                f"the loss several times, while {cls.engine_name} runs one backward pass per update. Use AdamW or SGD"
+            )
         if isinstance(wrapper, cls):
             return wrapper
         if type(wrapper) is not OptimWrapper:

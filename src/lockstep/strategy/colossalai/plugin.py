@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError, did_you_mean
-from lockstep.strategy.engine_parameters import check_kinds, refuse_lbfgs, updates_elementwise
+from lockstep.strategy.engine_parameters import check_kinds, updates_elementwise
 
 _NAME = "lowlevel_zero"
 _REFUSED: Mapping[str, str] = {
@@ -86,7 +86,6 @@ def check_run(model: nn.Module, optimizer: Optimizer, dtype: torch.dtype) -> Non
     Raises:
         ConfigError: the model or the optimizer does not fit.
     """
-    refuse_lbfgs(optimizer, "ColossalAI")
     kind = type(optimizer)
     is_colossalais = kind.__module__.startswith("colossalai.") and kind.__name__ in _ELEMENTWISE
     if not (is_colossalais or updates_elementwise(optimizer)):
