@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.dist import all_reduce
 from lockstep.errors import ConfigError, DistError
 from lockstep.model.parts import owners_of_parameters
-from lockstep.model.tensor_parallel_plan import check_layer, read_plan, split_layer, split_of
+from lockstep.model.tensor_parallel_plan import check_layer, read_plan, split_layer
 from lockstep.tree import tree_leaves
 
 _logger = logging.getLogger("lockstep.model")
@@ -60,7 +60,7 @@ class TensorParallel:
         for name, style in styles.items():
             if model.get_submodule(name) in ignored:
                 raise ConfigError(f"`ignored_modules` must not hold what tensor_parallel splits, but holds `{name}`")
-            check_layer(model, name, split_of(style), mesh.size())
+            check_layer(model, name, style, mesh.size())
         self._styles = {model.get_submodule(name): style for name, style in styles.items()}
         self._names = {module: name for name, module in model.named_modules()}
         self._trial = PlanTrial(model, styles, mesh)
