@@ -66,7 +66,7 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
 
     engine_name = "DeepSpeed"
     half_option = "the strategy bf16=True, fp16=True or torch_autocast=dict(enabled=True, dtype='bfloat16')"
-    _state: DeepSpeedState | None = None
+    _state: DeepSpeedState  # of the engine
     _went_back = False
     _holds = False  # gradients since the last update
     _is_summed = False  # over the ranks, since the last update
@@ -128,11 +128,13 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state in canonical form. **Collective**: every rank."""
-        return self._attached_state().optim_state()
+        _ = self.engine
+        return self._state.optim_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state in canonical form. **Collective**: every rank."""
-        self._attached_state().load_optim(state_dict)
+        _ = self.engine
+        self._state.load_optim(state_dict)
 
     def _run_backward(self, loss: Tensor, **kwargs: Any) -> None:
         ends = self.should_sync()
@@ -186,11 +188,6 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
             if held is not gradients:
                 for gradient, other in zip(held, gradients, strict=True):
                     gradient.add_(other)
-
-    def _attached_state(self) -> DeepSpeedState:
-        _ = self.engine
-        assert self._state is not None  # comes with the engine
-        return self._state
 
     def _reconciled(self, loss: Tensor, *, ends: bool) -> Tensor:
         """Return the loss, changed or checked so that ZeRO, which sums gradients by position, sums matching ones."""
