@@ -74,7 +74,7 @@ test-deepspeed: .venv-deepspeed/.ready  ## the DeepSpeed strategy, in an environ
 
 .PHONY: test-colossalai
 test-colossalai: .venv-colossalai/.ready  ## the ColossalAI strategy, in an environment of its own
-	.venv-colossalai/bin/python -m pytest $(if $(SLICE),$(SLICE_COLOSSALAI),tests/engines/colossalai --min-rank-tests 30) $(PYTEST_ARGS)
+	.venv-colossalai/bin/python -m pytest $(if $(SLICE),$(SLICE_COLOSSALAI),tests/engines/colossalai --min-rank-tests 48) $(PYTEST_ARGS)
 
 .venv-colossalai/.ready: pyproject.toml constraints.txt requirements/colossalai.txt requirements/colossalai-imports.txt \
 		requirements/models-colossalai.txt
