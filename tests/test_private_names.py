@@ -212,13 +212,13 @@ PRIVATE: dict[str, Private] = {
     ),
     "_parameters": Private(
         lambda: module_holds("_parameters"),
-        ("model/averaged.py", "optim/constructor.py", "strategy/colossalai/state.py"),
+        ("model/averaged.py", "optim/constructor.py"),
     ),
     "_buffers": Private(
         lambda: module_holds("_buffers"),
-        ("model/averaged.py", "runner/uneven_inputs.py", "strategy/colossalai/state.py"),
+        ("model/averaged.py", "runner/uneven_inputs.py"),
     ),
-    "_non_persistent_buffers_set": Private(non_persistent, ("model/averaged.py", "strategy/colossalai/state.py")),
+    "_non_persistent_buffers_set": Private(non_persistent, ("model/averaged.py",)),
     "_load_from_state_dict": Private(
         lambda: "_load_from_state_dict" in inspect.getsource(nn.Module.load_state_dict), ("weights/description.py",)
     ),
@@ -245,9 +245,6 @@ PRIVATE: dict[str, Private] = {
         ("model/tensor_parallel.py",),
     ),
     "_checkpoint_wrapped_module": Private(checkpoint_wrapped, ("model/parts.py",)),
-    "torch._inductor": Private(
-        lambda: any(importlib.import_module("torch._inductor.config").cpp.cxx), ("model/compiling.py",)
-    ),
     "torch._inductor.config": Private(lambda: find_spec("torch._inductor.config"), ("testing/pool.py",)),
     "torch._inductor.cudagraph_trees": Private(
         lambda: (

@@ -33,15 +33,11 @@ class Column:
         """Number of ranks that see different samples."""
         return self.nproc // self.tensor_parallel
 
-    def strategy_for(
-        self, plan: Mapping[str, str] | None, colossalai_plan: bool, options: Mapping[str, Mapping[str, Any]]
-    ) -> dict[str, Any]:
+    def strategy_for(self, plan: Mapping[str, str] | None, options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Return the config of the strategy for a model with such a plan and options."""
         strategy = {**self.strategy, **options.get(self.name, {})}
         if self.tensor_parallel == 1:
             return strategy
-        if self.engine == "colossalai" and (plan is None or not colossalai_plan):
-            return {**strategy, "tp_size": self.tensor_parallel}
         return {**strategy, "tensor_parallel": {"degree": self.tensor_parallel, "plan": plan}}
 
 
@@ -58,6 +54,5 @@ COLUMNS = (
     Column("ZeRO-1", 2, {"type": "deepspeed", "stage": 1}, "deepspeed"),
     Column("ZeRO-3", 2, {"type": "deepspeed", "zero_optimization": _ZERO3}, "deepspeed"),
     Column("ColossalAI ZeRO-1", 2, {"type": "colossalai", "plugin": "lowlevel_zero", "stage": 1}, "colossalai"),
-    Column("ColossalAI TP-2", 2, {"type": "colossalai", "plugin": "hybrid"}, "colossalai", tensor_parallel=2),
 )
 BY_NAME = {column.name: column for column in COLUMNS}

@@ -91,7 +91,7 @@ def train(task: Mapping[str, Any], column_name: str, recorder: Recorder) -> dict
         val_evaluator=OutputSize(),
         train_cfg={"by_epoch": True, "max_epochs": EPOCHS, "val_interval": EPOCHS, **counted},
         optim_wrapper=_optim_wrapper(row),
-        strategy=column.strategy_for(row.plan, row.colossalai_plan, row.options),
+        strategy=column.strategy_for(row.plan, row.options),
         default_hooks={"checkpoint": None, "progress": None, "logger": None},
         custom_hooks=[recorder, *(make() for make in row.hooks)],
         visualizer=[],

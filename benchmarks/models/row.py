@@ -22,8 +22,8 @@ ADAMW = {"type": "AdamW", "lr": 3e-3, "eps": 1e-4, "weight_decay": 0.05}
 
 PERCEPTRON = {"*up": "colwise", "*down": "rowwise"}
 """How a `Perceptron` is split where ranks compute it together."""
-UNUSED = {name: {"find_unused_parameters": True} for name in ("DDP-2", "ColossalAI TP-2")}
-UNUSED_NOTE = "Under `ddp` and `hybrid` with `find_unused_parameters=True`."
+UNUSED = {"DDP-2": {"find_unused_parameters": True}}
+UNUSED_NOTE = "Under `ddp` with `find_unused_parameters=True`."
 
 Losses = dict[str, Tensor]
 Columns = Callable[[int, Generator], Batch]
@@ -54,8 +54,7 @@ class Row:
         clips: whether gradients are clipped; torch can't clip sparse ones.
         accumulative_counts: number of backward passes of an update.
         counts: what a batch counts for; None for its samples.
-        plan: how it is split where ranks compute it together; None leaves it to the model, or to ColossalAI's policy.
-        colossalai_plan: whether ColossalAI is given that plan, too, having no policy for the model.
+        plan: how it is split where ranks compute it together; None leaves it to the model.
         options: what a config says of a strategy besides, by column.
         hooks: make further hooks.
         epoch_by_hand: what they do, by hand, before an epoch.
@@ -75,7 +74,6 @@ class Row:
     accumulative_counts: int = 1
     counts: Callable[[Batch], int] | None = None
     plan: Mapping[str, str] | None = None
-    colossalai_plan: bool = True
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     hooks: tuple[Callable[[], Hook], ...] = ()
     epoch_by_hand: Callable[[Any, int], None] | None = None

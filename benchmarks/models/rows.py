@@ -18,7 +18,7 @@ from benchmarks.models import (
     several_passes,
     written_weights,
 )
-from benchmarks.models.row import EPOCH_STEPS, PERCEPTRON, UNUSED, UNUSED_NOTE, Columns, Row
+from benchmarks.models.row import EPOCH_STEPS, PERCEPTRON, UNUSED, UNUSED_NOTE, Row
 from lockstep.hooks import Hook
 from lockstep.model import unwrap_model
 
@@ -41,46 +41,41 @@ def unfreeze_by_hand(model: nn.Module, epoch: int) -> None:
         model.get_submodule("backbone").requires_grad_(True)
 
 
-def _hf(name: str, make: Any, columns: Columns, **options: Any) -> Row:
-    return Row(name, make, columns, **{"colossalai_plan": False, **options})
-
-
 ROWS = (
-    _hf("GPT-2, tied", huggingface.gpt2, data.token_columns),
-    _hf("Llama, GQA", huggingface.llama, data.token_columns),
-    _hf("T5", huggingface.t5, data.pair_columns, plan={"*.wi": "colwise", "*.wo": "rowwise"}),
-    _hf("BERT", huggingface.bert, data.sentence_columns, plan=LAYERS),
-    _hf("ViT", huggingface.vit, data.image_columns, plan={"*.fc1": "colwise", "*.fc2": "rowwise"}),
-    _hf("Mixtral", huggingface.mixtral, data.token_columns, plan=ATTENTION),
-    _hf(
+    Row("GPT-2, tied", huggingface.gpt2, data.token_columns),
+    Row("Llama, GQA", huggingface.llama, data.token_columns),
+    Row("T5", huggingface.t5, data.pair_columns, plan={"*.wi": "colwise", "*.wo": "rowwise"}),
+    Row("BERT", huggingface.bert, data.sentence_columns, plan=LAYERS),
+    Row("ViT", huggingface.vit, data.image_columns, plan={"*.fc1": "colwise", "*.fc2": "rowwise"}),
+    Row("Mixtral", huggingface.mixtral, data.token_columns, plan=ATTENTION),
+    Row(
         "Qwen2-MoE",
         huggingface.qwen2_moe,
         data.token_columns,
         plan={f"*.shared_expert.{name}_proj": "rowwise" if name == "down" else "colwise" for name in GATED},
-        colossalai_plan=True,
-        note="the shared expert is what tensor parallelism splits; ColossalAI has no policy for the model.",
+        note="the shared expert is what tensor parallelism splits.",
     ),
-    _hf("Qwen 3", huggingface.qwen3, data.token_columns),
-    _hf("Gemma 2", huggingface.gemma2, data.token_columns),
-    _hf("Gemma 3", huggingface.gemma3, data.token_columns),
-    _hf("Phi-3", huggingface.phi3, data.token_columns),
-    _hf("DeepSeek V3", huggingface.deepseek_v3, data.token_columns),
-    _hf("Mamba 2", huggingface.mamba2, data.token_columns),
-    _hf(
+    Row("Qwen 3", huggingface.qwen3, data.token_columns),
+    Row("Gemma 2", huggingface.gemma2, data.token_columns),
+    Row("Gemma 3", huggingface.gemma3, data.token_columns),
+    Row("Phi-3", huggingface.phi3, data.token_columns),
+    Row("DeepSeek V3", huggingface.deepseek_v3, data.token_columns),
+    Row("Mamba 2", huggingface.mamba2, data.token_columns),
+    Row(
         "RWKV",
         huggingface.rwkv,
         data.token_columns,
         updates_before=10,
         note="a validation divides weights of each block by powers of two; where it is refused, the error comes there.",
     ),
-    _hf(
+    Row(
         "Llama, means of tokens",
         huggingface.llama,
         data.padded_columns,
         counts=data.count_labels,
         note="labels of 1 to 11 tokens, the others -100; `batch_size_of` counts them.",
     ),
-    _hf(
+    Row(
         "wav2vec 2.0",
         huggingface.wav2vec2,
         data.waveform_columns,
@@ -88,13 +83,12 @@ ROWS = (
         options=UNUSED,
         note=f"nothing is masked, so the vector that would replace what is masked gets no gradient. {UNUSED_NOTE}",
     ),
-    _hf("Whisper", huggingface.whisper, data.speech_columns, plan={"*.fc1": "colwise", "*.fc2": "rowwise"}),
-    _hf(
+    Row("Whisper", huggingface.whisper, data.speech_columns, plan={"*.fc1": "colwise", "*.fc2": "rowwise"}),
+    Row(
         "LoRA on Llama",
         huggingface.lora,
         data.token_columns,
         plan={f"*.{name}_proj": "rowwise" if name == "down" else "colwise" for name in GATED},
-        colossalai_plan=True,
     ),
     Row(
         "resnet18, SyncBN",

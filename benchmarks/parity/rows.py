@@ -56,16 +56,8 @@ def _deepspeed(stage: int) -> Row:
 
 def _colossalai(name: str, **options: Any) -> Row:
     strategy = {"type": "colossalai", **options}
-    tensor_parallel = options.get("tp_size", 1) > 1
-    return Row(
-        f"ColossalAI {name}",
-        2,
-        strategy,
-        "colossalai",
-        loss_tolerance=1e-5 if tensor_parallel else 5e-6,
-        replicas=1 if tensor_parallel else 0,
-        bf16={"strategy": {**strategy, "precision": "bf16"}},
-    )
+    bf16 = {"strategy": {**strategy, "precision": "bf16"}}
+    return Row(f"ColossalAI {name}", 2, strategy, "colossalai", bf16=bf16)
 
 
 ROWS = (
@@ -79,6 +71,4 @@ ROWS = (
     *(_deepspeed(stage) for stage in range(4)),
     _colossalai("zero1", plugin="lowlevel_zero", stage=1),
     _colossalai("zero2", plugin="lowlevel_zero", stage=2),
-    _colossalai("hybrid", plugin="hybrid"),
-    _colossalai("tp2", plugin="hybrid", tp_size=2),
 )

@@ -30,7 +30,8 @@ class MMSeparateDistributedDataParallel(ModelWrapper):
     Containers without a `forward`, such as `ModuleList`, are not wrapped; their children are.
 
     Args:
-        module: the model. Each trainable parameter must belong to exactly one child.
+        module: the model, on the device on which it will be trained. Each trainable parameter must belong to exactly
+            one child.
         device_ids: as for DDP; ignored on the CPU.
         output_device: as for DDP; ignored on the CPU.
         broadcast_buffers: send rank 0's buffers to the others in each forward pass of training.
@@ -56,10 +57,8 @@ class MMSeparateDistributedDataParallel(ModelWrapper):
         _check_ownership(module)
         kwargs |= {"device_ids": device_ids, "output_device": output_device}
         kwargs |= {"broadcast_buffers": broadcast_buffers, "find_unused_parameters": find_unused_parameters}
-        device = _device_of(module, device_ids)
         self._parallel: list[MMDistributedDataParallel] = []
         for parent, name, child in callable_children(module):
-            child.to(device)
             if any(parameter.requires_grad for parameter in child.parameters()):
                 wrapped = MMDistributedDataParallel(child, **kwargs)
                 on_backward(wrapped, wrapped.clock.follow)  # nobody enters its `backward_context`
@@ -119,11 +118,3 @@ def _check_ownership(module: nn.Module) -> None:
             "`module` must hold each trainable parameter in one child, but two would both average "
             f"{', '.join(shared)}. Use MMDistributedDataParallel"
         )
-
-
-def _device_of(module: nn.Module, device_ids: Sequence[int | torch.device] | None) -> torch.device:
-    first = next(module.parameters(), None)
-    if first is None or first.device.type == "cpu" or not device_ids:
-        return torch.device("cpu") if first is None else first.device
-    chosen = device_ids[0]
-    return chosen if isinstance(chosen, torch.device) else torch.device(first.device.type, chosen)

@@ -137,19 +137,17 @@ def values_to_log(outputs: Any) -> dict[str, Any]:
             "`train_step` must return a dict of values to log, as in {'loss': loss.detach()}, or None, but returned a "
             f"{type(outputs).__name__}"
         )
-    values = dict(outputs)
+    values: dict[str, Any] = {}
     for name, value in outputs.items():
-        if isinstance(value, Tensor):
-            if value.numel() == 1:
-                values[name] = value.detach().clone()
-                continue
-        elif isinstance(value, int | float):
-            continue
-        elif isinstance(value, Real):  # of numpy
-            values[name] = float(value)
-            continue
-        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise TypeError(f"`train_step` must return numbers and scalar tensors to log, but returned {what} as {name!r}")
+        if isinstance(value, Tensor) and value.numel() == 1:
+            values[name] = value.detach().clone()
+        elif isinstance(value, int | float | Real):
+            values[name] = value if isinstance(value, int | float) else float(value)  # of numpy
+        else:
+            what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise TypeError(
+                f"`train_step` must return numbers and scalar tensors to log, but returned {what} as {name!r}"
+            )
     return values
 
 

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.dist import all_reduce
 from lockstep.errors import ConfigError, DistError
 from lockstep.model.parts import owners_of_parameters
-from lockstep.model.tensor_parallel_plan import check_layer, read_plan, split_layer, split_of
+from lockstep.model.tensor_parallel_plan import check_layer, read_plan, split_layer
 from lockstep.tree import tree_leaves
 
 _logger = logging.getLogger("lockstep.model")
@@ -60,10 +60,10 @@ class TensorParallel:
         for name, style in styles.items():
             if model.get_submodule(name) in ignored:
                 raise ConfigError(f"`ignored_modules` must not hold what tensor_parallel splits, but holds `{name}`")
-            check_layer(model, name, split_of(style), mesh.size())
+            check_layer(model, name, style, mesh.size())
         self._styles = {model.get_submodule(name): style for name, style in styles.items()}
         self._names = {module: name for name, module in model.named_modules()}
-        self._trial = PlanTrial(model, styles, mesh, _add_to_plan)
+        self._trial = PlanTrial(model, styles, mesh)
         self._ties = [sites for sites in owners_of_parameters(model).values() if len(sites) > 1]
 
     def apply(self, unit: nn.Module) -> None:
@@ -101,10 +101,6 @@ class TensorParallel:
             )
         for owner, name in sites[1:]:
             setattr(owner, name, parameters[0])
-
-
-def _add_to_plan(pattern: str) -> str:
-    return f"Add {{{pattern!r}: 'replicated_with_grad_allreduce'}} to the plan"
 
 
 # Rounding and TF32 make differences of a thousandth of the norm; numbers of other heads differ by a tenth and more.
@@ -147,23 +143,15 @@ class PlanTrial:
         model: its first forward pass with gradients ends the trial.
         styles: of its layers, by name.
         mesh: one axis, the ranks that compute together.
-        remedy: what to do about a parameter with the gradient of a part, given a pattern of the name of its module.
 
     **Collective**: the first forward pass that trains, among the ranks of the mesh. **Cost**: until then, the inputs of
     one module of each kind. Then, for one kind after the other, a whole and a split copy of it in float32, three
     forward and two backward passes, and two all_reduce, of a number for each parameter.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        styles: Mapping[str, ParallelStyle],
-        mesh: DeviceMesh,
-        remedy: Callable[[str], str],
-    ) -> None:
+    def __init__(self, model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
         self._model = model
         self._mesh = mesh
-        self._remedy = remedy
         self._regions = _regions_of(model, styles)
         self._hooks = [model.register_forward_hook(self._end)]
 
@@ -241,7 +229,8 @@ class PlanTrial:
                 raise ConfigError(
                     f"`{region.name}.{name}` must get the gradient of all that it is used for under `tensor_parallel`, "
                     f"but in a trial with random weights it differs by {difference:.0%}: each rank uses it for its own "
-                    f"part of what {kind} computes. {self._remedy(pattern)}, or leave {layers} whole"
+                    f"part of what {kind} computes. Add {{{pattern!r}: 'replicated_with_grad_allreduce'}} to the plan, "
+                    f"or leave {layers} whole"
                 )
         if of_input > _TOLERANCE:
             raise ConfigError(

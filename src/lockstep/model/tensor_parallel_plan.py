@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from enum import Enum
 from fnmatch import fnmatchcase
 from inspect import getattr_static
 from typing import Any, NamedTuple
@@ -36,24 +35,6 @@ class PlanRequest(NamedTuple):
 
     degree: int | None = None
     plan: Mapping[str, Any] | None = None
-
-
-class Split(Enum):
-    """The direction in which the weight of a layer is split."""
-
-    COLUMNS = "colwise"
-    ROWS = "rowwise"
-
-    def attribute(self, module: nn.Module) -> str:
-        """Return the name of the size that is divided."""
-        if isinstance(module, nn.Embedding):
-            return "embedding_dim" if self is Split.COLUMNS else "num_embeddings"
-        return "out_features" if self is Split.COLUMNS else "in_features"
-
-    def remedy(self, module: nn.Module) -> str:
-        """Return what to do with a layer whose size is not divisible."""
-        other = Split.ROWS if self is Split.COLUMNS else Split.COLUMNS
-        return f"Split it '{other.value}_rep', leave it out, or choose another degree or {self.attribute(module)}"
 
 
 def read_request(tensor_parallel: Any) -> PlanRequest | None:
@@ -124,13 +105,6 @@ def owner_of_layer(model: nn.Module, name: str) -> nn.Module:
     while owner and isinstance(getattr(model.get_submodule(owner), "base_layer", None), nn.Module):
         owner = owner.rpartition(".")[0]
     return model.get_submodule(owner)
-
-
-def split_of(style: ParallelStyle) -> Split | None:
-    """Return how a style splits weights; None where it does not."""
-    if isinstance(style, ColwiseParallel):
-        return Split.COLUMNS
-    return Split.ROWS if isinstance(style, RowwiseParallel) else None
 
 
 def _rowwise(module: nn.Module) -> ParallelStyle:
@@ -233,8 +207,7 @@ def _layers(model: nn.Module, name: str, choice: tuple[str, Any]) -> Iterator[tu
     if not isinstance(getattr(module, "base_layer", None), nn.Module) or not _is_split(choice[1]):
         yield name, choice
         return
-    style = _read_style(*choice, module)
-    factor = "lora_B" if style is not None and split_of(style) is Split.COLUMNS else "lora_A"
+    factor = "lora_B" if isinstance(_read_style(*choice, module), ColwiseParallel) else "lora_A"
     known = ("base_layer.", "lora_A.", "lora_B.")
     other = [parameter for parameter, _ in module.named_parameters() if not parameter.startswith(known)]
     factors = [f"{factor}.{key}" for key, _ in getattr(module, factor, nn.Module()).named_children()]
@@ -293,7 +266,7 @@ _HEADS = (
 )  # fmt: skip
 
 
-def check_layer(model: nn.Module, name: str, split: Split | None, degree: int) -> None:
+def check_layer(model: nn.Module, name: str, style: ParallelStyle, degree: int) -> None:
     """Refuse a module that can't be split into `degree` equal parts."""
     module = model.get_submodule(name)
     parent = owner_of_layer(model, name)
@@ -302,20 +275,23 @@ def check_layer(model: nn.Module, name: str, split: Split | None, degree: int) -
             f"`tensor_parallel` must name modules that are called, but `{name}` is in a torch.nn.MultiheadAttention, "
             "which reads its weights itself. Leave it out, or use an attention of Linear layers"
         )
-    if split is None:
+    if not isinstance(style, ColwiseParallel | RowwiseParallel):
         return
     if not isinstance(module, nn.Linear | nn.Embedding):
         raise ConfigError(
             f"`tensor_parallel` must split Linear and Embedding layers, but `{name}` is a {type(module).__name__}"
         )
-    attribute = split.attribute(module)
+    by_columns, is_linear = isinstance(style, ColwiseParallel), isinstance(module, nn.Linear)
+    of_columns, of_rows = ("out_features", "in_features") if is_linear else ("embedding_dim", "num_embeddings")
+    attribute = of_columns if by_columns else of_rows
     size = getattr(module, attribute)
     if size % degree:
+        split, other = ("colwise", "rowwise") if by_columns else ("rowwise", "colwise")
         raise ConfigError(
             f"`{name}.{attribute}` must be a multiple of {degree}, the degree of tensor_parallel, to be split "
-            f"'{split.value}', but is {size}. {split.remedy(module)}"
+            f"'{split}', but is {size}. Split it '{other}_rep', leave it out, or choose another degree or {attribute}"
         )
-    if split is Split.COLUMNS and isinstance(module, nn.Linear):
+    if by_columns and is_linear:
         _check_heads(name, parent, degree)
         if hasattr(parent, "head_dim"):  # an attention module of HuggingFace's models
             _check_heads(name, getattr(model, "config", None), degree)

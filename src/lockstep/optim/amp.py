@@ -198,12 +198,13 @@ def _norm_of_updates(norm: Tensor | None, former: Tensor | None) -> Tensor | Non
 
 
 def _checked_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    if dtype is None or dtype in _DTYPES.values():
-        return dtype  # type: ignore[return-value]
-    if isinstance(dtype, str) and dtype in _DTYPES:
-        return _DTYPES[dtype]
-    hint = did_you_mean(dtype, _DTYPES) if isinstance(dtype, str) else ""
-    raise ValueError(f"`dtype` must be 'float16', 'bfloat16', such a torch.dtype or None, but is {dtype!r}{hint}")
+    name = str(dtype).removeprefix("torch.")
+    if dtype is None or name in _DTYPES:
+        return _DTYPES.get(name)
+    raise ValueError(
+        f"`dtype` must be 'float16', 'bfloat16', such a torch.dtype or None, but is {dtype!r}"
+        + did_you_mean(name, _DTYPES)
+    )
 
 
 def _checked_scale(loss_scale: Any) -> dict[str, Any]:

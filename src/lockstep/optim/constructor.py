@@ -43,7 +43,6 @@ _TAKES_SHARDS: Mapping[type, bool] = {Adam: True, AdamW: True, SGD: False}
 _DEVICES = ("cuda", "mps", "xpu")
 # Options by which the user may choose the implementation; `fused` excludes the others.
 _CHOICES = ("fused", "foreach", "differentiable")
-_IMPLEMENTATION = (*_CHOICES, "capturable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +361,6 @@ class DefaultOptimWrapperConstructor:
         if _fits_fused(_kind_of(options), options, params, model):
             options["fused"] = True
         optimizer: Optimizer = OPTIMIZERS.build(options, params=groups)
-        optimizer.register_load_state_dict_pre_hook(_with_own_implementation)
         return optimizer
 
 
@@ -409,17 +407,3 @@ def _fits_fused(kind: Any, options: Mapping[str, Any], params: Sequence[nn.Param
     if any(getattr(module, "sparse", False) for module in model.modules()):  # an embedding's gradients
         return False
     return all(torch.is_floating_point(param) and param.device.type in _DEVICES for param in params)
-
-
-def _with_own_implementation(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Keep the optimizer's own implementation (`fused`, ...) when it loads a state that was saved with another one.
-
-    A checkpoint may come from another kind of device, or from parameters that were not sharded.
-    """
-    if len(state["param_groups"]) != len(optimizer.param_groups):
-        return state  # torch raises the error
-    groups = [
-        {**saved, **{name: own[name] for name in _IMPLEMENTATION if name in own}}
-        for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True)
-    ]
-    return {**state, "param_groups": groups}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError, listed
@@ -81,19 +81,6 @@ def updates_elementwise(optimizer: Optimizer | None) -> bool:
     attribute of its own, `is_elementwise`, that is True; of torch's optimizers it is known.
     """
     return type(optimizer) in _ELEMENTWISE or vars(type(optimizer)).get("is_elementwise") is True
-
-
-def refuse_lbfgs(optimizer: Optimizer | None, engine: str) -> None:
-    """Refuse LBFGS, which evaluates the loss several times per step.
-
-    Raises:
-        ConfigError: the optimizer is LBFGS.
-    """
-    if isinstance(optimizer, LBFGS):
-        raise ConfigError(
-            "`optimizer` must take one step per loss, but is LBFGS, which evaluates the loss several times, while "
-            f"{engine} runs one backward pass per update. Use AdamW or SGD"
-        )
 
 
 def max_norm_of(clip_grad: Mapping[str, Any] | None, engine: str) -> float | None:

@@ -12,16 +12,14 @@ from torch import Tensor, nn
 from lockstep.errors import ConfigError
 from lockstep.groups import this_rank
 from lockstep.model import ModelWrapper, steps
-from lockstep.model.wrapper import all_entered, forwarded
-from lockstep.model.written import DriftCheck
+from lockstep.model.wrapper import forwarded
+from lockstep.model.written import BY_RANK, DriftCheck
 from lockstep.optim import OptimWrapper
 from lockstep.strategy.engine_parameters import FrozenParamsGuard, GradientPlaceholders, MasterWeights
 from lockstep.strategy.gradient_flow import GradientFlow
-from lockstep.strategy.whole_params import WholeParams
 from lockstep.tree import tree_map
 
 _STEPS = ("train_step", "val_step", "test_step")
-_FIRST, _EVERY = 3, 50  # forward passes in which uses of parameters and writes to them are checked
 
 
 class EngineModelWrapper(ModelWrapper):
@@ -35,9 +33,6 @@ class EngineModelWrapper(ModelWrapper):
         module: the user's own module.
         engine: calls it.
         name: name of the engine.
-        parts: for a model that computes with parts of parameters in its own `train_step`: refuses that; None if every
-            rank has all parameters whole.
-        forward_checks: contexts for the first forward passes, and every fiftieth.
 
     Attributes:
         passes_each_loss: whether each loss of a step of the user's own passes through the engine.
@@ -47,35 +42,18 @@ class EngineModelWrapper(ModelWrapper):
     passes_each_loss = False
     _engine: Any
 
-    def __init__(
-        self,
-        module: nn.Module,
-        engine: Any,
-        name: str,
-        *,
-        parts: WholeParams | None = None,
-        forward_checks: Iterable[AbstractContextManager[Any]] = (),
-    ) -> None:
+    def __init__(self, module: nn.Module, engine: Any, name: str) -> None:
         super().__init__()
         self.module = module
         self.__dict__["_engine"] = engine  # as a submodule it would give every parameter two names
         self._trainable = FrozenParamsGuard(module, name)
         self._has_own_step = steps.defines_step(module, "train_step")
-        self._parts = parts if self._has_own_step else None
-        self._forward_checks, self._passes = list(forward_checks), 0
         self._has_seen_forward = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model through the engine.
-
-        Raises:
-            ConfigError: the model uses a part of a parameter as the whole; checked in the first passes and every
-                fiftieth.
-        """
+        """Call the model through the engine."""
         self._has_seen_forward |= torch.is_grad_enabled()
-        is_checked = self._passes < _FIRST or self._passes % _EVERY == 0
-        self._passes += 1
-        with self.engine_context(), all_entered(self._forward_checks if is_checked else ()):
+        with self.engine_context():
             return self._engine(*args, **kwargs)
 
     @contextmanager
@@ -83,15 +61,13 @@ class EngineModelWrapper(ModelWrapper):
         """Return the context of one training step.
 
         Raises:
-            ConfigError: the step uses a part of a parameter as the whole; or parameters have been frozen or unfrozen
-                since the model was prepared.
+            ConfigError: parameters have been frozen or unfrozen since the model was prepared.
             RuntimeError: at its end, if the optim wrapper has run no backward pass.
         """
         self._trainable.check()
         self._has_seen_forward = False
         before = optim_wrapper.inner_count
-        with nullcontext() if self._parts is None else self._parts:
-            yield
+        yield
         if optim_wrapper.inner_count == before:
             raise RuntimeError(
                 f"`train_step` of {type(self.module).__name__} must run its backward pass by "
@@ -101,8 +77,8 @@ class EngineModelWrapper(ModelWrapper):
             )
 
     def engine_context(self) -> AbstractContextManager[Any]:
-        """Return the context of the engine's own operations, which may use parts of parameters."""
-        return nullcontext() if self._parts is None else self._parts.paused()
+        """Return the context of the engine's own operations."""
+        return nullcontext()
 
     @contextmanager
     def backward_context(self, loss: Tensor, *, syncs: bool) -> Iterator[Tensor]:
@@ -134,40 +110,36 @@ class EngineOptimWrapper(OptimWrapper):
     half_option: ClassVar[str]
 
     _engine: Any = None
-    _flow: GradientFlow | None = None  # None where the engine leaves gradients in `parameter.grad`
     _masters: MasterWeights | None = None
     _drift: DriftCheck | None = None
     _updates_at_once = False  # after the backward pass, without code of the user's between
 
-    def attach(
-        self,
-        engine: Any,
-        module: nn.Module,
-        *,
-        flow: GradientFlow | None,
-        masters: MasterWeights | None,
-        drift: DriftCheck | None,
-    ) -> None:
+    def attach(self, engine: Any, module: nn.Module, masters: MasterWeights | None, *, replicated: bool = True) -> None:
         """Set what makes the updates.
 
         Args:
             engine: the engine, or its optimizer.
             module: the user's own module.
-            flow: finds the parameters that losses reach; None if the engine leaves gradients where they are.
             masters: the engine's master weights; None if it has none.
-            drift: compares replicas; None if ranks hold none.
+            replicated: whether each rank has all parameters whole, so that they can be compared.
         """
         self._engine, self._module = engine, module
         self._placeholders = GradientPlaceholders(self.engine_name)
-        self._flow, self._masters, self._drift = flow, masters, drift
+        self._flow, self._masters = GradientFlow(module), masters
+        self._drift = DriftCheck(lambda: [*module.named_parameters()], None, BY_RANK) if replicated else None
 
     @classmethod
     def of(cls, wrapper: OptimWrapper) -> Self:
         """Return a wrapper of this class with the optimizer and the settings of another wrapper, or that one.
 
         Raises:
-            ConfigError: the other one is not a plain `OptimWrapper`.
+            ConfigError: the other one is not a plain `OptimWrapper`, or its optimizer evaluates the loss itself.
         """
+        if wrapper.needs_closure:
+            raise ConfigError(
+                f"`optimizer` must take one step per loss, but is {type(wrapper.optimizer).__name__}, which evaluates "
+                f"the loss several times, while {cls.engine_name} runs one backward pass per update. Use AdamW or SGD"
+            )
         if isinstance(wrapper, cls):
             return wrapper
         if type(wrapper) is not OptimWrapper:
@@ -199,7 +171,7 @@ class EngineOptimWrapper(OptimWrapper):
         """
         _ = self.engine
         self._placeholders.release()
-        reached = [] if self._updates_at_once or self._flow is None else self._flow.reached(loss)
+        reached = [] if self._updates_at_once else self._flow.reached(loss)
         super().backward(loss, **kwargs)
         self._placeholders.hold(reached)
 

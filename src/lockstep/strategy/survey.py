@@ -51,11 +51,9 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "colossalai": {
         "ZeRO 1": {"plugin": "lowlevel_zero", "stage": 1},
         "ZeRO 2": {"plugin": "lowlevel_zero", "stage": 2},
-        "hybrid": {"plugin": "hybrid"},
-        "tensor parallel": {"plugin": "hybrid", "tp_size": 2},
         "bf16": {"plugin": "lowlevel_zero", "precision": "bf16"},
         "fp16": {"plugin": "lowlevel_zero", "precision": "fp16"},
-        "pipeline": {"plugin": "hybrid", "pp_size": 2},
+        "hybrid": {"plugin": "hybrid"},
         "gemini": {"plugin": "gemini"},
         "ddp": {"plugin": "ddp"},
         "fsdp": {"plugin": "fsdp"},

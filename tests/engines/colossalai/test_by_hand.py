@@ -37,8 +37,3 @@ def test_a_gradient_that_is_dropped_or_used_is_named(plugin: str):
 @pytest.mark.parametrize("plugin", ["zero1", "zero2"])
 def test_gradients_can_be_cleared_before_an_update(plugin: str, kind: type):
     assert run_ranks(2, train, kind, plugin)[0] == pytest.approx(alone(kind), abs=1e-5, rel=0)
-
-
-@pytest.mark.parametrize("kind", [DropsGradient, ClipsByHand])
-def test_without_zero_gradients_are_the_models_own(kind: type):
-    assert run_ranks(2, train, kind, "hybrid")[0] == pytest.approx(alone(kind), abs=1e-5, rel=0)

@@ -31,7 +31,7 @@ def test_an_unknown_optimizer_is_refused_where_it_would_get_shards(plugin: str):
             train(kind, plugin)
 
 
-@pytest.mark.parametrize(("kind", "plugin"), [(Signs, "zero1"), (Signs, "zero2"), (TrustRatio, "hybrid")])
-def test_it_trains_where_it_says_that_it_can_or_has_whole_parameters(kind: type, plugin: str):
+@pytest.mark.parametrize(("kind", "plugin"), [(Signs, "zero1"), (Signs, "zero2")])
+def test_it_trains_where_it_says_that_it_can(kind: type, plugin: str):
     expected = run_ranks(1, train_alone, kind)[0]
     assert run_ranks(2, train, kind, plugin)[0] == pytest.approx(expected, abs=1e-5, rel=0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -15,10 +14,7 @@ from lockstep.testing import run_ranks
 from lockstep.weights import export_checkpoint
 
 WORDS = torch.randint(0, 64, (16, 8), generator=torch.Generator().manual_seed(0))
-ROWS = [
-    ({"plugin": "lowlevel_zero", "stage": 2}, 2),
-    ({"plugin": "hybrid", "tp_size": 2}, 2),
-]
+OPTIONS = {"plugin": "lowlevel_zero", "stage": 2}
 
 
 def make() -> LlamaForCausalLM:
@@ -27,11 +23,11 @@ def make() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, tie_word_embeddings=True, **shape))
 
 
-def train_and_save(options: dict[str, Any], folder: Path) -> dict[str, Any]:
+def train_and_save(folder: Path) -> dict[str, Any]:
     samples = [{"input_ids": row, "labels": row} for row in WORDS]
     runner = Runner(
         make(), folder / "work", train_dataloader={"dataset": samples, "batch_size": 2}, train_cfg={"max_iters": 2},
-        optim_wrapper={"optimizer": {"type": "AdamW", "lr": 1e-2}}, strategy={"type": "colossalai", **options},
+        optim_wrapper={"optimizer": {"type": "AdamW", "lr": 1e-2}}, strategy={"type": "colossalai", **OPTIONS},
         log_level="WARNING",
     )  # fmt: skip
     runner.train()
@@ -44,11 +40,8 @@ def logits(model: LlamaForCausalLM) -> torch.Tensor:
     return model.eval()(input_ids=WORDS).logits
 
 
-@pytest.mark.parametrize(("options", "size"), ROWS, ids=["zero2", "tp2"])
-def test_what_is_saved_and_exported_is_loaded_and_computes_the_same(
-    options: dict[str, Any], size: int, tmp_path: Path
-) -> None:
-    states = run_ranks(size, train_and_save, options, tmp_path)
+def test_what_is_saved_and_exported_is_loaded_and_computes_the_same(tmp_path: Path) -> None:
+    states = run_ranks(2, train_and_save, tmp_path)
     export_checkpoint(tmp_path / "work", tmp_path / "exported", "hf")
     model = make()
     before = logits(model)

@@ -1,4 +1,4 @@
-"""`ColossalAIStrategy` in a Runner, tensor parallelism by plans and policies, and what is refused."""
+"""`ColossalAIStrategy` in a Runner, and what is refused."""
 
 from __future__ import annotations
 
@@ -22,13 +22,11 @@ from lockstep.strategy import (
     ColossalAIModelWrapper,
     ColossalAIOptimWrapper,
     ColossalAIStrategy,
-    DDPStrategy,
     build_strategy,
 )
 from lockstep.testing import ranks, run_ranks
 
-from ..training import assert_equal, whole
-from .training import PLUGINS, config_of, policy_base, strategy_of, train
+from .training import PLUGINS, config_of, strategy_of, train
 
 X = torch.randn(22, 6, generator=torch.Generator().manual_seed(1))
 Y = X.sum(1, keepdim=True).sin()
@@ -86,10 +84,7 @@ def run(work_dir: Path, strategy: Any, batch_size: int) -> tuple[list[float], li
 @pytest.mark.parametrize("kind", PLUGINS)
 def test_a_runner_trains_and_validates_as_on_one_process(kind: str, tmp_path: Path):
     losses, norms, accuracy = run_ranks(1, run, tmp_path, "single", 4)[0]
-    strategy = {**config_of(kind)}
-    if kind == "tp2":
-        strategy["tensor_parallel"] = {"degree": 2, "plan": {"up": "colwise", "down": "rowwise"}}
-    for rank_losses, rank_norms, rank_accuracy in run_ranks(2, run, tmp_path, strategy, 4 if kind == "tp2" else 2):
+    for rank_losses, rank_norms, rank_accuracy in run_ranks(2, run, tmp_path, config_of(kind), 2):
         assert rank_losses == pytest.approx(losses, rel=1e-5)
         assert rank_norms == pytest.approx(norms, rel=1e-5)
         assert rank_accuracy == accuracy
@@ -121,7 +116,7 @@ def test_mmengines_names_and_spellings_are_understood():
 
 @ranks(2)
 def test_everybody_begins_as_rank_0_and_an_optimizer_may_be_given():
-    for kind in ("zero1", "zero2", "hybrid"):
+    for kind in ("zero1", "zero2"):
         torch.manual_seed(get_rank())
         model = Regression()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -135,9 +130,8 @@ def test_everybody_begins_as_rank_0_and_an_optimizer_may_be_given():
 
 
 @ranks(2)
-@pytest.mark.parametrize("kind", ["zero1", "hybrid"])
-def test_between_updates_nothing_is_sent(kind: str):
-    model, optim_wrapper = strategy_of(kind).prepare(
+def test_between_updates_nothing_is_sent():
+    model, optim_wrapper = strategy_of("zero1").prepare(
         Regression(), {"optimizer": {"type": "SGD", "lr": 0.1}, "accumulative_counts": 2}
     )
     share = slice(4 * get_rank(), 4 * get_rank() + 4)
@@ -146,29 +140,6 @@ def test_between_updates_nothing_is_sent(kind: str):
     mean = gradient.clone()
     all_reduce(mean, "mean")
     assert not torch.allclose(gradient, mean)
-
-
-class Planned(Regression):
-    _tp_plan = {"up": "colwise", "down": "rowwise"}
-
-
-@ranks(2)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"tp_size": 2},
-        {"tensor_parallel": 2},
-        {"plugin": {"type": "hybrid", "tp_size": 2}, "tensor_parallel": {"plan": {"up": "colwise"}}},
-    ],
-)
-def test_a_plan_may_be_the_models_own_or_stand_beside_the_degree(options: dict[str, Any]):
-    strategy = strategy_of("hybrid", **options)
-    model, _ = strategy.prepare(Planned(), SGD)
-    weight = model.module.up.weight
-    assert weight.shape == (4, 6)
-    assert weight.untyped_storage().nbytes() == weight.nbytes
-    assert strategy.data_shard == (0, 1)
-    assert whole(strategy.model_state())["up.weight"].shape == (8, 6)
 
 
 @ranks(1, fresh=True)
@@ -190,7 +161,7 @@ def test_the_group_of_init_dist_is_adopted():
 
 @ranks(2)
 def test_without_an_optim_wrapper_the_model_is_only_looked_at():
-    strategy = strategy_of("tp2")
+    strategy = strategy_of("zero1")
     model = Regression()
     assert strategy.prepare(model) == (model, None)
     assert strategy.data_shard == (get_rank(), 2)
@@ -199,74 +170,20 @@ def test_without_an_optim_wrapper_the_model_is_only_looked_at():
     assert model(X, Y)[0].sum() == 0
 
 
-def fused_policy() -> Any:
-    from colossalai.shardformer.layer import FusedLinear1D_Col
-    from colossalai.shardformer.policies.base_policy import ModulePolicyDescription, SubModuleReplacementDescription
-
-    class FusedPolicy(policy_base()):  # type: ignore[misc]
-        def module_policy(self) -> dict[Any, Any]:
-            replaced = [SubModuleReplacementDescription("qkv", FusedLinear1D_Col, {"split_sizes": [8] * 3})]
-            return {nn.ModuleDict: ModulePolicyDescription(sub_module_replacement=replaced)}
-
-    return FusedPolicy()
-
-
-@ranks(2, fresh=True, warnings="ignore")  # it imports ColossalAI by itself
-def test_a_policy_that_fuses_what_it_splits_is_refused():
-    init_dist("pytorch")
-    with pytest.raises(ConfigError, match=r"must split each parameter along one dim, but splits 'qkv.weight'"):
-        strategy_of("hybrid", tp_size=2, custom_policy=fused_policy()).prepare(
-            nn.ModuleDict({"qkv": nn.Linear(8, 24)}), SGD
-        )
-
-
-@ranks(2)
-def test_a_model_of_huggingfaces_is_split_by_colossalais_own_policy():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    config = LlamaConfig(vocab_size=99, num_attention_heads=4, num_key_value_heads=2, use_cache=False, **sizes)
-    words = torch.randint(99, (8, 12), generator=torch.Generator().manual_seed(2))
-    results = []
-    for strategy in (DDPStrategy(), strategy_of("hybrid", tp_size=2)):
-        optim = {"optimizer": {"type": "AdamW", "lr": 3e-3}, "clip_grad": {"max_norm": 0.5}}
-        torch.manual_seed(4)
-        model, optim_wrapper = strategy.prepare(LlamaForCausalLM(config), optim)
-        for _ in range(5):
-            model.train_step({"input_ids": words, "labels": words}, optim_wrapper)
-        states = strategy.model_state(), strategy.optim_state()
-        assert states[0].keys() == LlamaForCausalLM(config).state_dict().keys()
-        results.append((optim_wrapper.grad_norm, tuple(whole(state) for state in states)))
-        strategy.load_state(*states)
-        assert_equal(whole(strategy.model_state()), results[-1][1][0])
-    (plain_norm, (plain, plain_optim)), (split_norm, (split, split_optim)) = results
-    assert split_norm.item() == pytest.approx(plain_norm.item(), rel=1e-5)
-    for name, value in plain.items():
-        assert torch.allclose(split[name], value, atol=1e-5)
-        moments = split_optim["state"][name]["exp_avg"]
-        assert torch.allclose(moments, plain_optim["state"][name]["exp_avg"], atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"plugin": "gemini"}, r"'gemini' leaves out the clipping of gradients in bf16.*plugin='lowlevel_zero'"),
         ({"plugin": "TorchFSDPPlugin"}, r"'fsdp' clips gradients by the norm of each rank's own.*strategy='fsdp'"),
-        ({"plugin": "lowlevel"}, "`plugin` must be one of lowlevel_zero, hybrid, but is 'lowlevel'"),
+        ({"plugin": "lowlevel"}, "`plugin` must be 'lowlevel_zero', but is 'lowlevel'"),
         ({"plugin": 3}, "`plugin` must be the name of a plugin, or a dict .*, but is 3"),
         ({"mixed_precision": "fp16"}, r"`mixed_precision` must be None.*Give the plugin precision='bf16'"),
         ({"precision": "fp16"}, r"`precision` must be 'fp32' or 'bf16', but is 'fp16'.*does not run on a CPU"),
         ({"plugin": "torch_ddp"}, r"'ddp' is PyTorch's DDP. Use strategy='ddp'"),
         ({"stage": 3}, r"`stage` must be 1 or 2, but is 3.*strategy='fsdp'"),
         ({"max_norm": 1.0}, r"`max_norm` must be given to the optim wrapper.*clip_grad=dict\(max_norm"),
-        ({"plugin": "hybrid", "zero_stage": 1}, r"`zero_stage` must be 0 in fp32.*plugin='lowlevel_zero'"),
-        ({"plugin": "hybrid", "enable_sequence_parallelism": True}, "`enable_sequence_parallelism` must be False"),
-        ({"plugin": "hybrid", "tensor_parallel": 2, "tp_size": 4}, "must have a degree, the same as `tp_size`"),
-        ({"tensor_parallel": 2}, "`tp_size` must come with plugin='hybrid'"),
-        (
-            {"plugin": "hybrid", "pp_size": 2},
-            r"`pp_size` must be 1, because lockstep makes no pipelines.*strategy='fsdp'",
-        ),
+        ({"plugin": "HybridParallelPlugin"}, r"'hybrid' splits layers.*Use strategy='fsdp' with `tensor_parallel`"),
+        ({"tensor_parallel": 2}, r"`tensor_parallel` must not be given to strategy 'colossalai'\. Use strategy 'fsdp'"),
     ],
 )
 def test_options_that_would_go_wrong_are_refused_with_the_alternative(options: dict[str, Any], message: str):
@@ -295,11 +212,6 @@ def test_without_the_package_the_recipe_is_named(monkeypatch: pytest.MonkeyPatch
         ("zero1", {}, {"up": SGD, "down": SGD}, r"is of type OptimWrapperDict.*strategy 'ddp'"),
         ("zero1", {}, {"optimizer": {"type": "Adafactor"}}, r"must update each number by itself.*but is Adafactor"),
         ("zero1", {"stgae": 2}, SGD, "LowLevelZeroPlugin takes no option `stgae`: did you mean `stage`"),
-        ("hybrid", {"tp_size": 3}, SGD, "`tp_size` must divide the number of ranks, but is 3, and there are 2"),
-        ("hybrid", {"tp_size": 2}, SGD, r"`tensor_parallel` must have a plan, because Regression has none"),
-        ("hybrid", {"tensor_parallel": 2}, SGD, r"`tensor_parallel` must have a plan, because Regression has none"),
-        ("hybrid", {"tensor_parallel": {"degree": 2, "plan": {"up": "sequence_parallel"}}}, SGD, "SequenceParallel"),
-        ("hybrid", {"tensor_parallel": {"degree": 2, "plan": {"down": "colwise"}}}, SGD, "must be a multiple of 2"),
     ],
 )
 def test_runs_that_would_go_wrong_are_refused_with_the_alternative(kind, options, optim, message):
@@ -312,12 +224,10 @@ def test_runs_that_would_go_wrong_are_refused_with_the_alternative(kind, options
 
 @ranks(2)
 def test_models_that_would_go_wrong_are_refused_with_the_alternative():
-    with pytest.raises(ConfigError, match=r"must have no BatchNorm on the CPU.*'1' is one.*plugin='lowlevel_zero'"):
-        strategy_of("hybrid").prepare(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), SGD)
     with torch.device("meta"), pytest.raises(ConfigError, match="must have values, but is on the meta device"):
-        strategy_of("hybrid").prepare(Regression())
+        strategy_of("zero1").prepare(Regression())
     with pytest.raises(ConfigError, match=r"`model` must not be wrapped .*is a MMDistributedDataParallel"):
-        strategy_of("hybrid").prepare(MMDistributedDataParallel(Regression()), SGD)
+        strategy_of("zero1").prepare(MMDistributedDataParallel(Regression()), SGD)
     optimizers = {name: torch.optim.SGD([nn.Parameter(torch.ones(1))]) for name in "ab"}
     with pytest.raises(ConfigError, match="with one optimizer"):
         ColossalAIOptimWrapper.of(OptimWrapperDict(**{name: OptimWrapper(item) for name, item in optimizers.items()}))

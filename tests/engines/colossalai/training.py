@@ -1,21 +1,16 @@
-"""The small transformer under each of ColossalAI's plugins."""
+"""The small transformer under each stage of ColossalAI's ZeRO."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from lockstep.strategy import Strategy, build_strategy
 
 from ..training import PreparedTraining, train_with
 
-PLAN = {"*.linear1": "colwise", "*.linear2": "rowwise", "head": "rowwise_rep"}
 PLUGINS: dict[str, dict[str, Any]] = {
     "zero1": {"plugin": "lowlevel_zero"},
     "zero2": {"plugin": "lowlevel_zero", "stage": 2},
-    "hybrid": {"plugin": "hybrid"},
-    "tp2": {"plugin": "hybrid", "tensor_parallel": {"degree": 2, "plan": PLAN}},
 }
 
 
@@ -40,22 +35,6 @@ def strategy_of(kind: str, **options: Any) -> Strategy:
 
 def train(kind: str, counts: int = 1, clip: bool = False, **options: Any) -> tuple[list[float], list[float]]:
     return train_with(strategy_of(kind, **options), counts, clip)
-
-
-def policy_base() -> type:
-    """Return a policy's class that changes nothing by itself."""
-    from colossalai.shardformer.policies.base_policy import Policy
-
-    class Unchanged(Policy):
-        def config_sanity_check(self) -> None: ...
-
-        def preprocess(self) -> nn.Module:
-            return self.model
-
-        def postprocess(self) -> nn.Module:
-            return self.model
-
-    return Unchanged
 
 
 class Training(PreparedTraining):

@@ -309,24 +309,14 @@ class ReplicatedParameters:
     def _average(self) -> None:
         if not self._is_due():
             return
-        by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-        for parameter in self.parameters:
-            if parameter.requires_grad:
-                by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        for (dtype, device), alike in by_kind.items():
-            zero = torch.zeros((), dtype=dtype, device=device)
-            gradients = [zero if parameter.grad is None else parameter.grad for parameter in alike]
-            has_gradient = [parameter.grad is not None for parameter in alike]
-            precise = torch.promote_types(dtype, torch.float32)
+        for parameter in filter(lambda own: own.requires_grad, self.parameters):
+            own = parameter.grad
+            precise = torch.promote_types(parameter.dtype, torch.float32)
             # Made on the device: a copy from the host would wait for it.
-            count_0, count_1 = (make((), dtype=precise, device=device) for make in (torch.zeros, torch.ones))
-            counts = torch.stack([count_1 if has_one else count_0 for has_one in has_gradient])
-            sums = torch.stack([torch.stack(gradients).to(precise), counts])
+            zero, one = (make((), dtype=precise, device=parameter.device) for make in (torch.zeros, torch.ones))
+            total = torch.stack([zero, zero] if own is None else [own.to(precise), one])
             for group in self._groups:
-                all_reduce(sums, group=group)
-            means = (sums[0] / self._ranks).to(dtype)
-            # Reading the counts waits for the device, and is not needed if this rank has all gradients.
-            on_any_rank = has_gradient if all(has_gradient) else (sums[1] != 0).tolist()
-            for parameter, mean, has_one in zip(alike, means, on_any_rank, strict=True):
-                if has_one:
-                    parameter.grad = mean.clone()
+                all_reduce(total, group=group)
+            # Reading the count waits for the device, and is not needed if this rank has a gradient.
+            if own is not None or total[1] != 0:
+                parameter.grad = (total[0] / self._ranks).to(parameter.dtype)

@@ -237,78 +237,72 @@ def cut_by_dtype(model: nn.Module, units: Collection[nn.Module], ignored: Collec
     Raises:
         ConfigError: a module directly owns parameters of two dtypes, or a part with another dtype can't be a unit.
     """
-    return _Cut(model, units, ignored).parts
+    names = {module: name for name, module in model.named_modules()}
+    owners = owners_of_parameters(model)
+    apart = {*units, *ignored}
+    parts: list[nn.Module] = []
+
+    def visit(module: nn.Module, dtype: torch.dtype | None) -> None:
+        """Look for parts in a module inside a unit of this dtype."""
+        own = _own_dtype(module, names[module])
+        if module is model or module in apart:
+            dtype = own or _main_dtype(module, apart)
+        elif own not in (None, dtype):
+            if not is_callable(module) or not _keeps_to_itself(module, owners):
+                raise _misplaced(module, names[module])
+            parts.append(module)
+            dtype = own
+        for child in module.children():
+            if child not in ignored:
+                visit(child, dtype)
+
+    visit(model, None)
+    return list(dict.fromkeys(parts))
 
 
-class _Cut:
-    """Collects the parts that must become units, for `cut_by_dtype`.
+def _own_dtype(module: nn.Module, path: str) -> torch.dtype | None:
+    """Return the dtype of the parameters that a module owns, or else the one of all inside it; None if there is none.
 
-    Attributes:
-        parts: the parts found so far, each after the unit around it.
+    Raises:
+        ConfigError: it owns parameters of two dtypes.
     """
+    by_dtype = {own.dtype: name for name, own in module.named_parameters(recurse=False) if _is_trained(own)}
+    if len(by_dtype) > 1:
+        named = [f"`{path}.{name}`" if path else f"`{name}`" for name in by_dtype.values()]
+        raise ConfigError(
+            f"{named[0]} and {named[1]} of one {type(module).__name__} must have one dtype under FSDP, but are "
+            f"{' and '.join(map(_dtype_name, by_dtype))}. Move one of them to a module of its own, or use "
+            "strategy 'ddp'"
+        )
+    if not by_dtype and is_callable(module):
+        inside = {parameter.dtype for parameter in filter(_is_trained, module.parameters())}
+        return inside.pop() if len(inside) == 1 else None
+    return next(iter(by_dtype), None)
 
-    def __init__(self, model: nn.Module, units: Collection[nn.Module], ignored: Collection[nn.Module]) -> None:
-        self.parts: list[nn.Module] = []
-        self._names = {module: name for name, module in model.named_modules()}
-        self._apart = {*units, *ignored}  # modules whose parameters do not belong to the unit around them
-        self._owners = owners_of_parameters(model)
-        for unit in (model, *units):
-            self._cut_unit(unit)
 
-    def _cut_unit(self, unit: nn.Module) -> None:
-        sizes = self._sizes(unit)
-        if len(sizes) > 1:
-            self._cut_children(unit, self._own_dtype(unit) or max(sizes, key=lambda dtype: sizes[dtype]))
+def _main_dtype(unit: nn.Module, apart: Collection[nn.Module]) -> torch.dtype | None:
+    """Return the dtype of most elements of a unit, without the parameters of those inside it."""
+    others = {
+        parameter for part in unit.modules() if part in apart and part is not unit for parameter in part.parameters()
+    }
+    sizes = Counter[torch.dtype]()
+    for parameter in filter(_is_trained, unit.parameters()):
+        sizes[parameter.dtype] += 0 if parameter in others else parameter.numel()
+    return max(sizes, key=lambda dtype: sizes[dtype], default=None)
 
-    def _cut_children(self, module: nn.Module, dtype: torch.dtype) -> None:
-        for child in module.children():
-            if child in self._apart or (sizes := self._sizes(child)).keys() <= {dtype}:
-                continue
-            own = self._own_dtype(child)
-            if (len(sizes) == 1 and is_callable(child)) or own not in (None, dtype):
-                self._make_unit(child)
-            else:
-                self._cut_children(child, dtype)
 
-    def _make_unit(self, module: nn.Module) -> None:
-        if not is_callable(module) or not _keeps_to_itself(module, self._owners):
-            name, parameter = next(module.named_parameters())
-            why = "shares a parameter with another part" if is_callable(module) else "is not called"
-            raise ConfigError(
-                f"`{self._names[module]}.{name}` must have the dtype of the parameters around it under FSDP, but "
-                f"is {_dtype_name(parameter.dtype)} in a {type(module).__name__} that {why}, so that it can't be a "
-                "unit of its own. Give all parameters one dtype, or use strategy 'ddp'"
-            )
-        self.parts.append(module)
-        self._apart.add(module)
-        self._cut_unit(module)
+def _misplaced(module: nn.Module, path: str) -> ConfigError:
+    name, parameter = next(module.named_parameters())
+    why = "shares a parameter with another part" if is_callable(module) else "is not called"
+    return ConfigError(
+        f"`{path}.{name}` must have the dtype of the parameters around it under FSDP, but is "
+        f"{_dtype_name(parameter.dtype)} in a {type(module).__name__} that {why}, so that it can't be a unit of its "
+        "own. Give all parameters one dtype, or use strategy 'ddp'"
+    )
 
-    def _sizes(self, module: nn.Module) -> Counter[torch.dtype]:
-        """Return how many elements of each dtype belong to `module`, without units and ignored modules inside it."""
-        sizes = Counter[torch.dtype]()
-        for parameter in self._trained_in(module).values():
-            sizes[parameter.dtype] += parameter.numel()
-        for child in module.children():
-            if child not in self._apart:
-                sizes.update(self._sizes(child))
-        return sizes
 
-    def _trained_in(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        own = module.named_parameters(recurse=False)
-        return {name: parameter for name, parameter in own if parameter.requires_grad and parameter.dim()}
-
-    def _own_dtype(self, module: nn.Module) -> torch.dtype | None:
-        """Return the dtype of the parameters that a module owns directly; None if it owns none."""
-        by_dtype = {parameter.dtype: name for name, parameter in self._trained_in(module).items()}
-        if len(by_dtype) > 1:
-            path = self._names[module]
-            named = [f"`{path}.{name}`" if path else f"`{name}`" for name in by_dtype.values()]
-            raise ConfigError(
-                f"{named[0]} and {named[1]} of one {type(module).__name__} must have one dtype under FSDP, but are "
-                f"{' and '.join(map(_dtype_name, by_dtype))}. Move one of them to a module of its own, or use "
-                "strategy 'ddp'"
-            )
-        return next(iter(by_dtype), None)
+def _is_trained(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad and parameter.dim() > 0
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

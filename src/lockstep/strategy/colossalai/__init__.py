@@ -1,4 +1,4 @@
-"""The ColossalAI strategy: plugins (`plugin`), the booster (`engine`), canonical states (`state`)."""
+"""The ColossalAI strategy: options of its plugin (`plugin`), the booster (`engine`), canonical states (`state`)."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from lockstep.dist import all_gather
 from lockstep.model.shards import gather_full, shard_rows, template_of_rows
 from lockstep.strategy import optim_state as canonical
 from lockstep.strategy.base import ModelState, OptimState
-from lockstep.strategy.colossalai.engine import gather_like, is_split, split_like
 from lockstep.strategy.engine_parameters import MasterWeights, newer
 from lockstep.strategy.engine_strategy import EngineState, check_shape
 
@@ -21,30 +20,26 @@ from lockstep.strategy.engine_strategy import EngineState, check_shape
 class ColossalAIState(EngineState):
     """Translates the states of one model and its optimizer.
 
-    The trained tensor of a parameter (its master) may differ from the one that the model computes with. Tensor
-    parallelism splits a parameter along one dim. ZeRO flattens and pads the result, and each rank trains one shard of
-    it. Half precision trains float32 copies. The optimizer's state has the form of the trained tensor.
+    The trained tensor of a parameter (its master) is not the one that the model computes with: ZeRO flattens and pads
+    it, and each rank trains one shard of the result, in float32. The optimizer's state has the form of that shard.
 
     Args:
         core: the user's own module.
         engine: ColossalAI's optimizer; None for a model that is only evaluated.
-        tp_group: the ranks that share a replica; None if each rank has its own.
 
     **Cost**: for `model_state` and `optim_state`, one all-gather per sharded parameter or entry of its state. One
     tensor at a time is whole in device memory; every rank keeps its rows of it in CPU memory. Tensors that every rank
     holds whole are neither sent nor copied.
 
-    **Source**: `LowLevelZeroOptimizer` and `colossalai.shardformer.layer.ParallelModule` (0.5.0).
+    **Source**: `LowLevelZeroOptimizer` (0.5.0).
     """
 
-    def __init__(self, core: nn.Module, engine: Any = None, tp_group: Any = None) -> None:
-        super().__init__(core, getattr(engine, "optim", None))
-        self._tp_group = tp_group
+    def __init__(self, core: nn.Module, engine: Any = None) -> None:
+        super().__init__(core, None if engine is None else engine.optim)
         # Trained tensors, by id of the parameter that the model computes with.
-        get_masters = getattr(engine, "get_working_to_master_map", dict)
-        self._masters: dict[int, Tensor] = get_masters() or {}
+        self._masters: dict[int, Tensor] = {} if engine is None else engine.get_working_to_master_map()
         # The ranks over which ZeRO has sharded a parameter.
-        self._zero_groups: Mapping[Tensor, Any] = getattr(engine, "param_to_pg", {})
+        self._zero_groups: Mapping[Tensor, Any] = {} if engine is None else engine.param_to_pg
 
     def masters(self, *, offloads: bool) -> MasterWeights:
         """Return this rank's master weights, which the optimizer updates.
@@ -56,10 +51,9 @@ class ColossalAIState(EngineState):
         pairs = []
         for _, param in named:
             weights, master = param.detach().flatten(), self._masters[id(param)].flatten()
-            group = self._zero_groups.get(param)
-            if group is not None:  # padded to a multiple of the number of ranks
-                weights = weights[group.rank() * master.numel() :][: master.numel()]
-            pairs.append((master[: weights.numel()], weights))
+            rank = self._zero_groups[param].rank()
+            weights = weights[rank * master.numel() :][: master.numel()]
+            pairs.append((master[: weights.numel()], weights))  # padded to a multiple of the number of ranks
         return MasterWeights("ColossalAI", named, pairs, offloads=offloads)
 
     def optim_state(self) -> OptimState:
@@ -71,7 +65,7 @@ class ColossalAIState(EngineState):
         for name, (param, trained) in self._trained().items():
             if held := self._optimizer.state.get(trained):
                 state[name] = {
-                    key: self._kept(param, value) if getattr(value, "shape", None) == trained.shape else value
+                    key: self._gathered(param, value) if getattr(value, "shape", None) == trained.shape else value
                     for key, value in held.items()
                 }
         return {"state": state, "param_groups": self._groups()}
@@ -79,7 +73,7 @@ class ColossalAIState(EngineState):
     def optim_template(self) -> ModelState:
         """Return tensors by name, sharded as the optimizer's state is to be read. **Collective**: every rank."""
         own = dict(self._core.named_parameters())
-        gathered = {name for name, param in own.items() if param in self._zero_groups or is_split(param)}
+        gathered = {name for name, param in own.items() if param in self._zero_groups}
         return {
             name: template_of_rows(value.shape) if name in gathered else value
             for name, value in self.model_state().items()
@@ -111,22 +105,9 @@ class ColossalAIState(EngineState):
         canonical.write_entries(self._optimizer, packed, options)
 
     def _trained(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return, by name, each parameter and its trained tensor."""
-        held = {id(trained) for group in self._optimizer.param_groups for trained in group["params"]}
-        pairs = {name: (param, self._masters.get(id(param), param)) for name, param in self._core.named_parameters()}
-        return {name: pair for name, pair in pairs.items() if id(pair[1]) in held}
-
-    def _own_state(self) -> dict[str, Any]:
-        """Return the tensors of the model's state by name, as this rank holds them."""
-        if not any(is_split(param) for param in self._core.parameters()):
-            return self._core.state_dict(keep_vars=True)
-        # Not by `state_dict`, where parallel layers would gather all their parameters at once.
-        state: dict[str, Any] = {}
-        for path, module in self._core.named_modules(remove_duplicate=False):
-            buffers = {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}
-            owned: Mapping[str, Any] = {**module._parameters, **buffers}
-            state |= {f"{path}.{name}".lstrip("."): value for name, value in owned.items() if value is not None}
-        return state
+        """Return, by name, each parameter that is trained, and its trained tensor."""
+        named = self._core.named_parameters()
+        return {name: (own, self._masters[id(own)]) for name, own in named if id(own) in self._masters}
 
     def _groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's groups, with the names of their parameters."""
@@ -137,13 +118,17 @@ class ColossalAIState(EngineState):
     def _keys_of_numbers(self, options: Sequence[Mapping[str, Any]]) -> set[str] | None:
         """Return the keys with one value per element of a parameter in the state; None if they are not known."""
         first = canonical.first_state(self._optimizer, options[0], 1)
-        return None if first is None else {key for key, value in first.items() if _dims(value) == 1}
+        return (
+            None
+            if first is None
+            else {key for key, value in first.items() if isinstance(value, Tensor) and value.dim()}
+        )
 
     def _own_entry(self, param: Tensor, entry: Mapping[str, Any], of_numbers: set[str] | None) -> dict[str, Any]:
         """Return this rank's part of a parameter's state."""
         own: dict[str, Any] = {}
         for key, value in entry.items():
-            has_form = _dims(value) == param.dim() and self._is_form(param, value)
+            has_form = isinstance(value, Tensor) and value.shape == param.shape
             if has_form and param.dim() == 0:  # counters also have no dims
                 has_form = key != "step" if of_numbers is None else key in of_numbers
             if has_form:
@@ -154,17 +139,11 @@ class ColossalAIState(EngineState):
                 own[key] = value.clone() if isinstance(value, Tensor) else value
         return own
 
-    def _is_form(self, param: Tensor, value: Tensor) -> bool:
-        if not is_split(param):
-            return value.shape == param.shape
-        return split_like(value.to("meta"), param, self._tp_group).shape == param.shape
-
     def _load_tensor(self, name: str, own: Any, value: Any) -> bool:
         if not isinstance(own, Tensor):
             return False
-        part = split_like(value, own, self._tp_group) if is_split(own) else value
-        check_shape(name, part, own.shape)
-        own.copy_(part)
+        check_shape(name, value, own.shape)
+        own.copy_(value)
         if id(own) in self._masters:
             self._masters[id(own)].copy_(self._own_shard(own, value))
         return True
@@ -174,35 +153,21 @@ class ColossalAIState(EngineState):
             return own
         master = self._masters.get(id(own))
         if master is not None and master.dtype != own.dtype:
-            return self._kept(own, master, own.detach())
-        # ZeRO's shards are not needed here: the tensor that the model computes with is whole.
-        return shard_rows(gather_like(own.detach(), own, self._tp_group)) if is_split(own) else own.detach()
+            return self._gathered(own, master, own.detach())
+        return own.detach()  # ZeRO's shards are not needed here: the tensor that the model computes with is whole
 
-    def _kept(self, param: Tensor, tensor: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the whole tensor of one in the trained form of `param`; if it had to be gathered, this rank's rows.
+    def _gathered(self, param: Tensor, shard: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return this rank's rows of the whole tensor of which the ranks have shards, as of `param`.
 
-        If `tensor` is a master, `weights` are the model's, which may have been written since the last update.
+        If `shard` is a master, `weights` are the model's, which may have been written since the last update.
         """
-        group = self._zero_groups.get(param)
-        if group is not None:
-            flat = torch.cat(all_gather(tensor.detach().flatten(), group=group))
-            tensor = flat[: param.numel()].view(param.shape)
-        if weights is not None:
-            tensor = newer(tensor, weights)
-        if group is None and not is_split(param):
-            return tensor.detach()
-        return shard_rows(gather_like(tensor, param, self._tp_group))
+        flat = torch.cat(all_gather(shard.detach().flatten(), group=self._zero_groups[param]))
+        whole = flat[: param.numel()].view(param.shape)
+        return shard_rows(whole if weights is None else newer(whole, weights))
 
     def _own_shard(self, param: Tensor, full: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor, in the trained form of `param`."""
-        part = split_like(full, param, self._tp_group) if is_split(param) else full
-        group = self._zero_groups.get(param)
-        if group is None:
-            return part
-        padded = nn.functional.pad(part.flatten(), (0, -part.numel() % group.size()))
+        """Return this rank's shard of a whole tensor, as it has of `param`."""
+        group = self._zero_groups[param]
+        padded = nn.functional.pad(full.flatten(), (0, -full.numel() % group.size()))
         shard: Tensor = padded.chunk(group.size())[group.rank()]
         return shard
-
-
-def _dims(value: Any) -> int | None:
-    return value.dim() if isinstance(value, Tensor) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.registry import MODEL_WRAPPERS, OPTIM_WRAPPERS
-from lockstep.strategy.colossalai.engine import full_numel, gradients_of, is_split
 from lockstep.strategy.engine_wrappers import EngineModelWrapper, EngineOptimWrapper
-from lockstep.strategy.whole_params import WholeParams
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -42,7 +40,7 @@ class ColossalAIOptimWrapper(EngineOptimWrapper):
         engine.zero_grad(**kwargs)
 
     def _run_backward(self, loss: Tensor, **kwargs: Any) -> None:
-        if self._flow is not None and self.engine.require_grad_sync:
+        if self.engine.require_grad_sync:
             if self.sends_as_they_come:
                 self._flow.check_order(loss, "Use stage=1 with overlap_communication=False, or strategy 'ddp'")
             else:
@@ -58,8 +56,9 @@ class ColossalAIOptimWrapper(EngineOptimWrapper):
         """Leave it to the engine, which alone can compute the norm."""
 
     def _multiply_gradients(self, factor: float) -> None:
-        for gradient in gradients_of(self.engine, self._module):
-            gradient.mul_(factor)
+        for index in range(len(self.engine.param_groups)):
+            for gradient in self.engine.get_working_grads_by_group_id(index):
+                gradient.mul_(factor)
 
 
 @MODEL_WRAPPERS.register_module(name=["ColossalAIModelWrapper", "CollosalAIModelWrapper"])
@@ -71,8 +70,6 @@ class ColossalAIModelWrapper(EngineModelWrapper):
         model: the user's own module inside it.
         booster: ColossalAI's booster. It owns the groups over which the model communicates, so it must live as long.
         no_sync: returns the context in which gradients are not averaged; None if the plugin has none.
-        parts: as for `EngineModelWrapper`.
-        forward_checks: as for `EngineModelWrapper`.
     """
 
     def __init__(
@@ -81,19 +78,10 @@ class ColossalAIModelWrapper(EngineModelWrapper):
         model: nn.Module,
         booster: Any = None,
         no_sync: Callable[[], AbstractContextManager[Any]] | None = None,
-        *,
-        parts: WholeParams | None = None,
-        forward_checks: Iterable[AbstractContextManager[Any]] = (),
     ) -> None:
-        super().__init__(model, model_wrapper, "ColossalAI", parts=parts, forward_checks=forward_checks)
+        super().__init__(model, model_wrapper, "ColossalAI")
         self._booster = booster
         self._no_sync = no_sync
-        if any(map(is_split, model.parameters())):
-            self.partitioned = "ColossalAI's tensor parallelism keeps them in pieces. Use strategy 'fsdp'"
-
-    def full_numel(self, parameter: nn.Parameter) -> int:
-        """Return the number of elements of a parameter of the module, counting a split one in full."""
-        return int(full_numel(parameter))
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Return the context in which gradients accumulate on their rank; a null context if the plugin has none.

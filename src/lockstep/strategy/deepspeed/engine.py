@@ -29,15 +29,17 @@ from lockstep.groups import this_rank
 from lockstep.model.autograd_graph import never_compiled, refuse_second_backward
 from lockstep.model.call_order import CallOrder
 from lockstep.model.parts import Site
+from lockstep.model.wrapper import all_entered
 from lockstep.model.written import LostWrites
 from lockstep.registry import MODEL_WRAPPERS
+from lockstep.strategy.deepspeed.whole_params import WholeParams, called_by_deepspeed
 from lockstep.strategy.engine_wrappers import EngineModelWrapper, cast_inputs_and_parts
-from lockstep.strategy.whole_params import WholeParams, called_by, called_from
 
 _RULE = (
     "every rank must call the same layers in the same order at ZeRO stage 3, which gathers their parameters from all"
 )
 _REMEDY = "Let every rank call all of them, or use stage=1"
+_FIRST, _EVERY = 3, 50  # forward passes in which uses of parameters and writes to them are checked
 
 
 def join_engine() -> None:
@@ -107,20 +109,20 @@ class MMDeepSpeedEngineWrapper(EngineModelWrapper):
 
     def __init__(self, *, model: Any, inputs_to_half: Iterable[int | str] | None = None) -> None:
         module: nn.Module = model.module
-        shards = model.zero_optimization_stage() == 3
-        parts: WholeParams | None = None
-        checks: list[Any] = []
-        if shards:
-            parts = WholeParams(module, _problem_of_partitions)
-            uses = WholeParams(module, _problem_of_placeholders, user="forward", owner="the module that holds it")
-            checks = [GatheredWrites(module), uses]
-        super().__init__(module, model, "DeepSpeed", parts=parts, forward_checks=checks)
+        super().__init__(module, model, "DeepSpeed")
         self.__dict__["model"] = model  # not as a submodule; see `EngineModelWrapper`
         refuse_second_backward(module, "DeepSpeed's engine takes it for the pass that exchanges gradients")
         cast_inputs_and_parts(module, model.get_data_types()[0], inputs_to_half)
-        self._order = _watch_calls(module) if shards else None
-        self._placeholders = MetaPlaceholders(module) if shards else None
-        if shards:
+        self._order: CallOrder | None = None
+        self._placeholders: MetaPlaceholders | None = None
+        self._uses: WholeParams | None = None  # of parameters, by a step of the model's own
+        self._forward_checks: list[Any] = []
+        self._passes = 0
+        if model.zero_optimization_stage() == 3:
+            uses = WholeParams(module, _problem_of_placeholders, user="forward", owner="the module that holds it")
+            self._forward_checks = [GatheredWrites(module), uses]
+            self._uses = WholeParams(module, _problem_of_partitions) if self._has_own_step else None
+            self._order, self._placeholders = _watch_calls(module), MetaPlaceholders(module)
             self.forward_is_collective = True
             self.partitioned = "DeepSpeed's ZeRO stage 3 keeps them in pieces. Use stage=2, or strategy 'fsdp'"
 
@@ -132,9 +134,12 @@ class MMDeepSpeedEngineWrapper(EngineModelWrapper):
                 gathered, or writes one, or calls a module with other weights, or the ranks call different layers;
                 checked in the first passes and every fiftieth.
         """
+        is_checked = self._passes < _FIRST or self._passes % _EVERY == 0
+        self._passes += 1
         with self._local_rank_known(), nullcontext() if self._order is None else self._order.compared():
             try:
-                return super().forward(*args, **kwargs)
+                with all_entered(self._forward_checks if is_checked else ()):
+                    return super().forward(*args, **kwargs)
             except AttributeError as error:
                 if "no attribute 'ds_" not in message_of(error):  # of a tensor that has taken a parameter's place
                     raise
@@ -151,11 +156,12 @@ class MMDeepSpeedEngineWrapper(EngineModelWrapper):
         **Collective**: every rank.
 
         Raises:
-            ConfigError: at stage 3, the ranks call different layers, or parameters were written outside of it.
+            ConfigError: at stage 3, the step uses a part of a parameter as the whole, the ranks call different layers,
+                or parameters were written outside of it.
         """
         self._check_placeholders()
         try:
-            with self._local_rank_known(), super().step_context(optim_wrapper):
+            with self._local_rank_known(), super().step_context(optim_wrapper), self._uses or nullcontext():
                 yield
         except RuntimeError as error:
             if "Detected a disagreement" not in message_of(error):
@@ -163,6 +169,10 @@ class MMDeepSpeedEngineWrapper(EngineModelWrapper):
             raise ConfigError(
                 f"{_RULE}, but rank {get_rank()} of {get_world_size()} calls others than rank 0. {_REMEDY}"
             ) from error
+
+    def engine_context(self) -> AbstractContextManager[Any]:
+        """Return the context of the engine's own operations, which may use parts of parameters."""
+        return nullcontext() if self._uses is None else self._uses.paused()
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
@@ -323,7 +333,7 @@ def _problem_of_placeholders(parameter: Any, function: str) -> str | None:
     if not hasattr(parameter, "ds_numel") or parameter.numel() == parameter.ds_numel:
         return None
     # DeepSpeed's own `linear` takes the place of torch's.
-    if called_by("deepspeed", "deepspeed.runtime.zero.linear"):
+    if called_by_deepspeed(but="deepspeed.runtime.zero.linear"):
         return None
     return (
         "at ZeRO stage 3 a parameter is whole only while its own module runs. Look it up as an attribute of that "
@@ -333,7 +343,7 @@ def _problem_of_placeholders(parameter: Any, function: str) -> str | None:
 
 def _problem_of_partitions(parameter: Any, function: str) -> str | None:
     """Return why a torch function called by the model's own step cannot use a parameter at stage 3; None if it can."""
-    if not hasattr(parameter, "ds_numel") or called_from("deepspeed."):
+    if not hasattr(parameter, "ds_numel") or called_by_deepspeed():
         return None
     changes = function == "data" or (function.endswith("_") and not function.endswith("__"))
     if parameter.numel() != parameter.ds_numel or (changes and parameter.ds_persist):

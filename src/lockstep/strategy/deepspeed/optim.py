@@ -15,7 +15,6 @@ from lockstep.dist import all_reduce, get_rank
 from lockstep.engines import load_engine
 from lockstep.errors import ConfigError, listed
 from lockstep.groups import this_rank
-from lockstep.model.written import BY_RANK, DriftCheck
 from lockstep.optim import build_optim_wrapper
 from lockstep.optim.clipping import gradient_norm
 from lockstep.registry import OPTIM_WRAPPERS, OPTIMIZERS
@@ -67,7 +66,7 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
 
     engine_name = "DeepSpeed"
     half_option = "the strategy bf16=True, fp16=True or torch_autocast=dict(enabled=True, dtype='bfloat16')"
-    _state: DeepSpeedState | None = None
+    _state: DeepSpeedState  # of the engine
     _went_back = False
     _holds = False  # gradients since the last update
     _is_summed = False  # over the ranks, since the last update
@@ -76,16 +75,9 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
 
     def attach_engine(self, engine: Any, state: DeepSpeedState) -> None:
         """Set the engine that this wrapper controls, and the view of its state."""
-        module = engine.module
         self._stage: int = engine.zero_optimization_stage()
         self._state, self._reached = state, set()
-        self.attach(
-            engine,
-            module,
-            flow=GradientFlow(module),
-            masters=state.masters,
-            drift=DriftCheck(lambda: list(module.named_parameters()), None, BY_RANK) if self._stage < 3 else None,
-        )
+        self.attach(engine, engine.module, state.masters, replicated=self._stage < 3)
 
     def initialize_count_status(self, model: nn.Module, init_counts: int = 0, max_counts: int | None = None) -> None:
         """Set how many batches there have been and will be; a scheduler of DeepSpeed's config continues from there."""
@@ -136,11 +128,13 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state in canonical form. **Collective**: every rank."""
-        return self._attached_state().optim_state()
+        _ = self.engine
+        return self._state.optim_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state in canonical form. **Collective**: every rank."""
-        self._attached_state().load_optim(state_dict)
+        _ = self.engine
+        self._state.load_optim(state_dict)
 
     def _run_backward(self, loss: Tensor, **kwargs: Any) -> None:
         ends = self.should_sync()
@@ -195,15 +189,9 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
                 for gradient, other in zip(held, gradients, strict=True):
                     gradient.add_(other)
 
-    def _attached_state(self) -> DeepSpeedState:
-        _ = self.engine
-        assert self._state is not None  # comes with the engine
-        return self._state
-
     def _reconciled(self, loss: Tensor, *, ends: bool) -> Tensor:
         """Return the loss, changed or checked so that ZeRO, which sums gradients by position, sums matching ones."""
         flow = self._flow
-        assert flow is not None  # comes with the engine
         if self._reached is not None:
             self._reached.update(flow.arrivals(loss))
             if ends:

@@ -20,7 +20,7 @@ from lockstep.strategy.deepspeed import config as config_rules
 from lockstep.strategy.deepspeed.engine import MMDeepSpeedEngineWrapper, join_engine, release_engine, start_engine
 from lockstep.strategy.deepspeed.optim import DeepSpeedOptimWrapper, read_optim
 from lockstep.strategy.deepspeed.state import DeepSpeedState
-from lockstep.strategy.engine_parameters import check_kinds, leave_out_frozen, refuse_lbfgs, updates_elementwise
+from lockstep.strategy.engine_parameters import check_kinds, leave_out_frozen, updates_elementwise
 from lockstep.strategy.engine_strategy import EngineStrategy, require_plain
 from lockstep.strategy.engine_wrappers import cast_inputs_and_parts
 from lockstep.strategy.optim_state import names_by_group
@@ -167,7 +167,6 @@ def _names_by_group(model: nn.Module, optimizer: Optimizer | None) -> list[list[
 
 def _with_optimizer_rules(config: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
     """Return the config with the keys that DeepSpeed needs to use the optimizer unchanged."""
-    refuse_lbfgs(optimizer, "DeepSpeed")
     full = dict(config)
     is_deepspeeds = type(optimizer).__module__.startswith("deepspeed.")
     if optimizer is None:

@@ -77,23 +77,12 @@ class WholeParams(TorchFunctionMode):
                 )
 
 
-def called_by(package: str, *besides: str) -> bool:
-    """Return whether code of a package has called torch, other than that of the modules `besides` in it."""
+def called_by_deepspeed(but: str = "torch") -> bool:
+    """Return whether DeepSpeed has called torch, other than by its module `but`."""
     frame: FrameType | None = sys._getframe(2)
-    passed = ("torch", "lockstep", *besides)
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if not any(name == other or name.startswith(f"{other}.") for other in passed):
-            return bool(name.startswith(f"{package}."))
-        frame = frame.f_back
-    return False
-
-
-def called_from(package: str) -> bool:
-    """Return whether code of a package is on the stack between a model's own `train_step` and the caller."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name != "train_step":
-        if frame.f_globals.get("__name__", "").startswith(package):
-            return True
+        name = f"{frame.f_globals.get('__name__', '')}."
+        if not name.startswith(("torch.", "lockstep.", f"{but}.")):
+            return name.startswith("deepspeed.")
         frame = frame.f_back
     return False
