@@ -31,7 +31,7 @@ def by_hand(work_dir: str, hooks: tuple = (), checkpoint: str | None = None) -> 
         randomness=dict(seed=0),
     )  # fmt: skip
     model, loader = parts()
-    model, optimizer, loader = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    model, _, loader = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     for _ in session.epochs(3):
         for inputs, targets in loader:
             session.step(nn.functional.mse_loss(model(inputs), targets))

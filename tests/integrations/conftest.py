@@ -31,7 +31,7 @@ def start(tmp_path: Path) -> Start:
             "OMP_NUM_THREADS": "1",
         }
         done = subprocess.run(
-            command, cwd=tmp_path, env=inherited | found | variables, capture_output=True, text=True, timeout=560,
+            command, cwd=tmp_path, env=inherited | found | variables, capture_output=True, text=True, timeout=900,
             check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]

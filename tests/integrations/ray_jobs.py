@@ -1,4 +1,4 @@
-"""Two trainings under Ray Train on this machine, each of which loses a worker once, and the same without Ray.
+"""Two trainings under Ray Train on this machine, the first of which loses a worker, and the same without Ray.
 
 `python ray_jobs.py FOLDER` writes there each rank's losses by iteration, and what Ray knows of each training.
 """
@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,15 @@ class Losses(Hook):
 
 
 class KilledOnce(Hook):
-    """Kills rank 1 in the second epoch, unless that has been done."""
+    """Kills rank 1 in the second epoch, when Ray knows of the first one's checkpoint, unless that has been done."""
 
-    def __init__(self, mark: str) -> None:
-        self._mark = mark
+    def __init__(self, mark: str, storage: Path) -> None:
+        self._mark, self._storage = mark, storage
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         if runner.rank == 1 and runner.iter == 6 and not os.path.exists(self._mark):
+            while not list(self._storage.glob("*/checkpoint_manager_snapshot.json")):
+                time.sleep(0.1)
             Path(self._mark).touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -51,7 +54,7 @@ def main(folder: Path) -> None:
         launch(partial(train, str(folder / "alone" / name), (losses,)), JobSpec(2))
     ray.init(num_cpus=2, include_dashboard=False)
     for name, train in trainings.items():
-        hooks = (Losses(str(folder / f"{name}-ray")), KilledOnce(str(folder / f"{name}-killed")))
+        hooks = (Losses(str(folder / f"{name}-ray")), KilledOnce(str(folder / "killed"), folder / "storage"))
         result = fit(train, str(folder / "work_dirs" / name), str(folder / "storage"), 2, hooks)
         saved = result.checkpoint.path
         (folder / f"{name}.json").write_text(json.dumps({"metrics": result.metrics, "checkpoint": saved}))

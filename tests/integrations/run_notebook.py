@@ -1,4 +1,4 @@
-"""Runs cells as a notebook does, and prints each one's text, and the error that it ended with: `python run_notebook.py FILE`.
+"""Runs cells as a notebook does, and prints the text and the error of each: `python run_notebook.py FILE`.
 
 In the file, the cells are separated by lines of `# %%`.
 """
