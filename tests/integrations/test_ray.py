@@ -16,7 +16,7 @@ JOBS = Path(__file__).with_name("ray_jobs.py")
 
 
 def test_a_training_whose_worker_is_killed_goes_on_exactly(tmp_path: Path, start: Start) -> None:
-    # The variable keeps Ray, and so the ranks, on loopback. Its own warnings about its former version are errors here.
+    # The variable keeps Ray, and so the ranks, on loopback. Warnings of Ray about its former version would be errors.
     start(
         sys.executable, str(JOBS), str(tmp_path), RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
         RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS="0", RAY_USAGE_STATS_ENABLED="0",
@@ -30,7 +30,7 @@ def test_a_training_whose_worker_is_killed_goes_on_exactly(tmp_path: Path, start
         last = [loss for _, loss in losses(tmp_path / f"{name}-alone.0")[-4:]]
         assert result["metrics"] == {"epoch": 3, "loss": pytest.approx(sum(last) / 4)}
         assert Path(result["checkpoint"]).is_relative_to(tmp_path / "storage")
-        assert read_meta(result["checkpoint"])["epoch"] == 3
+        assert read_meta(Path(result["checkpoint"]))["epoch"] == 3
 
 
 def losses(file: Path) -> list[list[float]]:
