@@ -172,6 +172,16 @@ test-buckets: .venv-buckets/.ready  ## weights and checkpoints in a bucket, of a
 		--requirement requirements/buckets.txt
 	@touch $@
 
+.PHONY: test-integrations
+test-integrations: .venv-integrations/.ready  ## Ray Train, TorchX, Monarch, dask and notebooks start ranks, in an environment of their own
+	.venv-integrations/bin/python -m pytest tests/integrations $(PYTEST_ARGS)
+
+.venv-integrations/.ready: pyproject.toml constraints.txt requirements/integrations.txt
+	$(PYTHON) -m venv .venv-integrations
+	.venv-integrations/bin/python $(INSTALL) --editable '.[testing]' hypothesis \
+		--requirement requirements/integrations.txt
+	@touch $@
+
 .PHONY: test-huggingface
 test-huggingface: .venv-models/.ready  ## models of transformers and peft: saved, exported and loaded by their own libraries
 	.venv-models/bin/python -m pytest tests/huggingface $(PYTEST_ARGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -90,6 +92,26 @@ def test_a_group_may_begin_where_torch_itself_has_ended_one() -> None:
     destroy_dist()
     del os.environ["MASTER_PORT"], before["MASTER_PORT"]
     assert dict(os.environ) == before
+
+
+@pytest.fixture
+def free_ports() -> list[int]:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        return [one.getsockname()[1], other.getsockname()[1]]
+
+
+@ranks(3, fresh=True)
+def test_processes_meet_that_have_joined_differently_many_groups_before(free_ports: list[int]) -> None:
+    """As those of a pool in which one has been replaced."""
+    own = int(os.environ["RANK"])
+    for port, members in zip(free_ports, ([0, 1], [1, 2]), strict=True):
+        if own in members:
+            place = str(members.index(own))
+            numbers = {"RANK": place, "LOCAL_RANK": place, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+            with patch.dict(os.environ, numbers, MASTER_PORT=str(port)):
+                init_dist("pytorch", timeout=20)
+                assert_group_works()
+                destroy_dist()
 
 
 @ranks(1, fresh=True)

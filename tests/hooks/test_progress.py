@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from lockstep.hooks.progress import LiveDisplay, PlainDisplay, _rates
+from lockstep.hooks.progress import LiveDisplay, PlainDisplay, ProgressHook, _rates
 
 
 def test_lines_come_no_more_often_than_asked():
@@ -31,6 +32,17 @@ def test_a_live_bar_can_be_shown_again_after_it_was_closed():
     display.begin("testing", 2)
     display.close()
     assert all(label in console.file.getvalue() for label in ("training", "validating", "testing"))
+
+
+def test_no_bar_is_drawn_into_a_pipe_though_colours_are_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As notebooks and CI force them."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    console = Console(file=StringIO(), width=80)
+    hook = ProgressHook()
+    hook._begin(SimpleNamespace(console=console), "training", 3)
+    hook.close()
+    assert console.is_terminal
+    assert console.file.getvalue() == ""
 
 
 def test_a_name_with_markup_is_shown_as_it_is() -> None:

@@ -9,6 +9,7 @@ import os
 import resource
 import sys
 import time
+from collections import Counter
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, Literal, cast, overload
@@ -50,7 +51,9 @@ _logger = logging.getLogger("lockstep.dist")
 _undo = ExitStack()  # undoes what `init_dist` has set up; `destroy_dist` closes it
 # Whether the group can't be ended: torch's watchdog sleeps for a minute after an error, and torch waits for it (2.11).
 _is_stuck = False
-_generation = 0  # number of groups this process has joined; separates the stores of one job
+# How many groups this process has joined at each address: separates those that use one store. Processes of a pool that
+# outlives jobs, each at a port of its own, may have joined differently many before.
+_generations: Counter[tuple[str | None, int | None]] = Counter()
 
 
 def init_dist(
@@ -101,7 +104,7 @@ def init_dist(
     **Source**: `torch.distributed.init_process_group` (2.13). TCPStore binds all addresses unless it is handed a
     socket.
     """
-    global _undo, _generation
+    global _undo
     if _is_stuck:
         raise DistError(
             "`init_dist` must be called in a new process, because the backend of a device has lost a rank of the group "
@@ -121,6 +124,7 @@ def init_dist(
     _read_check_mode()
     if init_backend != "torch":
         load_engine(init_backend)  # fails before the others wait
+    address = (topology.master_addr, port or topology.master_port)
     device = _bind_device(topology, backend)
     if device is not None:
         kwargs.setdefault("device_id", device)
@@ -129,7 +133,7 @@ def init_dist(
             _keep_on_loopback(backend, undo)
         _allow_many_files()
         try:
-            shared_store = meet(topology, store, port, duration or _STORE_TIMEOUT, _generation, undo)
+            shared_store = meet(topology, store, port, duration or _STORE_TIMEOUT, _generations[address], undo)
             if topology.world_size > 1:
                 await_all(shared_store, topology, duration or _STORE_TIMEOUT)
             if topology.local_size > 1:
@@ -150,7 +154,7 @@ def init_dist(
     groups.topologies[pg] = topology
     groups.timeouts[pg] = duration or _TIMEOUT
     if topology.world_size > 1:
-        _generation += 1
+        _generations[address] += 1
         start_watch()
     atexit.register(_destroy_at_exit)
     if init_backend != "torch":

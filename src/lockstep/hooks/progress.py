@@ -112,7 +112,9 @@ class ProgressHook(Hook):
     def _begin(self, runner: Run, label: str, total: int | None) -> None:
         if self._display is None:
             console = runner.console
-            self._display = LiveDisplay(console) if console.is_terminal else PlainDisplay(console, self._period_seconds)
+            # Notebooks and CI set FORCE_COLOR, by which rich takes what it writes to for a terminal.
+            live = console.is_terminal and console.file.isatty()
+            self._display = LiveDisplay(console) if live else PlainDisplay(console, self._period_seconds)
         self._display.begin(label, total)
         self._due = 0.0
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import pickle
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lockstep.errors import LaunchError, counted, require_one_of
-from lockstep.launch.job import NUMA_MODES, JobSpec, interface_towards
+from lockstep.launch.job import FUNCTION, NUMA_MODES, JobSpec, interface_towards
 from lockstep.launch.notices import loading_torch, say
 from lockstep.output import tolerate_closed_output
 
 
 def launch(
-    command: Sequence[str],
+    command: Sequence[str] | Callable[[], object],
     job: JobSpec,
     *,
     max_restarts: int = 0,
@@ -25,18 +27,22 @@ def launch(
     trains: bool = False,
     numa: str | None = None,
 ) -> None:
-    """Run a script or module on several ranks, and return when all of them have succeeded.
+    """Run a script, a module or a function on several ranks, and return when all of them have succeeded.
 
     On one node, all sockets listen only on the loopback interface. Local rank 0 prints to the terminal. Ctrl-C and
     SIGTERM reach every rank, and no rank outlives this process.
 
     Args:
-        command: what comes after ``python``: a script, or ``-m`` and a module, and its arguments.
+        command: what comes after ``python``: a script, or ``-m`` and a module, and its arguments. Or a function without
+            arguments, also one of a notebook's cell: the package cloudpickle sends each rank a copy of it, and of what
+            it refers to outside of modules. What it returns is dropped. Under `max_restarts`, a Runner or a Session in
+            it goes on from the last checkpoint that this job has saved.
         job: the number of ranks on this node, and the nodes; `launch` must be called on each node.
         max_restarts: how often all ranks are restarted after one has failed.
         log_dir: folder in which the local ranks other than 0 write their output to ``rank_N.log``; without it they also
             print to the terminal.
-        payload: a string for the ranks; they read it from the file that the variable LOCKSTEP_PAYLOAD names.
+        payload: a string for the ranks of a command; they read it from the file that the variable LOCKSTEP_PAYLOAD
+            names.
         rdzv_timeout_seconds: how long to wait for all nodes.
         grace_seconds: how long ranks may take to end after a signal, before they are killed.
         trains: the ranks run a training by a Runner. A signal before its first iteration is complete then ends the job
@@ -47,10 +53,10 @@ def launch(
     Raises:
         ValueError: `max_restarts` is negative, or `command` is empty.
         ConfigError: `numa` is not known.
-        LaunchError: `log_dir` cannot be created, a rank failed (the message names it and shows its traceback,
-            `exit_code` is its exit code), numactl or a GPU is missing for `numa`, not all nodes joined in time, or a
-            signal stopped the ranks and this process ignores it; or a signal stopped the ranks and they saved a
-            training, with `exit_code` 75.
+        LaunchError: cloudpickle is missing for a function, or can't pickle it; `log_dir` cannot be created, a rank
+            failed (the message names it and shows its traceback, `exit_code` is its exit code), numactl or a GPU is
+            missing for `numa`, not all nodes joined in time, or a signal stopped the ranks and this process ignores it;
+            or a signal stopped the ranks and they saved a training, with `exit_code` 75.
     """
     if max_restarts < 0:
         raise ValueError(f"`max_restarts` must be at least 0, but is {max_restarts}")
@@ -62,6 +68,8 @@ def launch(
             raise LaunchError(
                 "`--numa` must find the program numactl, but there is none. Install it, or leave out --numa"
             )
+    if callable(command):
+        payload, command = _packed(command), [FUNCTION]
     tolerate_closed_output()
     logs = None if log_dir is None else os.fspath(log_dir)
     if logs is not None:
@@ -91,3 +99,22 @@ def launch(
         from lockstep.launch.elastic import run_ranks  # imports torch
 
     run_ranks(command, job, additions, max_restarts, logs, payload, rdzv_timeout_seconds, grace_seconds, trains, numa)
+
+
+def _packed(function: Callable[[], object]) -> str:
+    """Return what a rank needs to call a function: where Python finds modules, and the function, as text."""
+    try:
+        import cloudpickle
+    except ImportError as error:
+        raise LaunchError(
+            "`command` must be a script or a module where cloudpickle is missing, which sends functions to the ranks, "
+            f"but is {function!r}. pip install cloudpickle"
+        ) from error
+    try:
+        packed = pickle.dumps((sys.path, cloudpickle.dumps(function)))
+    except Exception as error:  # of any kind: objects say themselves how they are pickled
+        raise LaunchError(
+            "`command` must be a function that can be pickled with the variables that it uses, but one can't be: "
+            f"{type(error).__name__}: {error}. Make in the function what can't be sent to another process"
+        ) from error
+    return base64.b64encode(packed).decode()

@@ -1,7 +1,7 @@
-"""The process of one rank: runs a script or a module as `python` does, for the agent that started it.
+"""The process of one rank: runs a script or a module as `python` does, for the agent that started it; or a function.
 
 ```
-python -m lockstep.launch.worker AGENT_PID LOG_DIR (SCRIPT | -m MODULE) [ARGS...]
+python -m lockstep.launch.worker AGENT_PID LOG_DIR (SCRIPT | -m MODULE | --function) [ARGS...]
 ```
 
 What it adds to `python SCRIPT`:
@@ -23,11 +23,13 @@ It does not import torch, so that the script can still set variables that torch 
 from __future__ import annotations
 
 import atexit
+import base64
 import ctypes
 import faulthandler
 import io
 import json
 import os
+import pickle
 import runpy
 import signal
 import sys
@@ -39,7 +41,7 @@ from contextlib import suppress
 from functools import cache
 from mmap import mmap
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Literal
 
 from lockstep.errors import (
@@ -52,6 +54,7 @@ from lockstep.errors import (
     message_of,
     place_of,
 )
+from lockstep.launch.job import FUNCTION
 from lockstep.masking import mask_text, printable
 from lockstep.output import tolerate_closed_output
 
@@ -204,10 +207,25 @@ def _run(target: list[str]) -> None:
         sys.argv = target[1:]
         sys.path[0] = os.getcwd()
         runpy.run_module(target[1], run_name="__main__", alter_sys=True)
+    elif target[0] == FUNCTION:
+        sys.argv = target
+        _call(Path(os.environ.pop("LOCKSTEP_PAYLOAD")).read_text(encoding="utf-8"))
     else:
         sys.argv = target
         sys.path[0] = str(Path(target[0]).resolve().parent)
         runpy.run_path(target[0], run_name="__main__")
+
+
+def _call(packed: str) -> None:
+    """Call the function that `launch` has packed, in a module `__main__` of its own.
+
+    There pickle finds the classes of a notebook's cells, when ranks send each other objects of them.
+    """
+    sys.path[:], content = pickle.loads(base64.b64decode(packed))
+    sys.modules["__main__"] = module = ModuleType("__main__")
+    function = pickle.loads(content)
+    vars(module).update(getattr(getattr(function, "func", function), "__globals__", {}))  # `func` of a partial
+    function()
 
 
 def _record(error: BaseException) -> bool:
