@@ -25,8 +25,8 @@ README = ROOT / "README.md"
 WORDS = (
     "check", "test", "demo", "test-checkpoints", "test-layouts", "test-jobs", "faults-page", "test-deepspeed",
     "test-colossalai", "test-models", "parity", "resume-matrix", "test-docs", "test-huggingface", "test-buckets",
-    "test-trackers", "dist", "test-mmengine", "mmengine-trainings", "mmengine-models", "soak-kills", "soak-preemption",
-    "soak-elastic", "soak-faults", "bench-scale", "test-device", "test-gpu",
+    "test-trackers", "test-data-packages", "dist", "test-mmengine", "mmengine-trainings", "mmengine-models",
+    "soak-kills", "soak-preemption", "soak-elastic", "soak-faults", "bench-scale", "test-device", "test-gpu",
 )  # fmt: skip
 HEAD = """# What was verified, when, and on what
 
