@@ -74,7 +74,7 @@ def trained(loop: str, loader: Any, folder: Path, iterations: int, resume: bool 
         return seen
     model = Net()
     with Session(folder, seed=1, log_level="WARNING") as session:
-        model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+        model, _, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
         for batch in session.iterations(iterations):
             numbers = session.gather(torch.as_tensor(batch["n"])).tolist()
             seen.setdefault(session.epoch, []).extend(numbers if session.is_main else [])
@@ -98,7 +98,7 @@ def cell(make: Any, data: Path, folder: Path, workers: int, loop: str, resumes: 
     barrier()
     if get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
-    first = [sum((rank["seen"][run].get(0, []) for rank in ranks), []) for run in range(len(ranks[0]["seen"]))]
+    first = [[one for rank in ranks for one in rank["seen"][run].get(0, [])] for run in range(len(ranks[0]["seen"]))]
     return {
         "first_epoch": first,
         "errors": [rank["error"] for rank in ranks],

@@ -45,7 +45,9 @@ def test_each_sample_is_trained_on_once_or_it_is_said_what_to_do(ranks, workers,
     text = PAGE.read_text()
     index = COLUMNS.index((ranks, workers))
     if os.environ.get("TABLE") == "write":
-        text = re.sub(r"^\| (.+?) \|((?: [^|]+ \|){6})$", lambda row: _with(row, column, index), text, flags=re.MULTILINE)
+        text = re.sub(
+            r"^\| (.+?) \|((?: [^|]+ \|){6})$", lambda row: _with(row, column, index), text, flags=re.MULTILINE
+        )
         PAGE.write_text(text)
     assert column == {title: cells[index] for title, cells in _table(text).items()}
 
@@ -64,12 +66,13 @@ def _outcome(cell: dict[str, Any], name: str) -> str:
         assert any(word in cell["errors"][0] for word in WORDS), f"{name}: {cell['errors'][0]}"
         return "error"
     runs = cell["first_epoch"]
-    if sorted(sum(runs, [])) == ALL:
+    trained_on = sorted(one for run in runs for one in run)
+    if trained_on == ALL:
         return "once"
     said = " ".join(cell["said"])
     if len(runs) == 2 and sorted(runs[1]) == ALL:
         return "anew"
-    assert any(word in said for word in WORDS), f"{name}: trained on {sorted(sum(runs, []))}, and said only {said}"
+    assert any(word in said for word in WORDS), f"{name}: trained on {trained_on}, and said only {said}"
     return "warning"
 
 

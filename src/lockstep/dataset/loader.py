@@ -20,7 +20,13 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from lockstep.dataset.rank_aware import asks_for_rank, asks_for_worker, differing_parts, is_rank_aware, overlapping_parts
+from lockstep.dataset.rank_aware import (
+    asks_for_rank,
+    asks_for_worker,
+    differing_parts,
+    is_rank_aware,
+    overlapping_parts,
+)
 from lockstep.dataset.sampler import (
     DefaultSampler,
     InfiniteSampler,

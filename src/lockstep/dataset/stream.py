@@ -489,7 +489,9 @@ def _texts_in(sample: Any) -> Iterator[str]:
             yield repr(sample.reshape(-1)[:_MOST_COMPARED].tolist())
 
 
-def _with_position(collate_fn: Callable[[Any], Any], dataset: StreamShard, in_batches: bool, samples: Any) -> _Made | None:
+def _with_position(
+    collate_fn: Callable[[Any], Any], dataset: StreamShard, in_batches: bool, samples: Any
+) -> _Made | None:
     """Make a batch, in the process that makes the samples, and add their number and the position of the dataset.
 
     Returns:
