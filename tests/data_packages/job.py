@@ -11,6 +11,7 @@ import multiprocessing
 import shutil
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from lockstep import Runner, Session
+from lockstep.dataset import length_of
 from lockstep.dist import all_gather_object, barrier, get_rank, get_world_size, init_dist
 from lockstep.hooks import Hook
 
@@ -32,7 +34,7 @@ class Net(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(recipes.SAMPLES))
 
-    def forward(self, n: Any, mode: str = "loss") -> Any:
+    def forward(self, n: Any, mode: str = "loss", **others: Any) -> Any:
         return self.weight[torch.as_tensor(n)].mean()
 
 
@@ -54,7 +56,9 @@ class Said(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def trained(loop: str, loader: Any, folder: Path, iterations: int, resume: bool = False) -> dict[int, list[int]]:
+def trained(
+    loop: str, loader: Any, folder: Path, iterations: int, saves: bool = False, resume: bool = False
+) -> dict[int, list[int]]:
     """Train; return the samples of each epoch on this rank."""
     seen: dict[int, list[int]] = {}
     if loop == "Runner":
@@ -65,7 +69,7 @@ def trained(loop: str, loader: Any, folder: Path, iterations: int, resume: bool 
             train_cfg=dict(by_epoch=False, max_iters=iterations),
             optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)),
             custom_hooks=[Noting(seen)],
-            default_hooks=dict(checkpoint=dict(by_epoch=False, interval=STOP)),
+            default_hooks=dict(checkpoint=dict(by_epoch=False, interval=STOP) if saves else None),
             resume=resume,
             log_level="WARNING",
             randomness=dict(seed=1),
@@ -73,22 +77,30 @@ def trained(loop: str, loader: Any, folder: Path, iterations: int, resume: bool 
         runner.train()
         return seen
     model = Net()
-    with Session(folder, seed=1, log_level="WARNING") as session:
-        model, _, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
-        for batch in session.iterations(iterations):
+    with Session(folder, randomness=dict(seed=1), log_level="WARNING") as session:
+        model, _, loader = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+        for batch in batches_of(session, loader, iterations):
             numbers = session.gather(torch.as_tensor(batch["n"])).tolist()
             seen.setdefault(session.epoch, []).extend(numbers if session.is_main else [])
             session.step(model(**batch))
     return seen
 
 
+def batches_of(session: Session, loader: Any, iterations: int) -> Iterator[Any]:
+    """Yield batches past the end of the first epoch: counted in epochs if the loader has a length."""
+    if length_of(loader) is None:
+        yield from session.iterations(iterations)
+    else:
+        yield from (batch for _ in session.epochs(2) for batch in loader)
+
+
 def cell(make: Any, data: Path, folder: Path, workers: int, loop: str, resumes: bool) -> dict[str, Any]:
     said, seen, error = Said(), [], ""
     logging.getLogger("lockstep").addHandler(said)
-    ends = 12 // get_world_size() + 6  # past the end of the first epoch
+    ends = 12 // get_world_size() + 2  # past the end of the first epoch
     try:
         if resumes:
-            seen.append(trained(loop, make(data, workers), folder, STOP))
+            seen.append(trained(loop, make(data, workers), folder, STOP, saves=True))
         seen.append(trained(loop, make(data, workers), folder, ends, resume=resumes))
     except Exception as caught:
         error = f"{type(caught).__name__}: {caught}"

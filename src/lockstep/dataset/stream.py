@@ -210,8 +210,9 @@ class StreamShard(IterableDataset[Any]):
 
     def _note(self, sample: Any) -> None:
         self._taken += 1
-        # Workers that split the stream themselves have other samples each.
-        if len(self._head) < HEAD_LENGTH and self.compares and (self.splits_samples or self._worker == 0):
+        # Workers that split the stream themselves have other samples each, and go on where each of them was.
+        is_alike = self.splits_samples or (self._worker == 0 and len(self._head) == self._taken - 1)
+        if len(self._head) < HEAD_LENGTH and self.compares and is_alike:
             self._head.append(crc32(repr(list(islice(_texts_in(sample), _MOST_COMPARED))).encode()))
 
     def _open(self, position: Mapping[str, Any] | None, workers: int) -> None:
@@ -319,12 +320,12 @@ class StreamLoader(DataLoader[Any]):
         if self.dataset.splits_samples:
             known = [*workers.items(), *([] if furthest is None else [("0", furthest)])]
             workers = dict(sorted(known, key=lambda one: int(one[1]["taken"]))[-1:])
-            workers = {
-                worker: {**state, "random": portable(state["random"])}
-                if isinstance(state.get("random", {}).get("python"), tuple)
-                else state
-                for worker, state in workers.items()
-            }
+        workers = {
+            worker: {**state, "random": portable(state["random"])}
+            if isinstance(state.get("random", {}).get("python"), tuple)
+            else state
+            for worker, state in workers.items()
+        }
         return {
             "begin": self._at.position, "batches": self._at.batches, "workers": workers, "layout": self._layout()
         }  # fmt: skip
@@ -489,14 +490,8 @@ def _texts_in(sample: Any) -> Iterator[str]:
             yield repr(sample.reshape(-1)[:_MOST_COMPARED].tolist())
 
 
-def _with_position(
-    collate_fn: Callable[[Any], Any], dataset: StreamShard, in_batches: bool, samples: Any
-) -> _Made | None:
-    """Make a batch, in the process that makes the samples, and add their number and the position of the dataset.
-
-    Returns:
-        It; None for a turn that was left out.
-    """
+def _with_position(collate_fn: Callable[[Any], Any], dataset: Any, in_batches: bool, samples: Any) -> _Made | None:
+    """Make a batch, in the process that makes the samples, with the dataset's position; None for a turn left out."""
     if samples is _NO_SAMPLE or (in_batches and samples[0] is _NO_SAMPLE):
         return None
     info = get_worker_info()
