@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import multiprocessing
@@ -106,6 +107,7 @@ def cell(make: Any, data: Path, folder: Path, workers: int, loop: str, resumes: 
         error = f"{type(caught).__name__}: {caught}"
     finally:
         logging.getLogger("lockstep").removeHandler(said)
+    gc.collect()  # loaders of torchdata end their workers when they are collected
     ranks = all_gather_object({"seen": seen, "said": said.lines, "error": error})
     barrier()
     if get_rank() == 0:
