@@ -182,6 +182,17 @@ test-integrations: .venv-integrations/.ready  ## Ray Train, TorchX, Monarch, das
 		--requirement requirements/integrations.txt
 	@touch $@
 
+# Mosaic's package asks for older versions than the others; what it is used for here needs none of them.
+.PHONY: test-data-packages
+test-data-packages: .venv-data/.ready  ## data sets and streams of other packages: is each sample seen once? docs/data.md has the table
+	.venv-data/bin/python -m pytest tests/data_packages $(if $(SLICE),$(SLICE_DATA_PACKAGES)) $(PYTEST_ARGS)
+
+.venv-data/.ready: pyproject.toml constraints.txt requirements/data.txt
+	$(PYTHON) -m venv .venv-data
+	.venv-data/bin/python $(INSTALL) hypothesis --editable '.[testing]' --requirement requirements/data.txt
+	.venv-data/bin/python -m pip install --quiet --no-deps mosaicml-streaming==0.13.0 litdata==0.2.76
+	@touch $@
+
 .PHONY: test-huggingface
 test-huggingface: .venv-models/.ready  ## models of transformers and peft: saved, exported and loaded by their own libraries
 	.venv-models/bin/python -m pytest tests/huggingface $(PYTEST_ARGS)

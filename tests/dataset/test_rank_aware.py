@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -271,3 +272,111 @@ def test_what_a_stream_draws_goes_on_after_a_resume(kind, workers):
     torch.manual_seed(99)
     assert texts(again.iterate(begin)) == rest
     assert len(begun) + len(rest) == 16 // 2 // get_world_size()
+
+
+class Told(Stream):
+    """Splits itself over its workers, and says where it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.done = state["done"]
+
+    def __iter__(self) -> Iterator[int]:
+        for number in own_of_worker(NUMBERS)[self.done :]:
+            self.done += 1
+            yield number
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("split", ["ranks", False])
+def test_a_stream_whose_workers_split_it_goes_on_where_each_of_them_was(split):
+    def passes() -> EvenBatches:
+        cfg = {"dataset": Told(), "split": split, "num_workers": 2, "multiprocessing_context": "fork", "batch_size": 2}
+        return EvenBatches(build_dataloader(cfg, seed=3))
+
+    def numbers(batches: Any) -> list[int]:
+        return [one for batch in batches if batch.is_own for one in batch.data.tolist()]
+
+    first = passes()
+    batches = first.iterate()
+    begun = numbers([next(batches)])  # the next one is the second worker's turn
+    position, states = first.position(0, 1), all_gather_object(first.state())
+    again = passes()
+    rest = numbers(again.iterate(again.read_position(position, states[get_rank()], states)))
+    seen_by_all = sorted(one for part in all_gather_object(begun + rest) for one in part)
+    assert seen_by_all == sorted(NUMBERS * (1 if split else get_world_size()))
+
+
+class WithArguments(Told):
+    """Has a `state_dict` for a loader of its own package."""
+
+    def state_dict(self, samples: int) -> dict[str, int]:  # type: ignore[override]
+        return {"done": samples}
+
+
+def test_a_state_that_needs_arguments_is_left_to_who_has_them():
+    assert [int(one) for one in build_dataloader({"dataset": WithArguments()}, seed=0)] == NUMBERS
+
+
+class Said(logging.Handler):
+    """Keeps what lockstep says on this rank, while it is entered."""
+
+    def __enter__(self) -> list[str]:
+        self.lines: list[str] = []
+        logging.getLogger("lockstep").addHandler(self)
+        return self.lines
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("lockstep").removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("dataset", "split", "says"),
+    [
+        (Stream(), False, "nothing in it asks for its rank"),
+        (ByCall(), "ranks", "it knows its rank"),
+        (Stream(), "ranks", "nothing in it asks for its worker"),
+        (Stream(NUMBERS, own_of_worker), True, "samples are lost. Then use `split='ranks'`"),
+    ],
+)
+def test_what_is_said_of_a_stream_and_does_not_fit_it_is_doubted(dataset, split, says):
+    with Said() as lines:
+        build_dataloader({"dataset": dataset, "split": split, "num_workers": 2}, seed=0)
+    assert says in "".join(lines)
+
+
+class Lines(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+
+    def forward(self, batch: Any, mode: str = "loss") -> Any:
+        return self.linear(batch.float()[:, None]).mean()
+
+
+@ranks(2)
+@pytest.mark.parametrize("is_split", [True, False])
+def test_ranks_that_train_on_the_same_samples_of_an_unsplit_stream_are_named(is_split, tmp_path):
+    cfg = {"dataset": ByCall() if is_split else Stream(), "split": False, "batch_size": 4}
+    runner = Runner(
+        Lines(), tmp_path, train_dataloader=cfg, train_cfg={"by_epoch": False, "max_iters": 2},
+        optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.1}}, default_hooks={"checkpoint": None},
+    )  # fmt: skip
+    with Said() as lines:
+        runner.train()
+    assert ("ranks 0, 1 have got the same first batch from Stream" in "".join(lines)) != is_split
+
+
+def test_a_loader_whose_workers_all_yield_the_same_is_not_silent(caplog):
+    build_dataloader(DataLoader(Stream(), num_workers=2), seed=0)
+    assert "yields each sample 2 times" in caplog.text

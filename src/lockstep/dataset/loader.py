@@ -20,7 +20,13 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from lockstep.dataset.rank_aware import asks_for_rank, differing_parts, is_rank_aware, overlapping_parts
+from lockstep.dataset.rank_aware import (
+    asks_for_rank,
+    asks_for_worker,
+    differing_parts,
+    is_rank_aware,
+    overlapping_parts,
+)
 from lockstep.dataset.sampler import (
     DefaultSampler,
     InfiniteSampler,
@@ -82,7 +88,8 @@ def build_dataloader(
             arguments of `torch.utils.data.DataLoader`, of which `pin_memory` is True by default where there are
             an accelerator and workers. An `IterableDataset` is split over ranks and workers (see
             `StreamShard`). `split=False` says that the dataset or the sampler already splits the data itself;
-            `split=True` that it does not, even if it seems to.
+            `split="ranks"` that an iterable dataset does so over its workers, but not over the ranks; `split=True` that
+            it does not, even if it seems to.
         seed: seed of the order of samples, the same on every rank.
         evaluation: by default keep the order, and yield each sample exactly once.
         shard: this rank's shard and the number of shards; by default its rank and the world size.
@@ -145,10 +152,10 @@ def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool, shard: tup
     arguments.setdefault("generator", WorkerSeeds(seed, shard[0]))
     # Without workers, samples may be on the accelerator already, which torch's loader can't pin.
     arguments.setdefault("pin_memory", pins_memory() and arguments.get("num_workers", 0) > 0)
-    split = arguments.pop("split", None)
-    if split is not None and not isinstance(split, bool):
-        raise ConfigError(f"`split` must be True, False or None, but is {split!r}")
-    if isinstance(dataset, IterableDataset):
+    split, is_stream = arguments.pop("split", None), isinstance(dataset, IterableDataset)
+    if split is not None and not isinstance(split, bool) and (split != "ranks" or not is_stream):
+        raise ConfigError(f"`split` must be True, False or None, or 'ranks' for an iterable dataset, but is {split!r}")
+    if is_stream:
         return _stream_loader(dataset, arguments, seed, shard, split)
     if "shuffle" in arguments and arguments.get("sampler") is not None:
         raise ConfigError("a data loader's config has both 'sampler' and 'shuffle'; leave out one")
@@ -195,7 +202,7 @@ def _first_samples(dataset: Any, count: int) -> Any:
 
 
 def _stream_loader(
-    dataset: Any, arguments: dict[str, Any], seed: int, shard: tuple[int, int], split: bool | None
+    dataset: Any, arguments: dict[str, Any], seed: int, shard: tuple[int, int], split: bool | str | None
 ) -> StreamLoader:
     if arguments.pop("shuffle", None) or any(arguments.get(key) is not None for key in ("sampler", "batch_sampler")):
         raise ConfigError(
@@ -205,7 +212,7 @@ def _stream_loader(
     parts = shard[1] * max(1, arguments.get("num_workers", 0))
     is_split = check_split(dataset, split, parts, shard[1])
     batch_size = arguments.setdefault("batch_size", 1) or 1
-    stream = StreamShard(dataset, shard, batch_size, split=is_split, seed=seed, compares=split is None)
+    stream = StreamShard(dataset, shard, batch_size, split=is_split, seed=seed, compares=split in (None, "ranks"))
     if parts > 1:
         _logger.info("%s is split over %d ranks and workers: %s", type(dataset).__name__, parts, stream.how)
     return _made(StreamLoader, stream, arguments)
@@ -313,10 +320,22 @@ def shard_loader(loader: Any, seed: int, evaluation: bool, shard: tuple[int, int
     left = _reason_to_leave(loader, evaluation, shard)
     if left is None:
         return _sharded(loader, seed, evaluation, shard)
+    if _repeats_by_workers(loader):
+        _logger.warning(
+            "%s yields each sample %d times, unless it splits itself over its workers: nothing in it asks for its "
+            "worker (get_worker_info). The config dict(dataset=..., batch_size=..., num_workers=...) splits an "
+            "iterable dataset", _describe(loader), loader.num_workers,
+        )  # fmt: skip
     level, why = left
     if get_world_size() > 1:
         _logger.log(level, "%s is left as it is: %s", _describe(loader), why)
     return loader
+
+
+def _repeats_by_workers(loader: Any) -> bool:
+    """Return whether each worker of a loader seems to go through the whole of an iterable dataset."""
+    is_stream = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+    return is_stream and loader.num_workers > 1 and not asks_for_worker(loader.dataset)
 
 
 def _reason_to_leave(loader: Any, evaluation: bool, shard: tuple[int, int]) -> tuple[int, str] | None:

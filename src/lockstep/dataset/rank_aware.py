@@ -281,6 +281,7 @@ class _Search:
             code = getattr(item, "__code__", None) or getattr(item, "gi_code", None)  # a function's, or a generator's
             if isinstance(code, CodeType):
                 words = set(words_in(code))
+                words |= _original_names(item, words)
                 if not words.isdisjoint(self._words):
                     return True
                 self._use(words)
@@ -328,6 +329,12 @@ def _contents(item: Any) -> Iterator[Any]:
             yield from values
     elif not isinstance(item, type) and (not _is_foreign(type(item)) or isinstance(item, DataLoader | Dataset)):
         yield from attributes_of(item).values()
+
+
+def _original_names(function: Any, words: set[str]) -> set[str]:
+    """Return how functions are called where they are defined, of which a function has imported some by other names."""
+    found = [function.__globals__.get(word) for word in words] if isinstance(function, FunctionType) else []
+    return {one.__name__ for one in found if isinstance(one, FunctionType)}
 
 
 def _named_in(function: Any, words: set[str]) -> Iterator[Any]:

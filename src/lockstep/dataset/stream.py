@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -20,10 +21,11 @@ from lockstep.dataset.rank_aware import asks_for_rank, asks_for_worker, differin
 from lockstep.dataset.sampler import HEAD_LENGTH
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError, counted, listed
-from lockstep.tree import tree_map
+from lockstep.tree import tree_leaves, tree_map
 
 _logger = logging.getLogger(__name__)
 _MOST_COMPARED = 64  # values and letters of a sample
+_NO_SAMPLE = object()  # takes the turn of a worker that has none
 
 
 def _pinned(leaf: Any) -> Any:
@@ -88,7 +90,8 @@ class StreamShard(IterableDataset[Any]):
         dataset: the whole stream.
         shard: this rank's shard and the number of shards.
         batch_size: samples in a batch.
-        split: False for a dataset that splits itself over ranks and workers.
+        split: False for a dataset that splits itself over ranks and workers; `"ranks"` for one that splits itself over
+            its workers, of which each is split over the ranks here.
         seed: seed of the random numbers that the dataset draws, the same on every rank.
         compares: whether ranks and workers compare the first samples of each pass, of which they must make the same.
             Compared are integers and strings in them.
@@ -100,19 +103,20 @@ class StreamShard(IterableDataset[Any]):
         shard: tuple[int, int],
         batch_size: int,
         *,
-        split: bool = True,
+        split: bool | str = True,
         seed: int = 0,
         compares: bool = True,
     ) -> None:
         self.dataset = dataset
         self.shard = shard
         self.batch_size = batch_size
-        self._asks_for_parts = split and hasattr(dataset, "split_over")
+        self._asks_for_parts = split is True and hasattr(dataset, "split_over")
         # Whether the samples are split here, and not by the dataset itself.
-        self.splits_samples = split and not self._asks_for_parts
-        self.compares = compares and self.splits_samples
+        self.splits_samples = split is True and not self._asks_for_parts
+        self._splits_over_ranks = split == "ranks"
+        self.compares = compares and (self.splits_samples or self._splits_over_ranks)
         # Whether the dataset can report its position and resume there.
-        self.has_position = all(hasattr(dataset, name) for name in ("state_dict", "load_state_dict"))
+        self.has_position = hasattr(dataset, "load_state_dict") and _says_where_it_is(dataset)
         # In shared memory, so that persistent workers see it change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._begin = _BEGINNING
@@ -134,6 +138,8 @@ class StreamShard(IterableDataset[Any]):
         """How the stream is split, in words."""
         if self.splits_samples:
             return "each goes through all samples and keeps its shard"
+        if self._splits_over_ranks:
+            return "over its workers by itself, of which each goes through its part and keeps its rank's shard"
         return "by its split_over" if self._asks_for_parts else "by itself"
 
     def set_epoch(self, epoch: int) -> None:
@@ -164,20 +170,23 @@ class StreamShard(IterableDataset[Any]):
         begin, self._begin = self._begin, _BEGINNING
         info = get_worker_info()
         own, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        # The loader asks worker 0 for the next batch; in a stream that splits itself, another one may have its turn.
-        self._worker = (own + begin.batches) % workers
+        self._worker = own
         self._head, self._random = [], {}
-        if not self.splits_samples:
-            self._open(begin.workers.get(str(self._worker)), workers)
-            return self._whole(iter(self._source))
+        state = begin.furthest if self.splits_samples else begin.workers.get(str(own))
+        # The loader begins at worker 0. Where a stream that splits itself goes on, it may be another one's turn.
+        waits = own < begin.batches % workers
+        turn = [_NO_SAMPLE] * (self.batch_size if waits else 0)
+        if not self.splits_samples and not self._splits_over_ranks:
+            self._open(state, workers)
+            return chain(turn, self._whole(iter(self._source)))
         with separate_random_state(self._random):
             seed_generators((self._seed + (int(self._epoch) << 32)) % 2**63)
-            self._open(begin.furthest, workers)
+            self._open(state, workers)
             samples = iter(self._source)
             # Now, as the training goes on from here.
             for sample in islice(samples, max(0, begin.position - self._taken)):
                 self._note(sample)
-        return self._samples_of_shard(samples, begin.position, workers)
+        return chain(turn, self._samples_of_shard(samples, begin.position, workers))
 
     def _whole(self, samples: Iterator[Any]) -> Iterator[Any]:
         for sample in samples:
@@ -201,7 +210,9 @@ class StreamShard(IterableDataset[Any]):
 
     def _note(self, sample: Any) -> None:
         self._taken += 1
-        if len(self._head) < HEAD_LENGTH and self.compares:
+        # Workers that split the stream themselves have other samples each, and go on where each of them was.
+        is_alike = self.splits_samples or (self._worker == 0 and len(self._head) == self._taken - 1)
+        if len(self._head) < HEAD_LENGTH and self.compares and is_alike:
             self._head.append(crc32(repr(list(islice(_texts_in(sample), _MOST_COMPARED))).encode()))
 
     def _open(self, position: Mapping[str, Any] | None, workers: int) -> None:
@@ -231,7 +242,8 @@ class StreamShard(IterableDataset[Any]):
 
     def _is_in_shard(self, index: int, workers: int) -> bool:
         rank, ranks = self.shard
-        return index % ranks == rank and index // ranks // self.batch_size % workers == self._worker
+        is_own = self._splits_over_ranks or index // ranks // self.batch_size % workers == self._worker
+        return index % ranks == rank and is_own
 
 
 class StreamLoader(DataLoader[Any]):
@@ -267,7 +279,10 @@ class StreamLoader(DataLoader[Any]):
 
     def _noting(self, batches: Iterator[Any]) -> Iterator[Any]:
         head: list[int] = []
-        for batch, self.samples, made_by, worker_head in batches:
+        for made in batches:
+            if made is None:  # it was not this worker's turn
+                continue
+            batch, self.samples, made_by, worker_head = made
             if any(now != then for now, then in zip(worker_head, head, strict=False)):
                 raise orders_differ(self.dataset.dataset, "between its workers")
             head = self.head = max(head, worker_head, key=len)
@@ -305,12 +320,12 @@ class StreamLoader(DataLoader[Any]):
         if self.dataset.splits_samples:
             known = [*workers.items(), *([] if furthest is None else [("0", furthest)])]
             workers = dict(sorted(known, key=lambda one: int(one[1]["taken"]))[-1:])
-            workers = {
-                worker: {**state, "random": portable(state["random"])}
-                if isinstance(state.get("random", {}).get("python"), tuple)
-                else state
-                for worker, state in workers.items()
-            }
+        workers = {
+            worker: {**state, "random": portable(state["random"])}
+            if isinstance(state.get("random", {}).get("python"), tuple)
+            else state
+            for worker, state in workers.items()
+        }
         return {
             "begin": self._at.position, "batches": self._at.batches, "workers": workers, "layout": self._layout()
         }  # fmt: skip
@@ -338,8 +353,8 @@ class StreamLoader(DataLoader[Any]):
         return [*self.dataset.shard, max(1, self.num_workers), self.dataset.batch_size]
 
 
-def check_split(dataset: Any, split: bool | None, parts: int, ranks: int) -> bool:
-    """Return whether lockstep must split the samples of an iterable dataset over `parts` parts.
+def check_split(dataset: Any, split: bool | str | None, parts: int, ranks: int) -> bool | str:
+    """Return whether lockstep must split the samples of an iterable dataset over `parts` parts, or over the `ranks`.
 
     **Collective**: every rank. **Cost**: one all_gather of some hundred bytes.
 
@@ -347,17 +362,13 @@ def check_split(dataset: Any, split: bool | None, parts: int, ranks: int) -> boo
         ConfigError: the dataset asks for its rank or its worker, or differs between ranks, so it seems to split itself,
             but it is not said whether it does.
     """
-    if split is False and parts > ranks and not asks_for_worker(dataset):
-        _logger.warning(
-            "%s is said to split itself by `split=False`, but nothing in it asks for its worker (get_worker_info): "
-            "unless it splits itself over its %d workers in another way, each of them yields the same samples",
-            type(dataset).__name__, parts // ranks,
-        )  # fmt: skip
-    if split is not None or hasattr(dataset, "split_over"):
-        return split is not False
     splits, size = asks_for_worker(dataset), get_world_size()
+    differing = differing_attributes(dataset) if size > 1 and split in (False, None) else []
+    if doubts := _doubts(split, parts // ranks, ranks, asks_for_rank(dataset) or bool(differing), splits):
+        _logger.warning("%s is given with `split=%r`, but %s", type(dataset).__name__, split, doubts)
+    if split is not None or hasattr(dataset, "split_over"):
+        return True if split is None else split
     if size > 1:
-        differing = differing_attributes(dataset)
         if asks_for_rank(dataset):
             why = "knows its rank, or asks for it, as by get_rank or by the variable RANK"
         elif splits:
@@ -368,10 +379,48 @@ def check_split(dataset: Any, split: bool | None, parts: int, ranks: int) -> boo
             return True
         raise ConfigError(
             f"`split` must be given beside the `dataset`, because {type(dataset).__name__} {why} (rank {get_rank()} of "
-            f"{size}): False if it splits itself between {counted(ranks, 'rank')} and their workers; True if each rank "
-            f"and worker makes the same samples in the same order, of which each of the {parts} is to get a shard"
+            f"{size}): False if it splits itself between {counted(ranks, 'rank')} and their workers; 'ranks' if it "
+            f"splits itself between the workers of a rank, and is the same on each rank; True if each rank and worker "
+            f"makes the same samples in the same order, of which each of the {parts} is to get a shard"
         )
     return not splits
+
+
+def _doubts(split: bool | str | None, workers: int, ranks: int, knows_rank: bool, knows_worker: bool) -> str:
+    """Return why the samples of a stream would not be seen once each, if `split` is what it seems; empty if they are.
+
+    What is said of a stream is believed: it may split itself in a way that is not seen.
+    """
+    if split is False and ranks > 1 and not knows_rank:
+        return (
+            "nothing in it asks for its rank: unless it splits itself in another way, each rank trains on the same "
+            "samples. Use `split='ranks'` if it splits itself over workers alone, `split=True` if over nothing"
+        )
+    if split == "ranks" and ranks > 1 and knows_rank:
+        return (
+            "it knows its rank, or asks for it: if it also splits itself over the ranks, samples are lost. Then use "
+            "`split=False`"
+        )
+    if split in (False, "ranks") and workers > 1 and not knows_worker:
+        return (
+            f"nothing in it asks for its worker (get_worker_info): unless it splits itself over its {workers} workers "
+            "in another way, each of them yields the same samples. If it does not, use `split=True`, or one worker"
+        )
+    if split is True and workers > 1 and knows_worker:
+        return (
+            "it calls get_worker_info: if it splits itself over its workers, samples are lost. Then use "
+            "`split='ranks'`, or `split=False` if it also splits itself over the ranks"
+        )
+    return ""
+
+
+def _says_where_it_is(dataset: Any) -> bool:
+    """Return whether `state_dict()` of a dataset needs no arguments, as some packages' loaders give to their own."""
+    try:
+        inspect.signature(dataset.state_dict).bind()
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return True
 
 
 def check_alike(loader: Any) -> None:
@@ -384,6 +433,36 @@ def check_alike(loader: Any) -> None:
         for rank, head in enumerate(heads):
             if any(now != then for now, then in zip(head, heads[0], strict=False)):
                 raise orders_differ(loader.dataset.dataset, f"between rank 0 and rank {rank}")
+
+
+def warn_of_repeats(loader: Any, batch: Any) -> None:
+    """Warn if ranks have got the same batch from a loader that lockstep does not split.
+
+    **Collective**: every rank. **Cost**: one all_gather of some bytes.
+    """
+    sums = all_gather_object(_checksum_of(batch))
+    for checksum in {one for one in sums if one is not None and sums.count(one) > 1}:
+        dataset = getattr(loader, "dataset", None)
+        _logger.warning(
+            "ranks %s have got the same first batch from %s, so they seem to train on the same samples: nothing splits "
+            "it over the ranks. The config dict(dataset=..., batch_size=...) splits an iterable dataset: without "
+            "`split`, or with `split='ranks'` if it splits itself over its workers",
+            listed([str(rank) for rank, one in enumerate(sums) if one == checksum]),
+            type(getattr(dataset, "dataset", dataset) or loader).__name__,
+        )  # fmt: skip
+
+
+def _checksum_of(batch: Any) -> int | None:
+    """Return a checksum of what is in a batch on the host; None if its values do not tell it from other batches."""
+    values: list[Any] = []
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.is_cpu and leaf.layout is torch.strided:
+            values += leaf.detach().reshape(-1)[:_MOST_COMPARED].tolist()
+        elif isinstance(leaf, np.ndarray):
+            values += leaf.reshape(-1)[:_MOST_COMPARED].tolist()
+        elif isinstance(leaf, str | bytes | int | float):
+            values.append(leaf)
+    return crc32(repr(values).encode()) if len(set(map(str, values))) > 1 else None
 
 
 def orders_differ(dataset: Any, where: str) -> ConfigError:
@@ -411,8 +490,10 @@ def _texts_in(sample: Any) -> Iterator[str]:
             yield repr(sample.reshape(-1)[:_MOST_COMPARED].tolist())
 
 
-def _with_position(collate_fn: Callable[[Any], Any], dataset: StreamShard, in_batches: bool, samples: Any) -> _Made:
-    """Make a batch, in the process that makes the samples, and add their number and the position of the dataset."""
+def _with_position(collate_fn: Callable[[Any], Any], dataset: Any, in_batches: bool, samples: Any) -> _Made | None:
+    """Make a batch, in the process that makes the samples, with the dataset's position; None for a turn left out."""
+    if samples is _NO_SAMPLE or (in_batches and samples[0] is _NO_SAMPLE):
+        return None
     info = get_worker_info()
     made_by: Any = dataset if info is None else info.dataset  # in a worker: the worker's own copy
     return _Made(collate_fn(samples), len(samples) if in_batches else None, made_by.position(), made_by.head)

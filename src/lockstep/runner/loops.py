@@ -62,7 +62,7 @@ class TrainLoop(ABC):
         self.runner = runner
         self.dataloader = dataloader
         self.batch_size_of = batch_size_of
-        self.even_batches = EvenBatches(dataloader, batch_size_of)
+        self.even_batches = EvenBatches(dataloader, batch_size_of, runner.data_shard.size)
         self.epoch_length = self.even_batches.length
         lengths = self.even_batches.lengths or [0]
         if min(lengths) < max(lengths):

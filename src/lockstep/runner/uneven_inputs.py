@@ -27,7 +27,7 @@ from lockstep.dataset import (
 from lockstep.dataset.position import BEGINNING, CountedBatches, Drawn
 from lockstep.dataset.rank_aware import parts_of
 from lockstep.dataset.sampler import HEAD_LENGTH, drawn_from
-from lockstep.dataset.stream import StreamLoader, orders_differ
+from lockstep.dataset.stream import StreamLoader, orders_differ, warn_of_repeats
 from lockstep.dist import all_gather_object, broadcast_object, get_rank, get_world_size
 from lockstep.model.preprocessor import move_to_device
 from lockstep.tree import tree_map
@@ -69,6 +69,8 @@ class EvenBatches:
         loader: this rank's shard of the data.
         count: returns the size of a batch, if that is not its number of samples: for instance the number of tokens. If
             it is given, the ranks exchange the size of every batch.
+        shards: the number of shards into which the data is to be split. If each rank has one of its own, and no sampler
+            says which, a warning names ranks that get the same first batch.
 
     **Collective**: every rank makes it and goes through it. **Cost**: at the beginning, one all_gather_object of a few
     numbers; then, for each batch whose size is not known in advance, one exchange of the hosts.
@@ -90,7 +92,7 @@ class EvenBatches:
         True
     """
 
-    def __init__(self, loader: Any, count: Callable[[Any], int] | None = None) -> None:
+    def __init__(self, loader: Any, count: Callable[[Any], int] | None = None, shards: int = 0) -> None:
         self._loader = loader
         self._count = count
         self._rank, self._world_size = get_rank(), get_world_size()
@@ -110,6 +112,7 @@ class EvenBatches:
         self.length = None if self.lengths is None else max(self.lengths)
         self.is_resumable = all(getattr(part, "resumable", True) for part in parts_of(drawn_from(loader)[0]))
         self.global_order = orders[0] if self.is_resumable and all(order == orders[0] for order in orders) else None
+        self._looks_for_repeats = shards == self._world_size and self.global_order is None
         self._stand_in: Any = _NONE
         self._drawn: Drawn | None = None  # in the last pass
         self._all_have_a_batch = False
@@ -220,6 +223,9 @@ class EvenBatches:
                 sizes: Sequence[int | None] = [amount.size_of(index) or None for amount in amounts]
             else:
                 own = _UNKNOWN if batch is _NONE else self._size_of(batch, batches)
+                looks, self._looks_for_repeats = self._looks_for_repeats, False
+                if looks:
+                    warn_of_repeats(self._loader, None if batch is _NONE else batch)
                 sizes = self._exchanged_sizes(own, compares=self._compares and index < first + HEAD_LENGTH)
             if all(size is None for size in sizes):
                 return
