@@ -74,7 +74,7 @@ class OptimWrapper:
         require_count("accumulative_counts", accumulative_counts)
         self.optimizer = optimizer
         self.accumulative_counts = accumulative_counts
-        self.needs_closure = needs_closure(optimizer)
+        self.needs_closure = _needs_closure(optimizer)
         if self.needs_closure and accumulative_counts > 1:
             raise ValueError(
                 f"`accumulative_counts` must be 1 for {type(optimizer).__name__}, which evaluates each batch several "
@@ -389,8 +389,7 @@ def _has_modes(optimizer: Optimizer) -> bool:
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer evaluates the loss itself: it says so, or its `step` has no default for a closure."""
+def _needs_closure(optimizer: Optimizer) -> bool:
     declared = getattr(optimizer, "needs_closure", None)
     if declared is not None:
         return bool(declared)

@@ -1,9 +1,9 @@
-"""Trying an optimizer on small tensors: whole ones, and the same ones in shards."""
+"""Trying an optimizer of unknown code on small tensors: whole ones, and the same ones in shards."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from copy import deepcopy
 from math import prod
 from typing import Any
@@ -16,13 +16,11 @@ from torch.optim import Optimizer
 from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.errors import ConfigError, message_of
 from lockstep.model.shards import gather_full, shard_like
-from lockstep.optim.wrapper import needs_closure
 
-_REMEDY = "Use AdamW or SGD, or strategy 'ddp', which keeps every parameter whole"
 _STEPS = 3
 # An update may differ by this fraction of the largest one: optimizers round to bfloat16 inside. What is computed from
 # a part of a tensor instead of the whole differs by far more.
-_TOLERANCE = 0.1
+_TOLERANCE = 0.03
 
 
 def shards(parameter: DTensor, dim: int) -> int:
@@ -36,8 +34,7 @@ def check_by_trial(optimizer: Optimizer) -> None:
 
     Copies of the optimizer make three updates of small random tensors with the options of its groups: of whole ones,
     and of the same ones, sharded like its parameters. An optimizer that draws random numbers, or that does not work on
-    such tensors at all, is let through. Of torch's own (2.13), this refuses Adafactor, LBFGS and Rprop; Muon, if there
-    are more shards than rows; and all but SGD, if a vector of complex numbers is in uneven shards.
+    such tensors at all, is let through.
 
     Args:
         optimizer: new, and over the sharded parameters. It is not changed.
@@ -72,7 +69,8 @@ def _check(optimizer: Optimizer) -> None:
         first_line = message_of(error).partition("\n")[0]
         raise ConfigError(
             f"`optimizer` must be one that can update shards under FSDP, but {kind} can't: its first steps raise "
-            f"{type(error).__name__}: {first_line}. {_REMEDY}"
+            f"{type(error).__name__}: {first_line}. Use AdamW or SGD, or strategy 'ddp', which "
+            "keeps every parameter whole"
         ) from error
     for own, expected in zip(in_shards, whole, strict=True):
         largest = float(expected.abs().max())
@@ -82,7 +80,8 @@ def _check(optimizer: Optimizer) -> None:
                 f"`optimizer` must update shards as it updates whole parameters under FSDP, but {kind} does not: in a "
                 f"trial on small tensors, its updates differ by {difference / (largest or 1):.0%}. It may compute "
                 "with this rank's shard, or with a sum of this rank's elements, as float(tensor.sum()) reads it; "
-                f"tensor.sum().full_tensor() is the sum over all ranks. {_REMEDY}"
+                "tensor.sum().full_tensor() is the sum over all ranks. Use AdamW or SGD, or strategy 'ddp', which "
+                "keeps every parameter whole"
             )
 
 
@@ -93,13 +92,13 @@ def _updates(optimizer: Optimizer, seed: int, *, sharded: bool) -> list[Tensor]:
     tried: list[nn.Parameter] = []
     kept: list[list[nn.Parameter]] = []
     for group in optimizer.param_groups:
-        by_kind: dict[Any, nn.Parameter] = {}
+        by_dim: dict[int, nn.Parameter] = {}
         for parameter in group["params"]:
             twin = twins[id(parameter)] = _twin(parameter, generator, sharded)
-            if parameter.requires_grad:
-                by_kind.setdefault((parameter.dim(), type(parameter.data), twin.shape), twin)
-        kept.append([*by_kind.values()])
-        tried += by_kind.values()
+            if isinstance(parameter, DTensor) and parameter.requires_grad:
+                by_dim.setdefault(parameter.dim(), twin)
+        kept.append([*by_dim.values()])
+        tried += by_dim.values()
     copy = _copy(optimizer, twins)
     copy.param_groups[:] = [
         {**group, "params": own, **({"lr": group["lr"] or 0.01} if isinstance(group.get("lr"), float) else {})}
@@ -112,9 +111,9 @@ def _updates(optimizer: Optimizer, seed: int, *, sharded: bool) -> list[Tensor]:
     torch.manual_seed(seed)
     for _ in range(_STEPS):
         for twin in tried:
-            gradient = _drawn(twin.shape, twin.dtype, generator)
+            gradient = torch.randn(twin.shape, generator=generator, dtype=torch.float32).to(twin.dtype)
             twin.grad = shard_like(gradient.to(twin.device), twin)
-        copy.step(*([lambda: 0.0] if needs_closure(copy) else []))
+        copy.step()
     return [gather_full(twin.detach()) - start for twin, start in zip(tried, before, strict=True)]
 
 
@@ -125,14 +124,9 @@ def _twin(parameter: nn.Parameter, generator: torch.Generator, sharded: bool) ->
         for dim, size in enumerate(parameter.shape):
             if (count := shards(parameter, dim)) > 1:
                 shape[dim] = min(size, 3 * count - (size % count > 0))
-    value = _drawn(shape, parameter.dtype, generator)
+    value = torch.randn(shape, generator=generator, dtype=torch.float32).to(parameter.dtype)
     value = shard_like(value, parameter) if sharded else value.to(parameter.device)
     return nn.Parameter(value, requires_grad=parameter.requires_grad)
-
-
-def _drawn(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    kind = torch.complex64 if dtype.is_complex else torch.float32  # the same numbers for each precision
-    return torch.randn(shape, generator=generator, dtype=kind).to(dtype)
 
 
 def _copy(optimizer: Optimizer, twins: dict[int, Any]) -> Optimizer:
