@@ -220,7 +220,7 @@ def test_a_run_that_goes_on_remembers_what_was_best(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"save_best": "acc"}, "one of the metrics strangeness, but is 'acc'"),
+        ({"save_best": "acc"}, "must be a metric of the validation, but is 'acc'. Known: `strangeness`"),
         ({"save_best": "auto"}, "`rule` must be 'greater' or 'less' for the metric 'strangeness'"),
         ({"rule": "more"}, "`rule` must be.*'more'"),
         ({"max_keep_ckpts": 0}, "at least 1, or -1 for all, but is 0"),
@@ -300,7 +300,9 @@ def shown_on(console: Console, hook: ProgressHook, runner: Runner) -> str:
 
 def test_a_terminal_shows_a_live_bar(tmp_path: Path):
     runner = train(tmp_path)
-    console = Console(file=StringIO(), force_terminal=True, width=100, color_system=None)
+    file = StringIO()
+    file.isatty = lambda: True
+    console = Console(file=file, width=100, color_system=None, legacy_windows=False)
     shown = shown_on(console, ProgressHook(), runner)
     assert re.search(r"epoch 2/4 ━.*3/4 loss \d\.\d{4}  ETA 0:00:00  [\d,]+ samples/s", shown)
     assert shown.endswith("\x1b[1A\x1b[2K")  # the bar is taken away at the end

@@ -101,10 +101,8 @@ def _optim_wrapper(key: str, cfg: object) -> Iterator[Fault]:
         if says is not None:
             yield Fault(f"{key}.constructor", says)
         return
-    if isinstance(paramwise := cfg.get("paramwise_cfg"), Mapping):
-        yield from _keys(PARAMWISE_KEYS, f"{key}.paramwise_cfg", paramwise)
-        if not isinstance(paramwise.get("custom_keys"), Mapping | None):
-            yield Fault(f"{key}.paramwise_cfg.custom_keys", "must be a dict of parts of parameters' names")
+    if "paramwise_cfg" in cfg:
+        yield from _paramwise(f"{key}.paramwise_cfg", cfg["paramwise_cfg"])
     if _is_by_name(cfg, "optimizer"):
         for name, part in cfg.items():
             yield from _optim_wrapper(f"{key}.{name}", part)
@@ -112,6 +110,22 @@ def _optim_wrapper(key: str, cfg: object) -> Iterator[Fault]:
     if "optimizer" not in cfg:
         yield Fault(key, f"must have the key `optimizer`, but has only {sorted(map(str, cfg))}")
     yield from _OPTIM_WRAPPER.faults(key, {name: value for name, value in cfg.items() if name != "optimizer"})
+
+
+def _paramwise(key: str, cfg: object) -> Iterator[Fault]:
+    if not isinstance(cfg, Mapping):
+        return
+    yield from _keys(PARAMWISE_KEYS, key, cfg)
+    for name, value in cfg.items():
+        if str(name).endswith("_mult") and value is not None and not isinstance(value, int | float):
+            yield Fault(f"{key}.{name}", "must be a number")
+    custom = cfg.get("custom_keys")
+    if not isinstance(custom, Mapping | None):
+        yield Fault(f"{key}.custom_keys", "must be a dict of parts of parameters' names")
+        return
+    for name, options in (custom or {}).items():
+        if not isinstance(options, Mapping):
+            yield Fault(f"{key}.custom_keys.{name}", "must be a dict such as dict(lr_mult=0.1)")
 
 
 def _param_scheduler(key: str, cfg: object) -> Iterator[Fault]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
+
+from torch.distributed import Store
 
 from lockstep.calls import Calls
+from lockstep.errors import CollectiveMismatchError, DistError
 from lockstep.groups import Comm
-from lockstep.watch.board import State, pauses
+from lockstep.watch.board import Board, State, pauses
 from lockstep.watch.diagnosis import (
     Absent,
     absence,
@@ -24,10 +28,40 @@ from lockstep.watch.diagnosis import (
 from lockstep.watch.interrupt import let_graphs_be_captured
 from lockstep.watch.main_thread import is_waiting
 
-if TYPE_CHECKING:
-    from lockstep.watch.watch import Watch
-
 _SECONDS_TO_CONFIRM = 0.5  # after which ranks that wait for each other are asked again
+
+
+class WatchOfRank(Protocol):
+    """What a search needs of the watch of its rank; see `Watch`."""
+
+    rank: int
+    size: int
+    store: Store
+    board: Board
+    stopping: threading.Event
+    looks_for_others: bool
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the store does not answer."""
+
+    def cut_off(self) -> None:
+        """Note that the store does not answer."""
+
+    def hear(self) -> DistError | None:
+        """Return why a group can't be used further, if this rank has heard of it."""
+
+    def difference(self, comm: Comm, states: Mapping[int, State | None]) -> CollectiveMismatchError:
+        """Return the error that names the first call in which the ranks of a group differ."""
+
+    def declare(self, group: str, ranks: Sequence[int], values: Sequence[object], kind: str = "calls") -> None:
+        """Tell the ranks of a group why it can't be used further."""
+
+    def fail(self, comm: Comm, calls: Calls, error: DistError) -> None:
+        """Let this rank's call in a group fail, and all later ones."""
+
+    def fail_all(self, comm: Comm, calls: Calls, error: CollectiveMismatchError) -> None:
+        """Let all ranks of the group fail."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +78,7 @@ class AbsentSearch:
             may be behind, because hosts run ahead of their devices by different numbers of calls.
     """
 
-    watch: Watch
+    watch: WatchOfRank
     comm: Comm
     calls: Calls
     number: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -29,7 +30,17 @@ _WAITING = (
 
 def frame_of_main_thread() -> FrameType | None:
     """Return the frame that the main thread runs, or None if there is none."""
-    return sys._current_frames().get(threading.main_thread().ident or 0)
+    # Up to Python 3.11, a garbage collection may begin inside of this call, which holds a lock on the list of threads.
+    # If that ends an object whose end lets another thread run, as a data loader's does that joins its workers, all wait
+    # for ever (seen on 3.11.7).
+    collects = sys.version_info < (3, 12) and gc.isenabled()
+    if collects:
+        gc.disable()
+    try:
+        return sys._current_frames().get(threading.main_thread().ident or 0)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def stack_of_main_thread() -> list[str]:
