@@ -184,7 +184,7 @@ test-integrations: .venv-integrations/.ready  ## Ray Train, TorchX, Monarch, das
 
 # Mosaic's package asks for older versions than the others; what it is used for here needs none of them.
 .PHONY: test-data-packages
-test-data-packages: .venv-data/.ready  ## data sets and streams of other packages: is each sample seen once? docs/data.md has the table
+test-data-packages: .venv-data/.ready  ## data sets and streams of other packages: is each sample seen once? docs/data-packages.md has the table
 	.venv-data/bin/python -m pytest tests/data_packages $(if $(SLICE),$(SLICE_DATA_PACKAGES)) $(PYTEST_ARGS)
 
 .venv-data/.ready: pyproject.toml constraints.txt requirements/data.txt

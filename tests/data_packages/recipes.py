@@ -1,4 +1,4 @@
-"""What a user writes for data sets of other packages, as docs/data.md shows it, and what goes wrong without it.
+"""What a user writes for data sets of other packages, as docs/data-packages.md shows it, and what goes wrong otherwise.
 
 Each recipe takes the folder with the data, and the number of workers; it returns what a Runner or a Session is given.
 """

@@ -1,6 +1,6 @@
 """Data sets and streams of other packages, as a user writes them: each sample once per epoch, or a word about it.
 
-Each case starts a whole job, which trains on all of them. The table in docs/data.md says what comes of it:
+Each case starts a whole job, which trains on all of them. The table in docs/data-packages.md says what comes of it:
 `TABLE=write make test-data-packages` writes it.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "docs" / "data.md"
+PAGE = HERE.parents[1] / "docs" / "data-packages.md"
 COLUMNS = [(ranks, workers) for ranks in (1, 2, 3) for workers in (0, 2)]
 ALL = list(range(24))
 WORDS = ("`split", "the config", "the same", "nodesplitter", "split")
