@@ -585,3 +585,26 @@ def test_an_error_in_the_loop_closes_the_session(tmp_path):
     assert caught.value.__notes__ == ["(rank 0 of 1, after 2 iterations)"]
     records = list(tmp_path.glob("*/log.txt"))
     assert len(records) == 1
+
+
+@ranks(1, 2)
+def test_an_update_is_the_mean_over_what_batch_size_of_counts(tmp_path: Path) -> None:
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(2))
+    tokens = torch.arange(6) < 1 + torch.arange(16)[:, None] % 6  # from one to six of each sample count
+
+    def loss_of(model: nn.Module, values: Tensor, counted: Tensor) -> Tensor:
+        return model(values[counted][:, None]).square().mean()
+
+    session = session_of(tmp_path, accumulative_counts=2, batch_size_of=lambda batch: int(batch[1].sum()))
+    model = nn.Linear(1, 1)
+    plain = nn.Linear(1, 1)
+    plain.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = DataLoader(TensorDataset(x, tokens), batch_size=8 // get_world_size())
+    model, _, batches = session.prepare(model, optimizer, data)
+    for _ in session.epochs(1):
+        for batch in batches:
+            session.step(loss_of(model, *batch))
+    loss_of(plain, x, tokens).backward()
+    for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own, expected - 0.1 * expected.grad)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from functools import wraps
@@ -215,12 +215,15 @@ _FOREIGN_NAMES = {
 }
 
 
-def unknown_argument(names: Iterable[str], owner: str = "Runner") -> TypeError | None:
+def unknown_argument(
+    names: Iterable[str], owner: str = "Runner", known: Collection[str] | None = None
+) -> TypeError | None:
     """Return the error for arguments that a Runner doesn't have, with what is probably meant; None if it has all."""
+    known = ARGUMENTS if known is None else known
     problems = []
     for name in names:
-        if name not in ARGUMENTS:
-            meant = f": it is {_FOREIGN_NAMES[name]}" if name in _FOREIGN_NAMES else did_you_mean(name, ARGUMENTS)
+        if name not in known:
+            meant = f": it is {_FOREIGN_NAMES[name]}" if name in _FOREIGN_NAMES else did_you_mean(name, known)
             problems.append(f"a {owner} has no argument `{name}`{meant}")
     return TypeError("\n".join(problems)) if problems else None
 

@@ -20,7 +20,7 @@ from lockstep.model.compiling import begin_compiled_step
 from lockstep.model.preprocessor import move_to_device
 from lockstep.model.wrapper import forwarded
 from lockstep.optim import OptimWrapper
-from lockstep.runner.loops import DEFAULT_INTERVAL, TrainLoop, no_batches
+from lockstep.runner.loops import DEFAULT_INTERVAL, CountSamples, TrainLoop, no_batches
 from lockstep.runner.preemption import ranks_meet
 from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import random_state_kept
@@ -52,10 +52,11 @@ class OwnLoop(TrainLoop):
 
     Args:
         run: the run.
+        batch_size_of: what a batch counts for; by default its number of samples.
     """
 
-    def __init__(self, run: TrainRun) -> None:
-        super().__init__(run, run.train_dataloader, 1, 1, None, None)
+    def __init__(self, run: TrainRun, batch_size_of: CountSamples | None = None) -> None:
+        super().__init__(run, run.train_dataloader, 1, 1, None, batch_size_of)
         if self.even_batches.length == 0:
             raise no_batches(self.dataloader, "dataloader")
         # Without a length, iterations are counted, as in an iteration-based loop of a Runner.

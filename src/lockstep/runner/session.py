@@ -23,7 +23,7 @@ from lockstep.dist import all_gather, get_dist_info
 from lockstep.model import unwrap_model
 from lockstep.model.steps import parse_losses
 from lockstep.optim import OptimWrapper
-from lockstep.runner.arguments import unknown_argument
+from lockstep.runner.arguments import ARGUMENTS, unknown_argument
 from lockstep.runner.data_workers import let_workers_outlive_signals
 from lockstep.runner.own_loop import OwnLoop
 from lockstep.runner.run import TrainRun
@@ -57,6 +57,8 @@ class Session:
         work_dir: the folder for this experiment; each session creates its own folder in it.
         strategy: name, config or object; by default `ddp` on several ranks, else `single`.
         accumulative_counts: number of calls of `step` whose gradients are averaged into one update.
+        batch_size_of: what a batch counts for in these averages: a function of the batch, as the loader yields it, such
+            as its number of tokens. By default its number of samples. The loss must be the mean over what it counts.
         clip_grad: `dict(max_norm=...)` or `dict(type="value", clip_value=...)`; see `OptimWrapper`.
         amp: `"bfloat16"` or `"float16"` for mixed precision: calls of `model` compute under autocast, and return
             float32.
@@ -94,6 +96,7 @@ class Session:
         *,
         strategy: Any = None,
         accumulative_counts: int = 1,
+        batch_size_of: Callable[[Any], int] | None = None,
         clip_grad: Mapping[str, Any] | None = None,
         amp: str | None = None,
         resume: bool = False,
@@ -105,8 +108,9 @@ class Session:
                 f"Session() takes no {', '.join(taken)}: hand in the model, its optimizer and the data by "
                 "prepare(model, optimizer, dataloader)"
             )
-        if (unknown := unknown_argument(options, "Session")) is not None:
+        if (unknown := unknown_argument(options, "Session", _KNOWN)) is not None:
             raise unknown
+        self._make_loop = partial(OwnLoop, batch_size_of=batch_size_of)
         self._optim: dict[str, Any] = {"accumulative_counts": accumulative_counts, "clip_grad": clip_grad}
         if amp is not None:
             self._optim |= {"type": "AmpOptimWrapper", "dtype": amp}
@@ -225,7 +229,7 @@ class Session:
         options = {**self._options, "default_hooks": hooks}
         data = _NO_DATA if dataloader is None else dataloader
         runner = Runner(model, train_dataloader=data, optim_wrapper=optim, **options)
-        run = self._open.enter_context(runner.training(OwnLoop, schedules))
+        run = self._open.enter_context(runner.training(self._make_loop, schedules))
         assert isinstance(run.train_loop, OwnLoop)
         self._loop = run.train_loop
         self._open.push(self._loop.save_at_close)
@@ -276,8 +280,8 @@ class Session:
         """Run the backward pass, and at the end of a window clip the gradients, update, and clear the gradients.
 
         Args:
-            loss: the mean over this rank's batch, which is weighted so that every sample counts alike: a scalar tensor;
-                or what a model returns that computes it, see `parse_losses`.
+            loss: the mean over this rank's batch, which is weighted so that every sample counts alike, or whatever
+                `batch_size_of` counts: a scalar tensor; or what a model returns that computes it, see `parse_losses`.
             **values: further numbers or scalar tensors to record.
 
         **Collective**: every rank.
@@ -432,6 +436,7 @@ class Parts(nn.ModuleDict):
 
 _NO_DATA: Mapping[str, Any] = {"dataset": range(1), "sampler": {"type": "InfiniteSampler", "shuffle": False}}
 _SET_HERE = {"model", "optim_wrapper", "train_dataloader", "train_cfg", "param_scheduler", "loss", "cfg"}
+_KNOWN = (ARGUMENTS.keys() - _SET_HERE) | {"accumulative_counts", "batch_size_of", "clip_grad", "amp"}
 
 
 @dataclass

@@ -231,7 +231,7 @@ def check_new(out: Location, *, file: bool) -> None:
     """Raise an error if there is something already where a file or a folder is to be written.
 
     Raises:
-        ConfigError: OUT is there, and is not an empty folder; or it cannot be reached.
+        ConfigError: `out` is there, and is not an empty folder; or it cannot be reached.
     """
     what = "a new file" if file else "a new or empty folder"
     try:
@@ -239,11 +239,11 @@ def check_new(out: Location, *, file: bool) -> None:
             return
         names = None if out.is_file() else sorted(one.name for one in out.iterdir())
     except OSError as error:
-        raise ConfigError(f"`OUT` must be {what}, but {out} cannot be reached: {error}") from error
+        raise ConfigError(f"what is written must go to {what}, but {out} cannot be reached: {error}") from error
     if names == [] and not file:
         return
     found = "is a file" if names is None else f"is a folder that holds {listed(names, most=3) or 'nothing'}"
-    raise ConfigError(f"`OUT` must be {what}, but {out} {found}. Give another one, or remove it")
+    raise ConfigError(f"what is written must go to {what}, but {out} {found}. Give another one, or remove it")
 
 
 @dataclass(eq=False, repr=False)
