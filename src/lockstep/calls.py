@@ -29,6 +29,7 @@ _NOT_OF_CALLERS = (
     os.path.dirname(os.path.dirname(__file__)) + os.sep,
     os.path.dirname(torch.__file__) + os.sep,
     contextlib.__file__,
+    "<frozen ",  # Python's own, such as runpy
 )
 
 _Key: TypeAlias = tuple[Any, ...]
@@ -135,7 +136,11 @@ class Calls:
             frame = sys._getframe(3)  # the two before are lockstep's
         except ValueError:  # called by no Python code, such as atexit
             frame = sys._getframe(2)
-        while not _is_of_caller[frame.f_code.co_filename] and frame.f_back is not None:
+        own = frame
+        while not _is_of_caller[frame.f_code.co_filename]:
+            if frame.f_back is None:  # as in `python -m lockstep`: the line of lockstep's that has made the call
+                frame = own
+                break
             frame = frame.f_back
         # The hash of a code object takes long; a kind keeps the object, so that no other gets its id.
         parts: list[Any] = [id(frame.f_code), frame.f_lasti, name, detail]

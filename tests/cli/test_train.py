@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,23 @@ def test_the_first_line_comes_before_torch(folder, words, says):
     ) as job:
         try:
             assert job.stderr.readline().startswith(says)
+        finally:
+            job.kill()
+
+
+@pytest.mark.parametrize(("more", "number"), [(["--nproc", "2"], signal.SIGTERM), ([], signal.SIGUSR1)])
+def test_a_signal_before_the_training_begins_asks_to_start_again(folder, more, number):
+    (folder / "torch.py").write_text("import time\ntime.sleep(60)")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "lockstep", "train", "line.py", *more],
+        cwd=folder, env=environment, stderr=subprocess.PIPE, text=True,
+    ) as job:  # fmt: skip
+        try:
+            job.stderr.readline()
+            job.send_signal(number)
+            assert "while no training was under way" in job.stderr.readline()
+            assert job.wait(30) == 75
         finally:
             job.kill()
 

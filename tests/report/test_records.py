@@ -29,6 +29,15 @@ def test_of_several_runs_the_last_is_taken(tmp_path: Path):
     assert find_run(tmp_path) == runs[1]
 
 
+def test_the_last_training_is_taken_though_a_test_came_after_it(tmp_path: Path):
+    training = write_run(tmp_path / "20260101_1")
+    evaluation = tmp_path / "20260101_2"
+    evaluation.mkdir()
+    (evaluation / "metrics.jsonl").write_text('{"mode": "val", "epoch": 1, "iter": 0, "accuracy": 1.0}\n')
+    assert find_run(tmp_path) == training
+    assert find_run(evaluation) == evaluation
+
+
 def test_where_there_is_no_run_that_is_told(tmp_path: Path):
     with pytest.raises(ReportError, match=r"there is no folder `.*nothing`"):
         find_run(tmp_path / "nothing")

@@ -383,7 +383,7 @@ def _no_space(needed: int, free: int, path: Location) -> OSError:
     return OSError(
         errno.ENOSPC,
         f"{needed:,} bytes are needed, and {free:,} are free on its disk. Remove checkpoints (`lockstep checkpoints "
-        "WORK_DIR prune`), keep fewer (`max_keep_ckpts`), or write elsewhere (`out_dir`)",
+        "prune WORK_DIR --keep N`), keep fewer (`max_keep_ckpts`), or write elsewhere (`out_dir`)",
         str(path),
     )
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeAlias
 
 import typer
 
@@ -30,7 +33,7 @@ from lockstep.cli.options import (
     whole_number,
 )
 from lockstep.config import Config, ResolvedConfig
-from lockstep.errors import ConfigError, TopologyError, counted
+from lockstep.errors import ConfigError, Preempted, TopologyError, counted
 from lockstep.launch import JobSpec, launch
 from lockstep.launch.notices import loading_torch, say
 from lockstep.location import require_disk
@@ -127,18 +130,21 @@ class Job(RankOptions, ABC):
         if not here:
             use = "check" if self.check else "read"
             loading += f" to {use} {self.config}, before starting {counted(spec.nproc, 'rank')}"
-        with loading_torch(loading if launcher == "none" else None):
-            cfg = self.read()
-            import torch  # noqa: F401  # needed by all that follows; the config may not have imported it
-        cfg.launcher = launcher
-        if self.check:
-            from lockstep.lint import check_config  # imports torch
+        with ExitStack() as early:
+            if isinstance(self, Train):
+                early.enter_context(_stops_before_it_begins())
+            with loading_torch(loading if launcher == "none" else None):
+                cfg = self.read()
+                import torch  # noqa: F401  # needed by all that follows; the config may not have imported it
+            cfg.launcher = launcher
+            if self.check:
+                from lockstep.lint import check_config  # imports torch
 
-            check_config(cfg, needed=("model", f"{self.mode(cfg)}_dataloader"))
+                check_config(cfg, needed=("model", f"{self.mode(cfg)}_dataloader"))
+            if not here:
+                _start_ranks(self, cfg, spec, max_restarts, grace_seconds, numa)
         if here:
             self.execute(cfg)
-        else:
-            _start_ranks(self, cfg, spec, max_restarts, grace_seconds, numa)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +166,25 @@ class Train(Job):
     def run(self) -> None:
         """Train."""
         self.start(self.max_restarts, self.grace_seconds, self.numa)
+
+
+@contextmanager
+def _stops_before_it_begins() -> Iterator[None]:
+    """End the process with code 75 at a signal that asks it to stop, until the training or its launcher handles it."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        say(
+            f"{signal.Signals(number).name} came while no training was under way, so that there is nothing to save. "
+            f"Start it again (exit code {Preempted.EXIT_CODE})"
+        )
+        os._exit(Preempted.EXIT_CODE)  # an exception in the midst of loading torch would be lost
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -207,5 +208,6 @@ def main() -> None:
         app()
     except SystemExit as error:
         if error.code == Preempted.EXIT_CODE:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C once more would change the exit code
             end_soon(Preempted.EXIT_CODE)
         raise

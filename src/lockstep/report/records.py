@@ -62,7 +62,9 @@ class RunRecords:
 
 
 def find_run(path: Path) -> Path:
-    """Return the folder of a run: `path` itself, or, for a work_dir, the folder of the run with the latest record.
+    """Return the folder of a run: `path` itself, or, for a work_dir, that of the run with the latest record.
+
+    Trainings come before runs that only test or predict.
 
     Raises:
         ReportError: `path` is not a folder, or holds no run.
@@ -79,7 +81,13 @@ def find_run(path: Path) -> Path:
             f"`{path}` holds no run: there is no {_RECORDS} in it or in a folder of it. "
             "The folder of a run is what `lockstep train` names at its end"
         )
+    runs = [folder for folder in runs if _has_trained(folder)] or runs
     return max(runs, key=lambda folder: ((folder / _RECORDS).stat().st_mtime, folder.name))
+
+
+def _has_trained(folder: Path) -> bool:
+    with (folder / _RECORDS).open(encoding="utf-8", errors="replace") as lines:
+        return any('"mode": "train"' in line for line in lines)
 
 
 def read_run(folder: Path) -> RunRecords:
