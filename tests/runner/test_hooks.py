@@ -316,6 +316,15 @@ def test_a_log_shows_plain_lines(tmp_path: Path):
     assert "\x1b" not in shown
 
 
+def test_an_epoch_that_was_resumed_in_its_middle_says_over_what_its_means_are(tmp_path: Path):
+    options = {"by_epoch": False, "interval": 3, "max_keep_ckpts": -1}
+    first = train(tmp_path, options, train_cfg={"max_epochs": 2})
+    again = train(tmp_path, options, train_cfg={"max_epochs": 2}, load_from=first.run_dir / "iter_3", resume=True)
+    log = (again.run_dir / "log.txt").read_text()
+    assert re.search(r"epoch \d/2 \(from iteration 4\)  loss", log)
+    assert "(from iteration" not in (first.run_dir / "log.txt").read_text()
+
+
 @ranks(2)
 def test_only_rank_0_speaks(tmp_path: Path):
     runner = train(tmp_path)

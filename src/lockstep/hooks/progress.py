@@ -41,6 +41,7 @@ class ProgressHook(Hook):
         self._started = 0.0
         self._first_iter = 0
         self._epoch_started = 0.0
+        self._rest = ""  # says of an epoch that was resumed in its middle over which iterations its means are
         self._epoch_line: tuple[list[str], list[str]] | None = None  # what stands before its metrics, and after them
         self._metrics: list[str] = []
         self._values: list[str] = []
@@ -57,6 +58,8 @@ class ProgressHook(Hook):
         label = "training" if runner.max_epochs is None else _epoch_label(runner)
         loop = runner.train_loop
         total = runner.max_iters if runner.max_epochs is None else (loop.epoch_end or 0) - loop.epoch_begin
+        is_rest = runner.max_epochs is not None and runner.iter > loop.epoch_begin
+        self._rest = f" (from iteration {runner.iter + 1})" if is_rest else ""
         self._begin(runner, label, total)
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
@@ -72,7 +75,7 @@ class ProgressHook(Hook):
         rates = _rates(*(means.get(name) for name in ("samples_per_second", "tokens_per_second", "mfu")))
         rates += [f"lr {means['lr']:.3g}"] if "lr" in means else []
         rates.append(f"{perf_counter() - self._epoch_started:.1f} s")
-        self._epoch_line = [place, *_loss(means.get("loss"))], rates
+        self._epoch_line = [place + self._rest, *_loss(means.get("loss"))], rates
 
     def after_train(self, runner: TrainRun) -> None:
         """Print the line of an epoch that no validation followed, and remove the bar."""
