@@ -327,7 +327,7 @@ def test_pseudo_collate_stacks_nothing():
     ("cfg", "error", "says"),
     [
         ({"batch_size": 2}, ConfigError, "key 'dataset', but has only .*batch_size"),
-        ({"dataset": Counting(), "batch_sise": 2}, ConfigError, "is not valid.*batch_sise"),
+        ({"dataset": Counting(), "batch_sise": 2}, ConfigError, "unknown key 'batch_sise': did you mean `batch_size`"),
         ({"dataset": Counting(), "shuffle": True, "sampler": {}}, ConfigError, "both 'sampler' and 'shuffle'"),
         ({"dataset": Counting(), "collate_fn": "stack"}, ConfigError, "`default_collate`, `pseudo_collate`"),
         (3, TypeError, "DataLoader, an iterable of batches or a config dict, but is 3"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -41,7 +42,7 @@ from lockstep.dataset.sampler import (
 from lockstep.dataset.stream import StreamLoader, StreamShard, check_split
 from lockstep.device import pins_memory
 from lockstep.dist import get_dist_info, get_rank, get_world_size
-from lockstep.errors import ConfigError, counted, require_count
+from lockstep.errors import ConfigError, counted, require_count, require_known
 from lockstep.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS, in_default_scope
 from lockstep.registry.registry import SCOPE
 from lockstep.registry.signatures import Arguments
@@ -170,6 +171,7 @@ def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool, shard: tup
 
 
 def _made(kind: type[_Loader], dataset: Any, arguments: Mapping[str, Any]) -> _Loader:
+    require_known("dataloader", arguments, inspect.signature(DataLoader).parameters)
     try:
         return kind(dataset, **arguments)
     except TypeError as error:
