@@ -96,6 +96,8 @@ def test_a_port_that_is_taken_and_by_whom():
         assert "Choose another MASTER_PORT" in found["port"]["remedy"]
     _, found = look(env={"MASTER_PORT": str(port)})
     assert found["port"]["text"] == f"{port} (MASTER_PORT) is free"
+    _, found = look(env={"RANK": "0", "WORLD_SIZE": "2"})
+    assert (found["port"]["status"], found["meeting"]["status"]) == ("fault", "fault")
 
 
 @pytest.mark.parametrize(

@@ -277,6 +277,9 @@ def port(env: Mapping[str, str]) -> Finding:
     """Check MASTER_PORT: free where rank 0 will listen, and answering where the launcher's store does already."""
     text, at = env.get("MASTER_PORT", ""), topology_if_known(env)
     number = int(text) if text.isascii() and text.isdecimal() and 0 < int(text) < 2**16 else None
+    if number is None and at.world_size > 1 and not at.job_key:
+        says = f"none is given, by which the {at.world_size} ranks could find each other"
+        return Finding("port", says, "fault", "Set MASTER_ADDR and MASTER_PORT, the same for all ranks.")
     if number is None:  # what is wrong with its text is a matter of the variables
         return Finding("port", "none is given: lockstep finds a free one")
     if at.agent_store and at.master_addr is not None:
