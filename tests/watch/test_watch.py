@@ -165,7 +165,7 @@ def test_requests_of_a_rank_while_it_works_and_while_it_waits() -> None:
 
 @ranks(6, fresh=True)
 def test_one_rank_asks_who_is_absent_and_the_others_hear_it(tmp_path: Path) -> None:
-    init_dist("pytorch", timeout=3)
+    init_dist("pytorch", timeout=7)  # six ranks also meet in it
     barrier()
     have_raised = [tmp_path / str(rank) for rank in range(5)]
     if get_rank() < 5:
@@ -173,8 +173,8 @@ def test_one_rank_asks_who_is_absent_and_the_others_hear_it(tmp_path: Path) -> N
         assert re.search(r"rank 5 of the default group \(6\) did not take part(.|\n)*\n  rank 5: last call 1, ", text)
         have_raised[get_rank()].touch()
     until(lambda: all(path.exists() for path in have_raised))
-    # Who looks at a call that lasts for 1 and 2 seconds, and who asks when its time is over.
-    assert current_watch().store.add("asks", 0) <= 4
+    # Who looks at a call that lasts for 1, 2 and 4 seconds, and who asks when its time is over.
+    assert current_watch().store.add("asks", 0) <= 5
 
 
 @ranks(3, fresh=True)
