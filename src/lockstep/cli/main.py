@@ -41,13 +41,15 @@ _INTERRUPTED = 130  # what a shell reports for SIGINT
 class _Commands(TyperGroup):
     """The group of all commands; turns input errors into one message and an exit code."""
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the options; the help shows no type for those without a value, by default it is `<bool>`."""
+        return _without_types(super().get_params(ctx))
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command whose help shows no type for options without a value; by default it is `<bool>`."""
+        """Return a command, whose help likewise shows no type for options without a value."""
         found: Any = super().get_command(ctx, cmd_name)
-        for each in (self, found, *getattr(found, "commands", {}).values()):
-            for parameter in each.get_params(ctx) if each is not None else ():
-                if getattr(parameter, "is_flag", False):
-                    parameter.metavar = ""
+        for each in (found, *getattr(found, "commands", {}).values()):
+            _without_types(each.get_params(ctx) if each is not None else [])
         return found
 
     def invoke(self, ctx: Any) -> Any:
@@ -58,6 +60,13 @@ class _Commands(TyperGroup):
         except INPUT_ERRORS as error:
             print_error(error)
             raise typer.Exit(getattr(error, "exit_code", 1)) from None
+
+
+def _without_types(parameters: list[Any]) -> list[Any]:
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
