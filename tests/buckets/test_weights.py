@@ -41,7 +41,7 @@ def test_a_checkpoint_is_exported_to_a_bucket(to: Any, name: str, tmp_path: Path
     load_checkpoint(model, f"s3://weights/{name}", strict=True)
     load_checkpoint(local, tmp_path / name, strict=True)
     assert equal(dict(model.state_dict()), dict(local.state_dict()))
-    with pytest.raises(ConfigError, match=rf"`OUT` must be a new .*, but s3://weights/{name} is a "):
+    with pytest.raises(ConfigError, match=rf"what is written must go to a new .*, but s3://weights/{name} is a "):
         export_checkpoint(tmp_path / "work", f"s3://weights/{name}", to)
 
 

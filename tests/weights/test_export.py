@@ -144,7 +144,7 @@ def test_a_bucket_is_written_and_loaded_from(tmp_path: Path) -> None:
     train(tmp_path / "work")
     for to, out in (("safetensors", "memory://bucket/folder"), ("torch", "memory://bucket/net.pth")):
         export_checkpoint(tmp_path / "work", out, to, max_shard_size=40)
-        with pytest.raises(ConfigError, match=f"`OUT` must be a new .*, but {out} is a "):
+        with pytest.raises(ConfigError, match=f"what is written must go to a new .*, but {out} is a "):
             export_checkpoint(tmp_path / "work", out, to)
         again = train(tmp_path / "again", load_from=out, default_hooks={"checkpoint": None})
         assert "loaded the weights" in (again.run_dir / "log.txt").read_text()
@@ -164,10 +164,10 @@ def test_a_bucket_is_written_and_loaded_from(tmp_path: Path) -> None:
         ({"checkpoint": "draft"}, "but draft holds no complete checkpoint"),
         ({"checkpoint": "s3://bucket/epoch_1"}, "s3://bucket/epoch_1"),
         ({"checkpoint": "memory://x"}, "the folder of a run, or a work_dir, but memory://x does not exist"),
-        ({"out": "work"}, "`OUT` must be a new or empty folder, but work is a folder that holds "),
-        ({"out": "file"}, "`OUT` must be a new or empty folder, but file is a file"),
-        ({"out": "file", "to": "torch"}, "`OUT` must be a new file, but file is a file"),
-        ({"out": "empty", "to": "torch"}, "`OUT` must be a new file, but empty is a folder"),
+        ({"out": "work"}, "what is written must go to a new or empty folder, but work is a folder that holds "),
+        ({"out": "file"}, "what is written must go to a new or empty folder, but file is a file"),
+        ({"out": "file", "to": "torch"}, "what is written must go to a new file, but file is a file"),
+        ({"out": "empty", "to": "torch"}, "what is written must go to a new file, but empty is a folder"),
         ({"out": "file/folder"}, "file/folder cannot be written|cannot be reached"),
         ({"out": "file/net.pth", "to": "torch"}, "file/net.pth cannot be written|cannot be reached"),
         ({"to": "onnx"}, "`to` must be 'safetensors', 'hf' or 'torch', but is 'onnx'"),
@@ -249,7 +249,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
 @ranks(2)
 def test_a_rank_that_cannot_write_tells_the_others(tmp_path: Path) -> None:
     runner = train(tmp_path / "work", "fsdp")
-    with pytest.raises(Exception, match="`OUT` must be a new or empty folder") as caught:
+    with pytest.raises(Exception, match="what is written must go to a new or empty folder") as caught:
         runner.save_pretrained(tmp_path / "work")
     assert type(caught.value).__name__ == ("ConfigError" if runner.rank == 0 else "PeerError")
     runner.save_pretrained(tmp_path / "saved")  # the group is usable
