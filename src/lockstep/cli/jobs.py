@@ -179,12 +179,15 @@ def _stops_before_it_begins() -> Iterator[None]:
         )
         os._exit(Preempted.EXIT_CODE)  # an exception in the midst of loading torch would be lost
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    # Whoever has started this process may have let it ignore one.
+    numbers = [one for one in (signal.SIGTERM, signal.SIGUSR1) if signal.getsignal(one) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, stop)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

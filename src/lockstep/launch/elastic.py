@@ -263,8 +263,8 @@ class _Agent(LocalElasticAgent):
             try:
                 self._processes.send(death_sig)
                 self._processes.wait(_SECONDS_TO_END if failed else self._grace_seconds)
-                if threading.current_thread() is threading.main_thread():
-                    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all have ended: nothing is left to interrupt
+                if not failed and threading.current_thread() is threading.main_thread():
+                    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all have ended for good: nothing to interrupt
             except SignalException:  # Ctrl-C once more
                 say("killing all ranks")
                 self._kill(seconds=0.0)
