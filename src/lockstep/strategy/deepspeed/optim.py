@@ -101,7 +101,7 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
         Raises:
             RuntimeError: this wrapper has run no backward pass since the last call.
         """
-        _ = self.engine
+        _ = self.engine  # raises where there is none yet
         if not self._went_back:
             raise RuntimeError(
                 "`step` must follow `update_params` or `backward` of the optim wrapper, but neither was called: under "
@@ -128,12 +128,12 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state in canonical form. **Collective**: every rank."""
-        _ = self.engine
+        _ = self.engine  # raises where there is none yet
         return self._state.optim_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state in canonical form. **Collective**: every rank."""
-        _ = self.engine
+        _ = self.engine  # raises where there is none yet
         self._state.load_optim(state_dict)
 
     def _run_backward(self, loss: Tensor, **kwargs: Any) -> None:
