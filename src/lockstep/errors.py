@@ -251,6 +251,29 @@ def require_known(name: str, given: Iterable[str], known: Collection[str]) -> No
             raise ConfigError(f"`{name}` has the unknown key {key!r}{did_you_mean(str(key), known)}")
 
 
+def require_key(name: str, given: Collection[str], key: str) -> None:
+    """Check that a dict that is an argument has a key.
+
+    Raises:
+        ConfigError: it has not; one that is close to it is named.
+    """
+    if key not in given:
+        raise ConfigError(f"`{name}` {lacks_key(given, key)}")
+
+
+def lacks_key(given: Iterable[str], key: str) -> str:
+    """Return in words that a dict lacks a key that it needs; one that is close to it is named.
+
+    Example:
+        >>> lacks_key(["lr", "typ"], "type")
+        "must have the key `type`, but has only ['lr', 'typ']: did you mean `type` by `typ`?"
+    """
+    has = sorted(map(str, given))
+    near = nearest(key, has)
+    hint = "" if near is None else f": did you mean `{key}` by `{near}`?"
+    return f"must have the key `{key}`, but has only {has}{hint}"
+
+
 def require_count(name: str, value: object, least: int = 1) -> None:
     """Check an argument that is a number of things.
 

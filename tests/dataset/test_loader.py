@@ -326,7 +326,7 @@ def test_pseudo_collate_stacks_nothing():
 @pytest.mark.parametrize(
     ("cfg", "error", "says"),
     [
-        ({"batch_size": 2}, ConfigError, "key 'dataset', but has only .*batch_size"),
+        ({"batch_size": 2}, ConfigError, "key `dataset`, but has only .*batch_size"),
         ({"dataset": Counting(), "batch_sise": 2}, ConfigError, "unknown key 'batch_sise': did you mean `batch_size`"),
         ({"dataset": Counting(), "shuffle": True, "sampler": {}}, ConfigError, "both 'sampler' and 'shuffle'"),
         ({"dataset": Counting(), "collate_fn": "stack"}, ConfigError, "`default_collate`, `pseudo_collate`"),

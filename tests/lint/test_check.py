@@ -170,7 +170,7 @@ def optimizer(**arguments):
         ),
         (
             {"train_dataloader": {"dataset": {"type": Data}, "split": "no"}},
-            "`train_dataloader.split` = 'no' must be True, False or None",
+            "`train_dataloader.split` = 'no' must be True, False or None, or 'ranks' for an iterable dataset",
         ),
         (
             {"train_dataloader": {"dataset": {"type": Data}, "splits": True}},
@@ -269,6 +269,7 @@ def test_a_module_that_cannot_be_imported_says_why(tmp_path, monkeypatch):
         {"train_cfg": {"type": "IterBasedTrainLoop", "max_iters": 3, "val_interval": 1}},
         {"train_cfg": {"max_iters": 3, "batch_size_of": len, "dynamic_intervals": [(2, 1)]}},
         {"train_dataloader": {"dataset": {"type": Data}, "split": False}, "data_preprocessor": {"non_blocking": True}},
+        {"train_dataloader": {"dataset": {"type": Data}, "split": "ranks"}},
         {"train_dataloader": {"dataset": {"type": Data}, "sampler": {"type": "InfiniteSampler", "shuffle": True}}},
         {"default_hooks": {"runtime_info": {"type": "RuntimeInfoHook"}, "logger": {"log_metric_by_epoch": False}}},
         {"optim_wrapper": SGD([torch.zeros(1, requires_grad=True)], lr=0.1)},

@@ -104,7 +104,8 @@ def test_accumulation_over_batch_norm_and_resuming_inside_a_window_are_said(capl
     [
         ({"accumulative_counts": 0}, ValueError, "at least 1, but is 0"),
         ({"clip_grad": 1.0}, TypeError, r"dict\(max_norm=1.0\)"),
-        ({"clip_grad": {"norm": 1.0}}, ValueError, "'max_norm', but has only"),
+        ({"clip_grad": {"norm": 1.0}}, ConfigError, "`max_norm`, but has only"),
+        ({"clip_grad": {"max_nrm": 1.0}}, ConfigError, "did you mean `max_norm` by `max_nrm`"),
         ({"clip_grad": {"type": "global", "max_norm": 1}}, ValueError, "'norm' or 'value'"),
     ],
 )
@@ -153,7 +154,7 @@ def test_objects_are_taken_as_they_are():
 @pytest.mark.parametrize(
     ("cfg", "error", "says"),
     [
-        ({"type": "SGD", "lr": 0.1}, ConfigError, "key 'optimizer'.*but has only"),
+        ({"type": "SGD", "lr": 0.1}, ConfigError, "key `optimizer`.*but has only"),
         ({"optimizer": {"type": "SGD", "learning_rate": 0.1}}, BuildError, "did you mean `lr`"),
         ({"optimizer": {"type": "SDG", "lr": 0.1}}, KeyError, "did you mean `SGD`"),
         ("SGD", TypeError, "OptimWrapper, an optimizer or a config dict"),

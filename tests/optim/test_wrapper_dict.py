@@ -109,5 +109,5 @@ def test_a_config_by_parts_builds_one_for_each():
     assert isinstance(wrapper, OptimWrapperDict)
     assert [id(p) for p in wrapper["left"].param_groups[0]["params"]] == [id(p) for p in pair.left.parameters()]
     assert "accumulative_counts=2" in repr(wrapper)
-    with pytest.raises(ConfigError, match="key 'optimizer'"):
+    with pytest.raises(ConfigError, match="key `optimizer`"):
         build_optim_wrapper(pair, {"left": {}, "middle": {}})

@@ -220,7 +220,7 @@ def test_a_config_makes_the_same_runner(tmp_path: Path):
     assert "`optim_wraper` means nothing here: did you mean `optim_wrapper`?" in log
     assert "some_variable" not in log
     del cfg["model"]
-    with pytest.raises(ConfigError, match="key 'model'"):
+    with pytest.raises(ConfigError, match="key `model`"):
         Runner.from_cfg(cfg)
 
 
@@ -319,9 +319,10 @@ def test_what_is_missing_is_missing_in_the_call_of_the_runner():
     ("changes", "error", "says"),
     [
         ({"model": {"type": "Clasifier"}}, RegistryError, "no model `Clasifier`"),
-        ({"train_cfg": {"by_epoch": True}}, ConfigError, "key 'max_epochs'"),
+        ({"train_cfg": {"by_epoch": True}}, ConfigError, "key `max_epochs`"),
         ({"train_cfg": {"max_epochs": 0}}, ConfigError, "`max_epochs` must be an int of at least 1, but is 0"),
         ({"train_cfg": {"max_epochs": 1, "val_intervall": 2}}, ConfigError, "did you mean `val_interval`"),
+        ({"compile": {"mod": "default"}}, ConfigError, "`compile` has the unknown key 'mod': did you mean `mode`"),
         ({"randomness": {"sed": 1}}, ConfigError, "`randomness` has the unknown key 'sed': did you mean `seed`"),
         ({"env_cfg": {"backend": "gloo"}}, ConfigError, "`env_cfg` has the unknown key 'backend'. Known: .*`dist_cfg`"),
         (
@@ -334,7 +335,7 @@ def test_what_is_missing_is_missing_in_the_call_of_the_runner():
         ({"custom_hooks": [{"type": "LogerHook"}]}, RegistryError, "did you mean `LoggerHook`"),
         ({"custom_hooks": [3]}, TypeError, "must be a Hook"),
         ({"load_from": "nowhere.pth"}, ConfigError, "`load_from` must be a checkpoint.*nowhere.pth"),
-        ({"auto_scale_lr": {"enable": True}}, ConfigError, "'base_batch_size'"),
+        ({"auto_scale_lr": {"enable": True}}, ConfigError, "`base_batch_size`"),
         ({"auto_scale_lr": {"enabl": True, "base_batch_size": 2}}, ConfigError, "did you mean `enable`"),
         ({"val_evaluator": None}, ConfigError, "`val_evaluator` must be given with `val_dataloader`"),
     ],

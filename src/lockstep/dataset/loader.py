@@ -42,7 +42,7 @@ from lockstep.dataset.sampler import (
 from lockstep.dataset.stream import StreamLoader, StreamShard, check_split
 from lockstep.device import pins_memory
 from lockstep.dist import get_dist_info, get_rank, get_world_size
-from lockstep.errors import ConfigError, counted, require_count, require_known
+from lockstep.errors import ConfigError, counted, lacks_key, require_count, require_known
 from lockstep.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS, in_default_scope
 from lockstep.registry.registry import SCOPE
 from lockstep.registry.signatures import Arguments
@@ -141,7 +141,7 @@ def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool, shard: tup
     arguments.pop("global_batch_size", None)
     dataset = arguments.pop("dataset", None)
     if dataset is None:
-        raise ConfigError(f"a data loader's config must have the key 'dataset', but has only {sorted(cfg)}")
+        raise ConfigError(f"a data loader's config {lacks_key(cfg, 'dataset')}")
     if isinstance(dataset, Mapping):
         dataset = DATASETS.build(dataset)
         if callable(getattr(dataset, "full_init", None)):  # MMEngine's datasets may delay their loading

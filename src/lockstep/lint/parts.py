@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from torch import Tensor
 
 from lockstep.config.dictionary import items_below
-from lockstep.errors import RegistryError, did_you_mean, error_in_words, nearest
+from lockstep.errors import RegistryError, did_you_mean, error_in_words, lacks_key, nearest
 from lockstep.masking import mask_value
 from lockstep.registry import Registry, in_default_scope
 from lockstep.registry.registry import SCOPE
@@ -79,7 +79,7 @@ class Kind:
         if not isinstance(part, Mapping):
             return
         if "type" not in part and self.default is None:
-            yield Fault(key, f"must have the key `type`, but has only {sorted(map(str, part))}")
+            yield Fault(key, lacks_key(part, "type"))
             yield from _nested_faults(key, part, self.registry)
             return
         with in_default_scope(part.get(SCOPE)):

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lockstep import registry
 from lockstep.engines import INSTALL
-from lockstep.errors import ConfigError, did_you_mean
+from lockstep.errors import ConfigError, did_you_mean, lacks_key
 from lockstep.lint.parts import Fault, Kind, resolve, value_faults
 from lockstep.optim import ParamScheduler
 from lockstep.optim.constructor import PARAMWISE_KEYS
@@ -58,13 +58,13 @@ def _dataloader(key: str, cfg: object) -> Iterator[Fault]:
     for name in takes.unknown(name for name in cfg if name not in _LOADER_KEYS):
         hint = did_you_mean(name, {*takes.named, *_LOADER_KEYS})
         yield Fault(f"{key}.{name}", f"is not an argument of a data loader{hint}")
-    if not isinstance(cfg.get("split"), bool | None):
-        yield Fault(f"{key}.split", "must be True, False or None")
+    if not isinstance(split := cfg.get("split"), bool | None) and split != "ranks":
+        yield Fault(f"{key}.split", "must be True, False or None, or 'ranks' for an iterable dataset")
     for name in ("batch_size", "batch_sampler"):
         if cfg.get("global_batch_size") is not None and cfg.get(name) is not None:
             yield Fault(f"{key}.global_batch_size", f"contradicts `{name}`; leave out one")
     if cfg.get("dataset") is None:
-        yield Fault(key, f"must have the key `dataset`, but has only {sorted(map(str, cfg))}")
+        yield Fault(key, lacks_key(cfg, "dataset"))
     if cfg.get("sampler") is not None and "shuffle" in cfg:
         yield Fault(f"{key}.shuffle", "contradicts `sampler`, which has a `shuffle` of its own; leave out one")
     for name, kind in _LOADER_PARTS.items():
@@ -108,7 +108,7 @@ def _optim_wrapper(key: str, cfg: object) -> Iterator[Fault]:
             yield from _optim_wrapper(f"{key}.{name}", part)
         return
     if "optimizer" not in cfg:
-        yield Fault(key, f"must have the key `optimizer`, but has only {sorted(map(str, cfg))}")
+        yield Fault(key, lacks_key(cfg, "optimizer"))
     yield from _OPTIM_WRAPPER.faults(key, {name: value for name, value in cfg.items() if name != "optimizer"})
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.errors import require_known
 from lockstep.tree import tree_map
 
 # torch imports it where the first CUDA graph is made, and has no public function that tells (2.13).
@@ -23,8 +25,11 @@ def compile_in_place(model: nn.Module, parts: Iterable[nn.Module], options: Mapp
         parts: modules of the model, none inside another; or the model itself.
         options: arguments of `torch.compile`. On the CPU its default backend needs a C++ compiler.
 
+    **Raises**: ConfigError if an option is no argument of `torch.compile`.
+
     **Cost**: seconds to minutes at the first call, and at the first call with other shapes; equal parts share it.
     """
+    require_known("compile", options, signature(torch.compile).parameters)
     for part in parts:
         if part is model:
             model.compile(**options)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.dist import all_reduce
-from lockstep.errors import require_count, wrong_type
+from lockstep.errors import require_count, require_key, wrong_type
 from lockstep.groups import this_rank
 from lockstep.model import ModelWrapper
 from lockstep.model.norm import BATCH_NORMS
@@ -406,6 +406,5 @@ def _checked_clipping(clip_grad: Mapping[str, Any] | None) -> dict[str, Any] | N
     needed = {"norm": "max_norm", "value": "clip_value"}.get(kwargs["type"])
     if needed is None:
         raise ValueError(f"`clip_grad['type']` must be 'norm' or 'value', but is {kwargs['type']!r}")
-    if needed not in kwargs:
-        raise ValueError(f"`clip_grad` must have the key '{needed}', but has only {sorted(clip_grad)}")
+    require_key("clip_grad", clip_grad, needed)
     return kwargs

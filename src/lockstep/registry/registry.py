@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final, TypeAlias, TypeVar, overload
 from weakref import WeakSet
 
-from lockstep.errors import RegistryError, did_you_mean
+from lockstep.errors import RegistryError, did_you_mean, lacks_key
 from lockstep.registry.signatures import construct
 
 Entry = Callable[..., Any]
@@ -257,9 +257,7 @@ class Registry:
             return self._build_func(cfg, registry=self, **default_args)
         arguments = {**default_args, **cfg}
         if "type" not in arguments:
-            raise RegistryError(
-                f"`cfg` must have the key `type` to build a {self.name}, but has only {sorted(map(str, cfg))}"
-            )
+            raise RegistryError(f"the config of a part ({self.name}) {lacks_key(cfg, 'type')}")
         with in_default_scope(arguments.pop(SCOPE, None)):
             kind = arguments.pop("type")
             if isinstance(kind, str):

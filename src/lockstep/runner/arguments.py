@@ -30,7 +30,7 @@ from typing import (
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lockstep.errors import ConfigError, did_you_mean, nearest, require_known
+from lockstep.errors import ConfigError, did_you_mean, lacks_key, nearest, require_known
 from lockstep.location import on_disk
 from lockstep.strategy import Strategy
 
@@ -155,7 +155,7 @@ class RunnerArguments:
         """
         for name, argument in ARGUMENTS.items():
             if argument.is_required and name not in cfg:
-                raise ConfigError(f"the config must have the key '{name}', but has {sorted(cfg)}")
+                raise ConfigError(f"the config {lacks_key(cfg, name)}")
         return {**{name: cfg[name] for name in ARGUMENTS if name in cfg}, "cfg": cfg}
 
     @property

@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.dataset import DataShard, build_dataloader
 from lockstep.dist import get_world_size
-from lockstep.errors import ConfigError, nearest
+from lockstep.errors import ConfigError, require_key
 from lockstep.evaluator import Evaluator, LossMetric
 from lockstep.model import (
     BaseModule,
@@ -154,10 +154,7 @@ def build_train_loop(cfg: TrainLoop | Mapping[str, Any], run: TrainRun) -> Train
         by_epoch = arguments.pop("by_epoch", "max_iters" not in arguments)
         arguments["type"] = "EpochBasedTrainLoop" if by_epoch else "IterBasedTrainLoop"
         needed = "max_epochs" if by_epoch else "max_iters"
-        if needed not in arguments:
-            near = next((key for key in cfg if nearest(str(key), [needed])), None)
-            hint = "" if near is None else f": did you mean `{needed}` by `{near}`?"
-            raise ConfigError(f"`train_cfg` must have the key '{needed}', but has {sorted(cfg)}{hint}")
+        require_key("train_cfg", cfg, needed)
     loop = LOOPS.build(arguments, runner=run, dataloader=run.train_dataloader)
     if not isinstance(loop, TrainLoop):
         raise TypeError(f"`train_cfg` must build a TrainLoop, but built {loop!r}")
@@ -325,8 +322,7 @@ def build_visualizer(visualizer: Any, rank: int) -> Visualizers:
 def scale_lr(cfg: Mapping[str, Any], run: TrainRun) -> None:
     """Multiply all learning rates by the global batch size divided by `base_batch_size`, if enabled."""
     checked_keys("auto_scale_lr", cfg)
-    if "base_batch_size" not in cfg:
-        raise ConfigError(f"`auto_scale_lr` must have the key 'base_batch_size', but has {sorted(cfg)}")
+    require_key("auto_scale_lr", cfg, "base_batch_size")
     if not cfg.get("enable", False):
         _logger.info("learning rates stay as they are; `auto_scale_lr` needs enable=True to scale them")
         return
