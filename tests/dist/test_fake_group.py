@@ -50,7 +50,7 @@ def test_objects_and_results() -> None:
     for rank in (0, 3):
         join(rank)
         large, places = {"a": torch.ones(2**16)}, [None] * SIZE
-        assert [one["a"].numel() for one in all_gather_object(large)] == [2**16] * SIZE
+        assert [one["a"].sum().item() for one in all_gather_object(large)] == [2**16] * SIZE
         all_gather_object(places, rank)
         assert places == [rank] * SIZE
         assert gather_object(7) == on_main([7] * SIZE, rank)
@@ -59,13 +59,6 @@ def test_objects_and_results() -> None:
         broadcast_object_list(places, 5)
         assert collect_results(["a", "b"], 2 * SIZE) == on_main(["a"] * SIZE + ["b"] * SIZE, rank)
         assert collect_results(["a", "b"], 2, indices=[1, 0]) == on_main(["b", "a"], rank)
-
-
-@ranks(1, fresh=True)
-def test_results_are_not_looked_for_on_the_disk_where_no_rank_has_written_any(tmp_path) -> None:
-    for rank in (0, 3):
-        join(rank)
-        assert collect_results(["a"], SIZE, tmpdir=tmp_path) == on_main(["a"] * SIZE, rank)
 
 
 @ranks(1, fresh=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,25 +28,10 @@ def on_rank_0(expected: Any) -> Any:
     return expected if get_rank() == 0 else None
 
 
-def collect(
-    parts: list[list[Any]], size: int, indices: list[Any] | None, folders: list[Path] | None
-) -> list[Any] | None:
-    """Collect in memory, or through a relative folder, with another working directory on every rank."""
+def collect(parts: list[list[Any]], size: int, indices: list[Any] | None) -> list[Any] | None:
+    """Collect this rank's part."""
     rank = get_rank()
-    if folders is None:
-        return collect_results(parts[rank], size, indices=indices and indices[rank])
-    before = Path.cwd()
-    os.chdir(folders[rank])
-    try:
-        return collect_results(parts[rank], size, tmpdir="spill", indices=indices and indices[rank])
-    finally:
-        os.chdir(before)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Return a folder for each of four ranks."""
-    return [tmp_path_factory.mktemp(f"cwd{rank}") for rank in range(4)]
+    return collect_results(parts[rank], size, indices=indices and indices[rank])
 
 
 def run_on(size: int, *arguments: Any) -> list[Any]:
@@ -61,20 +44,19 @@ def run_on(size: int, *arguments: Any) -> list[Any]:
 
 @given(st.data())
 @settings(max_examples=30)
-def test_without_indices_parts_are_interleaved_and_cut(folders: list[Path], data: st.DataObject) -> None:
+def test_without_indices_parts_are_interleaved_and_cut(data: st.DataObject) -> None:
     size = data.draw(st.integers(0, 4), label="ranks, 0 for no group")
     counts = data.draw(st.lists(st.integers(0, 5), min_size=max(size, 1), max_size=max(size, 1)))
     parts = [[None if place == 2 else (rank, place) for place in range(n)] for rank, n in enumerate(counts)]
     dealt = [part[place] for place in range(5) for part in parts if place < len(part)]
     num_samples = data.draw(st.integers(0, len(dealt)))
-    spill = folders if data.draw(st.booleans()) else None
-    collected = run_on(size, parts, num_samples, None, spill)
+    collected = run_on(size, parts, num_samples, None)
     assert collected == [dealt[:num_samples]] + [None] * (len(parts) - 1)
 
 
 @given(st.data())
 @settings(max_examples=30)
-def test_with_indices_each_sample_has_its_first_result(folders: list[Path], data: st.DataObject) -> None:
+def test_with_indices_each_sample_has_its_first_result(data: st.DataObject) -> None:
     size = data.draw(st.integers(0, 4), label="ranks, 0 for no group")
     num_samples = data.draw(st.integers(0, 8))
     padding = data.draw(st.lists(st.integers(0, num_samples - 1), max_size=3)) if num_samples else []
@@ -90,8 +72,7 @@ def test_with_indices_each_sample_has_its_first_result(folders: list[Path], data
     for part, where in zip(parts, indices, strict=True):
         for result, index in zip(part, where, strict=True):
             first.setdefault(index, result)
-    spill = folders if data.draw(st.booleans()) else None
-    collected = run_on(size, parts, num_samples, indices, spill)
+    collected = run_on(size, parts, num_samples, indices)
     assert collected == [[first[index] for index in range(num_samples)]] + [None] * (len(parts) - 1)
 
 
@@ -99,11 +80,11 @@ def test_with_indices_each_sample_has_its_first_result(folders: list[Path], data
 
 
 @ranks(1, 2)
-def test_older_names_do_the_same(tmp_path: Path) -> None:
+def test_older_names_do_the_same() -> None:
     rank, size = get_rank(), get_world_size()
     expected = on_rank_0(list(range(size)))
     assert collect_results_cpu([rank], size) == expected
-    assert collect_results_cpu([rank], size, str(tmp_path)) == expected
+    assert collect_results_cpu([rank], size, "no/such/folder") == expected
     assert collect_results_gpu([rank], size) == expected
 
 
@@ -131,12 +112,11 @@ def test_one_process_gets_its_own_results_back_as_they_are() -> None:
     assert collect_results([], 0) == []
 
 
-@pytest.mark.parametrize("spills", [False, True])
 @ranks(3)
-def test_large_tensors_arrive_in_memory_of_their_own_and_can_be_written(tmp_path: Path, spills: bool) -> None:
+def test_large_tensors_arrive_in_memory_of_their_own_and_can_be_written() -> None:
     rank = get_rank()
     part = [{"mask": torch.full((256, 512), rank * 300 + place), "box": np.full(4, place)} for place in range(30)]
-    collected = collect_results(part, 80, tmpdir=tmp_path if spills else None)
+    collected = collect_results(part, 80)
     if collected is not None:
         assert len(collected) == 80
         for place, result in enumerate(collected):
@@ -151,13 +131,12 @@ def test_large_tensors_arrive_in_memory_of_their_own_and_can_be_written(tmp_path
 # --- errors reach every rank
 
 
-@pytest.mark.parametrize("spills", [False, True])
 @ranks(3)
-def test_more_samples_than_results_is_an_error_everywhere_that_counts_them(tmp_path: Path, spills: bool) -> None:
+def test_more_samples_than_results_is_an_error_everywhere_that_counts_them() -> None:
     part = ["result"] * get_rank()
     words = r"`size` must not exceed the results of all ranks, 3, but is 4 \(rank 0: 0, rank 1: 1, rank 2: 2\)"
     with pytest.raises(ValueError, match=words):
-        collect_results(part, 4, tmpdir=tmp_path if spills else None)
+        collect_results(part, 4)
     assert_group_works()
 
 
@@ -197,23 +176,18 @@ WRONG_PARTS: dict[str, tuple[Any, Any, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("spills", [False, True])
 @pytest.mark.parametrize("kind", WRONG_PARTS)
 @ranks(3)
-def test_a_part_that_one_rank_alone_can_see_is_wrong_is_an_error_on_every_rank(
-    tmp_path: Path, kind: str, spills: bool
-) -> None:
+def test_a_part_that_one_rank_alone_can_see_is_wrong_is_an_error_on_every_rank(kind: str) -> None:
     results, indices, error, words = WRONG_PARTS[kind]
-    tmpdir = tmp_path if spills else None
     if get_rank() == 1:
         with pytest.raises(error, match=words):
-            collect_results(results, 3, tmpdir=tmpdir, indices=indices)
+            collect_results(results, 3, indices=indices)
     else:
         with pytest.raises(PeerError, match=f"rank 1 of 3 could not take part: {error.__name__}: .*{words}") as caught:
-            collect_results([1], 3, tmpdir=tmpdir, indices=[0] if indices else None)
+            collect_results([1], 3, indices=[0] if indices else None)
         assert caught.value.rank == 1
     assert_group_works()
-    assert list(tmp_path.iterdir()) == []
 
 
 class LoadsNowhere:
@@ -223,12 +197,10 @@ class LoadsNowhere:
         return int, ("no number",)
 
 
-@pytest.mark.parametrize("spills", [False, True])
 @ranks(3)
-def test_a_result_that_rank_0_cannot_load_is_an_error_on_every_rank(tmp_path: Path, spills: bool) -> None:
+def test_a_result_that_rank_0_cannot_load_is_an_error_on_every_rank() -> None:
     part = [LoadsNowhere() if get_rank() == 2 else "well"]
     with pytest.raises((ValueError, RuntimeError), match=r"invalid literal for int.*'no number'") as caught:
-        collect_results(part, 3, tmpdir=tmp_path if spills else None)
+        collect_results(part, 3)
     assert get_rank() == 0 or (isinstance(caught.value, PeerError) and caught.value.rank == 0)
     assert_group_works()
-    assert list(tmp_path.iterdir()) == []

@@ -16,8 +16,7 @@ import struct
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from io import BufferedReader
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -58,17 +57,6 @@ def load(parts: Sequence[Tensor]) -> Any:
     return pickle.loads(pickled, buffers=segments)
 
 
-def dump_to(file: BinaryIO, obj: object, comm: Comm) -> None:
-    """Append an object to a file; its large tensors and arrays are written from their own memory. Raises as `dump`."""
-    _pickle(obj, _Pickler(file, protocol=5), comm)
-
-
-def load_each(file: BufferedReader) -> Iterator[Any]:
-    """Yield the objects that `dump_to` has written, in order."""
-    while file.peek():
-        yield pickle.load(file)
-
-
 def all_gather_pickled(obj: object, comm: Comm, on_graph: Callable[[], None] | None = None) -> list[Any]:
     """Return every rank's object, in rank order, this rank's own as a copy; `on_graph`: as for `dump`.
 
@@ -76,9 +64,12 @@ def all_gather_pickled(obj: object, comm: Comm, on_graph: Callable[[], None] | N
     """
     with report_failure(comm):
         own = dump(obj, comm, on_graph)
-    every = _exchange_parts(own, comm)
-    every[comm.rank] = [part.clone() for part in own]
-    return [load_from(rank, parts, comm) for rank, parts in enumerate(every)]
+    # The other ranks of a fake group send nothing, and have the same.
+    every = [own] * comm.size if comm.is_alone else _exchange_parts(own, comm)
+    return [
+        load_from(rank, [part.clone() for part in parts] if parts is own else parts, comm)
+        for rank, parts in enumerate(every)
+    ]
 
 
 def broadcast_pickled(obj: object, src: int, comm: Comm, on_graph: Callable[[], None] | None = None) -> Any:
@@ -148,9 +139,11 @@ def load_from(rank: int, parts: Sequence[Tensor], comm: Comm) -> Any:
     try:
         return load(parts)
     except Exception as error:  # an object may be rebuilt by its own code, which may raise anything
+        is_unknown = isinstance(error, AttributeError | ImportError)
+        remedy = ". Define its class in a module that every rank can import" if is_unknown else ""
         raise DistError(
             f"the object of rank {rank} must be loadable here, but is not: {error_in_words(error)} "
-            f"({comm.this_rank}). Define its class in a module that every rank can import"
+            f"({comm.this_rank}){remedy}"
         ) from error
 
 
@@ -159,7 +152,7 @@ def _exchange_parts(own: Parts | None, comm: Comm) -> list[Parts]:
 
     The pickle is in the exchange that tells the sizes, so that a small object takes no further message.
     """
-    heads = exchange(comm, b"" if own is None else sizes_of(own) + bytes_of(own[0]))
+    heads = exchange(comm, b"" if own is None else sizes_of(own) + bytes(bytes_of(own[0])))
     every = [places_for(one) if one else [] for one in heads]
     for parts, one in zip(every, heads, strict=True):
         if parts:

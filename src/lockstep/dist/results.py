@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterable, Sequence
 from itertools import chain, islice, zip_longest
 from pathlib import Path
@@ -11,8 +9,8 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 
-from lockstep.dist.consistency import check_call, fail_together
-from lockstep.dist.pickling import broadcast_pickled, dump_to, gather_pickled, load_each
+from lockstep.dist.consistency import check_call
+from lockstep.dist.pickling import broadcast_pickled, gather_pickled
 from lockstep.dist.validate import NOT_GIVEN, either, is_int
 from lockstep.errors import message_of
 from lockstep.groups import Comm, resolve
@@ -22,7 +20,6 @@ _Part: TypeAlias = tuple[list[Any], list[int] | None]
 
 T = TypeVar("T")
 
-_CHUNK = 256  # number of results that are pickled at a time
 _ABSENT: Final = object()
 
 
@@ -42,9 +39,7 @@ def collect_results(
         size: number of samples in the dataset.
         device: ``"cpu"``, or an accelerator's name (``"gpu"``, ``"cuda"``, ...), accepted for compatibility; it has no
             effect, because the group determines the device.
-        tmpdir: a folder that all ranks share, to collect over the disk with bounded memory. Only rank 0's path counts,
-            relative to rank 0's working directory; the files written there are removed at the end. None collects in
-            memory.
+        tmpdir: accepted for compatibility, like `device`; the hosts need no shared disk.
         indices: for each result, the index of its sample in the dataset.
         result_part: an alias for `results`.
 
@@ -56,8 +51,7 @@ def collect_results(
 
     **Raises**: on every rank ValueError if there are fewer results than `size`, or if indices are missing or out of
     range, naming them. On one rank, with PeerError on the others: TypeError if a result can't be pickled, ValueError if
-    the numbers of results and indices differ, DistError if rank 0 can't load what it received, OSError if `tmpdir`
-    can't be written to or is not shared.
+    the numbers of results and indices differ, DistError if rank 0 can't load what it received.
 
     **Cost**: the pickled bytes of all parts but rank 0's, sent to rank 0 alone; large tensors and arrays from their own
     memory. Rank 0 gets its own results back without a copy.
@@ -76,12 +70,7 @@ def collect_results(
     check_call("collect_results", comm, size, compares=False)
     with report_failure(comm):
         part = _own_part(results, indices, comm)
-    parts: Iterable[_Part] | None
-    if tmpdir is None or comm.is_alone:  # the ranks of a fake group write no files
-        parts = gather_pickled(part, 0, comm, copy_own=False)
-    else:
-        parts = _gather_on_disk(part, Path(tmpdir), comm)
-    return _order_on_main(parts, size, comm)
+    return _order_on_main(gather_pickled(part, 0, comm, copy_own=False), size, comm)
 
 
 def collect_results_cpu(
@@ -199,53 +188,3 @@ def _by_index(parts: list[_Part], size: int) -> list[Any]:
         shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
         raise ValueError(f"every sample must have a result, but {len(missing)} of {size} have none: {shown}")
     return ordered
-
-
-def _gather_on_disk(part: _Part, tmpdir: Path, comm: Comm) -> list[_Part] | None:
-    """Return all ranks' parts on rank 0, None elsewhere, through files below rank 0's `tmpdir`.
-
-    **Collective**: every rank. **Raises**: on every rank if one can't write or pickle, or if rank 0 can't read: its own
-    error on the failing rank, PeerError on the others.
-    """
-    folder: Path | None = None
-    try:
-        with report_failure(comm):
-            if comm.rank == 0:
-                tmpdir.mkdir(parents=True, exist_ok=True)
-                folder = Path(tempfile.mkdtemp(prefix="lockstep-results-", dir=tmpdir.resolve()))
-        shared = broadcast_pickled(folder, 0, comm)
-        with fail_together(comm):
-            if comm.rank != 0:
-                _write(part, shared / str(comm.rank), comm)
-        parts: list[_Part] | None = None
-        with fail_together(comm):
-            if comm.rank == 0:
-                parts = [part, *(_read(shared / str(rank), comm) for rank in range(1, comm.size))]
-        return parts
-    finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _write(part: _Part, path: Path, comm: Comm) -> None:
-    _require_shared(path.parent, "the folder made by rank 0", comm)
-    results, indices = part
-    with path.open("wb") as file:
-        dump_to(file, indices, comm)
-        for first in range(0, len(results), _CHUNK):
-            dump_to(file, results[first : first + _CHUNK], comm)
-
-
-def _read(path: Path, comm: Comm) -> _Part:
-    _require_shared(path, f"the file of rank {path.name}", comm)
-    with path.open("rb") as file:
-        indices, *chunks = load_each(file)
-    return [result for chunk in chunks for result in chunk], indices
-
-
-def _require_shared(path: Path, what: str, comm: Comm) -> None:
-    if not path.exists():
-        raise FileNotFoundError(
-            f"`tmpdir` must be a folder that all ranks share, but {what} is not at {path} ({comm.this_rank}). "
-            "Leave `tmpdir` out to collect in memory"
-        )

@@ -38,7 +38,7 @@ class BaseMetric(ABC):
     Args:
         collect_device: the device through which results are collected, `"cpu"` or `"gpu"`.
         prefix: put before the names of the values, as in `"val/accuracy"`.
-        collect_dir: a folder that all ranks share; large results are collected through it instead of through memory.
+        collect_dir: accepted for compatibility, like `collect_device`; results need no shared disk.
 
     Attributes:
         default_prefix: the prefix if none is given.

@@ -34,6 +34,9 @@ class Handle:
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the result is available; further calls return at once, or raise again.
 
+        Args:
+            timeout: for each message; None is the group's own.
+
         **Raises**: PeerError if a rank is gone; CollectiveTimeoutError if a rank did not arrive in time; ValueError if
         the mean of integers is not a whole number.
         """
@@ -73,7 +76,7 @@ def wait_unless_async(handle: Handle, async_op: bool) -> Handle | None:
 
 
 class waiting:  # noqa: N801 - a context manager; as a generator it would take twice as long
-    """Let the watch know that this rank may wait in the last call of a group."""
+    """Let the watch know that this rank may wait in the newest call of a group, though it may wait for an older one."""
 
     __slots__ = ("_before", "_comm")
 
@@ -102,8 +105,9 @@ class in_backend(waiting):  # noqa: N801
         try:
             if isinstance(error, RuntimeError) and not isinstance(error, DistError):
                 translated = translate_error(error, self._comm)
-                # The backend's error then only comes from the way in which the watch has ended the wait.
-                raise translated from None if isinstance(translated, CollectiveMismatchError) else error
+                # Of a mismatch, the backend's error only comes from the way in which the watch has ended the wait.
+                cause = None if isinstance(translated, CollectiveMismatchError) else error
+                raise translated from cause
         finally:
             super().__exit__(kind, error, trace)
 
@@ -111,7 +115,7 @@ class in_backend(waiting):  # noqa: N801
 def start(
     collective: Callable[..., Any], comm: Comm, device: torch.device, *arguments: object, **options: object
 ) -> Any:
-    """Run one of torch's collectives in a group, and return what it returns: a `Work`, None, or a list of `Work`.
+    """Run one of torch's collectives in a group, and return what it returns: a `Work` or None.
 
     Args:
         collective: a function of `torch.distributed`.

@@ -5,7 +5,6 @@ The memory of tensors, as it is sent and received, is here, too.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,8 +21,8 @@ _NATIVE_DTYPES = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
 )  # fmt: skip
 # Renamed in torch 2.13; remove the second name when 2.12 is no longer supported.
-all_gather_single: Callable[..., Work | None] = getattr(
-    torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor
+all_gather_single: Callable[..., Work | None] = (
+    torch_dist.all_gather_single if hasattr(torch_dist, "all_gather_single") else torch_dist.all_gather_into_tensor
 )
 
 
@@ -43,8 +42,8 @@ def gather_alike(wire: Tensor, comm: Comm) -> list[Tensor]:
 def gather_into(outputs: Sequence[Tensor], wire: Tensor, comm: Comm, async_op: bool = False) -> Handle:
     """Fill `outputs` with every rank's tensor, which are like them, also where dtypes and shapes differ.
 
-    **Collective**: every rank. **Cost**: one `all_gather`, which NCCL runs as a group of broadcasts if sizes differ; on
-    the CPU, where gloo then ends the process, one `broadcast` for each rank, all in flight at once.
+    **Collective**: every rank. **Cost**: one `all_gather`, which NCCL runs as a group of broadcasts if sizes differ.
+    There, gloo would end the process: on the CPU it is one `broadcast` for each rank, all in flight at once.
     """
     if comm.pg is None:
         copy_into(outputs[0], wire)
@@ -85,7 +84,7 @@ def transfer(
         receiving: tensors, each with the rank that sends it.
         sending: tensors, each with the rank that receives it.
         comm: the group.
-        group: which group of torch's carries them, in place of that of `comm`.
+        group: which group of torch's carries them, in place of that of `comm`; one of both must exist.
         tag: kind of messages; those of one kind keep their order.
     """
     moves = [(torch_dist.irecv, x, peer) for x, peer in receiving] + [
@@ -140,8 +139,7 @@ def as_native(wire: Tensor) -> Tensor:
     return wire if wire.dtype in _NATIVE_DTYPES else as_bytes(wire)
 
 
-def bytes_of(data: Tensor) -> ctypes.Array[ctypes.c_char]:
-    """Return a writable buffer over a contiguous CPU tensor's memory, which it keeps alive."""
-    buffer = (ctypes.c_char * (data.numel() * data.element_size())).from_address(data.data_ptr())
-    buffer._owner = data  # type: ignore[attr-defined]  # the buffer borrows the tensor's memory
-    return buffer
+def bytes_of(data: Tensor) -> memoryview:
+    """Return a writable view of a contiguous CPU tensor's memory, which it keeps alive."""
+    view: memoryview = as_bytes(data).numpy().data
+    return view
