@@ -24,26 +24,27 @@ from lockstep.errors import DistError, ranks_in_words
 _KEPT = 2**14  # calls
 _MOST_EXPORTED = 2**12  # calls, as other ranks are told of them
 _MOST_FINGERPRINTS = 2**12
-# Frames that are not the caller's: lockstep's own, torch's, and those of `with`.
-_NOT_OF_CALLERS = (
-    os.path.dirname(os.path.dirname(__file__)) + os.sep,
-    os.path.dirname(torch.__file__) + os.sep,
-    contextlib.__file__,
-    "<frozen ",  # Python's own, such as runpy
-)
+_LOCKSTEP = os.path.dirname(__file__) + os.sep
+_DIST = os.path.join(_LOCKSTEP, "dist") + os.sep
+# Frames that are neither the caller's nor lockstep's: those of torch and of `with`, and Python's own, such as runpy.
+_FOREIGN = (os.path.dirname(torch.__file__) + os.sep, contextlib.__file__, "<frozen ")
 
 _Key: TypeAlias = tuple[Any, ...]
 
 
-class _CallerFiles(dict[str, bool]):
-    """Whether a file belongs to callers, by path. A look-up takes a third of the time of comparing paths."""
+class _Owners(dict[str, str]):
+    """Whose a file is, by path: "caller", "dist", "lockstep" or "". A look-up takes a third of comparing paths."""
 
-    def __missing__(self, file: str) -> bool:
-        self[file] = is_of_caller = not file.startswith(_NOT_OF_CALLERS)
-        return is_of_caller
+    def __missing__(self, file: str) -> str:
+        if file.startswith(_LOCKSTEP):
+            owner = "dist" if file.startswith(_DIST) else "lockstep"
+        else:
+            owner = "" if file.startswith(_FOREIGN) else "caller"
+        self[file] = owner
+        return owner
 
 
-_is_of_caller = _CallerFiles()
+_owners = _Owners()
 
 
 class Call(NamedTuple):
@@ -68,19 +69,20 @@ class _CallKind:
 
     Attributes:
         what: name and arguments, as all ranks must make them; of a tensor, its dtype and shape.
-        fingerprint: 64 bits of `what`.
+        fingerprint: 64 bits of `what`, and of the function of lockstep that makes the call, if it is not the caller.
     """
 
-    __slots__ = ("_code", "_detail", "_instruction", "fingerprint", "what")
+    __slots__ = ("_code", "_detail", "_instruction", "_user", "fingerprint", "what")
 
-    def __init__(self, code: CodeType, instruction: int, what: _Key, detail: str) -> None:
+    def __init__(self, code: CodeType, instruction: int, what: _Key, detail: str, user: str | None) -> None:
         self._code, self._instruction, self._detail = code, instruction, detail
-        self.what, self.fingerprint = what, _fingerprint(what)
+        self.what, self._user, self.fingerprint = what, user, _fingerprint((*what, user))
 
     def described(self) -> Call:
         """Return it as text."""
         name, *arguments = self.what
         text = f"{name}{self._detail}" if self._detail else f"{name}({', '.join(map(_described, arguments))})"
+        text += f" in {self._user}" if self._user else ""
         return Call(text, _site(self._code, self._instruction), self.fingerprint)
 
 
@@ -132,18 +134,20 @@ class Calls:
             arguments: what must be the same on all ranks; of tensors, this is dtype and shape.
             detail: what may differ between ranks.
         """
-        try:
-            frame = sys._getframe(3)  # the two before are lockstep's
-        except ValueError:  # called by no Python code, such as atexit
-            frame = sys._getframe(2)
-        own = frame
-        while not _is_of_caller[frame.f_code.co_filename]:
+        function = sys._getframe(2)  # after `check_call`
+        own = frame = function.f_back or function  # called by no Python code, such as atexit
+        # Which function of lockstep makes a call is compared, so that two objects which it exchanges for two reasons are
+        # never taken for each other.
+        user = "" if _owners[function.f_code.co_filename] == "dist" else None
+        while (owner := _owners[frame.f_code.co_filename]) != "caller":
+            if owner == "lockstep" and user == "":
+                user = frame.f_code.co_qualname
             if frame.f_back is None:  # as in `python -m lockstep`: the line of lockstep's that has made the call
                 frame = own
                 break
             frame = frame.f_back
         # The hash of a code object takes long; a kind keeps the object, so that no other gets its id.
-        parts: list[Any] = [id(frame.f_code), frame.f_lasti, name, detail]
+        parts: list[Any] = [id(frame.f_code), frame.f_lasti, name, detail, user]
         for argument in arguments:
             parts += (argument.dtype, argument.shape) if isinstance(argument, Tensor) else (argument,)
         key: _Key = tuple(parts)
@@ -153,7 +157,7 @@ class Calls:
             if len(self._kinds) >= 4 * _KEPT:
                 self._kinds.clear()
             what = (name, *[(x.dtype, x.shape) if isinstance(x, Tensor) else x for x in arguments])
-            kind = self._kinds[key] = _CallKind(frame.f_code, frame.f_lasti, what, detail)
+            kind = self._kinds[key] = _CallKind(frame.f_code, frame.f_lasti, what, detail, user)
             is_new = kind.fingerprint not in self._seen and len(self._seen) < _MOST_FINGERPRINTS
             if is_new:
                 self._seen.add(kind.fingerprint)

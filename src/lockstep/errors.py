@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from traceback import walk_tb
@@ -192,11 +193,11 @@ def error_in_words(error: BaseException) -> str:
 
 
 def place_of(trace: TracebackType | None) -> str:
-    """Return the innermost line of a traceback outside of lockstep and torch, as ``FILE:LINE``; "" if there is none."""
+    """Return the innermost line of a traceback outside of lockstep, torch and Python itself, as ``FILE:LINE``, or ""."""
     place = ""
     for frame, line in walk_tb(trace):
-        name = str(frame.f_globals.get("__name__", ""))
-        if name.partition(".")[0] not in ("lockstep", "torch", "runpy"):
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in ("lockstep", "torch") and package not in sys.stdlib_module_names:
             place = f"{os.path.basename(frame.f_code.co_filename)}:{line}"
     return place
 
