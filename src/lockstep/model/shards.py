@@ -6,8 +6,7 @@ DTensor and FSDP are imported where something is sharded: that takes half as lon
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.dist import get_rank, get_world_size
-from lockstep.model.parts import Site, owners_of_parameters
 
 _ROW = 2**16
 # Rows per multiplication: on the CPU one, which stays in the cache; on an accelerator many, because starting one takes
@@ -51,36 +49,6 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-@contextmanager
-def full_parameters(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
-    """Gather every parameter of a sharded model in full, as a plain parameter in its own dtype.
-
-    Args:
-        model: a model that `fully_shard` has been applied to.
-        writeback: keep the changes made inside; each rank keeps its own shard of its full parameters.
-
-    **Collective**: every rank of the model's mesh. **Cost**: the memory of all parameters, and one all-gather each.
-    """
-    reshard(model)
-    owners = {own: sites for own, sites in owners_of_parameters(model).items() if is_dtensor(own)}
-    full = {own: nn.Parameter(_full(own), requires_grad=own.requires_grad) for own in owners}
-    _put(owners, full)
-    try:
-        yield
-    finally:
-        _put(owners, {own: own for own in owners})
-    if writeback:
-        with torch.no_grad():
-            for sharded, parameter in full.items():
-                sharded.copy_(shard_like(parameter, sharded))
-
-
-def _put(owners: Mapping[nn.Parameter, Sequence[Site]], replacements: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    for parameter, sites in owners.items():
-        for owner, name in sites:
-            setattr(owner, name, replacements[parameter])
-
-
 def shard_like(value: Tensor, like: Any) -> Tensor:
     """Return `value`, which every rank has in full, sharded like `like`. Nothing is sent."""
     if not is_dtensor(like):
@@ -107,13 +75,6 @@ def gather_full(tensor: Any) -> Any:
         placements[axis] = Replicate()
         tensor = tensor.redistribute(placements=placements)
     return tensor.to_local()
-
-
-@torch.no_grad()
-def _full(sharded: Tensor) -> Tensor:
-    full: Tensor = gather_full(sharded)
-    holds_all = full.untyped_storage().data_ptr() == own_shard(sharded).untyped_storage().data_ptr()
-    return full.clone() if holds_all else full  # changes without writeback must not be seen
 
 
 def reshard_as(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:

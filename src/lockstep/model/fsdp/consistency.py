@@ -127,7 +127,7 @@ class Consistency:
             self._is_prepared = False
 
     def _require_preparation(self, _: Tensor) -> None:
-        if not self._is_prepared and not torch.is_grad_enabled():  # a pass with create_graph=True reduces nothing
+        if not self._is_prepared:
             raise RuntimeError(
                 "a backward pass under `find_unused_parameters` must be prepared, so that no rank waits for gradients "
                 "that another one lacks. Call optim_wrapper.update_params(loss) in the model's train_step, or write "
