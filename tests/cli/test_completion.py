@@ -56,5 +56,6 @@ def test_words_are_completed_without_torch(tmp_path, words, offered):
 
 
 def test_every_name_is_offered(tmp_path):
-    assert sorted(complete(tmp_path, "train", "--strategy", "")) == sorted(filter(str.islower, STRATEGIES._known_names()))
+    names = filter(str.islower, STRATEGIES._known_names())
+    assert sorted(complete(tmp_path, "train", "--strategy", "")) == sorted(names)
     assert sorted(complete(tmp_path, "train", "--launcher", "")) == sorted(LauncherName.__args__)
