@@ -212,11 +212,11 @@ PRIVATE: dict[str, Private] = {
     ),
     "_parameters": Private(
         lambda: module_holds("_parameters"),
-        ("model/averaged.py", "optim/constructor.py"),
+        ("optim/constructor.py",),
     ),
     "_buffers": Private(
         lambda: module_holds("_buffers"),
-        ("model/averaged.py", "runner/uneven_inputs.py"),
+        ("runner/uneven_inputs.py",),
     ),
     "_non_persistent_buffers_set": Private(non_persistent, ("model/averaged.py",)),
     "_load_from_state_dict": Private(
