@@ -212,11 +212,11 @@ PRIVATE: dict[str, Private] = {
     ),
     "_parameters": Private(
         lambda: module_holds("_parameters"),
-        ("model/averaged.py", "optim/constructor.py"),
+        ("optim/constructor.py",),
     ),
     "_buffers": Private(
         lambda: module_holds("_buffers"),
-        ("model/averaged.py", "runner/uneven_inputs.py"),
+        ("runner/uneven_inputs.py",),
     ),
     "_non_persistent_buffers_set": Private(non_persistent, ("model/averaged.py",)),
     "_load_from_state_dict": Private(
@@ -259,9 +259,6 @@ PRIVATE: dict[str, Private] = {
     ),
     "_get_fsdp_state": Private(lambda: takes(FSDPModule._get_fsdp_state, "self"), ("model/fsdp/wrapper.py",)),
     "_lazy_init": Private(lambda: fsdp_state_has("_lazy_init"), ("model/fsdp/wrapper.py",)),
-    "_root_post_backward_final_callback": Private(
-        lambda: fsdp_state_has("_root_post_backward_final_callback"), ("model/fsdp/wrapper.py",)
-    ),
     "_run_policy": Private(
         lambda: takes(wrap.CustomPolicy._run_policy, "self", "root_module", "ignored_modules", "root_kwargs"),
         ("model/fsdp/units.py",),

@@ -120,7 +120,7 @@ class DivergenceError(DistError):
         name: the first tensor or value that differs.
         ranks: the ranks that differ from most of the others, or from the first one where there is no majority.
         failed_ranks: the same, as of `CollectiveMismatchError`.
-        iteration: the number of complete iterations at the check that found it.
+        iteration: the number of complete iterations at the check that found it; 0 if the check doesn't know it.
     """
 
     def __init__(self, message: str, *, name: str = "", ranks: Sequence[int] = (), iteration: int = 0) -> None:

@@ -112,7 +112,6 @@ def test_a_hook_and_a_metric_of_ones_own(start):
         ("gan", "ddp", "radius", (0.5, 1.6)),
         ("gan", "fsdp", "radius", (0.5, 1.6)),
         ("gradient_penalty", "ddp", "accuracy", (0.85, 1.0)),
-        ("gradient_penalty", "fsdp", "accuracy", (0.85, 1.0)),
         ("teacher", "fsdp", "accuracy", (0.85, 1.0)),
         ("rollouts", "ddp", "distance", (0.0, 1.5)),
     ],

@@ -192,11 +192,17 @@ def test_an_update_that_differs_between_ranks_is_found():
 
 
 @pytest.mark.parametrize(
-    ("values", "differ"), [((-1.0, -2.0), True), ((0.0, -0.0), False), ((float("nan"),) * 2, False)]
+    ("values", "differ"),
+    [
+        (([-1.0], [-2.0]), True),
+        (([1.0, 2.0], [2.0, 1.0]), True),  # whose sums are the same
+        (([1e8, 1.0, -1e8], [1e8, -1.0, -1e8]), True),
+        (([float("nan")], [float("nan")]), False),
+    ],
 )
 @ranks(2)
-def test_checksums_are_compared_as_numbers(values: tuple[float, float], differ: bool) -> None:
-    parameter = nn.Parameter(torch.tensor([values[get_rank()]]))
+def test_replicas_are_compared_bit_by_bit(values: tuple[list[float], list[float]], differ: bool) -> None:
+    parameter = nn.Parameter(torch.tensor(values[get_rank()]))
     check = DriftCheck(lambda: [("weight", parameter)], None, "Look.")
     context = (
         pytest.raises(DivergenceError, match="`weight` must be the same on all ranks") if differ else nullcontext()

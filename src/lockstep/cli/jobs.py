@@ -59,7 +59,8 @@ class Job(RankOptions, ABC):
             metavar="NAME",
             # Known without importing torch; a config may register others.
             autocompletion=completing("single", "ddp", "fsdp", "deepspeed", "colossalai"),
-            help="How the model is distributed; overrides the config. `lockstep strategies` shows the names.",
+            help="How the model is distributed: single, ddp, fsdp, deepspeed, colossalai or your own; "
+            "overrides the config.",
         ),
     ] = None
     cfg_options: CfgOptions = None

@@ -16,7 +16,7 @@ from lockstep.model.averaged import (
 )
 from lockstep.model.base import BaseModel, BaseModule
 from lockstep.model.compiling import compile_in_place, uncompiled
-from lockstep.model.ddp import COMM_HOOKS, MMDistributedDataParallel
+from lockstep.model.ddp import MMDistributedDataParallel
 from lockstep.model.ddp_separate import MMSeparateDistributedDataParallel
 from lockstep.model.image import ImgDataPreprocessor
 from lockstep.model.norm import convert_sync_batchnorm, revert_sync_batchnorm
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 _HOMES = {"MMFullyShardedDataParallel": "lockstep.model.fsdp", "FSDP_WRAP_POLICIES": "lockstep.model.fsdp.units"}
 
 __all__ = [
-    "COMM_HOOKS",
     "FSDP_WRAP_POLICIES",
     "BaseAveragedModel",
     "BaseDataPreprocessor",

@@ -302,24 +302,8 @@ class _Pairs(NamedTuple):
 
 
 def _tensors_of(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the parameters and buffers of a model, each once; of a sharded parameter, this rank's shard.
-
-    It walks the modules once, by their own dicts. `parameters()` and `buffers()` take several times as long, which
-    matters in every step.
-    """
-    parameters: dict[int, Tensor] = {}
-    buffers: dict[int, Tensor] = {}
-    seen: set[nn.Module] = set()
-    stack: list[nn.Module | None] = [model]
-    while stack:
-        module = stack.pop()
-        if module is None or module in seen:
-            continue
-        seen.add(module)
-        parameters.update((id(x), x) for x in module._parameters.values() if x is not None)
-        buffers.update((id(x), x) for x in module._buffers.values() if x is not None)
-        stack.extend(module._modules.values())
-    return [own_shard(x) for x in parameters.values()], list(buffers.values())
+    """Return the parameters and buffers of a model, each once; of a sharded parameter, this rank's shard."""
+    return [own_shard(parameter) for parameter in model.parameters()], list(model.buffers())
 
 
 def _copy(pairs: _Pairs) -> None:

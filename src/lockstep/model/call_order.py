@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import zlib
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 
-import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.calls import unlike_most
-from lockstep.dist import all_gather, get_world_size
+from lockstep.dist import get_world_size
+from lockstep.dist.agreement import Sampled, from_all
 from lockstep.dist.consistency import check_mode
 from lockstep.errors import PeerError, caused_by, ranks_in_words
 
-# After the first passes of each kind, every fiftieth is compared.
-_EVERY = 50
-_END, _FAILED = -1, -2
-_BACKWARD = -10  # and below: a backward pass begins; what is below is the digest of what it will reach
-_WHOLE = 2**40  # and above: a pass ends; what is above is the digest of the units that it has called
+EVERY = 50
+"""After the first passes of each kind, every one of so many is compared."""
+# What a forward pass does, as messages say it.
+_ENDS, _FAILS, _BACKWARD = "ends", "fails", "is left out before a backward pass"
 
 
 class CallOrder:
@@ -46,7 +45,7 @@ class CallOrder:
         is_sampled: whether the present pass is one of those that are compared if there are several ranks.
         is_compared: whether the present pass is compared.
 
-    **Cost**: an exchange of eight bytes, in the first passes for each call, later for each compared pass.
+    **Cost**: an exchange between the hosts, in the first passes for each call, later for each compared pass.
     """
 
     def __init__(
@@ -64,9 +63,9 @@ class CallOrder:
         self.groups = [None] if mesh is None else [mesh.get_group(axis) for axis in axes]
         self._ranks: Sequence[int] = range(get_world_size()) if mesh is None else mesh.mesh.flatten().tolist()
         self._names, self._rule, self._remedy, self._error, self._first = names, rule, remedy, error, first
-        self._counts: Counter[str] = Counter()
+        self._schedules = defaultdict[str, Sampled](lambda: Sampled(first, EVERY))  # by kind of pass
         self._last = ""
-        self._called: list[int] = []
+        self._called: list[str] = []
         self._meets_at_calls = False
         self.has_peers = len(self._ranks) > 1
         self.is_sampled = self.is_compared = False
@@ -90,7 +89,7 @@ class CallOrder:
 
     def begin(self, kind: str) -> None:
         """Count a forward pass of a kind."""
-        self._meets_at_calls = self._counts[kind] < self._first or check_mode() == "always"
+        self._meets_at_calls = self._schedules[kind].count < self._first or check_mode() == "always"
         self._called = []
         self.is_sampled = self.samples(kind)
         self.is_compared = self.has_peers and self.is_sampled
@@ -103,31 +102,20 @@ class CallOrder:
             Exception: of class `error`, on every rank, if ranks call different units or some end the pass.
             PeerError: if another rank has failed in the pass.
         """
+        does = f"calls `{self._names[index]}`" if self._names[index] else "calls the whole"
         if not self._meets_at_calls:
-            self._called.append(index)
+            self._called.append(does)
             return
-        self._meet(index)
-        self._last = self._names[index]
+        self._meet(does)
+        self._last = does
 
     def end(self, *, failed: bool) -> None:
         """Meet the other ranks at the end of a pass; raises as `call` does."""
-        if failed or self._meets_at_calls:
-            self._meet(_FAILED if failed else _END)
-        else:
-            self._meet(_WHOLE + zlib.crc32(repr(self._called).encode()))
+        self._meet(_FAILS if failed else _ENDS, zlib.crc32(repr(self._called).encode()))
 
     def samples(self, kind: str) -> bool:
         """Count a pass of a kind, and return whether it must be compared if there are several ranks."""
-        number = self._counts[kind]
-        self._counts[kind] += 1
-        return number < self._first or number % _EVERY == 0 or check_mode() == "always"
-
-    def from_all(self, row: Tensor) -> Tensor:
-        """Return every rank's row, in the order of the mesh. **Collective**: every rank."""
-        table = row.unsqueeze(0)
-        for group in self.groups:
-            table = torch.cat(all_gather(table, group))
-        return table
+        return self._schedules[kind].is_due() or check_mode() == "always"
 
     def ranks_with(self, value: object, values: Sequence[object]) -> str:
         """Return which ranks have a value, as text."""
@@ -137,58 +125,48 @@ class CallOrder:
         """Return the ranks whose value differs from that of most, or from the first one if there is no majority."""
         return [self._ranks[place] for place in unlike_most(dict(enumerate(values)))]
 
-    def _meet(self, event: int) -> None:
-        if not self.is_compared:
-            return
-        events: list[int] = self.from_all(torch.tensor([event])).flatten().tolist()
-        if all(other == event for other in events) and event != _FAILED:
-            return
-        self.is_compared = False
-        if event == _FAILED:  # this rank already raises its own error
-            return
-        if min(events) >= _WHOLE:
-            events = self._first_difference()
-        raise self._mismatch(events)
-
-    def _first_difference(self) -> list[int]:
-        """Return what each rank did where the passes, which have ended, differ first. **Collective**: every rank."""
-        longest = int(self.from_all(torch.tensor([len(self._called)])).max())
-        row = [*self._called, *[_END] * (longest + 1 - len(self._called))]
-        columns: list[list[int]] = self.from_all(torch.tensor(row)).T.tolist()
-        place = next(place for place, column in enumerate(columns) if len(set(column)) > 1)
-        self._last = self._names[row[place - 1]] if place else ""
-        return columns[place]
-
-    def _mismatch(self, events: Sequence[int]) -> Exception:
-        if _FAILED in events:
-            rank = self._ranks[events.index(_FAILED)]
-            return PeerError(
-                f"this rank can't go on, because rank {rank} failed in the forward pass: see its own error",
-                rank=rank,
-                cause="an error in the forward pass",
-            )
-        does = " and ".join(
-            f"{self._in_words(other)} on {self.ranks_with(other, events)}" for other in dict.fromkeys(events)
-        )
-        last = f" after `{self._last}`" if self._last else ""
-        error = self._error(f"{self._rule}, but the forward pass {does}{last}. {self._remedy}")
-        return caused_by(error, self.unlike_most(events))
-
     def meet_in_backward(self, digest: int) -> bool:
-        """Meet the other ranks before a backward pass, and return whether all have the same digest of 32 bits.
+        """Meet the other ranks before a backward pass, and return whether all have the same digest.
 
         Raises:
             Exception: of class `error`, on every rank, if some are in a forward pass.
             PeerError: as for `call`.
         """
-        events: list[int] = self.from_all(torch.tensor([_BACKWARD - digest])).flatten().tolist()
-        if any(other > _BACKWARD for other in events):
-            raise self._mismatch(events)
+        events = from_all((_BACKWARD, digest), self.groups)
+        if any(does != _BACKWARD for does, _ in events):
+            raise self._mismatch([does for does, _ in events])
         return len(set(events)) == 1
 
-    def _in_words(self, event: int) -> str:
-        if event <= _BACKWARD:
-            return "is left out before a backward pass"
-        if event == _END or event >= _WHOLE:
-            return "ends"
-        return f"calls `{self._names[event]}`" if self._names[event] else "calls the whole"
+    def _meet(self, does: str, digest: int = 0) -> None:
+        if not self.is_compared:
+            return
+        events = from_all((does, digest), self.groups)
+        if len(set(events)) == 1 and does != _FAILS:
+            return
+        self.is_compared = False
+        if does == _FAILS:  # this rank already raises its own error
+            return
+        done = [other for other, _ in events]
+        raise self._mismatch(self._first_difference() if set(done) == {_ENDS} else done)
+
+    def _first_difference(self) -> list[str]:
+        """Return what each rank did where the passes, which have ended, differ first. **Collective**: every rank."""
+        for done in zip_longest(*from_all(self._called, self.groups), fillvalue=_ENDS):
+            if len(set(done)) > 1:
+                break
+            self._last = done[0]
+        return list(done)
+
+    def _mismatch(self, done: Sequence[str]) -> Exception:
+        if _FAILS in done:
+            rank = self._ranks[done.index(_FAILS)]
+            return PeerError(
+                f"this rank can't go on, because rank {rank} failed in the forward pass: see its own error",
+                rank=rank,
+                cause="an error in the forward pass",
+            )
+        told = " and ".join(f"{does} on {self.ranks_with(does, done)}" for does in dict.fromkeys(done))
+        last = f" after {self._last.removeprefix('calls ')}" if "`" in self._last else ""  # not after the whole
+        return caused_by(
+            self._error(f"{self._rule}, but the forward pass {told}{last}. {self._remedy}"), self.unlike_most(done)
+        )

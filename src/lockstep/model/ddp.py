@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from time import perf_counter
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.device import Moment, moment
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.dist.consistency import check_call
-from lockstep.errors import ConfigError, listed, message_of
+from lockstep.errors import ConfigError, listed, require_known, require_one_of, wrong_type
 from lockstep.groups import resolve
 from lockstep.model import steps
 from lockstep.model.autograd_graph import (
@@ -33,76 +32,45 @@ from lockstep.model.autograd_graph import (
 )
 from lockstep.model.wrapper import ModelWrapper, note_no_backward
 from lockstep.model.written import AVERAGED, OWN_STEP, DriftCheck, refuse_max_norm
-from lockstep.registry import MODEL_WRAPPERS, Registry
+from lockstep.registry import MODEL_WRAPPERS
 from lockstep.transport.handles import note_running, waiting
 from lockstep.watch.failures import backend_errors_translated
 
 Hook: TypeAlias = Callable[[Any, GradBucket], Future[Tensor]]
 HookConfig: TypeAlias = str | Mapping[str, Any] | Hook
 
-COMM_HOOKS = Registry("communication hook", scope="lockstep")
-"""DDP's communication hooks, by name."""
+_COMM_HOOKS = ("bf16_compress", "fp16_compress", "powerSGD")
 
 
-@COMM_HOOKS.register_module()
-def fp16_compress(process_group: ProcessGroup) -> tuple[Any, Hook]:
-    """Send gradients in float16: half the bytes; values above 65504 overflow."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+def _comm_hook(comm_hook: HookConfig, group: ProcessGroup) -> tuple[Any, Hook]:
+    """Return a communication hook's state and the hook, as `register_comm_hook` takes them.
 
-    return process_group, default_hooks.fp16_compress_hook
-
-
-@COMM_HOOKS.register_module()
-def bf16_compress(process_group: ProcessGroup) -> tuple[Any, Hook]:
-    """Send gradients in bfloat16: half the bytes, the range of float32, 8 bits of precision.
-
-    DDP recognises torch's own hook, and refuses it on all backends but NCCL and XCCL (2.13); this one also works on
-    gloo.
+    **Source**: Vogels et al., PowerSGD, NeurIPS 2019; `torch.distributed.algorithms.ddp_comm_hooks` (2.13).
     """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+
+    if callable(comm_hook):
+        return group, comm_hook
+    if not isinstance(comm_hook, str | Mapping):
+        raise wrong_type("comm_hook", "the name of a communication hook, a config dict, a function or None", comm_hook)
+    options = {"type": comm_hook} if isinstance(comm_hook, str) else dict(comm_hook)
+    kind = options.pop("type", None)
+    require_one_of("comm_hook", kind, _COMM_HOOKS)
+    if kind == "powerSGD":
+        require_known("comm_hook", options, set(inspect.signature(power_sgd.PowerSGDState).parameters))
+        return power_sgd.PowerSGDState(group, **options), power_sgd.powerSGD_hook
+    require_known("comm_hook", options, set())
+    if kind == "fp16_compress":
+        return group, default_hooks.fp16_compress_hook
 
     def send(group: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
+        # DDP recognises torch's own hook, and refuses it on all backends but NCCL and XCCL (2.13).
         return default_hooks.bf16_compress_hook(group, bucket)
 
     # DDP compares a hook's annotations with type objects; in this module annotations are strings.
     send.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
-    return process_group, send
-
-
-@COMM_HOOKS.register_module(name="powerSGD")
-def low_rank(process_group: ProcessGroup, **options: Any) -> tuple[Any, Hook]:
-    """Send each gradient as two matrices of low rank; `options` are those of torch's `PowerSGDState`.
-
-    The compression error is added to the next step's gradients. Each rank keeps its own error, which is not part of
-    checkpoints.
-
-    **Source**: Vogels et al., PowerSGD, NeurIPS 2019; `torch.distributed.algorithms.ddp_comm_hooks` (2.13).
-    """
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
-
-    return power_sgd.PowerSGDState(process_group, **options), power_sgd.powerSGD_hook
-
-
-def register_comm_hook(wrapper: DistributedDataParallel, comm_hook: HookConfig) -> None:
-    """Make `wrapper` exchange its gradients by `comm_hook`.
-
-    Args:
-        wrapper: the DDP module, before its first backward pass.
-        comm_hook: a name in `COMM_HOOKS`; a dict with such a `type` and its options; or a function for
-            `register_comm_hook`, which gets the process group as its state.
-    """
-    group = wrapper.process_group
-    if isinstance(comm_hook, str | Mapping):
-        cfg = {"type": comm_hook} if isinstance(comm_hook, str) else comm_hook
-        state, hook = COMM_HOOKS.build(cfg, process_group=group)
-    elif callable(comm_hook):
-        state, hook = group, comm_hook
-    else:
-        raise TypeError(
-            "`comm_hook` must be the name of a communication hook, a config dict, a function or None, but is "
-            f"{comm_hook!r} of type {type(comm_hook).__name__}. Names: {', '.join(COMM_HOOKS)}"
-        )
-    wrapper.register_comm_hook(state, hook)
+    return group, send
 
 
 _logger = logging.getLogger(__name__)
@@ -134,8 +102,11 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         detect_anomalous_params: before each backward pass, look for trainable parameters that the loss does not depend
             on, and warn about those not yet named. Each rank warns about its own loss. Costs one walk over the autograd
             graph per step.
-        comm_hook: how gradients travel: `"fp16_compress"`, `"bf16_compress"`, `"powerSGD"` or another name in
-            `COMM_HOOKS`; a dict with such a `type` and its options; or a function for torch's `register_comm_hook`.
+        comm_hook: how gradients travel: `"fp16_compress"` (half the bytes; values above 65504 overflow),
+            `"bf16_compress"` (half the bytes, the range of float32, 8 bits of precision), `"powerSGD"` (two matrices of
+            low rank for each gradient; each rank keeps its own error, which is not part of checkpoints); a dict with
+            such a `type` and the options of torch's `PowerSGDState`; or a function for torch's `register_comm_hook`,
+            which gets the process group as its state.
         **kwargs: those of `torch.nn.parallel.DistributedDataParallel`. `device_ids` can be left out, and is ignored on
             the CPU. `broadcast_buffers` says whether each forward pass sends rank 0's buffers to the others; initially
             they are equal in any case. `gradient_as_bucket_view` is True by default, unlike in torch: gradients are
@@ -207,7 +178,7 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         if self._comm.is_alone and self._comm.size > 1:
             super().register_comm_hook(None, _keep_gradients)
         elif comm_hook is not None:
-            register_comm_hook(self, comm_hook)
+            self.register_comm_hook(*_comm_hook(comm_hook, self.process_group))
         self._parameters_seen = list(module.parameters())
         self._has_met, self._will_meet = bool(options.get("find_unused_parameters")), False
         self._ids = set(map(id, self._parameters_seen))
@@ -223,9 +194,9 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
                 with self._meeting():
                     return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
+        except RuntimeError:
             with backend_errors_translated():
-                self._explain(error)
+                raise
 
     @contextmanager
     def _meeting(self) -> Iterator[None]:
@@ -279,19 +250,16 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
             # Recorded, so that a rank that makes no such pass, or one more, is found; see `note_no_backward`.
             check_call("backward_pass", self._comm, compares=False)
             self._will_meet, self._has_met = not self._has_met, True
-        try:
-            if syncs and reaches_none(loss, self._ids):
-                self._contribute_nothing()
-            elif syncs and self._trains_itself:
-                self.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
-            if loss.requires_grad:
-                loss.register_hook(self.clock.follow)  # type: ignore[no-untyped-call]
-            with waiting(self._comm) if syncs and self.device_type == "cpu" else nullcontext():
-                yield loss
-            if syncs and self.device_type != "cpu":
-                note_running(self._comm, loss.device)
-        except RuntimeError as error:
-            self._explain(error)
+        if syncs and reaches_none(loss, self._ids):
+            self._contribute_nothing()
+        elif syncs and self._trains_itself:
+            self.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
+        if loss.requires_grad:
+            loss.register_hook(self.clock.follow)  # type: ignore[no-untyped-call]
+        with waiting(self._comm) if syncs and self.device_type == "cpu" else nullcontext():
+            yield loss
+        if syncs and self.device_type != "cpu":
+            note_running(self._comm, loss.device)
 
     def _contribute_nothing(self) -> None:
         """Take part in the exchange of gradients with zeros: torch begins it only when some gradient is computed.
@@ -357,16 +325,6 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
     def _averaged(self) -> list[tuple[str, nn.Parameter]]:
         named, ignored = self.module.named_parameters(), self.parameters_to_ignore
         return [(name, parameter) for name, parameter in named if parameter.requires_grad and name not in ignored]
-
-    def _explain(self, error: RuntimeError) -> NoReturn:
-        """Raise an error that names the parameters for which torch's error gives only indices; else raise `error`."""
-        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text := message_of(error))
-        if found is None or "finished reduction" not in text:
-            raise error
-        averaged = self._averaged()
-        unused = [averaged[int(index)][0] for index in found.group(1).split()]
-        rank, size = get_rank(self.process_group), get_world_size(self.process_group)
-        raise ConfigError(_unused(unused, rank, size)) from error
 
     def _replicated(self) -> list[tuple[str, nn.Parameter]]:
         ignored = self.parameters_to_ignore

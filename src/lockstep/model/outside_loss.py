@@ -49,7 +49,7 @@ class OutsideLoss:
             raise TypeError(f"`loss` must be a function or a module, but is the class {name}. Call it: loss={name}()")
         names = _parameters(function)
         self.name = f"{getattr(function, '__name__', type(function).__name__)}({', '.join(names)})"
-        if not _takes_two(function):
+        if not _takes(function, None, None):
             raise TypeError(f"`loss` must take (outputs, targets) or (outputs, batch), but is {self.name}")
         if isinstance(function, nn.Module):
             if learned := [name for name, _ in function.named_parameters()]:
@@ -122,7 +122,7 @@ class OutsideLoss:
             inputs, target = self._split_mapping(core, batch)
         elif isinstance(batch, list | tuple) and batch:
             inputs, target = batch[:-1] or batch, batch[-1]
-            if not self.needs_targets and not _fits(core, inputs):  # the batch is without targets
+            if not self.needs_targets and not _takes(core, *inputs):  # the batch is without targets
                 inputs = batch
         return inputs, batch if self.gets_batch else target
 
@@ -165,23 +165,14 @@ def predictions_of(core: nn.Module, batch: Any) -> Any:
     return steps.call_forward(core, core, batch, "predict") if outside is None else outside.predictions(core, batch)
 
 
-def _takes_two(function: Callable[..., Any]) -> bool:
-    called = function.forward if isinstance(function, nn.Module) else function
+def _takes(function: Callable[..., Any], *arguments: Any) -> bool:
+    """Return whether a function, or a module's `forward`, can be called with these arguments, as far as is known."""
     try:
-        inspect.signature(called).bind(None, None)
+        inspect.signature(getattr(function, "forward", function)).bind(*arguments)
     except TypeError:
         return False
     except ValueError:  # some built-in functions have no signature
         return True
-    return True
-
-
-def _fits(core: nn.Module, inputs: Any) -> bool:
-    """Return whether `forward` can be called with these positional arguments."""
-    try:
-        inspect.signature(core.forward).bind(*inputs)
-    except TypeError:
-        return False
     return True
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import compress
 
@@ -10,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.calls import unlike_most
-from lockstep.dist import all_gather_object, get_world_size
+from lockstep.dist import get_world_size
+from lockstep.dist.agreement import Sampled, differing
 from lockstep.errors import ConfigError, DivergenceError, counted, ranks_in_words
 from lockstep.groups import GroupLike
 from lockstep.model.parts import Site, parameter_at
-from lockstep.model.shards import own_shard
+from lockstep.model.shards import digests
 
 IN_FORWARD = (
     "was written in the forward pass, where it is a gathered copy that is released afterwards. Write it between steps, "
@@ -29,7 +29,7 @@ DATA_SET = (
 class LostWrites:
     """Finds such writes in the forward passes that are looked at.
 
-    A gathered parameter has been written if its version or its checksum changes during the forward pass of its unit: a
+    A gathered parameter has been written if its version or its digest changes during the forward pass of its unit: a
     write through `parameter.data` leaves the version as it is.
 
     Args:
@@ -62,7 +62,7 @@ class LostWrites:
         parameters: list[Tensor] = [parameter for _, _, parameter in self._at(unit)]
         if parameters and torch.is_grad_enabled():
             versions = [parameter._version for parameter in parameters]
-            self._before[unit] = parameters, versions, _checksums(parameters)
+            self._before[unit] = parameters, versions, digests(parameters)
 
     def end(self, unit: nn.Module) -> None:
         """Compare. FSDP has not released the unit yet."""
@@ -71,7 +71,7 @@ class LostWrites:
             names = [name for _, name, _ in self._at(unit)]
             changed = [own._version != version for own, version in zip(parameters, versions, strict=True)]
             self.found.update(dict.fromkeys(compress(names, changed), IN_FORWARD))
-            self._changes.append((names, sums != _checksums(parameters)))
+            self._changes.append((names, sums != digests(parameters)))
 
     def resolve(self) -> dict[str, str]:
         """Return what has been found, after a look at the device."""
@@ -88,23 +88,15 @@ class LostWrites:
             yield site, name, parameter_at(site)
 
 
-def _checksums(parameters: list[Tensor]) -> Tensor:
-    return torch.stack([checksum(parameter) for parameter in parameters])
-
-
 def _storage(shard: Tensor) -> int:
     """Return the identity of a DTensor's own storage, which holds nothing, but changes if its `data` are set (2.13)."""
     return int(shard.untyped_storage()._cdata)
 
 
-# Updates after which replicas are compared: the first ones, and then at this interval.
-_FIRST, _INTERVAL = 3, 500
-
-
 class DriftCheck:
     """Compares the parameters of all replicas, which stay equal only if each update is the same on every rank.
 
-    After the first three updates, and after every 500th, one checksum of each parameter is compared; or before them, if
+    After the first three updates, and after every 500th, one digest of each parameter is compared; or before them, if
     an engine lays replicas out so that an update makes them equal again, with a mixture of what was in them.
 
     Args:
@@ -119,7 +111,7 @@ class DriftCheck:
     def __init__(self, named: Callable[[], Sequence[tuple[str, Tensor]]], group: GroupLike, remedy: str) -> None:
         self._named, self._group, self._remedy = named, group, remedy
         self._has_peers = get_world_size(group) > 1
-        self._updates = 0
+        self._updates = Sampled(first=3, every=500)
 
     def after_update(self) -> None:
         """Compare if that is due, after a training step that may have updated the parameters.
@@ -127,10 +119,8 @@ class DriftCheck:
         Raises:
             DivergenceError: on every rank, if replicas differ.
         """
-        is_due = self._is_due()
-        self._updates += 1
-        if is_due:
-            self._compare(f"after {counted(self._updates, 'update')}")
+        if self._updates.is_due():
+            self._compare(f"after {counted(self._updates.count, 'update')}")
 
     def before_update(self) -> None:
         """Compare if that is due, where an engine is about to update.
@@ -138,37 +128,28 @@ class DriftCheck:
         Raises:
             DivergenceError: on every rank, if replicas differ.
         """
-        if self._is_due():
-            self._compare(f"before update {self._updates + 1}")
-        self._updates += 1
-
-    def _is_due(self) -> bool:
-        return self._has_peers and (self._updates < _FIRST or self._updates % _INTERVAL == 0)
+        if self._updates.is_due():
+            self._compare(f"before update {self._updates.count}")
 
     def _compare(self, when: str) -> None:
-        names = [name for name, _ in self._named()]
-        sums = [checksum(tensor) for _, tensor in self._named()]
-        if not sums:
+        named = self._named() if self._has_peers else []
+        if not named:
             return
-        stacked = torch.stack([each.to(sums[0].device) for each in sums])
-        own: list[float] = (stacked + 0.0).tolist()  # -0.0 is 0.0
-        # Not Python's own hash, which is the same for -1 and -2.
-        digest = hashlib.blake2b(repr(own).encode(), digest_size=8).digest()
-        if len(set(all_gather_object(digest, group=self._group))) == 1:
+        by_rank = differing(digests([tensor for _, tensor in named]).tolist(), [self._group])
+        if by_rank is None:
             return
-        table = all_gather_object(own, group=self._group)
-        name, sums_by_rank = next(x for x in zip(names, zip(*table, strict=True), strict=True) if len(set(x[1])) > 1)
-        ranks = unlike_most(dict(enumerate(sums_by_rank)))
+        columns = zip((name for name, _ in named), zip(*by_rank, strict=True), strict=True)
+        name, column = next((name, column) for name, column in columns if len(set(column)) > 1)
+        ranks = unlike_most(dict(enumerate(column)))
         raise DivergenceError(
-            f"`{name}` must be the same on all ranks, but is not: {ranks_in_words(ranks)} of {len(table)} "
+            f"`{name}` must be the same on all ranks, but is not: {ranks_in_words(ranks)} of {len(column)} "
             f"{'differs' if len(ranks) == 1 else 'differ'} from the others {when}. {self._remedy}",
             name=name,
             ranks=ranks,
-            iteration=self._updates,
         )
 
 
-_IN_FORWARD = "in the forward pass, where each rank has its own batch"
+_BY_OWN_BATCH = "in the forward pass, where each rank has its own batch"
 _ALIKE = (
     "Write weights between steps, in the same way on every rank, as in a hook; let a layer that initialises itself "
     "with its first batch do so before training, with a batch that is the same on every rank; or train in one process "
@@ -177,26 +158,16 @@ _ALIKE = (
 OWN_STEP = (
     "The training step may have updated it with gradients that were not averaged over ranks. Let the optim wrapper "
     "run the backward pass: optim_wrapper.update_params(loss), or optim_wrapper.backward(loss) and "
-    f"optim_wrapper.step(); in the loop of a Session, session.step(loss). Or it was written {_IN_FORWARD}. {_ALIKE}"
+    f"optim_wrapper.step(); in the loop of a Session, session.step(loss). Or it was written {_BY_OWN_BATCH}. {_ALIKE}"
 )
 """What to do if a training step of the user's own has let replicas drift apart."""
 AVERAGED = (
-    f"Its gradients are averaged, so it was written {_IN_FORWARD}; or an option of the optimizer, a hook, or random "
+    f"Its gradients are averaged, so it was written {_BY_OWN_BATCH}; or an option of the optimizer, a hook, or random "
     f"numbers in the update differ between ranks. {_ALIKE}"
 )
 """What to do if replicas have drifted apart whose gradients were averaged."""
-BY_RANK = f"Each rank has written other values, as {_IN_FORWARD}. {_ALIKE}"
+BY_RANK = f"Each rank has written other values, as {_BY_OWN_BATCH}. {_ALIKE}"
 """What to do if replicas differ before an update of an engine's."""
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's elements in float64, as a scalar on its device; of a DTensor, of this rank's part.
-
-    NaN counts as 0, so that two equal tensors have equal checksums.
-    """
-    own = own_shard(tensor.detach())
-    own = torch.view_as_real(own) if own.is_complex() else own
-    return own.sum(dtype=torch.float64).nan_to_num(nan=0.0)
 
 
 def refuse_max_norm(module: nn.Module, why: str, ignored: Collection[nn.Module] = ()) -> None:

@@ -5,17 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, ClassVar, TypeAlias, overload
+from typing import Any, ClassVar, TypeAlias
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.dist import get_dist_info, get_world_size
 from lockstep.errors import ConfigError, wrong_type
 from lockstep.groups import this_rank
 from lockstep.model import compile_in_place, is_model_wrapper
-from lockstep.optim import OptimWrapper, ParamScheduler, build_param_schedulers
+from lockstep.optim import OptimWrapper
 from lockstep.registry import CONVERTERS, MODELS, STRATEGIES
 
 ModelState: TypeAlias = dict[str, Any]
@@ -50,58 +49,27 @@ class Strategy(ABC):
     keeps_memory_format: ClassVar[bool] = False
     _converted: nn.Module | None = None
 
-    @overload
     def prepare(
         self,
         model: nn.Module | Mapping[str, Any],
         optim_wrapper: OptimLike | None = None,
         *,
-        param_scheduler: None = None,
-        compile: bool | Mapping[str, Any] = False,
-        dispatch_kwargs: Mapping[str, Any] | None = None,
-    ) -> tuple[nn.Module, OptimWrapper | None]: ...
-    @overload
-    def prepare(
-        self,
-        model: nn.Module | Mapping[str, Any],
-        optim_wrapper: OptimLike,
-        *,
-        param_scheduler: Any,
-        compile: bool | Mapping[str, Any] = False,
-        dispatch_kwargs: Mapping[str, Any] | None = None,
-    ) -> tuple[nn.Module, OptimWrapper, list[ParamScheduler]]: ...
-    def prepare(
-        self,
-        model: nn.Module | Mapping[str, Any],
-        optim_wrapper: OptimLike | None = None,
-        *,
-        param_scheduler: Any = None,
         compile: bool | Mapping[str, Any] = False,  # noqa: A002
-        dispatch_kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Convert, compile and distribute `model`, and build its optim wrapper and schedules if they are given.
+    ) -> Prepared:
+        """Convert, compile and distribute `model`, and build its optim wrapper if one is given.
 
         Args:
             model: the user's module, or the config of one; a module that is already wrapped is used unchanged.
             optim_wrapper: an optim wrapper, an optimizer, or the config of an optim wrapper; None to evaluate only.
-            param_scheduler: schedules, as for a Runner, for a single optimizer.
             compile: compile the model, or the parts of it that the strategy names; a dict gives arguments for
                 `torch.compile`.
-            dispatch_kwargs: `max_epochs` and `max_iters`, which end the schedules that have no `end`. MMEngine's other
-                keys have no effect.
 
         Returns:
-            The model to train and to validate, and its optim wrapper or None; with `param_scheduler`, the list of
-            schedules in addition.
+            The model to train and to validate, and its optim wrapper or None.
 
         **Collective**: every rank, once.
-
-        Raises:
-            ConfigError: `param_scheduler` is given without an optimizer, or with several; or a parameter of a lazy
-                module, such as `LazyLinear`, has no shape yet.
         """
         built: nn.Module = MODELS.build(model) if isinstance(model, Mapping) else model
-        _refuse_lazy(built)
         built = self.convert(built)
         if compile is not False:
             options = compile if isinstance(compile, Mapping) else {}
@@ -109,19 +77,7 @@ class Strategy(ABC):
         parallelized, wrapper = self.parallelize(built, optim_wrapper)
         if wrapper is not None:
             wrapper.bind(parallelized)
-        if param_scheduler is None:
-            return parallelized, wrapper
-        if wrapper is None or len(wrapper.optimizers) != 1:
-            count = 0 if wrapper is None else len(wrapper.optimizers)
-            raise ConfigError(
-                f"`param_scheduler` must come with one optimizer, but comes with {count}. Give an `optim_wrapper`, or "
-                "let a Runner build the schedules of several"
-            )
-        lengths = dispatch_kwargs or {}
-        schedules = build_param_schedulers(
-            wrapper.optimizer, param_scheduler, max_epochs=lengths.get("max_epochs"), max_iters=lengths.get("max_iters")
-        )
-        return parallelized, wrapper, schedules
+        return parallelized, wrapper
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Return the model after all `converters`: the part of `prepare` that comes first.
@@ -189,18 +145,6 @@ class Strategy(ABC):
         model is prepared.
         """
         return get_dist_info()
-
-
-def _refuse_lazy(model: nn.Module) -> None:
-    for prefix, module in model.named_modules():
-        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            if is_lazy(tensor):
-                path = f"{prefix}.{name}" if prefix else name
-                raise ConfigError(
-                    f"`{path}` must have a shape before the model is prepared, but {type(module).__name__} takes it "
-                    f"from its first batch ({this_rank()}). Call the model once with a batch, under torch.no_grad(), "
-                    "before you hand it in"
-                )
 
 
 def refuse_meta(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError, listed
 from lockstep.groups import this_rank
 from lockstep.model.parts import refuse_sparse_gradients
+from lockstep.model.shards import digests
 from lockstep.model.written import refuse_max_norm
 from lockstep.tree import tree_leaves
 
@@ -20,7 +21,6 @@ _ELEMENTWISE = (
     torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.SGD,
     torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop,
 )  # fmt: skip
-_CHANGES = {"unfrozen": False, "frozen": True}  # and whether a parameter was trained before
 
 
 class FrozenParamsGuard:
@@ -46,10 +46,13 @@ class FrozenParamsGuard:
         Raises:
             ConfigError: `requires_grad` of a parameter has changed.
         """
-        changed = [(name, before) for name, parameter, before in self._before if parameter.requires_grad != before]
+        changed = [(name, own) for name, own, before in self._before if own.requires_grad != before]
         if not changed:
             return
-        kinds = {what: [name for name, before in changed if before == was] for what, was in _CHANGES.items()}
+        kinds = {
+            "unfrozen": [name for name, own in changed if own.requires_grad],
+            "frozen": [name for name, own in changed if not own.requires_grad],
+        }
         told = " and ".join(f"{len(names)} were {what}: {listed(names)}" for what, names in kinds.items() if names)
         raise ConfigError(
             f"`requires_grad` of parameters must stay as it was when training began under {self._engine}, which has "
@@ -95,11 +98,12 @@ def max_norm_of(clip_grad: Mapping[str, Any] | None, engine: str) -> float | Non
     """
     if clip_grad is None:
         return None
-    rest = {key: value for key, value in clip_grad.items() if key not in ("type", "max_norm", "foreach")}
-    if clip_grad.get("type", "norm") != "norm" or rest.pop("norm_type", 2) != 2 or any(rest.values()):
+    usual = {"type": "norm", "norm_type": 2}
+    rest = {key: value for key, value in clip_grad.items() if key not in ("max_norm", "foreach")}
+    if wrong := {key: value for key, value in rest.items() if (value != usual[key] if key in usual else value)}:
         raise ConfigError(
-            f"`clip_grad` must be dict(max_norm=...) under {engine}, which clips to the 2-norm alone, but is "
-            f"{dict(clip_grad)}. Use strategy 'fsdp' or 'ddp'"
+            f"`clip_grad` must be dict(max_norm=...) under {engine}, which clips to the 2-norm alone, but has "
+            f"{listed([f'{key}={value!r}' for key, value in wrong.items()])}. Use strategy 'fsdp' or 'ddp'"
         )
     max_norm = float(clip_grad["max_norm"])
     if not max_norm > 0:
@@ -211,7 +215,7 @@ class _StandIn(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BLOCK = 2**24  # elements whose masters are computed at a time
 
 
 class MasterWeights:
@@ -221,12 +225,12 @@ class MasterWeights:
         engine: name of the engine.
         named: the parameters, which are now where the engine keeps them.
         pairs: the masters, each with the weights that it belongs to, of the same shape.
-        offloads: whether the masters are in CPU memory. Then they are written only if sums over the bits of the
+        offloads: whether the masters are in CPU memory. Then they are written only if digests of the
             weights have changed since the last update.
 
     **Cost**: per update, one copy of this rank's part of the weights on its device, or one comparison of it in half
-    precision. With `offloads`, two passes over it, for sums that the host reads: such an engine waits for the
-    device anyway.
+    precision, in blocks. With `offloads`, two passes over it, for digests that the host reads: such an engine waits for
+    the device anyway.
     """
 
     def __init__(
@@ -239,21 +243,19 @@ class MasterWeights:
     ) -> None:
         self._engine = engine
         self._homes = [(name, parameter, parameter.data) for name, parameter in named]
-        pairs = [(master.detach(), weights.detach()) for master, weights in pairs]
-        pairs = [pair for pair in pairs if pair[0].data_ptr() != pair[1].data_ptr()]
-        self._copies = [pair for pair in pairs if pair[0].dtype == pair[1].dtype]
-        self._rounded = [pair for pair in pairs if pair[0].dtype != pair[1].dtype]
-        self._offloads = offloads and bool(pairs)
-        self._sums: Tensor | None = None
-        self.record()
+        pairs = [(master.detach().view(-1), weights.detach().view(-1)) for master, weights in pairs]
+        self._pairs = [pair for pair in pairs if pair[0].data_ptr() != pair[1].data_ptr()]
+        self._offloads = offloads and bool(self._pairs)
+        self._digests: Tensor | None = None
+        self.note_weights()
 
-    def record(self) -> None:
+    def note_weights(self) -> None:
         """Note that the masters and the weights are equal, as after an update."""
         if self._offloads:
-            self._sums = self._sums_of_weights()
+            self._digests = digests([weights for _, weights in self._pairs])
 
     @torch.no_grad()
-    def follow(self) -> None:
+    def copy_weights(self) -> None:
         """Write into the masters what has been written into the model's weights.
 
         Raises:
@@ -262,14 +264,16 @@ class MasterWeights:
         for name, parameter, home in self._homes:
             if parameter.data_ptr() != home.data_ptr():
                 self._bring_home(name, parameter, home)
-        if self._sums is not None and torch.equal(self._sums_of_weights(), self._sums):
+        if self._digests is not None and torch.equal(digests([weights for _, weights in self._pairs]), self._digests):
             return
-        for master, weights in self._rounded:
-            master.copy_(newer(master, weights))
-        for master, source in self._copies:
-            master.copy_(source)
+        for master, weights in self._pairs:
+            if master.dtype == weights.dtype:
+                master.copy_(weights)
+                continue
+            for part, source in zip(torch.split(master, _BLOCK), torch.split(weights, _BLOCK), strict=True):
+                part.copy_(newer(part, source))
 
-    def check(self) -> None:
+    def check_forms(self) -> None:
         """Refuse parameters whose `data` was replaced by another shape or dtype.
 
         Raises:
@@ -291,23 +295,6 @@ class MasterWeights:
                 f"but was replaced by {tuple(parameter.shape)} in {parameter.dtype} where {tuple(home.shape)} in "
                 f"{home.dtype} had been ({this_rank()}). Use strategy 'ddp'"
             )
-
-    def _sums_of_weights(self) -> Tensor:
-        return torch.stack([_sums_of_bits(weights) for _, weights in self._copies + self._rounded])
-
-
-def _sums_of_bits(weights: Tensor) -> Tensor:
-    """Return three sums over the bits of a tensor, which change if an element does, or if elements change places.
-
-    The bits are laid out in rows, about as many as there are columns. Each sum of a row, and of a column, is multiplied
-    by the number of that row or column: no tensor of positions as large as the weights is needed.
-    """
-    bits = weights.view(_BITS[weights.element_size()]).flatten()
-    width = max(1, int(len(bits) ** 0.5))
-    end = len(bits) // width * width
-    rows = bits[:end].view(-1, width)
-    sums = (rows.sum(1), rows.sum(0), bits[end:])
-    return torch.stack([(one * torch.arange(1, len(one) + 1, device=one.device)).sum() for one in sums])
 
 
 def newer(master: Tensor, weights: Tensor) -> Tensor:

@@ -191,10 +191,10 @@ class EngineOptimWrapper(OptimWrapper):
             if self._drift is not None:
                 self._drift.before_update()
             if self._masters is not None:
-                self._masters.follow()
+                self._masters.copy_weights()
             self._run_step(**kwargs)
             if self._masters is not None:
-                self._masters.record()
+                self._masters.note_weights()
 
     @property
     def engine(self) -> Any:

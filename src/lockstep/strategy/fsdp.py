@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import LBFGS, SGD, Adafactor, Muon, Optimizer, Rprop
+from torch.optim import LBFGS, SGD, Adafactor, Optimizer, Rprop
 
 from lockstep.dataset.random_state import sync_random_state
 from lockstep.device import get_device
@@ -160,48 +160,30 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         model: the model that holds them, for their names.
 
     Raises:
-        ConfigError: on every rank, naming a parameter, if the optimizer is Adafactor, LBFGS or Rprop; if Muon would
-            update a matrix with fewer rows than shards; if an optimizer other than SGD would update a complex parameter
-            whose shards differ in size; or if `fused` or `foreach` is set, and some parameters are sharded and others
-            are not.
+        ConfigError: on every rank, naming a parameter, if the optimizer is Adafactor, LBFGS or Rprop; or if an
+            optimizer other than SGD would update a complex parameter whose shards differ in size.
 
     **Source**: found by comparing all optimizers of torch 2.13 with one process. For complex numbers, they update real
     views of the shards in place, but views of uneven DTensors are copies; Adafactor takes norms of its own shard only.
     """
     kind = type(optimizer).__name__
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    for group in optimizer.param_groups:
-        params = [parameter for parameter in group["params"] if parameter.requires_grad]
-        for parameter in params:
-            reason = _reason(optimizer, parameter)
-            if reason is not None:
-                raise ConfigError(
-                    f"`optimizer` must be one that can update `{names[parameter]}` in shards, but is {kind}, which "
-                    f"{reason}, {_OTHERWISE}"
-                )
-        sharded = [parameter for parameter in params if isinstance(parameter, DTensor)]
-        whole = [parameter for parameter in params if not isinstance(parameter, DTensor)]
-        for option in ("fused", "foreach"):
-            if group.get(option) and sharded and whole:
-                raise ConfigError(
-                    f"`{option}` of {kind} must not be True where parameters that are sharded, like "
-                    f"`{names[sharded[0]]}`, and others that are whole, like `{names[whole[0]]}`, are updated together "
-                    "under FSDP. Leave it out, or use strategy 'ddp'"
-                )
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        reason = _reason(optimizer, parameter)
+        if reason is not None:
+            raise ConfigError(
+                f"`optimizer` must be one that can update `{names[parameter]}` in shards, but is {kind}, which "
+                f"{reason}, {_OTHERWISE}"
+            )
 
 
 def _reason(optimizer: Optimizer, parameter: Tensor) -> str | None:
     """Return why an optimizer must not update a parameter, and what to use instead; None if it may."""
-    if not isinstance(parameter, DTensor):
+    if not isinstance(parameter, DTensor) or not parameter.requires_grad:
         return None
     for kind, reason in _REFUSED.items():
         if isinstance(optimizer, kind):
             return reason
-    if isinstance(optimizer, Muon) and parameter.shape[0] < shards(parameter, 0):
-        return (
-            f"fails where there are more shards, {shards(parameter, 0)}, than rows, {parameter.shape[0]}. Shard over "
-            "fewer ranks with device_mesh=(replicas, shards)"
-        )
     if parameter.is_complex() and not isinstance(optimizer, SGD):
         uneven = [dim for dim, size in enumerate(parameter.shape) if size % shards(parameter, dim)]
         if uneven:

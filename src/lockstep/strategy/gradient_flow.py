@@ -7,7 +7,6 @@ sums gradients of different parameters, or hangs, without an error.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.dist import all_reduce
+from lockstep.dist.agreement import differing
 from lockstep.errors import ConfigError
 from lockstep.groups import this_rank
 from lockstep.model.autograd_graph import hides_leaves, nodes_of
@@ -88,15 +88,16 @@ class GradientFlow:
 
         Raises:
             ConfigError: on every rank, if they differ.
+
+        **Cost**: one exchange between the hosts. Every loss is compared: of one that is not, ZeRO would add up wrong
+        gradients without an error.
         """
         order = self.arrivals(loss)
-        digest = hashlib.blake2b(repr(order).encode(), digest_size=7).digest()
-        number = int.from_bytes(digest, "big")
-        bounds = torch.tensor([number, -number])
-        all_reduce(bounds, op="max")
-        if bounds[0] == -bounds[1]:
+        by_rank = differing(order)
+        if by_rank is None:
             return
-        missing = [name for index, name in enumerate(self.names) if index not in set(order)]
+        anywhere = set().union(*by_rank)
+        missing = [self.names[index] for index in sorted(anywhere.difference(order))]
         raise ConfigError(
             "the loss must reach the same parameters on every rank, in the same order, because gradients are "
             "concatenated in the order in which they arrive, but here it does not reach "

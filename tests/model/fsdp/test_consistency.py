@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.nn.functional import linear
 
 from lockstep.dist import check_collectives, get_rank
 from lockstep.errors import CollectiveMismatchError, PeerError
-from lockstep.model import MMFullyShardedDataParallel, checkpoint_activations
+from lockstep.model import MMFullyShardedDataParallel, call_order, checkpoint_activations
 from lockstep.model.shards import gather_full
 from lockstep.optim import OptimWrapper
 from lockstep.testing import ranks
@@ -175,21 +176,17 @@ def test_every_pass_is_compared_if_asked_for():
 @ranks(2)
 def test_a_later_pass_is_compared_at_its_end_by_one_exchange():
     model = MMFullyShardedDataParallel(seeded(Late), auto_wrap_policy="Expert")
-    exchanges: list[int] = []
-    order = model._consistency._order
-    from_all = order.from_all
-    order.from_all = lambda row: (exchanges.append(1), from_all(row))[1]  # type: ignore[method-assign]
-    with torch.no_grad():
+    with torch.no_grad(), patch.object(call_order, "from_all", wraps=call_order.from_all) as exchange:
         for number in range(101):
             model.module.calls = 100 if number == 100 else 0
-            exchanges.clear()
+            exchange.reset_mock()
             if number == 100:
                 says = "calls `blocks.0` on rank 0 and calls `blocks.1` on rank 1. Use"
                 refused(lambda: model(own_inputs(), fails=False), says)
             else:
                 model(own_inputs(), fails=False)
             if number in (0, 49, 50):
-                assert len(exchanges) == {0: 4, 49: 0, 50: 1}[number]  # the whole, its two blocks, and the end
+                assert exchange.call_count == {0: 4, 49: 0, 50: 1}[number]  # the whole, its two blocks, and the end
 
 
 @ranks(2)

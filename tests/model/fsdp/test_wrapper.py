@@ -337,39 +337,6 @@ def test_parameters_that_nobody_makes_are_named():
         MMFullyShardedDataParallel(net, param_init_fn=lambda module: None)
 
 
-@ranks(1, 2)
-def test_full_parameters_can_be_read_and_changed():
-    model = wrapped_net()
-    state = whole(model)
-    with model.summon_full_params():
-        for name, parameter in model.module.named_parameters():
-            assert type(parameter) is nn.Parameter
-            assert torch.equal(parameter, state[name])
-        with torch.no_grad():
-            model.module.blocks[0].inner.weight.mul_(2)
-    assert torch.equal(whole(model)["blocks.0.inner.weight"], 2 * state["blocks.0.inner.weight"])
-    with model.summon_full_params(writeback=False), torch.no_grad():
-        model.module.head.bias.fill_(100)
-    assert torch.equal(whole(model)["head.bias"], state["head.bias"])
-    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-@ranks(2)
-def test_no_pass_begins_inside_and_an_error_inside_changes_nothing():
-    model = wrapped_net()
-    state = whole(model)
-
-    def fail() -> None:
-        with model.summon_full_params(), torch.no_grad():
-            model.module.head.weight.zero_()
-            model(own_part())
-
-    with pytest.raises(RuntimeError, match="forward must not be called inside summon_full_params"):
-        fail()
-    assert_close(whole(model), state)
-    model(own_part()).backward()
-
-
 @ranks(2)
 @pytest.mark.parametrize("options", [{}, {"device_mesh": (2, 1)}], ids=str)
 def test_no_sync_reduces_nothing_until_the_window_ends(options):
@@ -450,7 +417,7 @@ def test_mixed_precision_computes_in_half_and_keeps_parameters_and_norms_in_full
 @ranks(2)
 def test_state_dicts_have_the_modules_own_names():
     model, other = wrapped_net(), wrapped_net()
-    with other.summon_full_params(), torch.no_grad():
+    with torch.no_grad():
         other.module.head.weight.zero_()
     assert list(model.state_dict()) == list(Net().state_dict())
     other.load_state_dict(model.state_dict())

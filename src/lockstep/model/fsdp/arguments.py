@@ -343,7 +343,8 @@ def _data_shape(degree: int, shape: Any, sharding: Sharding) -> tuple[int, ...]:
 
 def _checked_shape(shape: Any, degree: int = 1) -> tuple[int, int]:
     """Return the shape (replicas, shards) of all ranks, or of all groups of `degree` ranks."""
-    if len(shape) != 2 or not all(isinstance(length, int) and length > 0 for length in shape):
+    is_pair = isinstance(shape, Sequence) and len(shape) == 2
+    if not is_pair or not all(isinstance(length, int) and length > 0 for length in shape):
         raise ConfigError(f"`device_mesh` must be a mesh or a shape (replicas, shards), but is {shape!r}")
     world_size = dist.get_world_size()
     if shape[0] * shape[1] * degree != world_size:

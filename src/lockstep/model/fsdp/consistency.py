@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.dist import all_reduce
+from lockstep.dist.agreement import from_all
 from lockstep.errors import CollectiveMismatchError, ConfigError, listed
 from lockstep.model.autograd_graph import backward_pass, never_compiled, nodes_of, on_backward
 from lockstep.model.call_order import CallOrder
 from lockstep.model.fsdp.units import is_unit, sites_by_unit
 from lockstep.model.parts import parameter_at
-from lockstep.model.written import DATA_SET, IN_FORWARD, LostWrites
+from lockstep.model.written import LostWrites
 
 _COMPARED_PASSES = 6  # passes of each kind that are compared
 _REMEDY = (
@@ -47,9 +48,9 @@ class Consistency:
         find_unused: allow different parameters of a unit to get gradients on different ranks. A rank without a gradient
             contributes zeros if another rank has one. Every backward pass is then compared.
 
-    **Cost**: in a compared forward pass, one integer from every rank to every rank, in the first six for each unit, and
+    **Cost**: in a compared forward pass, one exchange between the hosts, in the first six for each unit, and
     two readings of all gathered parameters, to find those that are written. In a compared backward pass, a walk over
-    its graph, and one integer from every rank to every rank; with `find_unused` also an all_reduce of one byte for each
+    its graph, and one exchange between the hosts; with `find_unused` also an all_reduce of one byte for each
     parameter.
     """
 
@@ -126,7 +127,7 @@ class Consistency:
             self._is_prepared = False
 
     def _require_preparation(self, _: Tensor) -> None:
-        if not self._is_prepared and not torch.is_grad_enabled():  # a pass with create_graph=True reduces nothing
+        if not self._is_prepared:
             raise RuntimeError(
                 "a backward pass under `find_unused_parameters` must be prepared, so that no rank waits for gradients "
                 "that another one lacks. Call optim_wrapper.update_params(loss) in the model's train_step, or write "
@@ -215,19 +216,19 @@ class Consistency:
         Args:
             lost: this rank's, as `LostWrites.resolve` returns them.
         """
-        kinds = ("", IN_FORWARD, DATA_SET)
-        own = torch.tensor([kinds.index(lost.get(name, "")) for name in self._param_names])
-        for name, column in zip(self._param_names, self._order.from_all(own).T.tolist(), strict=True):
-            if kind := max(column):
+        by_rank = from_all(dict(lost), self._order.groups)
+        for name in self._param_names:
+            what = [lost.get(name) for lost in by_rank]
+            if kind := next(filter(None, what), None):
                 raise ConfigError(
                     f"`{name}` must not be written where FSDP loses the change, but on "
-                    f"{self._order.ranks_with(kind, column)} it {kinds[kind]}, or use strategy 'ddp' if all ranks "
-                    "write the same"
+                    f"{self._order.ranks_with(kind, what)} it {kind}, or use strategy 'ddp' if all ranks write the same"
                 )
 
     def _refuse_graphs(self, of_units: list[bool], of_params: list[bool]) -> NoReturn:
         """Raise an error that says which ranks reach what; all ranks know by now that there is a difference."""
-        columns = self._order.from_all(torch.tensor(of_units + of_params)).T.tolist()
+        rows = from_all((*of_units, *of_params), self._order.groups)
+        columns = list(zip(*rows, strict=True))
         units = self._differing(self._unit_names, columns[: len(of_units)])
         params = {} if units else self._differing(self._param_names, columns[len(of_units) :])
         named = [f"{'unit ' if units else ''}`{name}` on {ranks} alone" for name, ranks in (units | params).items()]
@@ -235,10 +236,10 @@ class Consistency:
         raise CollectiveMismatchError(
             "the losses of all ranks must depend on the same units and parameters under FSDP, but depend on "
             f"{listed(named, most=4)}. {_REMEDY if units else remedy}",
-            failed_ranks=self._order.unlike_most(list(zip(*columns, strict=True))),
+            failed_ranks=self._order.unlike_most(rows),
         )
 
-    def _differing(self, names: Sequence[str], columns: Sequence[list[bool]]) -> dict[str, str]:
+    def _differing(self, names: Sequence[str], columns: Sequence[Sequence[bool]]) -> dict[str, str]:
         """For each name that only some ranks reach, return those ranks as text."""
         return {
             name: self._order.ranks_with(True, column)

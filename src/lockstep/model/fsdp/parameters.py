@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
-from itertools import chain
+from itertools import chain, compress
 from typing import Any, TypeAlias
 from weakref import ref
 
@@ -278,8 +278,8 @@ class ReplicatedParameters:
         mesh: the ranks over which gradients are averaged.
         is_due: returns whether the present backward pass averages gradients at its end.
 
-    **Collective**: every rank of the mesh, in each backward pass that is due. **Cost**: an all_reduce of two numbers
-    for each parameter.
+    **Collective**: every rank of the mesh, in each backward pass that is due. **Cost**: one all_reduce, of two
+    numbers for each parameter.
     """
 
     def __init__(
@@ -309,14 +309,21 @@ class ReplicatedParameters:
     def _average(self) -> None:
         if not self._is_due():
             return
+        of_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in filter(lambda own: own.requires_grad, self.parameters):
-            own = parameter.grad
-            precise = torch.promote_types(parameter.dtype, torch.float32)
+            of_dtype.setdefault(torch.promote_types(parameter.dtype, torch.float32), []).append(parameter)
+        for dtype, parameters in of_dtype.items():
             # Made on the device: a copy from the host would wait for it.
-            zero, one = (make((), dtype=precise, device=parameter.device) for make in (torch.zeros, torch.ones))
-            total = torch.stack([zero, zero] if own is None else [own.to(precise), one])
+            zero, one = (make((), dtype=dtype, device=parameters[0].device) for make in (torch.zeros, torch.ones))
+            gradients = [parameter.grad for parameter in parameters]
+            rows = [torch.stack([zero, zero] if own is None else [own.to(dtype), one]) for own in gradients]
+            total = torch.stack(rows)
             for group in self._groups:
                 all_reduce(total, group=group)
-            # Reading the count waits for the device, and is not needed if this rank has a gradient.
-            if own is not None or total[1] != 0:
-                parameter.grad = (total[0] / self._ranks).to(parameter.dtype)
+            # Reading the counts waits for the device, and is not needed if this rank has all gradients.
+            anywhere = (
+                (total[:, 1] != 0).tolist() if any(own is None for own in gradients) else [True] * len(parameters)
+            )
+            averages = zip(parameters, total[:, 0] / self._ranks, strict=True)
+            for parameter, average in compress(averages, anywhere):
+                parameter.grad = average.to(parameter.dtype)

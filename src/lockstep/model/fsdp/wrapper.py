@@ -19,7 +19,7 @@ from lockstep.dist.consistency import check_call
 from lockstep.errors import ConfigError, did_you_mean, message_of, wrong_type
 from lockstep.groups import Comm, resolve, this_rank
 from lockstep.model import steps
-from lockstep.model.autograd_graph import never_compiled, on_backward
+from lockstep.model.autograd_graph import never_compiled, refuse_second_backward
 from lockstep.model.fsdp import arguments
 from lockstep.model.fsdp.arguments import GroupsLike, MeshLike, Offload, Precision, make_meshes
 from lockstep.model.fsdp.consistency import Consistency
@@ -33,7 +33,7 @@ from lockstep.model.fsdp.parameters import (
 from lockstep.model.fsdp.units import choose_units, cut_by_dtype, directly_callable_parts, is_unit
 from lockstep.model.norm import BATCH_NORMS
 from lockstep.model.parts import refuse_sparse_gradients
-from lockstep.model.shards import full_parameters, reshard
+from lockstep.model.shards import reshard
 from lockstep.model.tensor_parallel import TensorParallel
 from lockstep.model.tensor_parallel_plan import read_request
 from lockstep.model.wrapper import ModelWrapper
@@ -154,9 +154,8 @@ class MMFullyShardedDataParallel(ModelWrapper):
         if self._trains_itself:
             units += [part for part in directly_callable_parts(module, ignored) if part not in units]
         units += cut_by_dtype(module, units, ignored)
-        self._is_differentiated = False
-        for part in [module, *units]:
-            on_backward(part, self._keep_if_differentiated)
+        for part in [module, *(units if self._trains_itself else ())]:  # whose outputs a loss is computed from
+            refuse_second_backward(part, "FSDP reduces gradients, and frees what it has gathered, after the first one")
         request = read_request(tensor_parallel)
         self.mesh, self.tensor_mesh, whole = make_meshes(device.type, sharding, request, process_group, device_mesh)
         parallel = None
@@ -182,7 +181,6 @@ class MMFullyShardedDataParallel(ModelWrapper):
         self._comm: Comm | None = None
         ReplicatedParameters(module, scalars, self.mesh, lambda: self._syncs_gradients)
         self._consistency = Consistency(module, whole, scalars, find_unused_parameters)
-        self._is_summoned = False
         axes = [axis for axis in range(whole.ndim) if whole.size(axis) > 1]
         if device.type != "cpu" and axes:
             # The watch reports collectives that hang on a device, but only those that it has been told of.
@@ -197,10 +195,6 @@ class MMFullyShardedDataParallel(ModelWrapper):
 
         **Collective**: every rank of the mesh.
         """
-        if self._is_summoned:
-            raise RuntimeError(
-                "forward must not be called inside summon_full_params: the units would gather old values"
-            )
         with _without_inference_mode(), _sharded_weights_explained():
             return self.module(*args, **kwargs)
 
@@ -242,8 +236,6 @@ class MMFullyShardedDataParallel(ModelWrapper):
         synced = nullcontext() if syncs else self.no_sync()
         with synced, self._consistency.backward_pass(loss, reduces=self._syncs_gradients):
             yield loss
-            if self._is_differentiated:
-                self._complete_differentiated()
         if self._comm is not None:
             check_call("backward_pass", self._comm, compares=False)
             self._note_running()
@@ -265,36 +257,6 @@ class MMFullyShardedDataParallel(ModelWrapper):
         finally:
             self._set_gradient_sync(before)
 
-    @contextmanager
-    def summon_full_params(self, writeback: bool = True) -> Iterator[None]:
-        """Gather every parameter in full, to read it or change it in place; see `full_parameters`.
-
-        No forward or backward pass may begin inside. **Collective**: every rank of the mesh.
-
-        **Example (2 ranks)**::
-
-            >>> from torch import nn
-            >>> from lockstep.model import MMFullyShardedDataParallel
-            >>> wrapped = MMFullyShardedDataParallel(nn.Linear(4, 2))
-            >>> with wrapped.summon_full_params():
-            ...     _ = wrapped.module.bias.data.fill_(1.0)
-            >>> wrapped.module.bias.full_tensor().tolist()
-            [1.0, 1.0]
-        """
-        with full_parameters(self.module, writeback=writeback):
-            self._is_summoned = True
-            try:
-                yield
-            finally:
-                self._is_summoned = False
-
-    def train(self, mode: bool = True) -> MMFullyShardedDataParallel:
-        """Switch between training and evaluation, and free gathered parameters."""
-        # Otherwise the outermost unit would still hold its parameters in full after validation.
-        reshard(self.module)
-        super().train(mode)
-        return self
-
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
@@ -313,28 +275,6 @@ class MMFullyShardedDataParallel(ModelWrapper):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict with the module's own names and tensors that are sharded in the same way."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
-
-    def _keep_if_differentiated(self, _: Tensor) -> None:
-        """Keep the gathered parameters after a backward pass that will be differentiated itself.
-
-        Autograd enables gradients within such a pass, which has `create_graph=True`, and in no other (2.13).
-        """
-        if torch.is_grad_enabled() and not self._is_differentiated:
-            assert isinstance(self.module, FSDPModule)
-            self._is_differentiated = True
-            self.module.set_reshard_after_backward(False)
-
-    def _complete_differentiated(self) -> None:
-        """Reduce the gradients that FSDP leaves unreduced after a second-order backward pass, and reshard.
-
-        FSDP takes the first backward pass, the one with `create_graph=True`, for the end of an iteration. In the second
-        one it reduces the units whose outputs the loss depends on, and would leave the gradients of those that only the
-        first one has used (2.13).
-        """
-        assert isinstance(self.module, FSDPModule)
-        self.module.set_reshard_after_backward(True)
-        self.module._get_fsdp_state()._root_post_backward_final_callback()
-        self._is_differentiated = False
 
     def _set_gradient_sync(self, syncs: bool) -> None:
         assert isinstance(self.module, FSDPModule)

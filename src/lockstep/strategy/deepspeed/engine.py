@@ -23,11 +23,12 @@ from lockstep.dist import (
     init_dist,
     is_distributed,
 )
+from lockstep.dist.agreement import Sampled
 from lockstep.engines import adopt_group, load_engine, undisturbed
 from lockstep.errors import ConfigError, listed, message_of, ranks_in_words
 from lockstep.groups import this_rank
 from lockstep.model.autograd_graph import never_compiled, refuse_second_backward
-from lockstep.model.call_order import CallOrder
+from lockstep.model.call_order import EVERY, CallOrder
 from lockstep.model.parts import Site
 from lockstep.model.wrapper import all_entered
 from lockstep.model.written import LostWrites
@@ -39,7 +40,7 @@ _RULE = (
     "every rank must call the same layers in the same order at ZeRO stage 3, which gathers their parameters from all"
 )
 _REMEDY = "Let every rank call all of them, or use stage=1"
-_FIRST, _EVERY = 3, 50  # forward passes in which uses of parameters and writes to them are checked
+_FIRST = 3  # forward passes that are checked; of the others, every fiftieth
 
 
 def join_engine() -> None:
@@ -117,7 +118,7 @@ class MMDeepSpeedEngineWrapper(EngineModelWrapper):
         self._placeholders: MetaPlaceholders | None = None
         self._uses: WholeParams | None = None  # of parameters, by a step of the model's own
         self._forward_checks: list[Any] = []
-        self._passes = 0
+        self._is_checked = Sampled(_FIRST, EVERY)
         if model.zero_optimization_stage() == 3:
             uses = WholeParams(module, _problem_of_placeholders, user="forward", owner="the module that holds it")
             self._forward_checks = [GatheredWrites(module), uses]
@@ -134,8 +135,7 @@ class MMDeepSpeedEngineWrapper(EngineModelWrapper):
                 gathered, or writes one, or calls a module with other weights, or the ranks call different layers;
                 checked in the first passes and every fiftieth.
         """
-        is_checked = self._passes < _FIRST or self._passes % _EVERY == 0
-        self._passes += 1
+        is_checked = self._is_checked.is_due()
         with self._local_rank_known(), nullcontext() if self._order is None else self._order.compared():
             try:
                 with all_entered(self._forward_checks if is_checked else ()):
@@ -226,7 +226,7 @@ def _watch_calls(module: nn.Module) -> CallOrder:
         for name, layer in module.named_modules()
         if any(hasattr(parameter, "ds_id") for parameter in layer.parameters(recurse=False))
     }
-    order = CallOrder(list(layers), rule=_RULE, remedy=_REMEDY, error=ConfigError, first=3)
+    order = CallOrder(list(layers), rule=_RULE, remedy=_REMEDY, error=ConfigError, first=_FIRST)
     for index, layer in enumerate(layers.values()):
         layer.register_forward_pre_hook(lambda *_, index=index: order.call(index), prepend=True)
     return order

@@ -145,7 +145,7 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
             self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
         except Exception:
             if self._masters is not None:
-                self._masters.check()  # of other shapes and dtypes, DeepSpeed fails with errors of its own
+                self._masters.check_forms()  # of other shapes and dtypes, DeepSpeed fails with errors of its own
             raise
         self._add(earlier)
         self._went_back = self._holds = True

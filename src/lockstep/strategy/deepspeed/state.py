@@ -51,7 +51,7 @@ class DeepSpeedState(EngineState):
     def model_state(self) -> dict[str, Any]:
         """Return the model's state by canonical names; half-precision weights as their float32 masters."""
         if self._stage == 3 and self.masters is not None:
-            self.masters.follow()
+            self.masters.copy_weights()
         return super().model_state()
 
     def optim_state(self) -> OptimState:
