@@ -24,10 +24,11 @@ from lockstep.dataset import (
     length_of,
     loader_state,
 )
+from lockstep.dataset.loader import drawn_from
 from lockstep.dataset.position import BEGINNING, CountedBatches, Drawn
 from lockstep.dataset.rank_aware import parts_of
-from lockstep.dataset.sampler import HEAD_LENGTH, drawn_from
-from lockstep.dataset.stream import StreamLoader, orders_differ, warn_of_repeats
+from lockstep.dataset.sampler import HEAD_LENGTH
+from lockstep.dataset.stream import StreamLoader, check_heads, warn_of_repeats
 from lockstep.dist import all_gather_object, broadcast_object, get_rank, get_world_size
 from lockstep.model.preprocessor import move_to_device
 from lockstep.tree import tree_map
@@ -242,12 +243,10 @@ class EvenBatches:
 
         With `compares`, the ranks also compare the first samples of the stream.
         """
-        row = [own, *[*self._loader.head, *[_UNKNOWN] * HEAD_LENGTH][:HEAD_LENGTH]] if compares else [own]
-        rows = all_gather_object(row)
-        for rank, (_, *head) in enumerate(rows):
-            if any(now != then for now, then in zip(head, rows[0][1:], strict=True) if _UNKNOWN not in (now, then)):
-                raise orders_differ(self._loader.dataset.dataset, f"between rank 0 and rank {rank}")
-        return [None if size == _UNKNOWN else size for size, *_ in rows]
+        sizes, heads = zip(*all_gather_object((own, self._loader.head if compares else ())), strict=True)
+        if compares:
+            check_heads(self._loader, heads)
+        return [None if size == _UNKNOWN else size for size in sizes]
 
     def _ensure_stand_in(self, held: list[bool]) -> None:
         """Make sure that every rank has a batch to repeat; needed at the first one only."""
