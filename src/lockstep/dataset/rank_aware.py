@@ -76,7 +76,8 @@ def differing_parts(dataset: Any, sampler: Any) -> list[str]:
     """Return, in words, what differs between the ranks in a dataset and its sampler. Reads no sample of a `Dataset`.
 
     It compares lengths, the indices in samplers and in a `Subset`, the weights of a `WeightedRandomSampler`, other
-    plain values in samplers, and the first and last items of a `TensorDataset`, a list, a tensor or an array.
+    plain values in samplers, the first and last items of a `TensorDataset`, a list, a tensor or an array, and how long
+    files are.
 
     **Collective**: every rank. **Cost**: one all_gather of a few hundred bytes.
     """
@@ -165,6 +166,8 @@ def _of_data(dataset: Any) -> dict[str, str]:
     if isinstance(dataset, Subset):
         found["the indices of the Subset"] = digest(dataset.indices)
         found.update(_of_data(dataset.dataset))
+    if is_plain(lengths := getattr(dataset, "lengths", None)):
+        found["the `lengths` of the dataset"] = digest(lengths)
     is_held = isinstance(dataset, TensorDataset | Tensor | np.ndarray | list | tuple) and len(dataset)
     if is_held and is_plain(ends := [dataset[0], dataset[-1]]):
         found[f"the first and last items of the {type(dataset).__name__}"] = digest(ends)

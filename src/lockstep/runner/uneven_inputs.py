@@ -35,7 +35,6 @@ from lockstep.tree import tree_map
 
 _logger = logging.getLogger(__name__)
 _NONE = object()
-_UNKNOWN = -1
 
 
 class Batch(NamedTuple):
@@ -223,7 +222,7 @@ class EvenBatches:
             if amounts is not None:
                 sizes: Sequence[int | None] = [amount.size_of(index) or None for amount in amounts]
             else:
-                own = _UNKNOWN if batch is _NONE else self._size_of(batch, batches)
+                own = None if batch is _NONE else self._size_of(batch, batches)
                 looks, self._looks_for_repeats = self._looks_for_repeats, False
                 if looks:
                     warn_of_repeats(self._loader, None if batch is _NONE else batch)
@@ -238,7 +237,7 @@ class EvenBatches:
             mean = sum(known) / self._world_size
             yield Batch(self._stand_in, known[self._rank], mean, is_own, batches.indices)
 
-    def _exchanged_sizes(self, own: int, *, compares: bool) -> list[int | None]:
+    def _exchanged_sizes(self, own: int | None, *, compares: bool) -> Sequence[int | None]:
         """Return the number of samples in each rank's batch; None for ranks that have run out.
 
         With `compares`, the ranks also compare the first samples of the stream.
@@ -246,7 +245,7 @@ class EvenBatches:
         sizes, heads = zip(*all_gather_object((own, self._loader.head if compares else ())), strict=True)
         if compares:
             check_heads(self._loader, heads)
-        return [None if size == _UNKNOWN else size for size in sizes]
+        return sizes
 
     def _ensure_stand_in(self, held: list[bool]) -> None:
         """Make sure that every rank has a batch to repeat; needed at the first one only."""
