@@ -209,12 +209,12 @@ OF_EACH_RANK: dict[str, tuple[Callable[[], Any], str]] = {
 
 @ranks(2)
 @pytest.mark.parametrize("kind", OF_EACH_RANK)
-@pytest.mark.parametrize("evaluation", [False, True])
-def test_data_of_each_ranks_own_have_to_be_spoken_for(kind, evaluation):
+def test_data_of_each_ranks_own_have_to_be_spoken_for(kind):
     make, name = OF_EACH_RANK[kind]
     says = rf"{name}.* differ \(rank \d of 2\)\. .*give a random split a seed.*say (so by an attribute `rank`|`split=F)"
-    with pytest.raises(ConfigError, match=says):
-        build_dataloader(make(), seed=0, evaluation=evaluation)
+    for evaluation in (False, True):
+        with pytest.raises(ConfigError, match=says):
+            build_dataloader(make(), seed=0, evaluation=evaluation)
 
 
 @ranks(2)

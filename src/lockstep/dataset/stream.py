@@ -20,7 +20,7 @@ from lockstep.dataset.random_state import portable, seed_generators, separate_ra
 from lockstep.dataset.rank_aware import asks_for_rank, asks_for_worker, differing_attributes
 from lockstep.dataset.sampler import HEAD_LENGTH, is_other
 from lockstep.dist import all_gather_object, get_rank, get_world_size
-from lockstep.errors import ConfigError, counted, listed
+from lockstep.errors import ConfigError, listed
 from lockstep.tree import tree_leaves, tree_map
 
 _logger = logging.getLogger(__name__)
@@ -380,9 +380,9 @@ def check_split(dataset: Any, split: bool | str | None, workers: int, ranks: int
         return True
     raise ConfigError(
         f"`split` must be given beside the `dataset`, because {type(dataset).__name__} {why} (rank {get_rank()} of "
-        f"{size}): False if it splits itself between {counted(ranks, 'rank')} and their workers; 'ranks' if it splits "
-        "itself between the workers of a rank, and is the same on each rank; True if each rank and worker makes the "
-        f"same samples in the same order, of which each of the {ranks * workers} is to get a shard"
+        f"{size}): False if it splits itself over all ranks and their workers, {ranks * workers} together; 'ranks' if "
+        "it splits itself over the workers of a rank alone, and is the same on each rank; True if each rank and worker "
+        "makes the same samples in the same order, of which each is to get a shard"
     )
 
 

@@ -237,15 +237,15 @@ class EvenBatches:
             mean = sum(known) / self._world_size
             yield Batch(self._stand_in, known[self._rank], mean, is_own, batches.indices)
 
-    def _exchanged_sizes(self, own: int | None, *, compares: bool) -> Sequence[int | None]:
+    def _exchanged_sizes(self, own: int | None, *, compares: bool) -> list[int | None]:
         """Return the number of samples in each rank's batch; None for ranks that have run out.
 
         With `compares`, the ranks also compare the first samples of the stream.
         """
-        sizes, heads = zip(*all_gather_object((own, self._loader.head if compares else ())), strict=True)
+        gathered = all_gather_object((own, self._loader.head if compares else ()))
         if compares:
-            check_heads(self._loader, heads)
-        return sizes
+            check_heads(self._loader, [head for _, head in gathered])
+        return [size for size, _ in gathered]
 
     def _ensure_stand_in(self, held: list[bool]) -> None:
         """Make sure that every rank has a batch to repeat; needed at the first one only."""
