@@ -128,9 +128,28 @@ class Speaking(Stream):
         return super().__iter__()
 
 
+class Rewound(Stream):
+    """Is its own iterator, and begins anew whenever it is asked for one."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.rest = list(NUMBERS)
+        return self
+
+    def __next__(self) -> int:
+        if not self.rest:
+            raise StopIteration
+        return self.rest.pop(0)
+
+
 @ranks(2)
 def test_other_streams_are_split():
-    for dataset in (Stream(), Speaking(), Stream(NUMBERS, list), Stream(DataLoader(NUMBERS, batch_size=None))):
+    for dataset in (
+        Stream(),
+        Rewound(),
+        Speaking(),
+        Stream(NUMBERS, list),
+        Stream(DataLoader(NUMBERS, batch_size=None)),
+    ):
         parts = all_gather_object([int(one) for one in build_dataloader({"dataset": dataset}, seed=0)])
         assert parts == [NUMBERS[0::2], NUMBERS[1::2]]
 

@@ -417,11 +417,11 @@ class ShardedSampler(ShardingSampler):
         if type(self.sampler) in _BY_GENERATOR:
             sampler, drawing = copy.copy(self.sampler), nullcontext
             sampler.generator = torch.Generator().manual_seed(seed)  # type: ignore[attr-defined]
-            items = iter(sampler)
+            items = islice(sampler, None)
         else:
             with drawing():
                 _seed_generators(self.sampler, seed)
-                items = iter(self.sampler)
+                items = islice(self.sampler, None)  # `iter` of it does not begin anew, as that of a sampler may
 
         def draw(count: int) -> list[Any]:
             with drawing():

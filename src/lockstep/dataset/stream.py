@@ -182,7 +182,7 @@ class StreamShard(IterableDataset[Any]):
         with separate_random_state(self._random):
             seed_generators((self._seed + (int(self._epoch) << 32)) % 2**63)
             self._open(state, workers)
-            samples = iter(self._source)
+            samples = islice(self._source, None)  # `iter` of it does not begin anew, as that of a dataset may
             # Now, as the training goes on from here.
             for sample in islice(samples, max(0, begin.position - self._taken)):
                 self._note(sample)
