@@ -17,6 +17,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
+    RandomSampler,
     Subset,
     SubsetRandomSampler,
     TensorDataset,
@@ -145,9 +146,16 @@ def distributed() -> DataLoader[int]:
     return DataLoader(Counting(), sampler=DistributedSampler(Counting()))
 
 
+def own_and_told() -> DataLoader[Any]:
+    loader = DataLoader(TensorDataset(torch.arange(8)[get_rank() :: 2]))
+    loader.rank = get_rank()  # type: ignore[attr-defined]
+    return loader
+
+
 LEFT_ALONE = {
     "distributed": (distributed, "INFO: DataLoader of Counting is left as it is: it knows of ranks"),
     "wrapped distributed": (lambda: Prefetcher(distributed()), "INFO: Prefetcher of Counting.* knows of ranks"),
+    "rank": (own_and_told, "INFO: DataLoader of TensorDataset.* knows of ranks"),
     "sharded stream": (lambda: DataLoader(ShardedStream()), "INFO: DataLoader of ShardedStream.* knows of ranks"),
     "stream": (
         lambda: DataLoader(Endless()),
@@ -159,18 +167,6 @@ LEFT_ALONE = {
     ),
     "equal batches": (lambda: [torch.ones(2)], r"WARNING: list is left as it is: each of the 2 ranks .* `rank`"),
     "own batches": (lambda: [torch.ones(2) * get_rank()], "INFO: list is left as it is: it holds other data on each"),
-    "own data": (
-        lambda: DataLoader(TensorDataset(torch.arange(8)[get_rank() :: 2])),
-        "WARNING: .* the first and last rows of the TensorDataset differ between ranks, as if each rank had data of",
-    ),
-    "own indices": (
-        lambda: DataLoader(Counting(), sampler=SubsetRandomSampler(range(get_rank(), 11, 2))),
-        "WARNING: .* SubsetRandomSampler.indices differ between ranks",
-    ),
-    "own part": (
-        lambda: DataLoader(Subset(Counting(), range(get_rank(), 11, 2)), shuffle=True),
-        "WARNING: .* the indices of the Subset differ between ranks.* a random split without a seed",
-    ),
     "eager": (lambda: EagerLoader(Counting()), "WARNING: .* has begun to read before the training"),
 }
 
@@ -190,34 +186,35 @@ def split_by_chance(rank: int) -> tuple[Any, Any]:
     return random_split(Counting(), [8, 3], generator=torch.Generator().manual_seed(rank))  # type: ignore[return-value]
 
 
-SPLITS_BY_CHANCE: dict[str, Callable[[Any], Any]] = {
-    "Subset": lambda part: DataLoader(part, batch_size=2, shuffle=True),
-    "SubsetRandomSampler": lambda part: DataLoader(Counting(), sampler=SubsetRandomSampler(part.indices)),
-    "config": lambda part: {"dataset": part},
-}
+def half(kind: Any) -> Any:
+    size = 10**9 if kind is range else 10**5
+    return DataLoader(Subset(range(2 * size), kind(get_rank() * size, (get_rank() + 1) * size)), shuffle=True)
+
+
+OF_EACH_RANK: dict[str, tuple[Callable[[], Any], str]] = {
+    "split": (lambda: DataLoader(split_by_chance(get_rank())[0], shuffle=True), "the indices of the Subset"),
+    "sampler": (
+        lambda: DataLoader(Counting(), sampler=SubsetRandomSampler(split_by_chance(get_rank())[0].indices)),
+        "SubsetRandomSampler.indices",
+    ),
+    "config": (lambda: {"dataset": split_by_chance(get_rank())[0]}, "the indices of the Subset"),
+    "rows": (
+        lambda: DataLoader(TensorDataset(torch.arange(8)[get_rank() :: 2])), "the first and last items of the TensorD"
+    ),
+    "array": (lambda: DataLoader(np.arange(8)[get_rank() :: 2]), "the first and last items of the ndarray"),  # type: ignore[arg-type]
+    "range": (lambda: half(range), "the indices of the Subset"),
+    "tensor": (lambda: half(torch.arange), "the indices of the Subset"),
+}  # fmt: skip
 
 
 @ranks(2)
-@pytest.mark.parametrize("kind", SPLITS_BY_CHANCE)
-@pytest.mark.parametrize("evaluation", [False, True])
-def test_a_random_split_of_each_ranks_own_is_refused(kind, evaluation):
-    given = SPLITS_BY_CHANCE[kind](split_by_chance(get_rank())[0])
-    with pytest.raises(ConfigError, match=r"differ.* \(rank \d of 2\)\. (Give the split a seed|Make them the same)"):
-        build_dataloader(given, seed=0, evaluation=evaluation)
-
-
-@ranks(2)
-@pytest.mark.parametrize("kind", [range, torch.arange, np.arange])
-def test_parts_of_large_data_are_compared_without_going_through_them(kind):
-    half = 10**9 if kind is range else 10**5
-
-    def part(first: int) -> DataLoader[int]:
-        return DataLoader(Subset(range(2 * half), kind(first, first + half)), shuffle=True)  # type: ignore[arg-type]
-
-    own = part(get_rank() * half)
-    assert build_dataloader(own, seed=0) is own
-    with pytest.raises(ConfigError, match=r"the indices of the Subset differ, and overlap"):
-        build_dataloader(part(get_rank() * half // 10), seed=0)
+@pytest.mark.parametrize("kind", OF_EACH_RANK)
+def test_data_of_each_ranks_own_have_to_be_spoken_for(kind):
+    make, name = OF_EACH_RANK[kind]
+    says = rf"{name}.* differ \(rank \d of 2\)\. .*give a random split a seed.*say (so by an attribute `rank`|`split=F)"
+    for evaluation in (False, True):
+        with pytest.raises(ConfigError, match=says):
+            build_dataloader(make(), seed=0, evaluation=evaluation)
 
 
 @ranks(2)
@@ -390,8 +387,14 @@ def test_an_epoch_may_be_cut_short_for_a_trial():
     assert [len(batch) for batch in batches] == [2, 2]
     seen = sorted(int(value) for part in all_gather_object(torch.cat(batches)) for value in part)
     assert seen == list(range(4 * get_world_size()))
+    in_its_own = {"type": "BatchSampler", "batch_size": 4, "drop_last": False}
+    for more, size in ({"batch_size": 1, "batch_sampler": in_its_own}, 4), ({"batch_size": None}, 1):
+        long = {**cfg, "dataset": range(40), **more}
+        assert [torch.as_tensor(one).numel() for one in build_dataloader(long, seed=0)] == [size, size]
     with pytest.raises(ConfigError, match="`num_batch_per_epoch` must be at least 1"):
         build_dataloader({**cfg, "num_batch_per_epoch": 0}, seed=0)
+    with pytest.raises(ConfigError, match="`sampler`, a RandomSampler, draws from all"):
+        build_dataloader({**cfg, "sampler": RandomSampler(Counting())}, seed=0)
 
 
 @ranks(1, 2, 3)

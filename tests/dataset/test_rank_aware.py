@@ -90,6 +90,7 @@ KNOWING: dict[str, Callable[[], Any]] = {
     "closure": lambda: Stream(NUMBERS, closed_over()),
     "inner": lambda: Stream(ByFunction()),
     "data": lambda: Stream(NUMBERS[get_rank() :: 2]),
+    "keys": lambda: Stream({f"{number}.tar": 1 for number in NUMBERS[get_rank() :: 2]}),
     "names": lambda: Stream([f"{number}.tar" for number in NUMBERS[get_rank() :: 2]]),
 }
 
@@ -127,9 +128,28 @@ class Speaking(Stream):
         return super().__iter__()
 
 
+class Rewound(Stream):
+    """Is its own iterator, and begins anew whenever it is asked for one."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.rest = list(NUMBERS)
+        return self
+
+    def __next__(self) -> int:
+        if not self.rest:
+            raise StopIteration
+        return self.rest.pop(0)
+
+
 @ranks(2)
 def test_other_streams_are_split():
-    for dataset in (Stream(), Speaking(), Stream(NUMBERS, list), Stream(DataLoader(NUMBERS, batch_size=None))):
+    for dataset in (
+        Stream(),
+        Rewound(),
+        Speaking(),
+        Stream(NUMBERS, list),
+        Stream(DataLoader(NUMBERS, batch_size=None)),
+    ):
         parts = all_gather_object([int(one) for one in build_dataloader({"dataset": dataset}, seed=0)])
         assert parts == [NUMBERS[0::2], NUMBERS[1::2]]
 
@@ -139,14 +159,26 @@ def own_of_worker(items: Any) -> Any:
     return items if info is None else list(items)[info.id :: info.num_workers]
 
 
-def test_a_stage_that_splits_over_workers_is_found_in_one_process():
-    assert asks_for_worker(Stream(NUMBERS, own_of_worker))
+class SeededByWorker(Stream):
+    """Has another order in each worker, of all samples."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        return iter(random.Random(info.id if info else 0).sample(NUMBERS, len(NUMBERS)))
+
+
+@ranks(1, 2)
+def test_a_stream_that_asks_for_its_worker_has_to_be_spoken_for_if_there_are_several():
+    for dataset in (Stream(NUMBERS, own_of_worker), SeededByWorker()):
+        assert asks_for_worker(dataset)
+        assert not asks_for_rank(dataset)
+        with pytest.raises(ConfigError, match=r"calls get_worker_info \(rank \d of \d\): False if"):
+            build_dataloader({"dataset": dataset, "num_workers": 2}, seed=0)
+        parts = all_gather_object(
+            [int(one) for one in build_dataloader({"dataset": dataset, "num_workers": 1}, seed=0)]
+        )
+        assert sorted(one for part in parts for one in part) == NUMBERS
     assert not asks_for_worker(Stream())
-    assert not asks_for_rank(Stream(NUMBERS, own_of_worker))
-    loader = build_dataloader(
-        {"dataset": Stream(NUMBERS, own_of_worker), "num_workers": 2, "multiprocessing_context": "fork"}, seed=0
-    )
-    assert sorted(int(one) for one in loader) == NUMBERS
 
 
 def test_split_false_is_doubted_where_nothing_asks_for_the_worker(caplog):
@@ -163,10 +195,10 @@ class Shuffling(Stream):
         return iter(np.random.permutation(order).tolist())
 
 
-def seen(dataset: Any, workers: int, epochs: int = 2) -> list[list[int]]:
+def seen(dataset: Any, workers: int, epochs: int = 2, **options: Any) -> list[list[int]]:
     """Return what this rank sees in each epoch."""
     context = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
-    loader = build_dataloader({"dataset": dataset, "batch_size": 2, **context}, seed=3)
+    loader = build_dataloader({"dataset": dataset, "batch_size": 2, **context, **options}, seed=3)
     random.seed(get_rank())
     torch.manual_seed(get_rank())
     np.random.seed(get_rank())
@@ -198,6 +230,8 @@ class Private(Stream):
 def test_an_order_of_each_ranks_own_is_an_error_on_every_rank():
     with pytest.raises(ConfigError, match=r"Private must yield the same samples.*differ between rank 0 and rank 1"):
         seen(Private(), workers=0)
+    with pytest.raises(ConfigError, match=r"ByCall must yield the same samples.*differ between rank 0 and rank 1"):
+        seen(ByCall(), workers=0, split="ranks")
 
 
 @ranks(1, 2)
@@ -344,7 +378,6 @@ class Said(logging.Handler):
     ("dataset", "split", "says"),
     [
         (Stream(), False, "nothing in it asks for its rank"),
-        (ByCall(), "ranks", "it knows its rank"),
         (Stream(), "ranks", "nothing in it asks for its worker"),
         (Stream(NUMBERS, own_of_worker), True, "samples are lost. Then use `split='ranks'`"),
     ],

@@ -123,6 +123,24 @@ def from_config(kind: str) -> Any:
     return epochs_of(build_dataloader(cfg, seed=5))
 
 
+class Rewound(Sampler[int]):
+    """Is its own iterator, and begins anew whenever it is asked for one."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.rest = [3, 3, 5, 7, 1, 2]
+        return self
+
+    def __next__(self) -> int:
+        if not self.rest:
+            raise StopIteration
+        return self.rest.pop(0)
+
+
+def test_a_sampler_may_be_its_own_iterator():
+    loader = build_dataloader(DataLoader(DATA, sampler=Rewound(), batch_size=2), seed=5)
+    assert seen(loader, 4) == [[3, 3], [5, 7], [1, 2]]
+
+
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_the_global_batches_of_any_sampler_are_the_same_on_any_number_of_ranks(kind):
     alone = from_loader(kind)

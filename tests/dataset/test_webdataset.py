@@ -62,5 +62,7 @@ def test_without_its_splitters_it_is_split(workers, tmp_path):
     assert seen(dataset, workers) == list(range(16))
 
 
-def test_in_one_process_its_workers_split_it(tmp_path):
-    assert seen(stream(tmp_path), workers=2) == list(range(16))
+def test_in_one_process_its_workers_split_it_if_the_config_says_so(tmp_path):
+    with pytest.raises(ConfigError, match=r"`split` must be given.*WebDataset calls get_worker_info"):
+        seen(stream(tmp_path), workers=2)
+    assert seen(stream(tmp_path), workers=2, split=False) == list(range(16))

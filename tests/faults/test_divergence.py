@@ -186,6 +186,7 @@ def test_unequal_amounts_of_data_and_synchronised_norms_are_no_fault(tmp_path: P
     model = nn.SyncBatchNorm.convert_sync_batchnorm(make_model())
     data = TensorDataset(*[torch.randn(12 - 4 * get_rank(), 8)] * 2)
     loader = DataLoader(data, batch_size=4)
+    loader.rank = get_rank()  # type: ignore[attr-defined]  # it is a part of its own
     runner = make_runner(
         tmp_path,
         "ddp",

@@ -182,7 +182,8 @@ class FileSampler(DefaultSampler):
         self.lengths = np.asarray(dataset.lengths)
         self._split = ranks, workers, global_batch
 
-    def _order(self, epoch: int, computed: bool) -> Order:
+    def order_of(self, epoch: int) -> Order:
+        """Return the order of all samples in an epoch."""
         files: Order = unshuffled
         if self.shuffle:
             files = drawn(len(self.lengths), torch.Generator().manual_seed(self.seed + epoch))

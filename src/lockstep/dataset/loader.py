@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
@@ -26,7 +27,6 @@ from lockstep.dataset.rank_aware import (
     asks_for_worker,
     differing_parts,
     is_rank_aware,
-    overlapping_parts,
 )
 from lockstep.dataset.sampler import (
     DefaultSampler,
@@ -34,10 +34,7 @@ from lockstep.dataset.sampler import (
     ShardedSampler,
     ShardingSampler,
     WorkerSeeds,
-    drawn_from,
-    is_torchs,
     length_of,
-    with_sampler,
 )
 from lockstep.dataset.stream import StreamLoader, StreamShard, check_split
 from lockstep.device import pins_memory
@@ -147,7 +144,7 @@ def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool, shard: tup
         if callable(getattr(dataset, "full_init", None)):  # MMEngine's datasets may delay their loading
             dataset.full_init()
     if (batches := arguments.pop("num_batch_per_epoch", None)) is not None:
-        dataset = _first_samples(dataset, batches * arguments.get("batch_size", 1) * shard[1])
+        dataset = _first_samples(dataset, batches * _samples_in_batch(arguments) * shard[1])
     in_batches = arguments.get("batch_size", 1) is not None or arguments.get("batch_sampler") is not None
     arguments["collate_fn"] = _collate_fn(arguments.get("collate_fn"), in_batches)
     arguments.setdefault("generator", WorkerSeeds(seed, shard[0]))
@@ -160,13 +157,13 @@ def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool, shard: tup
         return _stream_loader(dataset, arguments, seed, shard, split)
     if "shuffle" in arguments and arguments.get("sampler") is not None:
         raise ConfigError("a data loader's config has both 'sampler' and 'shuffle'; leave out one")
-    order = _Order(dataset, seed, evaluation, shard, split)
+    builder = _SamplerBuilder(dataset, seed, evaluation, shard, split)
     default = {"shuffle": arguments.pop("shuffle", not evaluation)}
     if arguments.get("batch_sampler") is not None:
-        arguments["batch_sampler"] = order.batch_sampler(arguments["batch_sampler"], arguments, default)
+        arguments["batch_sampler"] = builder.batch_sampler(arguments["batch_sampler"], arguments, default)
     else:
         sampler = arguments.get("sampler")
-        arguments["sampler"] = order.sampler(default if sampler is None else sampler, arguments.get("batch_size", 1))
+        arguments["sampler"] = builder.sampler(default if sampler is None else sampler, arguments.get("batch_size", 1))
     return _made(DataLoader, dataset, arguments)
 
 
@@ -192,6 +189,19 @@ def _share_of_batch(cfg: Mapping[str, Any], shards: int) -> int:
     return size // shards
 
 
+def _samples_in_batch(cfg: Mapping[str, Any]) -> int:
+    """Return how many samples a batch of a shortened epoch takes."""
+    batch_sampler = cfg.get("batch_sampler")
+    inner = batch_sampler if isinstance(batch_sampler, Mapping) else {}
+    for name, given in (("batch_sampler", batch_sampler), ("sampler", inner.get("sampler", cfg.get("sampler")))):
+        if given is not None and not isinstance(given, Mapping):
+            raise ConfigError(
+                f"`num_batch_per_epoch` shortens the dataset, but `{name}`, a {type(given).__name__}, draws from all "
+                "of it. Give a config, as dict(type=...), or a dataset that is short"
+            )
+    return inner.get("batch_size", cfg.get("batch_size", 1)) or 1
+
+
 def _first_samples(dataset: Any, count: int) -> Any:
     if isinstance(dataset, IterableDataset) or count < 1:
         raise ConfigError(
@@ -211,17 +221,17 @@ def _stream_loader(
             f"an iterable dataset has an order of its own, which no sampler can change; but beside "
             f"{type(dataset).__name__} there is a `shuffle` or a sampler. Leave it out"
         )
-    parts = shard[1] * max(1, arguments.get("num_workers", 0))
-    is_split = check_split(dataset, split, parts, shard[1])
+    workers = max(1, arguments.get("num_workers", 0))
+    is_split = check_split(dataset, split, workers, shard[1])
     batch_size = arguments.setdefault("batch_size", 1) or 1
     stream = StreamShard(dataset, shard, batch_size, split=is_split, seed=seed, compares=split in (None, "ranks"))
-    if parts > 1:
+    if (parts := shard[1] * workers) > 1:
         _logger.info("%s is split over %d ranks and workers: %s", type(dataset).__name__, parts, stream.how)
     return _made(StreamLoader, stream, arguments)
 
 
-class _Order(NamedTuple):
-    """The arguments from which the samplers of a config are built."""
+class _SamplerBuilder(NamedTuple):
+    """Builds the samplers of a config, from what they are offered as arguments."""
 
     dataset: Any
     seed: int
@@ -279,13 +289,17 @@ class _Order(NamedTuple):
         return sampler
 
     def _check_alike(self, sampler: Any) -> None:
-        differing = differing_parts(self.dataset, sampler) if get_world_size() > 1 else []
-        if differing:
-            raise ConfigError(
-                f"`dataset` and `sampler` must be the same on all ranks, which split them, but "
-                f"{' and '.join(differing)} differ (rank {get_rank()} of {get_world_size()}). Make them the same, as "
-                "by the seed of a random split, or say `split=False`, if each rank has data of its own"
-            )
+        if get_world_size() > 1 and (differing := differing_parts(self.dataset, sampler)):
+            raise _parts_differ(differing, "say `split=False`")
+
+
+def _parts_differ(names: list[str], how_to_say: str) -> ConfigError:
+    return ConfigError(
+        f"`dataset` and `sampler` must be the same on all ranks, which split them, but {' and '.join(names)} differ "
+        f"(rank {get_rank()} of {get_world_size()}). Make them the same: give a random split a seed, as by "
+        "random_split(data, lengths, generator=torch.Generator().manual_seed(0)). If each rank is to have a part of "
+        f"its own, {how_to_say}"
+    )
 
 
 def _kind_of(cfg: Mapping[str, Any]) -> Any:
@@ -310,6 +324,39 @@ def _collate_fn(collate_fn: Any, in_batches: bool = True) -> Callable[[Any], Any
             raise ConfigError(f"`collate_fn` must be a function or the name of one {FUNCTIONS.suggest(collate_fn)}")
         return found
     return collate_fn  # type: ignore[no-any-return]
+
+
+def drawn_from(loader: Any) -> tuple[Any, int]:
+    """Return what a loader draws from, and how many drawn items make a batch.
+
+    That is a sampler of indices if torch's own `BatchSampler` makes the batches; otherwise a sampler of batches.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    if is_torchs(batches, BatchSampler):
+        return batches.sampler, batches.batch_size  # type: ignore[union-attr]
+    return getattr(loader, "sampler", None) if batches is None else batches, 1
+
+
+def is_torchs(part: Any, kind: type) -> bool:
+    """Return whether a part of a loader is of a class of torch, and not of a subclass; torchdata's variant counts."""
+    own = type(part)
+    return own is kind or (own.__name__ == kind.__name__ and own.__module__.partition(".")[0] == "torchdata")
+
+
+def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
+    """Return a copy of a loader that draws from another sampler instead of the one that `drawn_from` returns."""
+    batches: Any = loader.batch_sampler
+    if is_torchs(batches, BatchSampler):
+        batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+        return with_parts(loader, sampler=sampler, batch_sampler=batches)
+    return with_parts(loader, **{"sampler" if batches is None else "batch_sampler": sampler})
+
+
+def with_parts(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
+    """Return a copy of a loader with other parts and workers of its own; all else in it, or its subclass, is kept."""
+    changed = copy.copy(loader)
+    vars(changed).update(parts, _iterator=None)
+    return changed
 
 
 def shard_loader(loader: Any, seed: int, evaluation: bool, shard: tuple[int, int]) -> Any:
@@ -358,19 +405,8 @@ def _reason_to_leave(loader: Any, evaluation: bool, shard: tuple[int, int]) -> t
             f"each of the {get_world_size()} ranks goes through all that it yields, which is the same on every rank "
             f"unless it shards by itself. {advice}; {_HOW_TO_SAY}"
         )
-    if differing and overlapping_parts(loader.dataset, sampler):
-        raise ConfigError(
-            f"{_describe(loader)} must have the same data on all ranks, which split them, or on each rank a part of "
-            f"its own; but {' and '.join(differing)} differ, and overlap. So it is after a random split that each rank "
-            "has drawn for itself: samples that one rank validates are trained on by another (rank "
-            f"{get_rank()} of {get_world_size()}). Give the split a seed, as by random_split(data, lengths, "
-            "generator=torch.Generator().manual_seed(0)), or draw it on rank 0 and broadcast it"
-        )
     if differing:
-        return logging.WARNING, (
-            f"{' and '.join(differing)} differ between ranks, as if each rank had data of its own. If that is by "
-            "accident, as after a random split without a seed, all ranks must make them alike"
-        )
+        raise _parts_differ(differing, "say so by an attribute `rank` of the loader, or by `split=False` in a config")
     is_plain = type(loader) is DataLoader or (not evaluation and hasattr(loader, "load_state_dict"))
     if get_world_size() == 1 and (not is_plain or (evaluation and _is_sequential(sampler))):
         return logging.INFO, "one process sees all of it"

@@ -18,6 +18,7 @@ from torch.utils import data
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lockstep.dataset.files import FileSampler
+from lockstep.dataset.loader import drawn_from, is_torchs, with_parts, with_sampler
 from lockstep.dataset.random_state import set_random_state
 from lockstep.dataset.sampler import (
     DefaultSampler,
@@ -25,11 +26,7 @@ from lockstep.dataset.sampler import (
     ShardedSampler,
     ShardingSampler,
     WorkerSeeds,
-    drawn_from,
-    is_torchs,
     length_of,
-    with_parts,
-    with_sampler,
 )
 from lockstep.dataset.stream import StreamLoader
 
@@ -282,7 +279,7 @@ class CountedBatches:
 
 
 class Drawn:
-    """What a sampler draws for each batch; `items` are the samples of batches that are not complete yet."""
+    """What a sampler draws for each batch; `items` are the indices of batches that the loader has not delivered yet."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
@@ -441,8 +438,7 @@ class _Rest:
 
     def __iter__(self) -> Any:
         items = iter(self.sampler)
-        for _ in zip(range(self._count), items, strict=False):
-            pass
+        next(islice(items, self._count, self._count), None)  # now, as the training goes on from here
         return items
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import PurePath
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -16,13 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
 
-from lockstep.dist import all_gather_object, get_rank, get_world_size
+from lockstep.dist import all_gather_object
 
 _ATTRIBUTES = ("rank", "world_size", "num_replicas", "shard", "process_index", "num_processes")
 _MOST_COMPARED = 1000  # indices
-_SEQUENCES = (list, tuple, range, Tensor, np.ndarray)
 # Functions that return a rank, and variables of launchers that hold one.
-RANK_WORDS = frozenset({
+_RANK_WORDS = frozenset({
     "get_rank", "get_dist_info", "process_index", "split_by_node",
     "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK",
 })  # fmt: skip
@@ -51,7 +51,12 @@ def is_rank_aware(sampler: Any) -> bool:
         >>> is_rank_aware(DistributedSampler(range(4), 2, 0)), is_rank_aware(RandomSampler(range(4)))
         (True, False)
     """
-    return any(has_number(part, _ATTRIBUTES) or _asks_for_rank(part) for part in parts_of(sampler))
+    return any(
+        has_number(part, _ATTRIBUTES)
+        or _uses(part, _RANK_WORDS)
+        or any(_uses(method, _RANK_WORDS) for _, method in _methods_of(type(part)))
+        for part in parts_of(sampler)
+    )
 
 
 def parts_of(sampler: Any) -> Iterator[Any]:
@@ -71,50 +76,14 @@ def differing_parts(dataset: Any, sampler: Any) -> list[str]:
     """Return, in words, what differs between the ranks in a dataset and its sampler. Reads no sample of a `Dataset`.
 
     It compares lengths, the indices in samplers and in a `Subset`, the weights of a `WeightedRandomSampler`, other
-    plain values in samplers, the first and last rows of a `TensorDataset` or a list, and how long files are.
+    plain values in samplers, the first and last items of a `TensorDataset`, a list, a tensor or an array, and how long
+    files are.
 
     **Collective**: every rank. **Cost**: one all_gather of a few hundred bytes.
     """
-    own = {**_of_data(dataset), **_of_sampler(sampler)}
-    gathered = all_gather_object(own)
-    names = dict.fromkeys(name for parts in gathered for name in parts)
-    return [name for name in names if any(parts.get(name) != own.get(name) for parts in gathered)]
-
-
-def overlapping_parts(dataset: Any, sampler: Any) -> bool:
-    """Return whether ranks have drawn indices of their own from one dataset, of which some are on several ranks.
-
-    So it is after a random split without a common seed; not if each rank has a part of its own. Some of the indices in
-    a `Subset` and in a `SubsetRandomSampler` are looked for among those of other ranks.
-
-    **Collective**: every rank. **Cost**: two all_gathers, of up to 8 kB from all ranks together, or 16 indices of each.
-    """
-    parts = [getattr(part, "indices", ()) for part in (dataset, *parts_of(sampler))]
-    own = [part for part in parts if isinstance(part, _SEQUENCES) and len(part) and is_plain(part)]
-    every = max(1, sum(map(len, own)) // max(16, _MOST_COMPARED // get_world_size()))
-    gathered = all_gather_object([int(index) for part in own for index in part[::every]])
-    others = {index for rank, some in enumerate(gathered) if rank != get_rank() for index in some}
-    return any(all_gather_object(any(_holds(part, others) for part in own)))
-
-
-def _holds(indices: Any, some: set[int]) -> bool:
-    if isinstance(indices, range):
-        return any(index in indices for index in some)
-    return bool(np.isin(indices, list(some)).any())
-
-
-def asks_for_rank(dataset: Any) -> bool:
-    """Return whether an iterable dataset knows of ranks.
-
-    It does if it, or what it holds, has an attribute such as `rank`, or if the code that an iteration can reach in its
-    package asks for the rank.
-    """
-    return _Search(RANK_WORDS, _STREAM_ATTRIBUTES).finds(dataset)
-
-
-def asks_for_worker(dataset: Any) -> bool:
-    """Return whether the code that an iteration of a dataset can reach asks for its worker, by `get_worker_info`."""
-    return _Search(_WORKER_WORDS).finds(dataset)
+    if isinstance(sampler, list | tuple | range):
+        return _differing({**_of_data(dataset), "the sampler": digest(sampler)})
+    return _differing({**_of_data(dataset), **_plain_values(parts_of(sampler), left_out=("data_source", "dataset"))})
 
 
 def differing_attributes(dataset: Any) -> list[str]:
@@ -122,21 +91,25 @@ def differing_attributes(dataset: Any) -> list[str]:
 
     **Collective**: every rank. **Cost**: one all_gather of some hundred bytes.
     """
-    own: dict[str, str] = {}
-    stack: list[tuple[str, Any]] = [("", dataset)]
-    seen: set[int] = set()
-    while stack and len(seen) < _MOST_SEARCHED:
-        path, part = stack.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        for name, value in attributes_of(part).items():
-            if is_plain(value, texts=True):
-                own[f"{path}{name}"] = digest(value)
-            elif not isinstance(value, nn.Module | type) and not _is_foreign(type(value)):
-                stack.append((f"{path}{name}.", value))
-    gathered = all_gather_object(own)
-    return sorted(name for name, value in own.items() if any(other.get(name, value) != value for other in gathered))
+    own = (part for part in _reached_from(dataset) if not _is_foreign(type(part)))
+    return _differing(_plain_values(own, texts=True))
+
+
+def asks_for_rank(dataset: Any) -> bool:
+    """Return whether an iterable dataset knows of ranks.
+
+    It does if it, or what it holds, has an attribute such as `rank`, or if code by which it may iterate asks for the
+    rank.
+    """
+    return any(
+        (has_number(part, _STREAM_ATTRIBUTES) and not isinstance(part, type)) or _uses(part, _RANK_WORDS)
+        for part in _reached_from(dataset)
+    )
+
+
+def asks_for_worker(dataset: Any) -> bool:
+    """Return whether code by which a dataset may iterate asks for its worker, by `get_worker_info`."""
+    return any(_uses(part, _WORKER_WORDS) for part in _reached_from(dataset))
 
 
 def _is_inner(name: str, value: Any) -> bool:
@@ -157,30 +130,33 @@ def has_number(part: Any, names: tuple[str, ...]) -> bool:
     return any(value is not None and not callable(value) for value in values)
 
 
-def _asks_for_rank(part: Any) -> bool:
-    functions = [
-        getattr(value, "fget", value)
-        for kind in type(part).__mro__
-        if not kind.__module__.startswith(("torch.", "builtins"))
-        for value in vars(kind).values()
-    ]
-    codes = [getattr(function, "__code__", None) for function in functions]
-    codes.append(getattr(part, "gi_code", None))  # for a generator
-    return any(RANK_WORDS.intersection(words_in(code)) for code in codes if code is not None)
+def _uses(part: Any, words: frozenset[str]) -> bool:
+    """Return whether a function, or a generator, has one of these names, or uses one in its code."""
+    code = getattr(part, "__code__", None) or getattr(part, "gi_code", None)
+    if not isinstance(code, CodeType):
+        return False
+    return part.__name__ in words or (not _is_foreign(part) and not words.isdisjoint(_words_in(code)))
 
 
-def words_in(code: CodeType) -> Iterator[str]:
+def _words_in(code: CodeType) -> Iterator[str]:
     """Yield the names that code uses, and its strings."""
     yield from code.co_names
     stack = list(code.co_consts)
     while stack:
         constant = stack.pop()
         if isinstance(constant, CodeType):
-            yield from words_in(constant)
+            yield from _words_in(constant)
         elif isinstance(constant, tuple | frozenset):
             stack.extend(constant)
         elif isinstance(constant, str):
             yield constant
+
+
+def _differing(own: Mapping[str, Any]) -> list[str]:
+    """Return the names under which some rank has another value than this one, the same names on every rank."""
+    gathered = all_gather_object(own)
+    names = dict.fromkeys(chain.from_iterable(gathered))
+    return [name for name in names if any(values.get(name) != own.get(name) for values in gathered)]
 
 
 def _of_data(dataset: Any) -> dict[str, str]:
@@ -190,25 +166,22 @@ def _of_data(dataset: Any) -> dict[str, str]:
     if isinstance(dataset, Subset):
         found["the indices of the Subset"] = digest(dataset.indices)
         found.update(_of_data(dataset.dataset))
-    elif isinstance(dataset, TensorDataset) and len(dataset):
-        rows = [tensor[index] for tensor in dataset.tensors for index in (0, -1)]
-        found["the first and last rows of the TensorDataset"] = digest(rows)
-    elif is_plain(lengths := getattr(dataset, "lengths", None)):
+    if is_plain(lengths := getattr(dataset, "lengths", None)):
         found["the `lengths` of the dataset"] = digest(lengths)
-    elif isinstance(dataset, list | tuple) and dataset and is_plain(ends := [dataset[0], dataset[-1]]):
-        found["the first and last items"] = digest(ends)
+    is_held = isinstance(dataset, TensorDataset | Tensor | np.ndarray | list | tuple) and len(dataset)
+    if is_held and is_plain(ends := [dataset[0], dataset[-1]]):
+        found[f"the first and last items of the {type(dataset).__name__}"] = digest(ends)
     return found
 
 
-def _of_sampler(sampler: Any) -> dict[str, str]:
-    if isinstance(sampler, list | tuple | range):
-        return {"the sampler": digest(sampler)}
-    return {
-        f"{type(part).__name__}.{name}": digest(value)
-        for part in parts_of(sampler)
-        for name, value in attributes_of(part).items()
-        if name not in ("data_source", "dataset") and is_plain(value)
-    }
+def _plain_values(parts: Iterable[Any], texts: bool = False, left_out: Sequence[str] = ()) -> dict[str, list[str]]:
+    """Return digests of the plain attributes of objects, by class and name."""
+    found: dict[str, list[str]] = {}
+    for part in parts:
+        for name, value in attributes_of(part).items():
+            if name not in left_out and is_plain(value, texts):
+                found.setdefault(f"{type(part).__name__}.{name}", []).append(digest(value))
+    return found
 
 
 def is_plain(value: Any, texts: bool = False) -> bool:
@@ -233,7 +206,7 @@ def digest(value: Any) -> str:
 def _bytes_of(value: Any) -> Iterator[bytes | memoryview]:
     """Yield what tells a value from others, of a large one part by part."""
     if isinstance(value, Mapping):
-        value = list(value.values())
+        value = sorted(value.items(), key=lambda item: repr(item[0]))
     if isinstance(value, Tensor):
         yield repr((value.dtype, tuple(value.shape))).encode()
         if value.layout is torch.strided:
@@ -251,107 +224,77 @@ def _bytes_of(value: Any) -> Iterator[bytes | memoryview]:
         yield repr(value).encode()
 
 
-class _Search:
-    """A search for names in the code that an iteration can reach.
+def _reached_from(dataset: Any) -> Iterator[Any]:
+    """Yield a dataset, and the objects, functions and classes that its iteration may use, each once.
 
-    It follows what objects, functions and containers hold, and functions and classes of the user's packages that their
-    code names. Of a class, it searches special methods, and those whose name some code uses.
-
-    Args:
-        words: names of functions, and strings, to look for.
-        attributes: names of attributes that also count.
+    Methods count once some code has named them; special methods, other than those that make an object, at once.
     """
-
-    def __init__(self, words: frozenset[str], attributes: tuple[str, ...] = ()) -> None:
-        self._words = words
-        self._attributes = attributes
-        self._used: set[str] = set()
-        self._unused: dict[str, list[FunctionType]] = {}  # methods that no code has named yet
-        self._stack: list[Any] = []
-
-    def finds(self, item: Any) -> bool:
-        """Return whether one of the names is found."""
-        seen: set[int] = set()
-        self._stack.append(item)
-        while self._stack and len(seen) < _MOST_SEARCHED:
-            item = self._stack.pop()
-            if id(item) in seen or isinstance(item, _LEAVES):
-                continue
-            seen.add(id(item))
-            code = getattr(item, "__code__", None) or getattr(item, "gi_code", None)  # a function's, or a generator's
-            if isinstance(code, CodeType):
-                words = set(words_in(code))
-                words |= _original_names(item, words)
-                if not words.isdisjoint(self._words):
-                    return True
-                self._use(words)
-                self._stack.extend(_named_in(item, words))
-            elif isinstance(item, type):
-                self._add_methods(item, ())
+    seen: set[int] = set()
+    used: set[str] = set()
+    unused: dict[str, list[FunctionType]] = {}
+    stack = [dataset]
+    while stack and len(seen) < _MOST_SEARCHED:
+        part = stack.pop()
+        if id(part) in seen or isinstance(part, _LEAVES):
+            continue
+        seen.add(id(part))
+        yield part
+        stack.extend(_held_by(part))
+        if isinstance(part, FunctionType):
+            words = set() if _is_foreign(part) else set(_words_in(part.__code__))
+            stack.extend(_named_in(part, words))
+            for word in words - used:
+                stack.extend(unused.pop(word, ()))
+            used |= words
+            continue
+        for name, method in _methods_of(part) if isinstance(part, type) else _methods_of(type(part), _BEFORE_ITERATION):
+            if name in used or (name.startswith("__") and name.endswith("__")):
+                stack.append(method)
             else:
-                if has_number(item, self._attributes):
-                    return True
-                self._add_methods(type(item), _BEFORE_ITERATION)
-            self._stack.extend(_contents(item))
-        return False
-
-    def _use(self, words: set[str]) -> None:
-        for word in words - self._used:
-            self._stack.extend(self._unused.pop(word, ()))
-        self._used |= words
-
-    def _add_methods(self, kind: type, left_out: tuple[str, ...]) -> None:
-        for one in kind.__mro__:
-            for name, value in {} if _is_foreign(one) else vars(one).items():
-                function = getattr(value, "fget", None) or getattr(value, "__func__", value)
-                if not isinstance(function, FunctionType) or name in left_out:
-                    continue
-                if name in self._used or (name.startswith("__") and name.endswith("__")):
-                    self._stack.append(function)
-                else:
-                    self._unused.setdefault(name, []).append(function)
+                unused.setdefault(name, []).append(method)
 
 
-def _contents(item: Any) -> Iterator[Any]:
+def _held_by(part: Any) -> Iterator[Any]:
     """Yield what an object, a function or a container holds; of a container of plain values, nothing."""
-    if isinstance(item, MethodType):
-        yield item.__self__
-    elif isinstance(item, FunctionType):
-        for name, cell in zip(item.__code__.co_freevars, item.__closure__ or (), strict=True):
+    if isinstance(part, Mapping | list | tuple | set | frozenset):
+        values = part.values() if isinstance(part, Mapping) else part
+        if not isinstance(next(iter(values), None), _LEAVES):
+            yield from values
+    elif isinstance(part, FunctionType):
+        for name, cell in zip(part.__code__.co_freevars, part.__closure__ or (), strict=True):
             with suppress(ValueError):  # it is still empty
                 if name != "__class__":
                     yield cell.cell_contents
-    elif isinstance(item, partial):
-        yield from (item.func, *item.args, *item.keywords.values())
-    elif isinstance(item, Mapping | list | tuple | set | frozenset):
-        values = item.values() if isinstance(item, Mapping) else item
-        if not isinstance(next(iter(values), None), str | bytes | int | float):
-            yield from values
-    elif not isinstance(item, type) and (not _is_foreign(type(item)) or isinstance(item, DataLoader | Dataset)):
-        yield from attributes_of(item).values()
+    elif isinstance(part, MethodType):
+        yield from (part.__self__, part.__func__)
+    elif isinstance(part, partial):
+        yield from (part.func, *part.args, *part.keywords.values())
+    elif not isinstance(part, type) and (not _is_foreign(type(part)) or isinstance(part, DataLoader | Dataset)):
+        yield from attributes_of(part).values()
 
 
-def _original_names(function: Any, words: set[str]) -> set[str]:
-    """Return how functions are called where they are defined, of which a function has imported some by other names."""
-    found = [function.__globals__.get(word) for word in words] if isinstance(function, FunctionType) else []
-    return {one.__name__ for one in found if isinstance(one, FunctionType)}
+def _methods_of(kind: type, left_out: Sequence[str] = ()) -> Iterator[tuple[str, FunctionType]]:
+    """Yield the methods and properties of a class, with their names."""
+    for one in kind.__mro__:
+        for name, value in {} if _is_foreign(one) else vars(one).items():
+            function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+            if isinstance(function, FunctionType) and name not in left_out:
+                yield name, function
 
 
-def _named_in(function: Any, words: set[str]) -> Iterator[Any]:
+def _named_in(function: FunctionType, words: set[str]) -> Iterator[Any]:
     """Yield the functions, and the classes of its own package, that a function names."""
-    if not isinstance(function, FunctionType):
-        return
     found = [function.__globals__.get(word) for word in words]
     for module in [one for one in found if isinstance(one, ModuleType) and not _is_foreign(one)]:
         found += [vars(module).get(word) for word in words]
     for one in found:
-        is_near = isinstance(one, type) and _package_of(one) == _package_of(function)
-        if (is_near or isinstance(one, FunctionType)) and not _is_foreign(one):
+        if isinstance(one, FunctionType) or (isinstance(one, type) and _package_of(one) == _package_of(function)):
             yield one
 
 
 def _package_of(item: Any) -> str:
-    return str(item.__name__ if isinstance(item, ModuleType) else item.__module__).partition(".")[0]
+    name = item.__name__ if isinstance(item, ModuleType) else getattr(item, "__module__", "")
+    return str(name).partition(".")[0]
 
 
 def _is_foreign(item: Any) -> bool:

@@ -15,8 +15,6 @@ from zlib import crc32
 import numpy as np
 import torch
 from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
@@ -34,6 +32,11 @@ _logger = logging.getLogger(__name__)
 HEAD_LENGTH = 8  # as many items of an order say whether it is the same
 # Torch's samplers that draw only from their `generator`.
 _BY_GENERATOR = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+def is_other(head: Sequence[int], expected: Sequence[int]) -> bool:
+    """Return whether an order begins otherwise than another one, as far as both are known."""
+    return any(now != then for now, then in zip(head, expected, strict=False))
 
 
 class ShardingSampler(Sampler[Any]):
@@ -79,18 +82,14 @@ class ShardingSampler(Sampler[Any]):
     def _note_head(self, items: Sequence[Any]) -> None:
         """Keep what tells this order from another one, and compare it with that of the run that is resumed."""
         self.head = [item if isinstance(item, int) else crc32(repr(item).encode()) for item in items[:HEAD_LENGTH]]
-        if self._is_other(self.head):
+        if is_other(self.head, self._expected):
             self._expected = ()
             _logger.warning(
                 "the order of epoch %d begins with other items than in the run that is resumed: in the rest of the "
                 "epoch, some samples are seen again and others are left out. An order must depend on nothing but the "
-                "seed, the epoch and the data",
+                "seed, the epoch, the data and the arguments of its sampler, such as `computed`",
                 self.epoch + 1,
             )
-
-    def _is_other(self, head: Sequence[int]) -> bool:
-        """Return whether an order that begins so is another one than that of the run that is resumed."""
-        return any(now != then for now, then in zip(head, self._expected, strict=False))
 
     def _require(self, items: int, name: str) -> None:
         """Raise a `ConfigError` if each rank must have an item, but there are fewer items than ranks."""
@@ -123,26 +122,24 @@ class OrderSampler(ShardingSampler):
     def __init__(
         self,
         dataset: Sized,
-        shuffle: bool,
-        seed: int | None,
-        round_up: bool,
-        shard: tuple[int, int] | None,
-        computed: bool | None,
+        shuffle: bool = True,
+        seed: int | None = None,
+        round_up: bool = True,
+        shard: tuple[int, int] | None = None,
+        computed: bool | None = None,
     ) -> None:
         super().__init__(seed, round_up, shard)
         self.dataset = dataset
         self.shuffle = shuffle
         self.size = len(dataset)
         self.computed = self.size > MOST_DRAWN if computed is None else computed
+        self._require(self.size, "dataset")
 
     def order_of(self, epoch: int) -> Order:
         """Return the order of all samples in an epoch."""
-        return self._order(epoch, self.computed)
-
-    def _order(self, epoch: int, computed: bool) -> Order:
         if not self.shuffle:
             return unshuffled
-        if computed:
+        if self.computed:
             return ComputedOrder(self.size, self.seed, epoch)
         return drawn(self.size, torch.Generator().manual_seed(self.seed + epoch))
 
@@ -164,7 +161,7 @@ class DefaultSampler(OrderSampler):
             the world size.
         computed: whether a shuffled order is computed position by position, in a megabyte for 10^9 samples, or drawn
             whole by `torch.randperm`, as torch and MMEngine do. By default it is computed for more than 2^23 samples.
-            The two orders differ; an epoch that is resumed goes on in the one in which it began.
+            The two orders differ.
 
     **Collective**: every rank, if `seed` is None.
 
@@ -179,38 +176,13 @@ class DefaultSampler(OrderSampler):
         True
     """
 
-    def __init__(
-        self,
-        dataset: Sized,
-        shuffle: bool = True,
-        seed: int | None = None,
-        round_up: bool = True,
-        shard: tuple[int, int] | None = None,
-        computed: bool | None = None,
-    ) -> None:
-        super().__init__(dataset, shuffle, seed, round_up, shard, computed)
-        self._require(self.size, "dataset")
-
     def __iter__(self) -> Iterator[int]:
         begin, end = self._take_begin(), self.size
-        order = self._order_of_pass()
+        order = self.order_of(self.epoch)
+        self._note_head(list(items_at(order, range(min(self.size, HEAD_LENGTH)), self.size)))
         if self.round_up:
             end += -max(0, self.size - begin) % self.world_size
         return items_at(order, range(begin + self.rank, end, self.world_size), self.size)
-
-    def _order_of_pass(self) -> Order:
-        order = self.order_of(self.epoch)
-        if self._is_other(self._first_of(order)):
-            other = self._order(self.epoch, not self.computed)
-            if not self._is_other(self._first_of(other)):
-                kind = "drawn by torch.randperm" if self.computed else "computed"
-                _logger.info("epoch %d goes on in the order in which it began, which is %s", self.epoch + 1, kind)
-                order = other
-        self._note_head(self._first_of(order))
-        return order
-
-    def _first_of(self, order: Order) -> list[int]:
-        return list(items_at(order, range(min(self.size, HEAD_LENGTH)), self.size))
 
     def __len__(self) -> int:
         """Return the number of samples that this rank sees in an epoch."""
@@ -339,39 +311,6 @@ def agree_on_shard(rank: int, size: int) -> DataShard:
     return DataShard(rank, size, is_first=holders.index(rank) == get_rank())
 
 
-def drawn_from(loader: Any) -> tuple[Any, int]:
-    """Return what a loader draws from, and how many drawn items make a batch.
-
-    That is a sampler of indices if torch's own `BatchSampler` makes the batches; otherwise a sampler of batches.
-    """
-    batches = getattr(loader, "batch_sampler", None)
-    if is_torchs(batches, BatchSampler):
-        return batches.sampler, batches.batch_size  # type: ignore[union-attr]
-    return getattr(loader, "sampler", None) if batches is None else batches, 1
-
-
-def is_torchs(part: Any, kind: type) -> bool:
-    """Return whether a part of a loader is of a class of torch, and not of a subclass; torchdata's variant counts."""
-    own = type(part)
-    return own is kind or (own.__name__ == kind.__name__ and own.__module__.partition(".")[0] == "torchdata")
-
-
-def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
-    """Return a copy of a loader that draws from another sampler instead of the one that `drawn_from` returns."""
-    batches: Any = loader.batch_sampler
-    if is_torchs(batches, BatchSampler):
-        batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
-        return with_parts(loader, sampler=sampler, batch_sampler=batches)
-    return with_parts(loader, **{"sampler" if batches is None else "batch_sampler": sampler})
-
-
-def with_parts(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
-    """Return a copy of a loader with other parts and workers of its own; all else in it, or its subclass, is kept."""
-    changed = copy.copy(loader)
-    vars(changed).update(parts, _iterator=None)
-    return changed
-
-
 def length_of(items: Any) -> int | None:
     """Return the length of a sampler or a loader, or None if it is not known in advance."""
     with suppress(TypeError):  # a DataLoader has a length only if its dataset has one
@@ -478,11 +417,11 @@ class ShardedSampler(ShardingSampler):
         if type(self.sampler) in _BY_GENERATOR:
             sampler, drawing = copy.copy(self.sampler), nullcontext
             sampler.generator = torch.Generator().manual_seed(seed)  # type: ignore[attr-defined]
-            items = iter(sampler)
+            items = islice(sampler, None)
         else:
             with drawing():
                 _seed_generators(self.sampler, seed)
-                items = iter(self.sampler)
+                items = islice(self.sampler, None)  # `iter` of it does not begin anew, as that of a sampler may
 
         def draw(count: int) -> list[Any]:
             with drawing():

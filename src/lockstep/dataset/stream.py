@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lockstep.dataset.random_state import portable, seed_generators, separate_random_state, set_random_state
 from lockstep.dataset.rank_aware import asks_for_rank, asks_for_worker, differing_attributes
-from lockstep.dataset.sampler import HEAD_LENGTH
+from lockstep.dataset.sampler import HEAD_LENGTH, is_other
 from lockstep.dist import all_gather_object, get_rank, get_world_size
-from lockstep.errors import ConfigError, counted, listed
+from lockstep.errors import ConfigError, listed
 from lockstep.tree import tree_leaves, tree_map
 
 _logger = logging.getLogger(__name__)
@@ -34,11 +34,11 @@ def _pinned(leaf: Any) -> Any:
 
 
 class _Made(NamedTuple):
-    """A batch, its number of samples, the position of the dataset that made it, and the first samples of its stream."""
+    """A batch, its number of samples, the position of the worker that made it, and the first samples of its stream."""
 
     batch: Any
     samples: int | None
-    made_by: Any
+    positions: dict[str, dict[str, Any]]
     head: list[int]
 
     def pin_memory(self) -> _Made:
@@ -53,8 +53,8 @@ class Begin(NamedTuple):
         position: samples of the stream that lie before, on all ranks together.
         furthest: a state of the stream at or before that position; None for its beginning. It holds for every rank and
             worker, as each goes through the whole stream.
-        batches: for a stream that splits itself, the number of batches of the pass that this rank has taken.
-        workers: for such a stream, the position of each worker that made one of these batches, by its number.
+        batches: the number of batches that this rank has taken since; a stream that splits itself begins after these.
+        workers: the position of each worker that made one of these batches, by its number.
     """
 
     position: int = 0
@@ -182,7 +182,7 @@ class StreamShard(IterableDataset[Any]):
         with separate_random_state(self._random):
             seed_generators((self._seed + (int(self._epoch) << 32)) % 2**63)
             self._open(state, workers)
-            samples = iter(self._source)
+            samples = islice(self._source, None)  # `iter` of it does not begin anew, as that of a dataset may
             # Now, as the training goes on from here.
             for sample in islice(samples, max(0, begin.position - self._taken)):
                 self._note(sample)
@@ -282,11 +282,11 @@ class StreamLoader(DataLoader[Any]):
         for made in batches:
             if made is None:  # it was not this worker's turn
                 continue
-            batch, self.samples, made_by, worker_head = made
-            if any(now != then for now, then in zip(worker_head, head, strict=False)):
-                raise orders_differ(self.dataset.dataset, "between its workers")
+            batch, self.samples, positions, worker_head = made
+            if is_other(worker_head, head):
+                raise _orders_differ(self.dataset.dataset, "between its workers")
             head = self.head = max(head, worker_head, key=len)
-            batches_taken, workers = self._at.batches + 1, {**self._at.workers, **made_by}
+            batches_taken, workers = self._at.batches + 1, {**self._at.workers, **positions}
             self._at = self._at._replace(batches=batches_taken, workers=workers)
             yield batch
         self._at = _BEGINNING
@@ -353,60 +353,52 @@ class StreamLoader(DataLoader[Any]):
         return [*self.dataset.shard, max(1, self.num_workers), self.dataset.batch_size]
 
 
-def check_split(dataset: Any, split: bool | str | None, parts: int, ranks: int) -> bool | str:
-    """Return whether lockstep must split the samples of an iterable dataset over `parts` parts, or over the `ranks`.
+def check_split(dataset: Any, split: bool | str | None, workers: int, ranks: int) -> bool | str:
+    """Return how lockstep must split the samples of an iterable dataset over `workers` of each of the `ranks`.
 
     **Collective**: every rank. **Cost**: one all_gather of some hundred bytes.
 
     Raises:
-        ConfigError: the dataset asks for its rank or its worker, or differs between ranks, so it seems to split itself,
-            but it is not said whether it does.
+        ConfigError: the dataset asks for its rank, or for one of several workers, or differs between ranks, so it may
+            split itself, but it is not said whether it does.
     """
-    splits, size = asks_for_worker(dataset), get_world_size()
-    differing = differing_attributes(dataset) if size > 1 and split in (False, None) else []
-    if doubts := _doubts(split, parts // ranks, ranks, asks_for_rank(dataset) or bool(differing), splits):
-        _logger.warning("%s is given with `split=%r`, but %s", type(dataset).__name__, split, doubts)
+    size = get_world_size()
+    knows_rank = size > 1 and asks_for_rank(dataset)
+    knows_worker = workers > 1 and asks_for_worker(dataset)
+    differing = differing_attributes(dataset) if size > 1 and split is not True else []
     if split is not None or hasattr(dataset, "split_over"):
-        return True if split is None else split
-    if size > 1:
-        if asks_for_rank(dataset):
-            why = "knows its rank, or asks for it, as by get_rank or by the variable RANK"
-        elif splits:
-            why = "calls get_worker_info"
-        elif differing:
-            why = f"differs between ranks, in {listed(differing, most=4)}"
-        else:
-            return True
-        raise ConfigError(
-            f"`split` must be given beside the `dataset`, because {type(dataset).__name__} {why} (rank {get_rank()} of "
-            f"{size}): False if it splits itself between {counted(ranks, 'rank')} and their workers; 'ranks' if it "
-            f"splits itself between the workers of a rank, and is the same on each rank; True if each rank and worker "
-            f"makes the same samples in the same order, of which each of the {parts} is to get a shard"
-        )
-    return not splits
+        if doubts := _doubts(split, workers, ranks, knows_rank or bool(differing), knows_worker):
+            _logger.warning("%s is given with `split=%r`, but %s", type(dataset).__name__, split, doubts)
+        return split is None or split
+    if knows_rank:
+        why = "knows its rank, or asks for it, as by get_rank or by the variable RANK"
+    elif knows_worker:
+        why = "calls get_worker_info"
+    elif differing:
+        why = f"differs between ranks, in {listed(differing, most=4)}"
+    else:
+        return True
+    raise ConfigError(
+        f"`split` must be given beside the `dataset`, because {type(dataset).__name__} {why} (rank {get_rank()} of "
+        f"{size}): False if it splits itself over all ranks and their workers, {ranks * workers} together; 'ranks' if "
+        "it splits itself over the workers of a rank alone, and is the same on each rank; True if each rank and worker "
+        "makes the same samples in the same order, of which each is to get a shard"
+    )
 
 
 def _doubts(split: bool | str | None, workers: int, ranks: int, knows_rank: bool, knows_worker: bool) -> str:
-    """Return why the samples of a stream would not be seen once each, if `split` is what it seems; empty if they are.
-
-    What is said of a stream is believed: it may split itself in a way that is not seen.
-    """
+    """Return what speaks against `split`, which is believed: a stream may split itself in a way that is not seen."""
     if split is False and ranks > 1 and not knows_rank:
         return (
             "nothing in it asks for its rank: unless it splits itself in another way, each rank trains on the same "
             "samples. Use `split='ranks'` if it splits itself over workers alone, `split=True` if over nothing"
-        )
-    if split == "ranks" and ranks > 1 and knows_rank:
-        return (
-            "it knows its rank, or asks for it: if it also splits itself over the ranks, samples are lost. Then use "
-            "`split=False`"
         )
     if split in (False, "ranks") and workers > 1 and not knows_worker:
         return (
             f"nothing in it asks for its worker (get_worker_info): unless it splits itself over its {workers} workers "
             "in another way, each of them yields the same samples. If it does not, use `split=True`, or one worker"
         )
-    if split is True and workers > 1 and knows_worker:
+    if split is True and knows_worker:
         return (
             "it calls get_worker_info: if it splits itself over its workers, samples are lost. Then use "
             "`split='ranks'`, or `split=False` if it also splits itself over the ranks"
@@ -429,10 +421,14 @@ def check_alike(loader: Any) -> None:
     **Collective**: every rank. **Cost**: one all_gather of some hundred bytes, for a stream.
     """
     if isinstance(loader, StreamLoader) and loader.dataset.compares and get_world_size() > 1:
-        heads = all_gather_object(loader.head)
-        for rank, head in enumerate(heads):
-            if any(now != then for now, then in zip(head, heads[0], strict=False)):
-                raise orders_differ(loader.dataset.dataset, f"between rank 0 and rank {rank}")
+        check_heads(loader, all_gather_object(loader.head))
+
+
+def check_heads(loader: StreamLoader, heads: Sequence[Sequence[int]]) -> None:
+    """Raise a `ConfigError` if the first samples of a stream are not the same on every rank."""
+    for rank, head in enumerate(heads):
+        if is_other(head, heads[0]):
+            raise _orders_differ(loader.dataset.dataset, f"between rank 0 and rank {rank}")
 
 
 def warn_of_repeats(loader: Any, batch: Any) -> None:
@@ -465,7 +461,7 @@ def _checksum_of(batch: Any) -> int | None:
     return crc32(repr(values).encode()) if len(set(map(str, values))) > 1 else None
 
 
-def orders_differ(dataset: Any, where: str) -> ConfigError:
+def _orders_differ(dataset: Any, where: str) -> ConfigError:
     """Return the error for a stream that is not the same in all processes."""
     return ConfigError(
         f"{type(dataset).__name__} must yield the same samples in the same order on each rank and in each worker, "
@@ -495,5 +491,5 @@ def _with_position(collate_fn: Callable[[Any], Any], dataset: Any, in_batches: b
     if samples is _NO_SAMPLE or (in_batches and samples[0] is _NO_SAMPLE):
         return None
     info = get_worker_info()
-    made_by: Any = dataset if info is None else info.dataset  # in a worker: the worker's own copy
-    return _Made(collate_fn(samples), len(samples) if in_batches else None, made_by.position(), made_by.head)
+    stream: Any = dataset if info is None else info.dataset  # in a worker: the worker's own copy
+    return _Made(collate_fn(samples), len(samples) if in_batches else None, stream.position(), stream.head)

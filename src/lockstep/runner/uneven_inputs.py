@@ -24,17 +24,17 @@ from lockstep.dataset import (
     length_of,
     loader_state,
 )
+from lockstep.dataset.loader import drawn_from
 from lockstep.dataset.position import BEGINNING, CountedBatches, Drawn
 from lockstep.dataset.rank_aware import parts_of
-from lockstep.dataset.sampler import HEAD_LENGTH, drawn_from
-from lockstep.dataset.stream import StreamLoader, orders_differ, warn_of_repeats
+from lockstep.dataset.sampler import HEAD_LENGTH
+from lockstep.dataset.stream import StreamLoader, check_heads, warn_of_repeats
 from lockstep.dist import all_gather_object, broadcast_object, get_rank, get_world_size
 from lockstep.model.preprocessor import move_to_device
 from lockstep.tree import tree_map
 
 _logger = logging.getLogger(__name__)
 _NONE = object()
-_UNKNOWN = -1
 
 
 class Batch(NamedTuple):
@@ -222,7 +222,7 @@ class EvenBatches:
             if amounts is not None:
                 sizes: Sequence[int | None] = [amount.size_of(index) or None for amount in amounts]
             else:
-                own = _UNKNOWN if batch is _NONE else self._size_of(batch, batches)
+                own = None if batch is _NONE else self._size_of(batch, batches)
                 looks, self._looks_for_repeats = self._looks_for_repeats, False
                 if looks:
                     warn_of_repeats(self._loader, None if batch is _NONE else batch)
@@ -237,17 +237,15 @@ class EvenBatches:
             mean = sum(known) / self._world_size
             yield Batch(self._stand_in, known[self._rank], mean, is_own, batches.indices)
 
-    def _exchanged_sizes(self, own: int, *, compares: bool) -> list[int | None]:
+    def _exchanged_sizes(self, own: int | None, *, compares: bool) -> list[int | None]:
         """Return the number of samples in each rank's batch; None for ranks that have run out.
 
         With `compares`, the ranks also compare the first samples of the stream.
         """
-        row = [own, *[*self._loader.head, *[_UNKNOWN] * HEAD_LENGTH][:HEAD_LENGTH]] if compares else [own]
-        rows = all_gather_object(row)
-        for rank, (_, *head) in enumerate(rows):
-            if any(now != then for now, then in zip(head, rows[0][1:], strict=True) if _UNKNOWN not in (now, then)):
-                raise orders_differ(self._loader.dataset.dataset, f"between rank 0 and rank {rank}")
-        return [None if size == _UNKNOWN else size for size, *_ in rows]
+        gathered = all_gather_object((own, self._loader.head if compares else ()))
+        if compares:
+            check_heads(self._loader, [head for _, head in gathered])
+        return [size for size, _ in gathered]
 
     def _ensure_stand_in(self, held: list[bool]) -> None:
         """Make sure that every rank has a batch to repeat; needed at the first one only."""
