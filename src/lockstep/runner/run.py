@@ -206,7 +206,7 @@ class Run(Workspace):
         val_loop: the loop that validates; None without one.
         test_loop: the loop that tests; None without one.
         last_evaluation: the one of these two loops that ran last; None before.
-        agreement: lets a training stop or save on all ranks at the same point.
+        agreement: lets a training stop on all ranks at the same point.
     """
 
     strategy: Strategy

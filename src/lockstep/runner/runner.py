@@ -250,7 +250,7 @@ class Runner(_AttributesOfRun):
             run = self._train_run(space, make_train_loop, param_schedulers)
             self._has_trained = True
             self._begin(run)
-            with start.answering(run), run.saving.until_complete():
+            with start.stoppable(run), run.saving.until_complete():
                 yield run
 
     def val(self, checkpoint: str | Path | None = None) -> dict[str, Any]:

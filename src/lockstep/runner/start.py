@@ -217,21 +217,20 @@ def _lock(file: IO[bytes], *, exclusive: bool) -> None:
 
 
 @contextmanager
-def answering(run: TrainRun) -> Iterator[None]:
-    """Let signals stop a training, and a file in the work_dir ask for a checkpoint.
+def stoppable(run: TrainRun) -> Iterator[None]:
+    """Let signals, and a save that fails in the background, stop a training.
 
-    **Collective**: every rank. **Cost**: three threads that sleep, and a connection to the store.
+    **Collective**: every rank. **Cost**: two threads that sleep, and a connection to the store.
 
     Raises:
         ConfigError: `stop_signals` names a signal that does not exist.
     """
     with ExitStack() as opened:
         try:
-            opened.enter_context(run.agreement.opened(run.saving.save_now))
+            opened.enter_context(run.agreement.opened())
         except DistError as error:
-            run.logger.debug("the ranks can't agree on where to stop or to save: %s", error)
+            run.logger.debug("the ranks can't agree on where to stop: %s", error)
         opened.enter_context(stopping_at(run.args.stop_signals, run.agreement))
-        opened.enter_context(run.saving.watching(run.agreement))
         yield
 
 
