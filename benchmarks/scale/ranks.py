@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,10 @@ from torch.utils.data import TensorDataset
 from benchmarks.scale.sockets import Counts
 from lockstep import Runner, dist
 from lockstep.dist.objects import start_gather_bytes
+from lockstep.errors import Preempted
 from lockstep.groups import resolve
 from lockstep.hooks import Hook
-from lockstep.runner.preemption import Agreement, Request
+from lockstep.runner.preemption import Agreement
 from lockstep.transport.control import exchange
 
 FAILING = 1  # the rank that fails
@@ -38,7 +39,7 @@ _SECONDS_LATE = 1.0  # of one rank at the end
 CALLS = (
     "init_dist", "exchange", "all_gather_object", "gather_object", "collect_results", "all_reduce_dict",
     "a small all_reduce", "a record to rank 0", "barrier", "at rest, a second", "a Runner's start",
-    "agreement on a save", "destroy_dist",
+    "agreement on a stop", "destroy_dist",
 )  # fmt: skip
 QUICK_FAULTS = ("one rank killed", "one rank with another call")
 FAULTS = (*QUICK_FAULTS, "one rank stopped")
@@ -171,15 +172,16 @@ def _train(job: Job) -> None:
 
 
 def _agree(job: Job) -> None:
-    agreement, saved = Agreement(), list[str]()
-    with agreement.opened(saved.append):
-        job.begin("agreement on a save")
+    agreement = Agreement()
+    with agreement.opened():
+        job.begin("agreement on a stop")
         if job.rank == 0:
-            agreement.ask(Request("save", "counted"))
-        while not saved:
-            agreement.act_if_asked()
-            time.sleep(0.01)
-        job.end("agreement on a save")
+            agreement.ask("counted")
+        with suppress(Preempted):
+            while True:
+                agreement.stop_if_asked()
+                time.sleep(0.01)
+        job.end("agreement on a stop")
 
 
 def calls_of_torch(job: Job) -> None:

@@ -31,7 +31,7 @@ _BY_NATURE = {
 }
 # What torch itself does in these is not lockstep's: gloo meets through the store, DDP compares shapes.
 _BESIDE_TORCH = ("init_dist", "a Runner's start", "destroy_dist")
-_TIMED = ("at rest, a second", "agreement on a save", "destroy_dist", *ranks.FAULTS)
+_TIMED = ("at rest, a second", "agreement on a stop", "destroy_dist", *ranks.FAULTS)
 _NOISE, _NOISE_OF_TIMED = 0.04, 0.15
 _MANY = 9  # ranks: fewer tell each other what they must by one call of gloo's, whose messages are n^2
 

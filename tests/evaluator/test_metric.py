@@ -99,7 +99,6 @@ LABELS = torch.tensor([0, 1, 1])
 def test_accuracy_finds_scores_and_labels(batch, samples):
     metric = Accuracy()
     metric.process(batch, samples)
-    assert metric.results == [0, 0, 1]
     assert metric.evaluate(3) == {"accuracy": pytest.approx(200 / 3)}
     assert metric.results == []
 
@@ -109,11 +108,18 @@ def test_accuracy_finds_scores_and_labels(batch, samples):
     [
         (None, TypeError, "scores of a batch and its labels.*predicted NoneType"),
         ((SCORES, LABELS[:2]), ValueError, r"\(3, 2\) and \(2,\)"),
+        ([SCORES[0], SCORES[1]], TypeError, "predicted list"),  # for a batch of two
     ],
 )
 def test_accuracy_refuses_what_it_cannot_read(samples, error, says):
     with pytest.raises(error, match=says):
         Accuracy().process(None, samples)
+
+
+def test_accuracy_reads_no_batch_of_an_accelerator():
+    scores, labels = torch.empty(3, 2, device="meta"), torch.empty(3, dtype=torch.int64, device="meta")
+    Accuracy(topk=(1, 2)).process(None, (scores, labels))  # which on the meta device could not be read
+    Accuracy().process(None, (labels, labels))
 
 
 @ranks(1, 2)

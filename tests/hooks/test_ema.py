@@ -101,7 +101,6 @@ OPTIONS = {
     "mean": {"ema_type": "StochasticWeightAverage"},
     "late": {"begin_epoch": 2, "momentum": 0.3},
     "later": {"begin_iter": 6, "momentum": 0.3},
-    "initial": {"average_initial": True, "momentum": 0.3},
 }
 
 
@@ -153,22 +152,20 @@ def test_averaging_begins_in_the_epoch_and_with_the_iteration_that_are_named(tmp
 
 
 class Torchs(Hook):
-    """Averages by torch's own class, from the first iteration's weights or from the initial ones."""
+    """Averages by torch's own class, from the first iteration's weights."""
 
     priority = "HIGH"
 
-    def __init__(self, average: Callable[..., Any], initial: bool, interval: int) -> None:
-        self.multi_avg_fn, self.initial, self.interval = average, initial, interval
+    def __init__(self, average: Callable[..., Any], interval: int) -> None:
+        self.multi_avg_fn, self.interval = average, interval
         self.averages: dict[int, Tensor] = {}
 
     def before_train(self, runner) -> None:
         model = unwrap_model(runner.model)
         self.model = AveragedModel(model, multi_avg_fn=self.multi_avg_fn)
-        if self.initial:
-            self.model.update_parameters(model)
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
-        if (runner.iter + self.initial) % self.interval == 0:
+        if runner.iter % self.interval == 0:
             self.model.update_parameters(unwrap_model(runner.model))
         self.averages[runner.iter + 1] = self.model.module.linear.weight.clone()
 
@@ -180,12 +177,12 @@ KINDS = {
 
 
 @ranks(2)
-@pytest.mark.parametrize(("initial", "interval"), [(False, 1), (True, 3)])
+@pytest.mark.parametrize("interval", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_average_is_that_of_torchs_class(tmp_path: Path, kind, initial, interval):
+def test_the_average_is_that_of_torchs_class(tmp_path: Path, kind, interval):
     options, average = KINDS[kind]
-    torchs, metric = Torchs(average, initial, interval), Predicted()
-    hook = EMAHook(kind, average_initial=initial, interval=interval, **options)
+    torchs, metric = Torchs(average, interval), Predicted()
+    hook = EMAHook(kind, interval=interval, **options)
     make_runner(tmp_path, [torchs, hook], metric).train()
     for (predicted, _), place in zip(metric.seen, (4, 8), strict=True):
         assert torch.allclose(predicted, torchs.averages[place], atol=1e-6)
@@ -219,6 +216,65 @@ def test_a_checkpoint_within_a_validation_is_like_any_other(tmp_path: Path):
     for name in names:
         assert torch.equal(states[0]["model"][name], states[1]["model"][name])
         assert torch.equal(states[0]["ema"][name], states[1]["ema"][name])
+
+
+class Loads(Hook):
+    """Loads other weights within a validation, as a hook may that looks for the best."""
+
+    priority = "HIGHEST"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def before_val_iter(self, runner, batch_idx, data_batch=None) -> None:
+        if batch_idx == 0:
+            runner.load_checkpoint(self.path)
+
+
+def test_weights_that_are_loaded_within_a_validation_stay(tmp_path: Path):
+    torch.save(Net().state_dict(), tmp_path / "other.pth")
+    other = torch.load(tmp_path / "other.pth")["linear.weight"]
+    hooks = [EMAHook(momentum=0.1), Loads(tmp_path / "other.pth")]
+    runner = make_runner(tmp_path, hooks, Predicted(), train_cfg={"max_epochs": 1})
+    runner.train()
+    assert torch.equal(runner.model.linear.weight, other)
+
+
+class Halved(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bfloat16()
+
+    def forward(self, x: Tensor, y: Tensor, mode: str = "tensor"):
+        return super().forward(x.bfloat16(), y.bfloat16(), mode)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@ranks(2)
+def test_weights_in_half_precision_are_averaged_in_float32(tmp_path: Path, strategy: str):
+    hooks = [Recorder(momentum=1e-3), EMAHook(momentum=1e-3)]
+    runner = make_runner(tmp_path, hooks, None, Halved, strategy=strategy)
+    runner.train()
+    averaged = hooks[1].ema_model.module.linear.weight
+    expected = list(hooks[0].weights.values())
+    average = full(expected[0]).float()
+    for weight in expected[1:]:
+        average = average + 1e-3 * (full(weight).float() - average)
+    assert averaged.dtype == torch.float32
+    assert torch.allclose(full(averaged), average, rtol=1e-6)
+    assert not torch.equal(full(averaged), full(expected[0]).float())
+    resumed = EMAHook(momentum=1e-3)
+    again = make_runner(tmp_path, [resumed], None, Halved, strategy=strategy, resume=True)
+    again.train()
+    assert torch.equal(full(resumed.ema_model.module.linear.weight), full(averaged))
+    plain = make_runner(tmp_path, [], Predicted(), Halved, load_from=last(tmp_path))
+    plain.val()
+    assert torch.equal(unwrap_model(plain.model).linear.weight, average.bfloat16())
+
+
+def full(tensor: Tensor) -> Tensor:
+    found: Tensor = getattr(tensor, "full_tensor", lambda: tensor)()
+    return found
 
 
 class Fail(Hook):
@@ -282,8 +338,6 @@ def test_an_average_of_ones_own_is_used_and_nothing_else_is_taken(tmp_path: Path
         make_runner(tmp_path, [EMAHook(ModelHolder)]).train()
     with pytest.raises(ConfigError, match="only one of them above, but are 3 and 1"):
         EMAHook(begin_iter=3, begin_epoch=1)
-    with pytest.raises(ConfigError, match=r"`average_initial` must be False.*begin_iter=3, begin_epoch=0"):
-        EMAHook(average_initial=True, begin_iter=3)
 
 
 class ModelHolder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from math import exp
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from lockstep import Runner
 from lockstep.dist import get_rank
 from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
+from lockstep.launch.worker import RESUME_SINCE
+from lockstep.model import BaseModel
 from lockstep.testing import ranks
 from lockstep.weights import export_checkpoint
 
@@ -204,6 +207,11 @@ def test_predictions_are_in_the_order_of_the_dataset_each_once(tmp_path: Path):
     assert trained.training is False
     with pytest.raises(ConfigError, match="`dataloader` must be one data loader to predict for, but is None"):
         runner.predict()
+    with pytest.raises(ConfigError, match="but is several: clean, noisy"):
+        runner.predict({"clean": DataLoader(X), "noisy": DataLoader(X)})
+    before = active_children()
+    runner.predict({"dataset": TensorDataset(X), "batch_size": 4, "num_workers": 1, "persistent_workers": True})
+    assert active_children() == before
 
 
 @ranks(2)
@@ -248,6 +256,43 @@ def test_the_best_checkpoint_is_tested_exported_and_found_again(ema, tmp_path: P
     plain = Scores()
     plain.load_state_dict(torch.load(tmp_path / "best.pth", weights_only=True))
     assert F.cross_entropy(plain(X), Y).item() == pytest.approx(best, abs=1e-6)
+
+
+@pytest.mark.parametrize("before", ["val", "find_lr"])
+@ranks(2)
+def test_ranks_that_were_started_again_resume_although_something_comes_before_the_training(before: str, tmp_path: Path):
+    def run() -> Runner:
+        runner = make(Scores(), tmp_path, loss=nn.CrossEntropyLoss(), val_dataloader=DataLoader(pairs()))
+        getattr(runner, before)()
+        runner.train()
+        return runner
+
+    first = run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(RESUME_SINCE, "1")
+        again = run()
+    assert (first.resume_from, again.resume_from) == (None, first.run_dir / "epoch_2")
+
+
+class Ones(BaseModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def init_weights(self) -> None:
+        nn.init.ones_(self.linear.weight)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.linear(x), y)
+
+
+def test_what_is_validated_before_a_training_are_the_weights_that_it_begins_with(tmp_path: Path):
+    runner = make(Ones, tmp_path, val_dataloader=DataLoader(pairs()))
+    runner.val()
+    assert (runner.model.linear.weight == 1).all()
+    given = Ones()
+    make(given, tmp_path, val_dataloader=DataLoader(pairs())).val()  # may have trained
+    assert not (given.linear.weight == 1).any()
 
 
 def test_another_training_in_the_work_dir_is_told(tmp_path: Path):

@@ -8,6 +8,7 @@ import re
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lockstep.checkpoint import is_checkpoint, read_meta
+from lockstep.checkpoint import is_checkpoint, read_meta, saving
 from lockstep.dataset import batch_size_of
 from lockstep.dist import all_gather_object, get_rank
 from lockstep.errors import ConfigError
@@ -133,6 +134,39 @@ def test_several_metrics_have_a_best_checkpoint_each(tmp_path: Path):
     hub = runner.message_hub
     assert hub.get_info("best_score_accuracy") == 3
     assert hub.get_info("best_ckpt_strangeness") == str(runner.run_dir / "best_strangeness_epoch_3")
+
+
+def test_a_best_checkpoint_that_fails_is_not_the_best_and_leaves_those_by_other_metrics(tmp_path: Path):
+    class Both(Scripted):
+        def compute_metrics(self, results: list[Any]) -> dict[str, float]:
+            return {"accuracy": self.values.pop(0), "strangeness": self.values.pop(0)}
+
+    def fails(plan: Any) -> Any:
+        if "best_accuracy_epoch_2" in str(plan.path) or "best_accuracy_epoch_4" in str(plan.path):
+            raise OSError("the disk is broken")
+        return write(plan)
+
+    write = saving.write_share
+    options = {
+        "interval": -1,
+        "save_best": ["accuracy", "strangeness"],
+        "rule": ["greater", "less"],
+        "save_last": False,
+        "async_save": True,
+        "on_save_error": "warn",
+    }
+    with patch.object(saving, "write_share", fails):
+        runner = train(tmp_path, options, Both("", [1, 9, 3, 8, 2, 5, 4, 7]))
+    assert saved(runner) == ["best_accuracy_epoch_3", "best_strangeness_epoch_3"]
+    assert runner.message_hub.get_info("best_score_accuracy") == 2
+    assert runner.message_hub.get_info("best_ckpt_accuracy") == str(runner.run_dir / "best_accuracy_epoch_3")
+
+
+def test_what_is_no_number_is_not_the_best_and_a_single_metric_needs_no_name(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"`save_best` must be 'auto' only where a metric .* none of words is"):
+        train(tmp_path / "auto", {"save_best": "auto"}, Scripted("words", ["a"]))
+    runner = train(tmp_path / "one", {"save_best": ["accuracy"]}, Scripted("accuracy", [1, 2, 3, 4]))
+    assert runner.message_hub.get_info("best_score") == 4
 
 
 def test_parts_of_names_may_tell_the_rule(tmp_path: Path):

@@ -355,7 +355,7 @@ def test_after_an_error_within_the_search_there_is_no_training(tmp_path):
     runner = make(tmp_path, NotANumber())
     with pytest.raises(ConfigError, match="the loss must be finite"):
         runner.find_lr()
-    with pytest.raises(RuntimeError, match="has trained already"):
+    with pytest.raises(RuntimeError, match="has failed before its training"):
         runner.train()
-    with pytest.raises(RuntimeError, match="has trained already"):
+    with pytest.raises(RuntimeError, match="has failed before its training"):
         runner.find_lr()

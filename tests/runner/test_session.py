@@ -205,6 +205,8 @@ def test_gathered_rows_are_the_dataset_in_its_order(tmp_path, strategy):
     for wrong, says in ((X[0].sum(), "a tensor without dimensions"), ([1], r"\[1\] of type list")):
         with pytest.raises(TypeError, match=rf"one row per sample, but got {says} \(rank {get_rank()} of"):
             session.gather(wrong)
+    with pytest.raises(ValueError, match=rf"but they have 3, 2 rows \(rank {get_rank()} of"):
+        session.gather(X[:3], X[:2])
 
 
 @ranks(2)
@@ -436,6 +438,10 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path, strategy):
 def test_wrong_options_are_refused_before_anything_is_made(tmp_path):
     with pytest.raises(TypeError, match="takes no optim_wrapper, train_dataloader: hand in"):
         Session(tmp_path, optim_wrapper={}, train_dataloader=[])
+    with pytest.raises(TypeError, match=r"takes no val_cfg, val_dataloader: validate by .*prepare_evaluation"):
+        Session(tmp_path, val_dataloader=[], val_cfg={})
+    with pytest.raises(TypeError, match="takes no log_processor: prepare batches, and average"):
+        Session(tmp_path, log_processor={})
     with pytest.raises(TypeError, match="a Session has no argument `sed`"):
         Session(tmp_path, sed=3)
     assert not list(tmp_path.iterdir())

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import Runner, Session
 from lockstep.dist import get_world_size
 from lockstep.hooks import Hook
+from lockstep.optim import AmpOptimWrapper
 from lockstep.testing import ranks
 
 X = torch.ones(32, 2)
@@ -101,3 +102,61 @@ def test_a_session_steps_a_schedule_only_after_updates(tmp_path):
                 schedule.step()
     assert 0 < schedule.last_epoch < 16
     assert optim.skipped_updates == 16 - schedule.last_epoch
+
+
+class Asked(AmpOptimWrapper):
+    """Counts how often it is asked for its skipped updates, for which an accelerator is waited for."""
+
+    asked = 0
+
+    @property
+    def skipped_updates(self) -> int:
+        self.asked += 1
+        return super().skipped_updates
+
+
+def test_nobody_waits_for_updates_whose_count_no_schedule_needs(tmp_path):
+    def train(schedule: dict[str, Any]) -> int:
+        model = Net()
+        optim = Asked(dtype="float16", optimizer=torch.optim.AdamW(model.parameters(), fused=True))
+        Runner(
+            model,
+            tmp_path,
+            train_dataloader={"dataset": TensorDataset(X), "batch_size": 2},
+            train_cfg={"max_epochs": 1},
+            optim_wrapper=optim,
+            param_scheduler=schedule,
+            visualizer=[],
+            log_level="ERROR",
+        ).train()
+        return optim.asked
+
+    assert train({"type": "StepLR", "step_size": 1}) == 1  # before the training
+    assert train({"type": "LinearLR", "by_epoch": False}) == 17
+
+
+class Later:
+    """The event of a device that reaches it when it is waited for, or after some looks."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks, self.waited = looks, False
+
+    def query(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def synchronize(self) -> None:
+        self.waited = self.looks >= 0
+
+
+def test_updates_that_nobody_asks_for_are_forgotten_without_waiting():
+    weight = nn.Parameter(torch.ones(2))
+    optim = AmpOptimWrapper(dtype="float16", optimizer=torch.optim.AdamW([weight], fused=True))
+    scaler: Any = optim._scaler
+    event = Later(looks=2)
+    scaler._unknown.append((torch.tensor(1.0), event))
+    for expected in (2, 3, 1):  # behind an update that is not known yet, later ones wait
+        optim.update_params(weight.sum())
+        assert len(scaler._unknown) == expected
+    assert not event.waited
+    assert optim.skipped_updates == 1

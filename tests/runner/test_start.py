@@ -20,6 +20,7 @@ from lockstep.hooks import Hook
 from lockstep.runner import Runner
 from lockstep.testing import ranks
 from lockstep.version import __version__
+from lockstep.visualization.library import LibraryVisualizer
 
 
 class Classifier(nn.Module):
@@ -155,6 +156,46 @@ def test_a_visualizer_that_fails_in_a_run_is_warned_of_once_on_rank_0(tmp_path: 
     else:
         assert told == []
     assert runner.iter == 12
+
+
+class Tracker(LibraryVisualizer):
+    """Notes what a tracker is told."""
+
+    package = "torch"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.configs: list[Any] = []
+        self.failed: list[bool] = []
+
+    def open(self, run_dir: Path) -> None:
+        self._opened = run_dir
+
+    def add_config(self, config: Any) -> None:
+        self.configs.append(config)
+
+    def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
+        pass
+
+    def _end(self, held: Any, *, failed: bool) -> None:
+        self.failed.append(failed)
+
+
+class Fails(Hook):
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        raise MemoryError("too large")
+
+
+def test_a_tracker_has_the_config_of_each_run_and_hears_which_one_has_failed(tmp_path: Path):
+    first, second = Tracker(), Tracker()
+    try:
+        make(tmp_path, visualizer=first, custom_hooks=[Fails()]).train()
+    except MemoryError:
+        runner = make(tmp_path, visualizer=second)
+        runner.val()
+        runner.train()
+    assert (first.failed, second.failed) == ([True], [False, False])
+    assert len(second.configs) == 2
 
 
 @ranks(2)

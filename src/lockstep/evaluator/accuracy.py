@@ -19,8 +19,11 @@ _SCORE_KEYS = ("scores", "score", "pred_score", "logits", "preds", "pred", "pred
 class Accuracy(BaseMetric):
     """The percentage of samples whose class is predicted correctly.
 
-    The model's prediction may be a pair (scores or classes, labels), a dict or an object that names both, such as
-    one with `.logits`, or only the scores. The labels may also come from the batch, by name or as its last part.
+    The model's prediction may be a tuple (scores or classes, labels), a dict or an object that names both, such as one
+    with `.logits`; or only the scores, alone or by name. The labels then come from the batch, by name or as its last
+    part.
+
+    **Cost**: an accelerator is waited for once, when the results of all batches are read.
 
     Args:
         topk: a sample counts as correct if its class is among the `topk` highest scores. The result is called
@@ -46,7 +49,10 @@ class Accuracy(BaseMetric):
         self.value_names = tuple(self.units)
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
-        """Append, for each sample of the batch, how many scores are higher than the score of its class."""
+        """Append, for each sample of the batch, the place of its class among the best scores, from 0.
+
+        It is the largest of `topk` where the class is not among so many.
+        """
         scores, labels = scores_and_labels(data_batch, data_samples)
         if labels.dim() != 1 or scores.shape[:1] != labels.shape or scores.dim() not in (1, 2):
             raise ValueError(
@@ -58,25 +64,35 @@ class Accuracy(BaseMetric):
         if scores.dim() == 1:
             if most > 1:
                 raise ValueError(f"scores must have shape [batch, classes] for the top {most}, but are classes")
-            self.results += torch.where(scores == labels, 0, 1).tolist()
+            self.results.append(torch.where(scores == labels, 0, 1))
             return
         if most > scores.shape[1]:
             raise ValueError(f"`topk` must be at most {scores.shape[1]}, the number of classes, but is {most}")
         # Among equal scores the first counts as the highest, as for argmax.
         best = scores.argmax(1, keepdim=True) if most == 1 else scores.argsort(dim=1, descending=True, stable=True)
         right = best[:, :most] == labels.unsqueeze(1)
-        self.results += torch.where(right.any(1), right.int().argmax(1), most).tolist()
+        self.results.append(torch.where(right.any(1), right.int().argmax(1), most))
+
+    def evaluate(self, size: int | None) -> dict[str, Any]:
+        """Return the percentages over all ranks; see `BaseMetric.evaluate`."""
+        if self.results:
+            self.results = torch.cat(self.results).tolist()
+        return super().evaluate(size)
 
     def compute_metrics(self, results: list[int]) -> dict[str, float]:
         """Return the percentage of correct samples for each k."""
-        return {name: 100.0 * sum(higher < k for higher in results) / len(results) for k, name in self._names.items()}
+        return {name: 100.0 * sum(place < k for place in results) / len(results) for k, name in self._names.items()}
 
 
 def scores_and_labels(data_batch: Any, data_samples: Any) -> tuple[Tensor, Tensor]:
-    """Return the scores and labels of a batch, from the prediction or, for the labels, the batch."""
+    """Return the scores and labels of a batch, from the prediction or, for the labels, the batch.
+
+    A list of two is a pair only if its second part can be nothing but labels: it may hold the predictions for two
+    samples.
+    """
     scores, labels = data_samples, None
     if isinstance(data_samples, list | tuple):
-        if len(data_samples) == 2:
+        if len(data_samples) == 2 and (isinstance(data_samples, tuple) or _are_labels(data_samples[1])):
             scores, labels = data_samples
     elif not isinstance(data_samples, Tensor):
         scores, labels = _first(data_samples, _SCORE_KEYS), _first(data_samples, _LABEL_KEYS)
@@ -86,10 +102,14 @@ def scores_and_labels(data_batch: Any, data_samples: Any) -> tuple[Tensor, Tenso
         labels = data_batch[-1]
     if not isinstance(scores, Tensor) or labels is None:
         raise TypeError(
-            "the metric needs the scores of a batch and its labels, as a pair (scores, labels), a dict with such keys "
+            "the metric needs the scores of a batch and its labels, as a tuple (scores, labels), a dict with such keys "
             f"or an object with such attributes, but the model predicted {type(data_samples).__name__}"
         )
     return scores, torch.as_tensor(labels)
+
+
+def _are_labels(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 1 and not value.is_floating_point()
 
 
 def _first(values: Any, keys: tuple[str, ...]) -> Any:

@@ -152,7 +152,13 @@ class CheckpointHook(Hook):
         if self.save_best is None or not metrics or not isinstance(runner, TrainRun):
             return
         if self.save_best == "auto":
-            self.save_best = next((name for name, value in metrics.items() if _is_number(value)), "auto")
+            self.save_best = next((name for name, value in metrics.items() if _is_number(value)), None)
+            if self.save_best is None:
+                self.save_best = "auto"
+                raise ConfigError(
+                    "`save_best` must be 'auto' only where a metric of the validation is a number, but none of "
+                    f"{', '.join(metrics)} is. Let a metric return a number, or leave out `save_best`"
+                )
         runner.saving.finish()  # which value is the best depends on whether the former one is saved
         for name in self._best_by():
             if name in metrics and not _is_number(metrics[name]):
@@ -179,7 +185,8 @@ class CheckpointHook(Hook):
             self._former_runs = [str(run) for run in state.get("runs", [runner.resume_from.parent.name])]
         for name, best in state.get("best", {}).items():
             self._seen.add(name)
-            self._note_best(runner, name, best["value"], best["path"])
+            self._best[name] = {"value": best["value"], "path": best["path"]}
+            self._tell_best(runner, name)
 
     def _cadence(self, runner: TrainRun) -> tuple[bool, int]:
         """Return whether epochs are counted, and how many of them, or iterations, are from one save to the next."""
@@ -247,10 +254,10 @@ class CheckpointHook(Hook):
                 return
         when = f"iter_{runner.iter}" if runner.max_epochs is None else f"epoch_{runner.epoch}"
         checkpoint = f"best_{metric.replace('/', '_')}_{when}"
-        when_ended = partial(self._replace_best, runner, metric, dict(self._best))
+        when_ended = partial(self._replace_best, runner, metric, former)
         # Noted before the checkpoint is written, because it is part of the checkpoint.
-        self._note_best(runner, metric, value, str(self._folder(runner) / checkpoint))
-        self._best[metric]["checkpoint"] = checkpoint
+        path = str(self._folder(runner) / checkpoint)
+        self._best[metric] = {"value": value, "path": path, "checkpoint": checkpoint}
         self._write(runner, checkpoint, when_ended, epoch=runner.epoch, iteration=runner.iter, is_last=False)
 
     def _best_by(self) -> list[str]:
@@ -259,22 +266,22 @@ class CheckpointHook(Hook):
     def _rule(self, metric: str) -> str:
         return self.rules.get(metric, self.rules.get("")) or rule_of(metric, self.greater_keys, self.less_keys)
 
-    def _replace_best(
-        self, runner: TrainRun, metric: str, former: dict[str, dict[str, Any]], is_complete: bool
-    ) -> None:
-        """Remove the former best checkpoint when there is a better one; else it stays the best one."""
-        if not is_complete:
-            self._best = former
-            return
-        old = former.get(metric, {}).get("checkpoint")
-        if old is not None and old != self._best[metric]["checkpoint"] and runner.rank == 0:
-            _remove(self._folder(runner) / old)
+    def _replace_best(self, runner: TrainRun, metric: str, former: dict[str, Any] | None, is_complete: bool) -> None:
+        """Remove the former best checkpoint by a metric when there is a better one; else it stays the best one."""
+        if is_complete:
+            self._tell_best(runner, metric)
+            old = None if former is None else former.get("checkpoint")
+            if old is not None and old != self._best[metric]["checkpoint"] and runner.rank == 0:
+                _remove(self._folder(runner) / old)
+        elif former is None:
+            del self._best[metric]
+        else:
+            self._best[metric] = former
 
-    def _note_best(self, runner: TrainRun, metric: str, value: float, path: str) -> None:
-        self._best[metric] = {"value": value, "path": path}
-        suffix = f"_{metric}" if isinstance(self.save_best, list | tuple) else ""
-        runner.message_hub.update_info(f"best_ckpt{suffix}", path)
-        runner.message_hub.update_info(f"best_score{suffix}", value)
+    def _tell_best(self, runner: TrainRun, metric: str) -> None:
+        suffix = f"_{metric}" if len(self._best_by()) > 1 else ""
+        runner.message_hub.update_info(f"best_ckpt{suffix}", self._best[metric]["path"])
+        runner.message_hub.update_info(f"best_score{suffix}", self._best[metric]["value"])
 
     def _write(self, runner: TrainRun, name: str, when_ended: Callable[[bool], None], **how: Any) -> None:
         runner.save_checkpoint(

@@ -19,8 +19,10 @@ from lockstep.model.shards import reshard
 from lockstep.registry import HOOKS, MODELS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
+from lockstep.strategy import Strategy
 
 _KEY = "ema"
+_HALF = (torch.bfloat16, torch.float16)
 _WRAPPER_PARTS = frozenset({"module", *INSIDE_WRAPPERS})
 
 
@@ -43,9 +45,8 @@ class EMAHook(Hook):
       next to it. A run that resumes with this hook continues from the trained weights; without it, from the average.
 
     The first weights that are averaged are those after the first iteration, or after iteration `begin_iter`, as in
-    MMEngine's hook and torch's `AveragedModel`. An average that begins with the initial weights instead differs by
-    `(1 - momentum)**t * (w_0 - w_1)` after t iterations: with the default momentum of 0.0002, by 82% of the first step
-    after 1,000 iterations, and by 14% after 10,000. `average_initial=True` selects this one.
+    MMEngine's hook and torch's `AveragedModel`. Weights in half precision are averaged in float32, because they would
+    round away what a small momentum adds.
 
     Args:
         ema_type: the kind of average: `"ExponentialMovingAverage"`, `"MomentumAnnealingEMA"`,
@@ -53,8 +54,8 @@ class EMAHook(Hook):
         strict_load: raise an error when resuming from a checkpoint without an average; else begin a new average.
         begin_iter: the iteration, counted from 1, whose weights are the first to be averaged.
         begin_epoch: the epoch, counted from 1, in which averaging begins.
-        average_initial: let the weights before the first iteration be the first to be averaged.
-        **kwargs: arguments of the average, such as `momentum`, `interval` (in iterations) and `update_buffers`.
+        **kwargs: arguments of the average: `momentum`, the weight of the present values in each iteration, also where
+            several make an update; `interval`, in iterations; `update_buffers`; and others.
 
     Attributes:
         ema_model: the average; set when training begins.
@@ -72,7 +73,6 @@ class EMAHook(Hook):
         strict_load: bool = False,
         begin_iter: int = 0,
         begin_epoch: int = 0,
-        average_initial: bool = False,
         **kwargs: Any,
     ) -> None:
         if begin_iter < 0 or begin_epoch < 0 or (begin_iter and begin_epoch):
@@ -80,24 +80,18 @@ class EMAHook(Hook):
                 "`begin_iter` and `begin_epoch` must be at least 0, and only one of them above, but are "
                 f"{begin_iter} and {begin_epoch}"
             )
-        if average_initial and max(begin_iter, begin_epoch) > 1:
-            raise ConfigError(
-                "`average_initial` must be False where averaging begins later, but is True beside "
-                f"begin_iter={begin_iter}, begin_epoch={begin_epoch}"
-            )
         self.strict_load = strict_load
         self.begin_iter = begin_iter
         self.begin_epoch = begin_epoch
-        self.average_initial = average_initial
         self.ema_cfg = {"type": ema_type, **kwargs}
         # The trained weights, while the average replaces them in the model.
         self._trained_weights: dict[str, Tensor] | None = None
+        # The strategy under which the average was built: under another one, the model has other tensors.
+        self._strategy: ref[Strategy] | None = None
 
     def before_train(self, runner: TrainRun) -> None:
         """Copy the model; its weights are already loaded."""
         self._build(runner)
-        if self.average_initial and not self._has_average():
-            self.ema_model.update_parameters(self.src_model)
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Add the weights to the average."""
@@ -111,7 +105,8 @@ class EMAHook(Hook):
             return
         self._sync_buffers()
         weights = list(self._weights())
-        self._trained_weights = {weight.name: weight.trained.detach().clone() for weight in weights}
+        copies = {id(one): one.detach().clone() for one in {id(x.trained): x.trained for x in weights}.values()}
+        self._trained_weights = {weight.name: copies[id(weight.trained)] for weight in weights}
         for weight in weights:
             weight.trained.copy_(weight.averaged)
 
@@ -127,7 +122,7 @@ class EMAHook(Hook):
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Make the average the checkpoint's model, and add the trained weights."""
-        if "ema_model" not in vars(self):
+        if self._strategy is None:
             return
         checkpoint["meta"][_KEY] = {"steps": int(self.ema_model.steps)}
         if not self._has_average():
@@ -178,8 +173,9 @@ class EMAHook(Hook):
         self.ema_model.steps.fill_(checkpoint["meta"][_KEY]["steps"])
 
     def after_load_weights(self, runner: Run) -> None:
-        """Forget the average, which is of other weights than the model has now."""
-        if "ema_model" in vars(self):
+        """Forget the average, and weights to put back: the model has others now."""
+        self._trained_weights = None
+        if self._strategy is not None:
             self.ema_model.steps.zero_()
 
     @torch.no_grad()
@@ -192,9 +188,7 @@ class EMAHook(Hook):
         self._trained_weights = None
 
     def _build(self, runner: Run) -> None:
-        # A weak reference to the strategy under which the average was built; it does not exist before.
-        strategy = vars(self).get("_strategy")
-        if strategy is not None and strategy() is runner.strategy:
+        if self._strategy is not None and self._strategy() is runner.strategy:
             return
         if isinstance(runner.model, ModelWrapper) and runner.model.partitioned is not None:
             raise ConfigError(
@@ -204,11 +198,11 @@ class EMAHook(Hook):
         ema_model = MODELS.build(self.ema_cfg, model=self.src_model)
         if not isinstance(ema_model, BaseAveragedModel):
             raise ConfigError(f"`ema_type` must build a BaseAveragedModel, but built {type(ema_model).__name__}")
-        self.ema_model = ema_model
-        self._strategy = ref(runner.strategy)  # under another strategy, the model has other tensors
+        self.ema_model = ema_model.float() if any(x.dtype in _HALF for x in ema_model.parameters()) else ema_model
+        self._strategy = ref(runner.strategy)
 
     def _has_average(self) -> bool:
-        return "ema_model" in vars(self) and int(self.ema_model.steps) > 0
+        return self._strategy is not None and int(self.ema_model.steps) > 0
 
     def _sync_buffers(self) -> None:
         if self.ema_model.update_buffers:

@@ -43,9 +43,10 @@ class ParamSchedulerHook(Hook):
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Step the schedulers that count iterations."""
-        idle = self._idle(runner)
-        for scheduler in runner.param_schedulers:
-            if not scheduler.by_epoch and id(scheduler.optimizer) not in idle:
+        by_iteration = [scheduler for scheduler in runner.param_schedulers if not scheduler.by_epoch]
+        idle = self._idle(runner) if by_iteration else set()  # asking waits for the update before on an accelerator
+        for scheduler in by_iteration:
+            if id(scheduler.optimizer) not in idle:
                 scheduler.step()
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:

@@ -282,6 +282,8 @@ class LossScaler(GradScaler):
         result = super().step(optimizer, *args, **kwargs)
         # So fused optimizers tell torch's scaler that they skip the update themselves.
         if self.is_enabled() and getattr(optimizer, "_step_supports_amp_scaling", False):
+            while self._unknown and _has_happened(self._unknown[0][1]):  # so that they don't add up if nobody asks
+                self._know()
             flags = self._flags[id(optimizer)]
             found = torch.stack([flag.to(flags[0].device, non_blocking=True) for flag in flags]).amax()
             event = None
@@ -346,6 +348,10 @@ class LossScaler(GradScaler):
                 "bfloat16, which needs no scaling"
             )
         self._skipped.zero_()
+
+
+def _has_happened(event: torch.Event | None) -> bool:
+    return event is None or event.query()
 
 
 def _own_part(param: Any) -> Any:

@@ -38,33 +38,36 @@ def clip_by_norm(
         error_if_nonfinite: raise an error if the norm is not finite.
         foreach: use torch's faster implementation; by default where there is one.
 
-    **Collective**: every rank of the meshes over which gradients are sharded. **Cost**: one number per mesh axis.
+    **Collective**: every rank of the meshes over which gradients are sharded. **Cost**: an all_reduce of one number for
+    each mesh and set of its axes over which gradients are sharded, by each of these axes; with `error_if_nonfinite`,
+    the host waits for the device.
 
     Raises:
         RuntimeError: on every rank, with `error_if_nonfinite`, if the norm is not finite.
     """
-    params = list(params)
-    total = gradient_norm([param.grad for param in params if param.grad is not None], norm_type, foreach)
+    by_mesh = _by_mesh(params)
+    gradients = [param.grad for alike in by_mesh for param in alike if param.grad is not None]  # all have one
+    total = gradient_norm(gradients, norm_type, foreach)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the norm of the gradients must be finite, but is {total.item()}. Look for the loss that is not finite, "
             "or set error_if_nonfinite=False"
         )
-    for alike in _whole_and_sharded(params):
+    for alike in by_mesh:
         clip_grads_with_norm_(alike, max_norm, total, foreach)
     return total
 
 
 def clip_by_value(params: Iterable[Tensor], clip_value: float, foreach: bool | None = None) -> None:
     """Clamp every element of the gradients to between `-clip_value` and `clip_value`. Nothing is sent."""
-    for alike in _whole_and_sharded(params):
+    for alike in _by_mesh(params):
         clip_grad_value_(alike, clip_value, foreach)
 
 
 def gradient_norm(gradients: Sequence[Tensor], norm_type: float = 2.0, foreach: bool | None = None) -> Tensor:
     """Return the norm of all gradients together, whole or sharded, as a plain tensor.
 
-    **Collective**: every rank of the meshes over which gradients are sharded.
+    **Collective**: every rank of the meshes over which gradients are sharded. **Cost**: as of `clip_by_norm`.
 
     Raises:
         ValueError: `norm_type` is not above 0.
@@ -113,7 +116,7 @@ def _own_part(gradient: Any) -> tuple[Sharding | None, Tensor]:
     return (gradient.device_mesh, axes), gradient.to_local()
 
 
-def _whole_and_sharded(params: Iterable[Tensor]) -> list[list[Tensor]]:
+def _by_mesh(params: Iterable[Tensor]) -> list[list[Tensor]]:
     """Group the parameters with gradients into lists that torch accepts: none mixes shards of different meshes."""
     lists: dict[Any, list[Tensor]] = {}
     for param in params:

@@ -373,10 +373,8 @@ class OptimWrapper:
                     parameter.grad.mul_(factor)
 
     def _clip_grad(self) -> None:
-        params = [
-            parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None
-        ]
-        if not params or self.clip_grad is None:
+        params = [parameter for group in self.param_groups for parameter in group["params"]]
+        if self.clip_grad is None or all(parameter.grad is None for parameter in params):
             return
         kwargs = {name: value for name, value in self.clip_grad.items() if name != "type"}
         if self.clip_grad["type"] == "norm":

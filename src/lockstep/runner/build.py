@@ -40,6 +40,7 @@ from lockstep.runner.data_workers import end_workers_at_exit, let_workers_outliv
 from lockstep.runner.evaluation_loops import EvalLoop
 from lockstep.runner.hook import Hook
 from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TrainLoop
+from lockstep.runner.options import record_config, record_first_options
 from lockstep.runner.run import Run, TrainRun, Workspace
 from lockstep.strategy import Strategy
 from lockstep.visualization import Visualizers, build_visualizers
@@ -319,7 +320,21 @@ def build_visualizer(visualizer: Any, rank: int) -> Visualizers:
     return built
 
 
-def scale_lr(cfg: Mapping[str, Any], run: TrainRun) -> None:
+def set_schedules(run: TrainRun, schedulers: list[Any] | None) -> None:
+    """Scale the learning rates, give the run its schedulers, and note what both were before a schedule acts.
+
+    Args:
+        run: a run that has been built otherwise.
+        schedulers: the schedulers; by default those of `param_scheduler`.
+    """
+    if run.args.auto_scale_lr is not None:
+        _scale_lr(run.args.auto_scale_lr, run)
+    record_first_options(run)
+    run.param_schedulers = build_schedulers(run.args.param_scheduler, run) if schedulers is None else schedulers
+    record_config(run)
+
+
+def _scale_lr(cfg: Mapping[str, Any], run: TrainRun) -> None:
     """Multiply all learning rates by the global batch size divided by `base_batch_size`, if enabled."""
     checked_keys("auto_scale_lr", cfg)
     require_key("auto_scale_lr", cfg, "base_batch_size")

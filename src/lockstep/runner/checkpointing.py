@@ -1,12 +1,10 @@
-"""Saving a run that trains: at once, while it goes on, where a signal stops it, or when an operator asks for it."""
+"""Saving a run that trains: at once, while it goes on, or where a signal stops it."""
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from lockstep.checkpoint import BackgroundSaver, Planner, save_state
@@ -14,13 +12,8 @@ from lockstep.dataset.random_state import random_state
 from lockstep.errors import Preempted
 from lockstep.location import Location, RemotePath
 from lockstep.model import unwrap_model
-from lockstep.runner.preemption import Agreement, Request
 from lockstep.weights import describe_model
 
-SAVE_FILE = "save_now"
-"""A file of this name in the work_dir asks for a checkpoint."""
-
-_SECONDS_TO_LOOK = 1.0
 _logger = logging.getLogger("lockstep.runner")
 
 
@@ -145,45 +138,6 @@ class Saving:
             _logger.warning("%s: stopped %s (exit code %d)", stop.reason, done, stop.EXIT_CODE)
             raise
 
-    def save_now(self, reason: str) -> None:
-        """Save between two iterations, because somebody asks for it. **Collective**: every rank."""
-        run = self._run
-        self.finish()
-        if run.iter > self.saved_iter:
-            run.save_checkpoint(
-                run.checkpoint_dir, f"iter_{run.iter}", epoch=run.epoch, iteration=run.iter, on_save_error="warn"
-            )
-        if run.iter == 0:
-            _logger.info("%s: nothing to save before the first iteration", reason)
-        elif run.iter == self.saved_iter:
-            _logger.info("%s: iteration %d is saved", reason, run.iter)
-        if run.rank == 0:
-            (run.work_dir / SAVE_FILE).unlink(missing_ok=True)
-
-    @contextmanager
-    def watching(self, agreement: Agreement) -> Iterator[None]:
-        """Look for a file `save_now` in the work_dir. **Cost**: on rank 0, a look each second."""
-        if self._run.rank != 0 or not agreement.is_open:
-            yield
-            return
-        file, has_ended = self._run.work_dir / SAVE_FILE, threading.Event()
-
-        def look() -> None:
-            asked = None  # until it is removed, the same file asks once
-            while not has_ended.wait(_SECONDS_TO_LOOK):
-                found = _identity_of(file)
-                if found is not None and found != asked:
-                    agreement.ask(Request("save", str(file)))
-                asked = found
-
-        thread = threading.Thread(target=look, name="lockstep-save-now", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            has_ended.set()
-            thread.join()
-
     def _state(
         self, epoch: int, iteration: int, save_optimizer: bool, more: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -230,7 +184,7 @@ class Saving:
         return False
 
     def _ask_to_stop(self) -> None:
-        self._run.agreement.ask(Request("stop", "a checkpoint could not be written"))
+        self._run.agreement.ask("a checkpoint could not be written")
 
     def _completed(self, save: _Save) -> None:
         if save.resumable_iter is not None:
@@ -254,12 +208,3 @@ def _root_of(run: Any, directory: Location) -> Location:
         work_dir: Location = run.work_dir
         return work_dir
     return directory.parent.parent if directory.parent.name == run.run_dir.name else directory.parent
-
-
-def _identity_of(file: Path) -> tuple[int, int] | None:
-    """Return what tells a file from another one of its name; None if it is not there."""
-    try:
-        found = file.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns

@@ -150,7 +150,7 @@ class EvalLoop:
         runner, mode = self.runner, self.mode
         step = step_of(runner.model, f"{mode}_step", predict_step)
         for batch, batch_idx in zip(self._batches(dataloader), counter, strict=False):
-            runner.agreement.act_if_asked(may_save=False)
+            runner.agreement.stop_if_asked()
             data_batch = batch.data
             if batch.is_own:
                 runner.call_hook(f"before_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch)

@@ -156,10 +156,10 @@ class TrainLoop(ABC):
         self.runner.optim_wrapper.warn_of_open_window()
         self.runner.set_optimizer_mode(training=False)
 
-    def _act_if_asked(self) -> None:
-        """Let the ranks stop or save here, if that was asked for and no gradients wait for their update."""
+    def _stop_if_asked(self) -> None:
+        """Let the ranks stop here, if that was asked for and no gradients wait for their update."""
         if not self.runner.optim_wrapper.has_open_window:
-            self.runner.agreement.act_if_asked()
+            self.runner.agreement.stop_if_asked()
 
     def _too_many_batches(self) -> ConfigError:
         """Return the error for an epoch that has more batches than the length of the loader says."""
@@ -314,12 +314,12 @@ class EpochBasedTrainLoop(TrainLoop):
     def _run_epoch(self) -> None:
         self.runner.call_hook("before_train_epoch")
         self._begin_training()
-        self._act_if_asked()
+        self._stop_if_asked()
         for batch_idx, batch in enumerate(self.even_batches.iterate(self._begin), start=self._begin.batches):
             if self.iter == self.epoch_end:
                 raise self._too_many_batches()
             self._run_iter(batch_idx, batch)
-            self._act_if_asked()
+            self._stop_if_asked()
         self.runner.call_hook("after_train_epoch")
         self._complete_epoch()
 
@@ -364,7 +364,7 @@ class IterBasedTrainLoop(TrainLoop):
         self.runner.call_hook("before_train_epoch")
         self._begin_training()
         while self.iter < self.max_iters and not self.stop_training:
-            self._act_if_asked()
+            self._stop_if_asked()
             self._run_iter(self.iter, next(batches))
             self._validate_if_due(self.iter, self.max_iters)
         self._end_training()

@@ -97,7 +97,7 @@ def search_lr(run: TrainRun, start: float, end: float, steps: int, divergence: f
         run: a run that has been built, and has not trained yet.
         start: the first rate.
         end: the last rate.
-        steps: number of updates.
+        steps: number of updates, at least 10.
         divergence: as above.
 
     **Collective**: every rank. **Cost**: as `rehearse` and `restoring_run`.

@@ -148,7 +148,7 @@ class OwnLoop(TrainLoop):
         run, is_endless, device = self.runner, self.max_epochs is None, torch.device(get_device())
         is_plain = unwrap_model(run.model) is run.model and type(run.optim_wrapper) is OptimWrapper
         nothing: AbstractContextManager[None] = nullcontext()
-        self._act_if_asked()
+        self._stop_if_asked()
         for batch_idx, batch in enumerate(batches, start=start):
             if not is_endless and self.iter == self.epoch_end:
                 raise self._too_many_batches()
@@ -166,7 +166,7 @@ class OwnLoop(TrainLoop):
             self._end_iter(batch_idx, batch, self._values)
             if is_endless and (self.iter >= self.max_iters or self.stop_training):
                 return
-            self._act_if_asked()
+            self._stop_if_asked()
 
     def _end_iter(self, batch_idx: int, batch: Batch, outputs: dict[str, Any]) -> None:
         super()._end_iter(batch_idx, batch, outputs)
@@ -183,7 +183,7 @@ class OwnLoop(TrainLoop):
         with run.saving.at_stop(), random_state_kept(), run.evaluated(), self._weights_to_evaluate(), context:
             for batch in EvenBatches(loader).iterate():
                 if may_stop:
-                    self.runner.agreement.act_if_asked(may_save=False)
+                    self.runner.agreement.stop_if_asked()
                 self.counts = batch.is_own
                 moved = move_to_device(self.runner.prefetch(batch.data), device)
                 begin_compiled_step()

@@ -1,17 +1,15 @@
-"""Stopping or saving a training when that is asked for at any moment: on all ranks after the same iteration.
+"""Stopping a training when that is asked for at any moment: on all ranks after the same iteration.
 
-A signal may reach any rank, a file in the work_dir may ask for a checkpoint, and a save in the background may fail. The
-ranks agree on where to act through the store at which they met, not by a collective: an iteration costs a counter, and
-nothing is sent before something is asked. Each rank counts the points that it passes, which are iterations of the
-training and batches of validations, and announces a point before it begins it. When something is asked, each rank
-publishes the point that it announced last, and waits before the next one. All go on to the highest of these points, and
-act there. Since a rank announces a point before it asks, none goes beyond it. Requests are answered one after the
-other, in rounds.
+A signal may reach any rank, and a save in the background may fail. The ranks agree on where to stop through the store
+at which they met, not by a collective: an iteration costs a counter, and nothing is sent before something is asked.
+Each rank counts the points that it passes, which are iterations of the training and batches of validations, and
+announces a point before it begins it. When a stop is asked for, each rank publishes the point that it announced last,
+and waits before the next one. All go on to the highest of these points, and stop there. Since a rank announces a point
+before it asks, none goes beyond it. Where a rank is silent for a minute, none stops, and the next round begins.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -23,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from lockstep.dist import get_dist_info
 from lockstep.errors import ConfigError, Preempted, did_you_mean
@@ -33,11 +31,10 @@ from lockstep.watch.watch import side_store
 
 _FOR_EVER = timedelta(days=365)
 _SECONDS_TO_AGREE = 60.0
-_POLL_SECONDS = 0.01
 _LONGEST_PAUSE = 0.25  # between two looks at the store
 _SECONDS_TO_MEET = 5.0
 _SECONDS_OF_A_PRESS = 0.3  # in which one Ctrl-C may reach a process twice: from the terminal, and from its parent
-_NOT = "not"  # the verdict that no rank acts
+_NOT = "not"  # the verdict that no rank stops
 _EVALUATION = 2**32  # more than an evaluation has batches
 _NEVER = 2**62
 _NO_FD = -1
@@ -45,48 +42,31 @@ _END = 0  # no signal has this number
 _logger = logging.getLogger("lockstep.runner")
 
 
-class Request(NamedTuple):
-    """What all ranks are to do.
-
-    Attributes:
-        action: `stop` the training, or `save` a checkpoint.
-        reason: who asks for it.
-    """
-
-    action: Literal["stop", "save"]
-    reason: str
-
-
 class Agreement:
-    """Lets a training stop, or save, on all ranks at the same point.
+    """Lets a training stop on all ranks at the same point.
 
     Attributes:
         point: the point that this rank has announced last.
-        has_acted: whether the ranks have done what was asked for last.
+        is_open: whether a stop can be asked for.
     """
 
     def __init__(self) -> None:
-        self._save: Callable[[str], None] | None = None
         self.point = 0
-        self._request: Request | None = None
-        self._last = _NEVER  # the last point before the ranks act
+        self.is_open = False
+        self._reason: str | None = None  # of the stop that was asked for
+        self._last = _NEVER  # the last point before the ranks stop
         self._is_agreed = threading.Event()
         self._ranks: _StoreAgreement | None = None
-        self.has_acted = threading.Event()
 
-    def act_if_asked(self, *, may_save: bool = True) -> None:
-        """Do here what was asked for, on all ranks; they call this equally often, unless within `evaluation`.
-
-        Args:
-            may_save: a checkpoint can be saved here, as between two iterations of a training. Otherwise the ranks may
-                only stop.
+    def stop_if_asked(self) -> None:
+        """Stop here if that was asked for, on all ranks; they call this equally often, unless within `evaluation`.
 
         Raises:
             Preempted: the training stops here.
         """
         self.point += 1
-        if self._request is not None:
-            self._act(may_save=may_save)
+        if self._reason is not None:
+            self._stop()
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -94,20 +74,12 @@ class Agreement:
         before = self.point
         yield
         self.point = before + _EVALUATION
-        if self._request is not None:
-            self._act(may_save=False)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether anything can be asked."""
-        return self._save is not None
+        if self._reason is not None:
+            self._stop()
 
     @contextmanager
-    def opened(self, save: Callable[[str], None]) -> Iterator[None]:
+    def opened(self) -> Iterator[None]:
         """Let the ranks agree while they train.
-
-        Args:
-            save: saves a checkpoint on all ranks; it is told who asks for it.
 
         **Collective**: every rank. **Cost**: a thread that sleeps, and a connection to the store.
 
@@ -117,65 +89,43 @@ class Agreement:
         rank, world_size = get_dist_info()
         if world_size > 1:
             self._ranks = _StoreAgreement(rank, world_size, self)
-        self._save = save
+        self.is_open = True
         try:
             yield
         finally:
             if self._ranks is not None:
                 self._ranks.close()
-            self._save = self._ranks = self._request = None  # evaluations may follow
+            self.is_open, self._ranks, self._reason = False, None, None  # evaluations may follow
 
-    def ask(self, request: Request) -> None:
-        """Ask all ranks to do something. Any thread of any rank may; it waits until nothing else is to be done."""
+    def ask(self, reason: str) -> None:
+        """Ask all ranks to stop. Any thread of any rank may; what is asked besides, meanwhile, is the same."""
         if self._ranks is not None:
-            self._ranks.ask(request)
-            return
-        while self._request is not None:
-            if self.is_stopping:
-                return
-            time.sleep(_POLL_SECONDS)
-        if self.is_open:
-            last = self.begin(request)
-            _tell(request)
+            self._ranks.ask(reason)
+        elif self.is_open and self._reason is None:
+            last = self.begin(reason)
+            _tell(reason)
             self.settle(last)
 
-    @property
-    def is_stopping(self) -> bool:
-        """Whether the ranks are about to stop."""
-        request = self._request
-        return request is not None and request.action == "stop"
-
-    def begin(self, request: Request) -> int:
+    def begin(self, reason: str) -> int:
         """Let this rank wait before its next point, and return the one that it has announced last."""
         self._last = _NEVER
         self._is_agreed.clear()
-        self.has_acted.clear()
-        self._request = request
+        self._reason = reason
         return self.point
 
     def settle(self, last: int | None) -> None:
-        """Let this rank go on, up to the point `last`, and act there; or not at all."""
+        """Let this rank go on, up to the point `last`, and stop there; or not at all."""
         if last is None:
-            self._request = None
-            self.has_acted.set()
+            self._reason = None
         else:
             self._last = last
         self._is_agreed.set()
 
-    def _act(self, *, may_save: bool) -> None:
-        """Learn which point is the last one before the ranks act; if it has passed, do what is asked."""
+    def _stop(self) -> None:
+        """Learn which point is the last one before the ranks stop; if it has passed, stop."""
         self._is_agreed.wait()
-        request = self._request
-        if request is None or self.point <= self._last:
-            return
-        if request.action == "stop":
-            raise Preempted(request.reason)
-        if may_save and self._save is not None:
-            try:
-                self._save(request.reason)
-            finally:
-                self._request = None
-                self.has_acted.set()
+        if (reason := self._reason) is not None and self.point > self._last:
+            raise Preempted(reason)
 
 
 class _StoreAgreement:
@@ -184,7 +134,7 @@ class _StoreAgreement:
     Args:
         rank: this rank.
         world_size: number of ranks.
-        agreement: the agreement of this rank, which counts its points and acts.
+        agreement: the agreement of this rank, which counts its points and stops.
     """
 
     _count = 0  # number of these objects in this process, the same on every rank; keeps their keys apart
@@ -201,20 +151,14 @@ class _StoreAgreement:
         self._thread = threading.Thread(target=self._listen, name="lockstep-agreement", daemon=True)
         self._thread.start()
 
-    def ask(self, request: Request) -> None:
-        """Ask all ranks for it in the next round that nobody has claimed, but not after a stop."""
+    def ask(self, reason: str) -> None:
+        """Ask all ranks to stop, unless one of them has done so already."""
         with suppress(Exception):  # the store is gone, and so is the job
             store: Any = side_store()  # the other connection waits
-            while not self._closing.is_set():
-                number = self._round
-                if store.add(f"{self._prefix}/{number}/claims", 1) == 1:
-                    asked = [self._key("asked", rank, number) for rank in range(self._world_size)]
-                    store.multi_set(asked, [json.dumps(request)] * self._world_size)
-                    return
-                while number == self._round and not self._closing.is_set():
-                    if self._agreement.is_stopping:
-                        return
-                    time.sleep(_POLL_SECONDS)
+            number = self._round
+            if store.add(f"{self._prefix}/{number}/claims", 1) == 1:
+                asked = [self._key("asked", rank, number) for rank in range(self._world_size)]
+                store.multi_set(asked, [reason] * self._world_size)
 
     def close(self) -> None:
         """End the thread; this rank announces no further point."""
@@ -234,28 +178,27 @@ class _StoreAgreement:
             while True:
                 asked = self._key("asked", self._rank, self._round)
                 self._store.wait([asked], _FOR_EVER)
-                request = self._store.get(asked).decode()
-                if self._closing.is_set() or not request:
+                reason = self._store.get(asked).decode()
+                if self._closing.is_set() or not reason:
                     self._last_point(self._agreement.point, "the training has ended")  # somebody may be asking just now
                     return
-                self._agree(Request(*json.loads(request)))
-                while not self._agreement.has_acted.wait(_POLL_SECONDS):
-                    if self._closing.is_set():
-                        return
+                if self._agree(reason):
+                    return
                 self._round += 1
 
-    def _agree(self, request: Request) -> None:
-        """Learn after which point all ranks act, and let this one go on up to there."""
+    def _agree(self, reason: str) -> bool:
+        """Learn after which point all ranks stop, let this one go on up to there, and return whether they do."""
         last: int | None = None
         try:
-            last = self._last_point(self._agreement.begin(request), request.reason)
+            last = self._last_point(self._agreement.begin(reason), reason)
             if last is not None and self._rank == 0:
-                _tell(request)
+                _tell(reason)
         finally:
             self._agreement.settle(last)
+        return last is not None
 
     def _last_point(self, own: int, reason: str) -> int | None:
-        """Publish this rank's point, and return the highest of all ranks; None if one is silent, and no rank acts.
+        """Publish this rank's point, and return the highest of all ranks; None if one is silent, and no rank stops.
 
         The last rank to publish one decides for all; rank 0 decides where one is silent for a minute.
         """
@@ -279,12 +222,9 @@ class _StoreAgreement:
         return None if found == _NOT else int(found)
 
 
-def _tell(request: Request) -> None:
-    what, level = "a checkpoint is saved", logging.INFO
-    if request.action == "stop":
-        what, level = "training stops", logging.WARNING
-    again = ". Ctrl-C once more ends it at once, without saving" if request.reason.startswith("SIGINT") else ""
-    _logger.log(level, "%s: %s as soon as the present iteration is complete%s", request.reason, what, again)
+def _tell(reason: str) -> None:
+    again = ". Ctrl-C once more ends it at once, without saving" if reason.startswith("SIGINT") else ""
+    _logger.warning("%s: training stops as soon as the present iteration is complete%s", reason, again)
 
 
 def ranks_meet() -> bool:
@@ -335,7 +275,7 @@ def _stop_or_end(agreement: Agreement, name: str, rank: int) -> None:
     """Ask all ranks to stop; end this process instead if the agent stops it because of a failure elsewhere."""
     if os.path.exists(os.environ.get(STOPPED_FILE, "")):
         os._exit(128 + signal.Signals[name])
-    agreement.ask(Request("stop", f"{name} on rank {rank}"))
+    agreement.ask(f"{name} on rank {rank}")
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field
@@ -130,6 +129,7 @@ class Workspace:
         console: where messages are shown; silent on all ranks but 0.
         records: the run's `metrics.jsonl`; rank 0 writes to it.
         message_hub: holds values that the parts of a run share.
+        trains: whether it is ready for a training, which resumes, and writes checkpoints.
         skipped: what is wrong with checkpoints that it would rather have resumed from.
         logger: shows messages on rank 0, and writes them to the run's folder.
     """
@@ -146,6 +146,7 @@ class Workspace:
     console: Console
     records: JsonLinesSink
     message_hub: MessageHub
+    trains: bool
     skipped: Sequence[str] = ()
     logger: logging.Logger = _logger
 
@@ -185,8 +186,8 @@ class Workspace:
         """Whether only deterministic algorithms may be used."""
         return bool((self.args.randomness or {}).get("deterministic"))
 
-    def close(self) -> None:
-        """Close the records, and the checkpoint that training resumes from."""
+    def close(self, *, failed: bool) -> None:
+        """Close the records, and the checkpoint that training resumes from; after an error, `failed`."""
         self.records.close()
         if self.stored is not None:
             self.stored.close()
@@ -205,8 +206,9 @@ class Run(Workspace):
         param_schedulers: the schedulers of learning rates; empty for a run that only evaluates.
         val_loop: the loop that validates; None without one.
         test_loop: the loop that tests; None without one.
+        predict_loop: the loop that predicted last; None before.
         last_evaluation: the one of these two loops that ran last; None before.
-        agreement: lets a training stop or save on all ranks at the same point.
+        agreement: lets a training stop on all ranks at the same point.
     """
 
     strategy: Strategy
@@ -217,6 +219,7 @@ class Run(Workspace):
     param_schedulers: list[ParamScheduler] = field(default_factory=list)
     val_loop: AnyEvalLoop | None = None
     test_loop: AnyEvalLoop | None = None
+    predict_loop: AnyEvalLoop | None = None
     last_evaluation: AnyEvalLoop | None = None
     agreement: Agreement = field(default_factory=Agreement)
 
@@ -270,10 +273,7 @@ class Run(Workspace):
         self.hooks.call(fn_name, self, **kwargs)
 
     def register_hook(self, hook: Any, priority: str | int | None = None) -> None:
-        """Add a hook, or the config of one; a `priority` overrides the hook's own.
-
-        It is called from now on, on every rank, or, with `main_only`, on rank 0 only.
-        """
+        """Add a hook, or the config of one, which is called from now on; a `priority` overrides the hook's own."""
         self.hooks.register(hook, priority)
 
     def load_checkpoint(
@@ -324,21 +324,18 @@ class Run(Workspace):
         device = torch.device(get_device())
         return Prefetch(device) if self.args.prefetch_to_device and device.type != "cpu" else lambda batch: batch
 
-    def close(self) -> None:
-        """Close the hooks, the visualizers, the records, and the data loaders, which end the workers that they keep.
-
-        After an error these may hang; they are ended with the process then.
-        """
+    def close(self, *, failed: bool) -> None:
+        """Close hooks, visualizers, records, and data loaders, whose workers end; which after an error might hang."""
         self.hooks.close()
-        self.visualizer.close()
-        super().close()
-        if sys.exception() is None:
+        self.visualizer.close(failed=failed)
+        super().close(failed=failed)
+        if not failed:
             for loader in self._dataloaders():
                 if getattr(loader, "persistent_workers", False):  # as garbage, they would take 10 s each (torch 2.13)
                     end_workers(loader)
 
     def _dataloaders(self) -> list[Any]:
-        loops = [loop for loop in (self.val_loop, self.test_loop) if loop is not None]
+        loops = [loop for loop in (self.val_loop, self.test_loop, self.predict_loop) if loop is not None]
         return [loader for loop in loops for loader in named_loaders(loop.dataloader).values()]
 
 

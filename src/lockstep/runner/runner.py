@@ -2,50 +2,39 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
-import torch
 from torch import nn
 
 from lockstep.dataset import DataShard, agree_on_shard
-from lockstep.device import get_device
 from lockstep.dist import run_on_main
 from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
 from lockstep.evaluator.metric import Predictions
 from lockstep.location import Location, locate, require_disk
-from lockstep.logging import MessageHub, run_logging, warnings_once
-from lockstep.masking import secrets_in
+from lockstep.logging import MessageHub
 from lockstep.model import unwrap_model
 from lockstep.optim import OptimWrapper
-from lockstep.registry import RUNNERS, in_default_scope
-from lockstep.runner import build, options, resuming, start
-from lockstep.runner.arguments import (
-    DEFAULT_OPTIM_WRAPPER,
-    DEFAULT_TRAIN_CFG,
-    RunnerArguments,
-    named_loaders,
-    taking,
-)
-from lockstep.runner.data_workers import note_on_workers
+from lockstep.registry import RUNNERS
+from lockstep.runner import build, resuming, start
+from lockstep.runner.arguments import DEFAULT_OPTIM_WRAPPER, DEFAULT_TRAIN_CFG, RunnerArguments, named_loaders, taking
 from lockstep.runner.evaluation_loops import PredictLoop
 from lockstep.runner.hook import Hook, HookList
 from lockstep.runner.lr_finder import DIVERGENCE, LRSearch, check_range, search_lr
 from lockstep.runner.run import AnyEvalLoop, AnyTrainLoop, Run, TrainRun, Workspace
 from lockstep.strategy import Strategy, build_strategy
 from lockstep.weights import Weights, best_checkpoint_in, load_weights
+from lockstep.weights.export import PretrainedOptions
 from lockstep.weights.loading import REVISE_KEYS
-from lockstep.weights.safetensors_file import MAX_SHARD_SIZE
 
 _BEFORE_A_RUN = {
     **dict.fromkeys(("epoch", "iter", "max_iters"), 0),
-    **dict.fromkeys(("max_epochs", "val_loop", "test_loop", "last_evaluation"), None),
+    **dict.fromkeys(("max_epochs", "val_loop", "test_loop", "predict_loop", "last_evaluation"), None),
 }
 if TYPE_CHECKING:
     _AttributesOfRun = TrainRun
@@ -140,8 +129,7 @@ class Runner(_AttributesOfRun):
         self._load_from = None if args.load_from is None else Weights(locate(args.load_from))
         self._workspace: Workspace | None = None
         self._run: Run | None = None
-        self._has_trained = False
-        self._is_shown = False  # whether visualizers have the config
+        self._spent = ""  # why it can't train any more
 
     @classmethod
     def from_cfg(cls, cfg: Mapping[str, Any]) -> Runner:
@@ -194,17 +182,10 @@ class Runner(_AttributesOfRun):
     ) -> LRSearch:
         """Search a learning rate by updates at rising rates, and leave model, optimizer and data as they were.
 
-        `train()` may follow, and trains as it would have without the search. See `search_lr` for what is done.
-
-        Args:
-            start: the first rate.
-            end: the last rate.
-            steps: number of updates, at least 10.
-            divergence: stop when the smoothed loss exceeds its minimum by this factor.
+        `train()` may follow, as if there had been no search. See `search_lr` for what is done, and the arguments.
 
         Returns:
-            The losses at each rate, and the rate at which the loss falls most steeply. They are in the run's records,
-            and on the page that `lockstep report` writes.
+            The losses at each rate, and the suggested rate; also in the run's records, and in `lockstep report`.
 
         **Collective**: every rank of the job.
 
@@ -224,13 +205,13 @@ class Runner(_AttributesOfRun):
 
         **Collective**: every rank of the job.
         """
-        with self._running(what) as space:
+        with self._running(what, trains=True) as space:
             run = self._train_run(space)
-            self._has_trained = True
+            self._spent = "has failed before its training, in which its model may have changed"
             self._hook_and_load(run)
             start.write_environment(run)
             yield run
-            self._has_trained = False
+            self._spent = ""
 
     @contextmanager
     def training(
@@ -242,15 +223,15 @@ class Runner(_AttributesOfRun):
 
         Args:
             make_train_loop: returns its loop; by default that of `train_cfg`.
-            param_schedulers: its schedulers; by default those of `param_scheduler`.
+            param_schedulers: by default those of `param_scheduler`.
 
         **Collective**: every rank of the job.
         """
-        with self._running("trained") as space, start.told_of_others(space):
+        with self._running("trained", trains=True) as space, start.told_of_others(space):
             run = self._train_run(space, make_train_loop, param_schedulers)
-            self._has_trained = True
+            self._spent = "has trained already"
             self._begin(run)
-            with start.answering(run), run.saving.until_complete():
+            with start.stoppable(run), run.saving.until_complete():
                 yield run
 
     def val(self, checkpoint: str | Path | None = None) -> dict[str, Any]:
@@ -265,22 +246,22 @@ class Runner(_AttributesOfRun):
         Raises:
             ConfigError: there is no such checkpoint, its weights are those of another model, or there are no data.
         """
-        return self._evaluate("val", "validate", "validated", checkpoint)
+        return self._evaluate("val", checkpoint, partial(self._make_eval_loop, "val"))
 
     def test(self, checkpoint: str | Path | None = None) -> dict[str, Any]:
         """Test, and return the metrics, the same on every rank; see `val`.
 
         **Collective**: every rank of the job.
         """
-        return self._evaluate("test", "test", "tested", checkpoint)
+        return self._evaluate("test", checkpoint, partial(self._make_eval_loop, "test"))
 
     def predict(
         self, dataloader: Any = None, *, out_dir: str | Path | None = None, checkpoint: str | Path | None = None
     ) -> list[Any] | None:
         """Return what the model predicts for each sample, in the order of the dataset, each sample once.
 
-        A prediction is what `forward` returns, or the model's own `test_step`; without targets, loss and preprocessing
-        of outputs. What it returns for a batch is split into samples; see `per_sample`. Hooks act as in a test.
+        A prediction is what `forward` returns, or the model's own `test_step`, split into samples; see `per_sample`.
+        Targets and the loss are not needed. Hooks act as in a test.
 
         Args:
             dataloader: a `DataLoader` or the config of one, which may shuffle; by default `test_dataloader`. Its
@@ -299,22 +280,22 @@ class Runner(_AttributesOfRun):
             TypeError: what the model returns can't be split into samples.
         """
         loader = self.args.test_dataloader if dataloader is None else dataloader
-        if loader is None or "" not in named_loaders(loader):
-            raise ConfigError(f"`dataloader` must be one data loader to predict for, but is {loader!r}")
+        if loader is None or "" not in (several := named_loaders(loader)):
+            found = "None" if loader is None else f"several: {', '.join(several)}"
+            raise ConfigError(f"`dataloader` must be one data loader to predict for, but is {found}")
         keeper = Predictions(out_dir)
 
         def make_loop(run: Run) -> AnyEvalLoop:
-            return PredictLoop(run, build.build_loader("test", loader, run, run.data_shard), Evaluator(keeper))
+            own = build.build_loader("test", loader, run, run.data_shard)
+            run.predict_loop = PredictLoop(run, own, Evaluator(keeper))
+            return run.predict_loop
 
-        self._evaluate("test", "predict", "predicted", checkpoint, make_loop)
+        self._evaluate("predict", checkpoint, make_loop)
         return keeper.collected
 
     @property
     def best_checkpoint(self) -> Location | None:
-        """The checkpoint that CheckpointHook has kept by `save_best`, by its first metric if there are several.
-
-        It is that of the last run in the work_dir that has kept one; None if there is none.
-        """
+        """The best checkpoint by the first metric of `save_best`, of the last run in the work_dir that has kept one."""
         return best_checkpoint_in(resuming.checkpoint_folders(self.args))
 
     def register_hook(self, hook: Hook | Mapping[str, Any], priority: str | int | None = None) -> None:
@@ -346,88 +327,57 @@ class Runner(_AttributesOfRun):
         else:
             self._run.load_checkpoint(filename, map_location, strict, revise_keys)
 
-    def save_pretrained(
-        self,
-        save_directory: str | Path,
-        *,
-        max_shard_size: int | str = MAX_SHARD_SIZE,
-        dtype: str | torch.dtype | None = None,
-        prefix: str | None = None,
-        ema: bool | None = None,
-    ) -> None:
+    def save_pretrained(self, save_directory: str | Path, **options: Unpack[PretrainedOptions]) -> None:
         """Write the model's weights as safetensors, and beside them what `from_pretrained` needs, if it has one.
 
-        Of a model of transformers these are its config and generation config; of a model of peft, the active adapter
-        is written, with its config, and nothing else. Of a module that contains one of them, this one is written. Tied
-        weights are written once. Weights that are trained in half precision are written in float32, as their masters.
+        Of a model of transformers these are its configs; of a model of peft, only the active adapter is written, with
+        its config. Of a module that contains one of them, this one is written. Tied weights are written once, and
+        weights that are trained in half precision in float32, as their masters.
 
         Args:
             save_directory: a new or empty folder, or the URL of one that fsspec can open.
-            max_shard_size: the most bytes of a file; more are several files with an index.
-            dtype: convert floating-point weights to it.
-            prefix: write only the part of the model with this name, its weights without the prefix.
-            ema: beside EMAHook, False for the trained weights; by default the averaged ones, as in a checkpoint.
+            **options: see `PretrainedOptions`.
 
-        **Collective**: every rank; rank 0 writes. **Cost**: one all-gather per sharded tensor; memory for one whole
-        tensor at a time. The engines, DeepSpeed and ColossalAI, first copy this rank's rows of all sharded tensors to
-        CPU memory.
+        **Collective**: every rank; rank 0 writes. **Cost**: one all-gather per sharded tensor, and memory for it; of
+        DeepSpeed and ColossalAI, CPU memory for this rank's rows of all sharded tensors.
 
         Raises:
             ConfigError: the folder is not empty or cannot be written, or several parts of the model could be meant.
 
         Example::
 
-            runner.train()
             runner.save_pretrained("my_model")  # then AutoModelForCausalLM.from_pretrained("my_model")
         """
-        self.run.save_pretrained(save_directory, max_shard_size=max_shard_size, dtype=dtype, prefix=prefix, ema=ema)
+        self.run.save_pretrained(save_directory, **options)
 
     @contextmanager
-    def _running(self, what: str) -> Iterator[Workspace]:
+    def _running(self, what: str, *, trains: bool = False) -> Iterator[Workspace]:
         """Log to the run's folder, and close what has been opened, even after an error."""
         began = perf_counter()
-        space = self._workspace = self._workspace or start.open_workspace(
-            self.args, self._load_from, self.message_hub, trains=what == "trained"
-        )
+        space = self._workspace
+        if space is None:
+            space = start.open_workspace(self.args, self._load_from, self.message_hub, trains=trains)
+            self._workspace = space
+        elif trains and not space.trains:
+            start.let_train(space, self._load_from)
         self.message_hub.make_current()
-        # The other ranks write only what rank 0 may not have seen.
-        file, file_level = ("log.txt", "DEBUG") if space.rank == 0 else (f"log_rank{space.rank}.txt", "WARNING")
-        with (
-            in_default_scope(self.args.default_scope),
-            warnings_once(shows_distributed=space.rank == 0),
-            run_logging(
-                space.console,
-                space.run_dir / file,
-                level=self.args.log_level,
-                file_level=file_level,
-                secrets=secrets_in(self.cfg) | secrets_in(os.environ),
-            ),
-        ):
-            self.logger.info(
-                "%s, seed %d, folder %s",
-                start.describe_ranks(space.world_size, get_device()), space.seed, space.run_dir,
-            )  # fmt: skip
-            for key, meant in self.args.misspelt.items():
-                self.logger.warning("the config's key `%s` means nothing here: did you mean `%s`?", key, meant)
+        with start.logging_to_folder(space):
+            failed = True
             try:
                 yield space
+                failed = False
             except Exception as error:
-                error.add_note(start.describe_position(self._run or space))
-                loaders = (self.args.train_dataloader, self.args.val_dataloader, self.args.test_dataloader)
-                if (note := note_on_workers(error, *loaders)) is not None:
-                    error.add_note(note)
+                start.add_notes(error, self._run or space)
                 raise
             finally:
-                (self._run or space).close()
+                (self._run or space).close(failed=failed)
             start.print_summary(self.run, what, perf_counter() - began)
 
     def _check_can_train(self, verb: str) -> None:
         if self.args.train_dataloader is None:
-            raise ConfigError(
-                f"`train_dataloader` must be given to {verb}, but is None. Give a DataLoader, or its config"
-            )
-        if self._has_trained:
-            raise RuntimeError("this Runner has trained already; make another one to train again")
+            raise ConfigError(f"`train_dataloader` must be given to {verb}, but is None: a DataLoader, or its config")
+        if self._spent:
+            raise RuntimeError(f"this Runner {self._spent}; make another one to train again")
 
     def _train_run(
         self,
@@ -438,7 +388,6 @@ class Runner(_AttributesOfRun):
         """Return the run of a rehearsal, or build one; see `training`."""
         if isinstance(self._run, TrainRun):
             return self._run
-        args = self.args
         strategy, model = self._strategy_and_model(training=True)
         optim = self._or_default("optim_wrapper", strategy.own_optim_wrapper or DEFAULT_OPTIM_WRAPPER)
         optim_wrapper, parts = self._prepare(space, strategy, model, optim)
@@ -450,14 +399,8 @@ class Runner(_AttributesOfRun):
         run = self._train_run_type(
             **parts, optim_wrapper=optim_wrapper, train_dataloader=train_dataloader, make_train_loop=make_train_loop
         )
-        if args.auto_scale_lr is not None:
-            build.scale_lr(args.auto_scale_lr, run)
-        options.record_first_options(run)
-        if param_schedulers is None:
-            param_schedulers = build.build_schedulers(args.param_scheduler, run)
-        run.param_schedulers = param_schedulers
-        options.record_config(run)
-        if args.val_dataloader is not None:
+        build.set_schedules(run, param_schedulers)
+        if self.args.val_dataloader is not None:
             self._make_eval_loop("val", run)
         return run
 
@@ -467,7 +410,8 @@ class Runner(_AttributesOfRun):
             return self._run.strategy, self._run.model
         strategy = build_strategy(build.strategy_of(self.args))
         model = build.build_model(self.args, strategy)
-        if training:
+        # A module that is handed in only to be evaluated may have trained already.
+        if training or (self._load_from is None and not isinstance(self.args.model, nn.Module)):
             build.init_weights(model)
         return strategy, model
 
@@ -484,15 +428,14 @@ class Runner(_AttributesOfRun):
 
     def _evaluate(
         self,
-        mode: Literal["val", "test"],
-        verb: str,
-        what: str,
-        checkpoint: str | Path | None = None,
-        make_loop: Callable[[Run], AnyEvalLoop] | None = None,
+        mode: Literal["val", "test", "predict"],
+        checkpoint: str | Path | None,
+        make_loop: Callable[[Run], AnyEvalLoop],
     ) -> dict[str, Any]:
-        if make_loop is None and getattr(self.args, f"{mode}_dataloader") is None:
+        verb = {"val": "validate"}.get(mode, mode)
+        if mode != "predict" and getattr(self.args, f"{mode}_dataloader") is None:
             raise ConfigError(f"`{mode}_dataloader` must be given to {verb}, but is None")
-        with self._running(what) as space:
+        with self._running(f"{verb.removesuffix('e')}ed") as space:
             if checkpoint is not None:
                 found = run_on_main(lambda: start.find_best(self.args)) if checkpoint == "best" else checkpoint
                 self.load_checkpoint(str(found), strict=True)
@@ -500,7 +443,7 @@ class Runner(_AttributesOfRun):
             if run is None:
                 _, parts = self._prepare(space, *self._strategy_and_model(training=False))
                 run = self._run_type(**parts)
-            loop = make_loop(run) if make_loop else getattr(run, f"{mode}_loop") or self._make_eval_loop(mode, run)
+            loop = make_loop(run)
             self._begin(run)
             metrics: dict[str, Any] = loop.run()
             run.call_hook("after_run")
@@ -511,17 +454,18 @@ class Runner(_AttributesOfRun):
         return build.build_loader(mode, getattr(self.args, f"{mode}_dataloader"), space, shard)
 
     def _make_eval_loop(self, mode: Literal["val", "test"], run: Run) -> AnyEvalLoop:
-        """Build the run's validation or test loop."""
-        loop = build.build_eval_loop(mode, run, self._build_loader(mode, run, run.data_shard))
-        setattr(run, f"{mode}_loop", loop)
+        """Return the run's validation or test loop, and build it if there is none."""
+        loop: AnyEvalLoop | None = getattr(run, f"{mode}_loop")
+        if loop is None:
+            loop = build.build_eval_loop(mode, run, self._build_loader(mode, run, run.data_shard))
+            setattr(run, f"{mode}_loop", loop)
         return loop
 
     def _begin(self, run: Run) -> None:
         """Complete the run, open its records, and call `before_run`."""
         self._hook_and_load(run)
         start.write_environment(run)
-        start.begin_records(run, adds_config=not self._is_shown)
-        self._is_shown = True
+        start.begin_records(run)
         run.call_hook("before_run")
 
     def _hook_and_load(self, run: Run) -> None:
@@ -530,9 +474,8 @@ class Runner(_AttributesOfRun):
             return
         run.tell_hub()
         interval = run.val_interval if isinstance(run, TrainRun) and run.max_epochs is None else None
-        for hook in build.default_hooks(self.args.default_hooks, interval):
-            run.register_hook(hook)
-        for hook, priority in self._custom_hooks:
+        default = [(hook, None) for hook in build.default_hooks(self.args.default_hooks, interval)]
+        for hook, priority in [*default, *self._custom_hooks]:
             run.register_hook(hook, priority)
         self._run = run
         if isinstance(run, TrainRun) and (self.args.resume or run.stored is not None):

@@ -66,7 +66,7 @@ class Session:
         load_from: a checkpoint, a folder or a file of weights; see `Runner`.
         **options: further arguments of `Runner`: `launcher`, `env_cfg`, `resume_options`, `randomness`,
             `visualizer`, `default_hooks`, `custom_hooks`, `experiment_name`, `log_level`, `compile`, `default_scope`,
-            `stop_signals`, `prefetch_to_device`, `channels_last`.
+            `auto_scale_lr`, `stop_signals`, `prefetch_to_device`, `channels_last`.
 
     **Collective**: every rank.
 
@@ -103,11 +103,9 @@ class Session:
         load_from: str | Path | None = None,
         **options: Any,
     ) -> None:
-        if taken := sorted(options.keys() & _SET_HERE):
-            raise TypeError(
-                f"Session() takes no {', '.join(taken)}: hand in the model, its optimizer and the data by "
-                "prepare(model, optimizer, dataloader)"
-            )
+        for taken, instead in _DONE_OTHERWISE.items():
+            if given := sorted(options.keys() & taken):
+                raise TypeError(f"Session() takes no {', '.join(given)}: {instead}")
         if (unknown := unknown_argument(options, "Session", _KNOWN)) is not None:
             raise unknown
         self._make_loop = partial(OwnLoop, batch_size_of=batch_size_of)
@@ -128,7 +126,7 @@ class Session:
         self.rank, self.world_size = get_dist_info()
         self.device = torch.device(get_device())
         self._loop: OwnLoop | None = None
-        self._open = ExitStack()
+        self._closing = ExitStack()
         self._is_entered = False
 
     @property
@@ -229,10 +227,10 @@ class Session:
         options = {**self._options, "default_hooks": hooks}
         data = _NO_DATA if dataloader is None else dataloader
         runner = Runner(model, train_dataloader=data, optim_wrapper=optim, **options)
-        run = self._open.enter_context(runner.training(self._make_loop, schedules))
+        run = self._closing.enter_context(runner.training(self._make_loop, schedules))
         assert isinstance(run.train_loop, OwnLoop)
         self._loop = run.train_loop
-        self._open.push(self._loop.save_at_close)
+        self._closing.push(self._loop.save_at_close)
         # While threads can still be started: an `atexit` function comes too late to write a checkpoint. There is no
         # public way (Python 3.11 to 3.14).
         threading._register_atexit(partial(_close_at_exit, weakref.ref(self), os.getpid()))  # type: ignore[attr-defined]
@@ -263,7 +261,7 @@ class Session:
         session is closed after the last epoch; as a context manager, at the end of its block.
         """
         loop = self._prepared()
-        with nullcontext() if self._is_entered else self._open:
+        with nullcontext() if self._is_entered else self._closing:
             yield from loop.epochs(count)
 
     def iterations(self, count: int) -> Iterator[Any]:
@@ -273,7 +271,7 @@ class Session:
         1000th: `default_hooks=dict(checkpoint=dict(interval=...))` chooses another number.
         """
         loop = self._prepared()
-        with nullcontext() if self._is_entered else self._open:
+        with nullcontext() if self._is_entered else self._closing:
             yield from loop.iterations(count)
 
     def step(self, loss: Any, **values: Any) -> None:
@@ -304,13 +302,17 @@ class Session:
                 "come from frozen parameters alone"
             )
         loop.log({**logged, **values})
-        loop.runner.optim_wrapper.update_params(total)
+        self.run.optim_wrapper.update_params(total)
 
     @property
     def is_update(self) -> bool:
         """Whether the last `step` ended in an update: the moment to step a scheduler that counts updates.
 
-        False where float16 has skipped the update, because gradients were not finite.
+        False where float16 has skipped the update, because gradients were not finite. **Cost**: in float16, reading it
+        waits for the update on an accelerator.
+
+        Raises:
+            RuntimeError: `prepare` has not been called.
         """
         wrapper = self.run.optim_wrapper
         return wrapper.should_update() and not wrapper.has_skipped
@@ -347,6 +349,7 @@ class Session:
 
         Raises:
             TypeError: something else is given than tensors with rows.
+            ValueError: they have different numbers of rows.
         """
         for x in tensors:
             if not isinstance(x, Tensor) or x.dim() == 0:
@@ -355,8 +358,15 @@ class Session:
                     f"gather() takes tensors with one row per sample, but got {what} (rank {self.rank} of "
                     f"{self.world_size}). For one value per rank use lockstep.dist.all_gather or all_reduce"
                 )
-        counts, shard = self._prepared().counts, self.run.data_shard
-        gathered = tuple(_in_order(all_gather(x if counts and shard.is_first else x[:0])) for x in tensors)
+        if len({len(x) for x in tensors}) > 1:
+            raise ValueError(
+                "gather() takes tensors with one row per sample, but they have "
+                f"{', '.join(str(len(x)) for x in tensors)} rows (rank {self.rank} of {self.world_size})"
+            )
+        sends = self._prepared().counts and self.run.data_shard.is_first
+        parts = [all_gather(x if sends else x[:0]) for x in tensors]
+        order = _order_of([len(part) for part in parts[0]], tensors[0].device) if parts else None
+        gathered = tuple(torch.cat(part)[order] for part in parts)
         return gathered[0] if len(gathered) == 1 else gathered
 
     def save(self, name: str | None = None, *, async_save: bool = False) -> None:
@@ -386,7 +396,7 @@ class Session:
         self.run.save_pretrained(save_directory, **options)
 
     def stop(self) -> None:
-        """End the training after this epoch. Every rank must call it."""
+        """End the training after this epoch; of `iterations`, after this iteration. Every rank must call it."""
         self._prepared().stop_training = True
 
     def __enter__(self) -> Self:
@@ -394,7 +404,7 @@ class Session:
         return self
 
     def __exit__(self, *exception: Any) -> bool | None:
-        return self._open.__exit__(*exception)
+        return self._closing.__exit__(*exception)
 
     def _prepared(self) -> OwnLoop:
         if self._loop is None:
@@ -435,8 +445,19 @@ class Parts(nn.ModuleDict):
 
 
 _NO_DATA: Mapping[str, Any] = {"dataset": range(1), "sampler": {"type": "InfiniteSampler", "shuffle": False}}
-_SET_HERE = {"model", "optim_wrapper", "train_dataloader", "train_cfg", "param_scheduler", "loss", "cfg"}
-_KNOWN = (ARGUMENTS.keys() - _SET_HERE) | {"accumulative_counts", "batch_size_of", "clip_grad", "amp"}
+_EVALUATION = {f"{mode}_{name}" for mode in ("val", "test") for name in ("dataloader", "evaluator", "cfg")}
+# Arguments of a Runner that a Session has not, and what to do instead.
+_DONE_OTHERWISE = {
+    frozenset(
+        {"model", "optim_wrapper", "train_dataloader", "train_cfg", "param_scheduler", "loss", "cfg"}
+    ): "hand in the model, its optimizer and the data by prepare(model, optimizer, dataloader)",
+    frozenset(
+        _EVALUATION
+    ): "validate by a loop of your own over prepare_evaluation(dataloader), and record by log_metrics()",
+    frozenset({"data_preprocessor", "log_processor"}): "prepare batches, and average what you log(), in the loop",
+}
+_KNOWN = ARGUMENTS.keys() - frozenset().union(*_DONE_OTHERWISE)
+_KNOWN |= {"accumulative_counts", "batch_size_of", "clip_grad", "amp"}
 
 
 @dataclass
@@ -460,12 +481,11 @@ def _close_at_exit(session: weakref.ref[Session], pid: int) -> None:
         found.__exit__(error and type(error), error, None)
 
 
-def _in_order(parts: list[Tensor]) -> Tensor:
-    """Return the rows of all parts: the first of each, then the second of each, and so on.
+def _order_of(counts: list[int], device: torch.device) -> Tensor:
+    """Return the indices of rows in the order of the dataset: the first of each rank, then the second of each.
 
     Example:
-        >>> _in_order([torch.tensor([0, 2, 4]), torch.tensor([1, 3])]).tolist()
+        >>> torch.tensor([0, 2, 4, 1, 3])[_order_of([3, 2], torch.device("cpu"))].tolist()
         [0, 1, 2, 3, 4]
     """
-    rows = torch.cat([torch.arange(len(part), device=part.device) for part in parts])
-    return torch.cat(parts)[rows.argsort(stable=True)]
+    return torch.cat([torch.arange(count, device=device) for count in counts]).argsort(stable=True)

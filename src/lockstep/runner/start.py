@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
 import shlex
 import sys
@@ -32,13 +33,14 @@ from lockstep.dist import (
 from lockstep.errors import ConfigError, DistError, require_known, require_one_of
 from lockstep.evaluator import format_metrics
 from lockstep.location import Location
-from lockstep.logging import JsonLinesSink, MessageHub, open_console
-from lockstep.masking import mask_text, mask_words
+from lockstep.logging import JsonLinesSink, MessageHub, open_console, run_logging, warnings_once
+from lockstep.masking import mask_text, mask_words, secrets_in
 from lockstep.model import ModelWrapper, unwrap_model
+from lockstep.registry import in_default_scope
 from lockstep.registry.signatures import Arguments
 from lockstep.runner import resuming
 from lockstep.runner.arguments import MATMUL_PRECISIONS, RunnerArguments, checked_keys
-from lockstep.runner.data_workers import refuse_script_imported_by_worker
+from lockstep.runner.data_workers import note_on_workers, refuse_script_imported_by_worker
 from lockstep.runner.preemption import stopping_at
 from lockstep.runner.run import Run, TrainRun, Workspace
 from lockstep.runner.seeds import set_randomness
@@ -86,7 +88,42 @@ def open_workspace(
         console=open_console(prints=rank == 0),
         records=JsonLinesSink(run_dir / "metrics.jsonl"),
         message_hub=message_hub,
+        trains=trains,
     )
+
+
+def let_train(space: Workspace, load_from: Weights | None) -> None:
+    """Do what a training needs in addition in a workspace that an evaluation has opened.
+
+    **Collective**: every rank of the job.
+    """
+    args, folders = space.args, resuming.checkpoint_folders(space.args)
+    resuming.check_writable(folders)
+    resuming.clear_drafts(folders[1:])
+    if not args.resume:  # else it has been looked for
+        space.stored, space.skipped = resuming.find_resumption(load_from, folders, asked=False)
+        if space.stored is not None:
+            space.seed = set_randomness(resuming.randomness_of(args.randomness, space.stored))
+    space.trains = True
+
+
+@contextmanager
+def logging_to_folder(space: Workspace) -> Iterator[None]:
+    """Log to the console and to the run's folder, and look up names in the scope that the config says."""
+    args = space.args
+    # The other ranks write only what rank 0 may not have seen.
+    file, file_level = ("log.txt", "DEBUG") if space.rank == 0 else (f"log_rank{space.rank}.txt", "WARNING")
+    secrets = secrets_in(space.cfg) | secrets_in(os.environ)
+    with (
+        in_default_scope(args.default_scope),
+        warnings_once(shows_distributed=space.rank == 0),
+        run_logging(space.console, space.run_dir / file, level=args.log_level, file_level=file_level, secrets=secrets),
+    ):
+        ranks = describe_ranks(space.world_size, get_device())
+        _logger.info("%s, seed %d, folder %s", ranks, space.seed, space.run_dir)
+        for key, meant in args.misspelt.items():
+            _logger.warning("the config's key `%s` means nothing here: did you mean `%s`?", key, meant)
+        yield
 
 
 def find_best(args: RunnerArguments) -> Location:
@@ -217,21 +254,20 @@ def _lock(file: IO[bytes], *, exclusive: bool) -> None:
 
 
 @contextmanager
-def answering(run: TrainRun) -> Iterator[None]:
-    """Let signals stop a training, and a file in the work_dir ask for a checkpoint.
+def stoppable(run: TrainRun) -> Iterator[None]:
+    """Let signals, and a save that fails in the background, stop a training.
 
-    **Collective**: every rank. **Cost**: three threads that sleep, and a connection to the store.
+    **Collective**: every rank. **Cost**: two threads that sleep, and a connection to the store.
 
     Raises:
         ConfigError: `stop_signals` names a signal that does not exist.
     """
     with ExitStack() as opened:
         try:
-            opened.enter_context(run.agreement.opened(run.saving.save_now))
+            opened.enter_context(run.agreement.opened())
         except DistError as error:
-            run.logger.debug("the ranks can't agree on where to stop or to save: %s", error)
+            run.logger.debug("the ranks can't agree on where to stop: %s", error)
         opened.enter_context(stopping_at(run.args.stop_signals, run.agreement))
-        opened.enter_context(run.saving.watching(run.agreement))
         yield
 
 
@@ -284,15 +320,15 @@ def write_environment(run: Run) -> None:
     run_on_main(lambda: _write_environment(run, ranks))
 
 
-def begin_records(run: Run, *, adds_config: bool) -> None:
-    """Open the visualizers, and hand them the config if asked to, its secrets masked.
+def begin_records(run: Run) -> None:
+    """Open the visualizers, and hand them the config, its secrets masked.
 
     **Collective**: every rank; rank 0 opens.
 
     Raises:
         Exception: a visualizer cannot be opened, for whatever reason; PeerError on the other ranks.
     """
-    run_on_main(lambda: _open_visualizer(run, adds_config))
+    run_on_main(lambda: _open_visualizer(run))
 
 
 def _write_environment(run: Run, ranks: list[dict[str, Any]]) -> None:
@@ -301,9 +337,9 @@ def _write_environment(run: Run, ranks: list[dict[str, Any]]) -> None:
         file.write_text(json.dumps(_describe_run(run, ranks), indent=1) + "\n", encoding="utf-8")
 
 
-def _open_visualizer(run: Run, adds_config: bool) -> None:
+def _open_visualizer(run: Run) -> None:
     run.visualizer.open(run.run_dir)
-    if adds_config and isinstance(run.cfg, Mapping):
+    if isinstance(run.cfg, Mapping):
         run.visualizer.add_config((run.cfg if isinstance(run.cfg, Config) else Config(run.cfg)).masked())
 
 
@@ -324,12 +360,15 @@ def describe_ranks(world_size: int, device: str) -> str:
     return f"{world_size} ranks on {device} over {get_backend()}"
 
 
-def describe_position(run: Run | Workspace) -> str:
-    """Return one line on how far a run is, for an error that ends it."""
+def add_notes(error: Exception, run: Run | Workspace) -> None:
+    """Add to an error that ends a run how far that was, and what workers of its data have to do with it."""
     done = run.iter if isinstance(run, Run) else 0
     file = getattr(run.cfg, "filename", None)
     config = "" if file is None else f", config {file}"
-    return f"(rank {run.rank} of {run.world_size}, after {done} iterations{config})"
+    error.add_note(f"(rank {run.rank} of {run.world_size}, after {done} iterations{config})")
+    args = run.args
+    if (note := note_on_workers(error, args.train_dataloader, args.val_dataloader, args.test_dataloader)) is not None:
+        error.add_note(note)
 
 
 def print_summary(run: Run, what: str, seconds: float) -> None:

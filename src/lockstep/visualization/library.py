@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -46,11 +45,15 @@ class LibraryVisualizer(ABC):
             raise RuntimeError(f"{type(self).__name__} must be opened before it is used; a Runner does so")
         return self._opened
 
-    def close(self) -> None:
-        """End what was opened, as failed if an exception is being handled."""
+    def close(self, *, failed: bool = False) -> None:
+        """End what was opened.
+
+        Args:
+            failed: whether the run has ended by an error.
+        """
         opened, self._opened = self._opened, None
         if opened is not None:
-            self._end(opened, failed=sys.exception() is not None)
+            self._end(opened, failed=failed)
 
     @abstractmethod
     def _end(self, held: Any, *, failed: bool) -> None:

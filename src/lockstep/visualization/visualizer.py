@@ -12,6 +12,7 @@ from lockstep.config import Config
 from lockstep.errors import ConfigError, error_in_words
 from lockstep.registry import VISUALIZERS
 from lockstep.visualization.files import as_picture
+from lockstep.visualization.library import LibraryVisualizer
 from lockstep.visualization.tensorboard import TensorBoardVisualizer
 
 
@@ -125,11 +126,18 @@ class Visualizers:
             with self._failure_as_warning(part):
                 add_image(name, image, step)
 
-    def close(self) -> None:
-        """Close all visualizers, even if closing one of them fails, which is a warning too."""
+    def close(self, *, failed: bool = False) -> None:
+        """Close all visualizers, even if closing one of them fails, which is a warning too.
+
+        Args:
+            failed: whether the run has ended by an error, which trackers are told.
+        """
         for part, close in reversed(self._with("close")):
             with self._failure_as_warning(part):
-                close()
+                if isinstance(part, LibraryVisualizer | Visualizers):
+                    close(failed=failed)
+                else:
+                    close()
 
     def _with(self, method: str) -> list[tuple[ShowsScalars, Any]]:
         """Return the visualizers that have a method, each with that method."""

@@ -138,7 +138,14 @@ def export_checkpoint(
 
 
 class PretrainedOptions(TypedDict, total=False):
-    """The options of `Runner.save_pretrained`, which says what they mean."""
+    """The options of `Runner.save_pretrained`.
+
+    Attributes:
+        max_shard_size: the most bytes of a file, 5 GB by default; more are several files with an index.
+        dtype: convert floating-point weights to it.
+        prefix: write only the part of the model with this name, its weights without the prefix.
+        ema: beside EMAHook, False for the trained weights; by default the averaged ones, as in a checkpoint.
+    """
 
     max_shard_size: int | str
     dtype: str | torch.dtype | None

@@ -409,10 +409,10 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         return None if by_epoch else cfg.get("val_interval", DEFAULT_INTERVAL)
 
     @contextmanager
-    def _running(self, what: str) -> Iterator[Workspace]:
+    def _running(self, what: str, *, trains: bool = False) -> Iterator[Workspace]:
         assert self._workspace is not None
         self._workspace.args = self.args
-        with super()._running(what) as space:
+        with super()._running(what, trains=trains) as space:
             yield space
 
 
