@@ -471,6 +471,8 @@ def _log_split(loader: Any, sampler: Any, split: DefaultSampler | ShardedSampler
         if whole is not None and whole % shards and not split.round_up:
             each = f"{whole // shards} or {whole // shards + 1} "
         count += f", {each}on each of {counted(shards, 'rank')}"
+        if whole is not None and whole % shards and split.round_up:
+            count += f", {-whole % shards} repeated"
     if isinstance(split, ShardedSampler):
         count += f" (ShardedSampler in place of {type(sampler).__name__}; {_HOW_TO_SAY})"
     _logger.info("%s: %s", _describe(loader), count)

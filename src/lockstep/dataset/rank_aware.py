@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
 
-from lockstep.dist import all_gather_object
+from lockstep.dist.agreement import differing
 
 _ATTRIBUTES = ("rank", "world_size", "num_replicas", "shard", "process_index", "num_processes")
 _MOST_COMPARED = 1000  # indices
@@ -154,7 +154,7 @@ def _words_in(code: CodeType) -> Iterator[str]:
 
 def _differing(own: Mapping[str, Any]) -> list[str]:
     """Return the names under which some rank has another value than this one, the same names on every rank."""
-    gathered = all_gather_object(own)
+    gathered = differing(own) or []
     names = dict.fromkeys(chain.from_iterable(gathered))
     return [name for name in names if any(values.get(name) != own.get(name) for values in gathered)]
 
