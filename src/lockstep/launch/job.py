@@ -1,12 +1,14 @@
-"""A job's ranks and nodes, and where they meet: `JobSpec`, and the sockets and interfaces of this machine."""
+"""A job's ranks and nodes, and where they meet: `JobSpec`, and the cores, sockets and interfaces of this machine."""
 
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import struct
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
@@ -70,6 +72,17 @@ class JobSpec:
                 f"but is {given}. Example: --rdzv node0:29500"
             )
         return host.strip("[]"), int(port)
+
+
+def usable_cores() -> float:
+    """Return how many cores this process may use at a time: by its affinity and its control group (Linux)."""
+    own = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    for file in (Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")):
+        with suppress(OSError, ValueError):
+            quota, period = [*file.read_text(encoding="utf-8").split(), "100000"][:2]
+            if quota not in ("max", "-1"):
+                return min(own, int(quota) / int(period))
+    return own
 
 
 def listener(host: str, port: int) -> socket.socket:

@@ -31,8 +31,8 @@ class Doctor(RankOptions):
 
     Alone it looks at versions, launcher, variables, host, interfaces, MASTER_PORT, shared memory, limits, cores,
     accelerators and backends. With --nproc, or started by torchrun, mpirun, srun or lockstep launch, the ranks also
-    compare what they have, and measure their clocks and the network between each two. The exit code is 1 after a fault,
-    which is something that contradicts itself or cannot work, and 0 after warnings.
+    meet and compare what they have. The exit code is 1 after a fault, which is something that contradicts itself or
+    cannot work, and 0 after warnings.
     """
 
     json_: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False
