@@ -222,12 +222,17 @@ def test_a_rank_gets_to_clean_up_when_interrupted(scripts):
             print("ready", flush=True)
             time.sleep(60)
         finally:
+            time.sleep(2)
             print("cleaned up", flush=True)
         """
     )
     job = scripts.start(script, "--nproc", "1")
     assert job.stdout.readline() == "ready\n"
     job.send_signal(signal.SIGINT)
+    assert any("once more" in line for line in iter(job.stderr.readline, ""))
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):  # only Ctrl-C once more would not wait
+        time.sleep(0.2)
+        job.send_signal(number)
     assert job.stdout.read() == "cleaned up\n"
     assert job.wait(timeout=30) == 130
 

@@ -98,7 +98,18 @@ def launch(
     with loading_torch():
         from lockstep.launch.elastic import run_ranks  # imports torch
 
-    run_ranks(command, job, additions, max_restarts, logs, payload, rdzv_timeout_seconds, grace_seconds, trains, numa)
+    run_ranks(
+        command,
+        job,
+        additions=additions,
+        max_restarts=max_restarts,
+        logs=logs,
+        payload=payload,
+        rdzv_timeout_seconds=rdzv_timeout_seconds,
+        grace_seconds=grace_seconds,
+        trains=trains,
+        numa=numa,
+    )
 
 
 def _packed(function: Callable[[], object]) -> str:

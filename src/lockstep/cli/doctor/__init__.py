@@ -17,7 +17,7 @@ import typer
 from lockstep.cli.doctor import machine
 from lockstep.cli.doctor.finding import Finding, as_json, print_table, run_checks, worst
 from lockstep.cli.jobs import check_ranks_found
-from lockstep.cli.options import RankOptions, print_error, whole_number
+from lockstep.cli.options import RankOptions, print_error
 from lockstep.errors import ConfigError, LockstepError, counted
 from lockstep.launch import launch
 from lockstep.topology import Topology, topology_if_known
@@ -36,7 +36,7 @@ class Doctor(RankOptions):
     """
 
     json_: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False
-    timeout: Annotated[int, whole_number(1, metavar="SECONDS", help="How long ranks wait for each other.")] = 60
+    timeout: Annotated[int, typer.Option(min=1, metavar="SECONDS", help="How long ranks wait for each other.")] = 60
 
     def run(self) -> None:
         """Look, and print what was found."""
