@@ -251,7 +251,7 @@ def test_a_second_interrupt_ends_a_rank_that_is_deaf_to_the_first(scripts):
     job.send_signal(signal.SIGINT)
     assert any("once more" in line for line in iter(job.stderr.readline, ""))
     job.send_signal(signal.SIGINT)
-    assert job.wait(timeout=10) == 130
+    assert job.wait(timeout=40) == 130  # within the grace of 60 seconds
 
 
 def test_the_first_rank_keeps_the_terminal_and_the_others_write_to_logs(scripts):
