@@ -168,7 +168,7 @@ def memory(name: str, *some: str) -> bool:
     return set(some) <= set(inspect.signature(getattr(torch.cuda.memory, name)).parameters)
 
 
-FLOPS, ELASTIC, AMP = ("diagnostics/mfu.py",), ("launch/elastic.py",), ("optim/amp.py",)
+FLOPS, AMP = ("diagnostics/mfu.py",), ("optim/amp.py",)
 PRIVATE: dict[str, Private] = {
     # Autograd.
     "_C": Private(
@@ -299,8 +299,6 @@ PRIVATE: dict[str, Private] = {
     "_world": Private(
         lambda: isinstance(c10d()._world.pg_map, dict), ("groups.py", "testing/worker.py", "watch/interrupt.py")
     ),
-    # The elastic agent.
-    "_pcontext": Private(lambda: agent()._pcontext is None, ELASTIC),
     # Memory and operators.
     "_record_memory_history": Private(
         lambda: memory("_record_memory_history", "enabled", "max_entries"), ("diagnostics/profiling.py",)

@@ -57,7 +57,7 @@ def test_alone_it_tells_all_in_json_with_keys_that_stay():
         *("shared memory", "limits", "accelerators", "backends", "loopback"),
     } == set(found)
     assert found["torch"]["facts"]["version"] == version("torch")
-    assert found["limits"]["facts"]["nofile"] == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert found["limits"]["facts"]["nofile"] == resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     assert "lo" in [each["name"] for each in found["interfaces"]["facts"]["interfaces"]]
     assert found["cores"]["facts"]["affinity"] == sorted(os.sched_getaffinity(0))
 
@@ -67,7 +67,13 @@ def test_few_open_files(files, status):
     _, found = look(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files)))
     assert found["limits"]["status"] == status
     assert f"only {files} files may be open" in found["limits"]["text"]
-    assert "ulimit -n" in found["limits"]["remedy"]
+    assert "limits.conf" in found["limits"]["remedy"]
+
+
+def test_a_limit_of_open_files_that_init_dist_raises():
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    _, found = look(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard)))
+    assert found["limits"]["status"] == "ok"
 
 
 @pytest.mark.parametrize(("processes", "status"), [(60, "fault"), (500, "warning")])
@@ -87,12 +93,12 @@ def test_more_threads_than_cores():
     assert "OMP_NUM_THREADS to 1" in found["cores"]["remedy"]
 
 
-def test_a_port_that_is_taken_and_by_whom():
+def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         _, found = look(env={"MASTER_PORT": str(port)})
         assert found["port"]["status"] == "fault"
-        assert f"{port} (MASTER_PORT) is in use by process {os.getpid()} (" in found["port"]["text"]
+        assert found["port"]["text"] == f"{port} (MASTER_PORT) is in use"
         assert "Choose another MASTER_PORT" in found["port"]["remedy"]
     _, found = look(env={"MASTER_PORT": str(port)})
     assert found["port"]["text"] == f"{port} (MASTER_PORT) is free"
@@ -159,15 +165,13 @@ def test_ranks_that_cannot_meet():
 
 @pytest.fixture
 def rank_1_differs(tmp_path):
-    """Return a folder for PYTHONPATH that gives rank 1 another clock, another variable and another numpy."""
+    """Return a folder for PYTHONPATH that gives rank 1 another variable and another numpy."""
     (tmp_path / "sitecustomize.py").write_text(
         dedent("""
-            import os, sys, time
+            import os, sys
             if os.environ.get("RANK") == "1":
                 os.environ["NCCL_DEBUG"] = "INFO"
                 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "other"))
-                true_time = time.time
-                time.time = lambda: true_time() + 30
         """)
     )
     other = tmp_path / "other" / "numpy-0.1.2.dist-info"
@@ -184,9 +188,6 @@ def test_ranks_that_differ(rank_1_differs):
     assert differs["status"] == "fault"
     assert f"numpy differs: {version('numpy')} (rank 0), 0.1.2 (rank 1)" in differs["text"]
     assert "NCCL_DEBUG differs: unset (rank 0), INFO (rank 1)" in found["variables over ranks"]["text"]
-    clocks = found["clocks over ranks"]
-    assert (clocks["status"], clocks["facts"]["offset_seconds"]["1"]) == ("warning", pytest.approx(30, abs=5))
-    assert "ahead of that of rank 0" in clocks["text"]
 
 
 @pytest.mark.parametrize("start", ["doctor", "launch", "torchrun"])
@@ -206,10 +207,6 @@ def test_ranks_that_are_alike(start):
     assert told["world_size"] == 2
     assert found["limits"]["ranks"] == [0, 1]
     assert found["devices over ranks"]["facts"]["devices"][1]["device"] in ("cpu", "cuda:1")
-    (pair,) = found["network over ranks"]["facts"]["pairs"]
-    assert (pair["first"], pair["second"]) == (0, 1)
-    assert pair["latency"] > 0
-    assert pair["bandwidth"] > 0
     assert found["hosts over ranks"]["facts"]["hosts"] == [socket.gethostname()] * 2
 
 

@@ -70,12 +70,16 @@ def test_two_ranks_give_the_same_table_once(lockstep, weights):
 
 
 def test_predictions_are_written_for_each_sample(here, lockstep, weights):
-    code, out, err = lockstep("predict", "scored.py", "--checkpoint", weights.name, "--out", "out.pt", "--nproc", "2")
-    assert (code, "written out.pt" in out) == (0, True), err
-    predicted = torch.load("out.pt")
+    code, out, err = lockstep(
+        "predict", "scored.py", "--checkpoint", weights.name, "--out", "new/out.pt", "--nproc", "2"
+    )
+    assert (code, "written new/out.pt" in out) == (0, True), err
+    predicted = torch.load("new/out.pt")
     assert len(predicted) == 8
     assert here("predict", "tested.py", "--checkpoint", weights.name, "--out", "folder")[0] == 0
     assert torch.equal(torch.load("folder/00000007.pt")[0], predicted[7][0])
+    code, _, err = here("predict", "tested.py", "--checkpoint", weights.name, "--out", "new/out.pt/more.pt")
+    assert (code, "`--out` must be a file in a folder that can be created, but new/out.pt cannot" in err) == (1, True)
     code, _, err = here("predict", "tested.py", "--checkpoint", "best", "--out", "folder")
     assert (code, "only where a run has kept its best one" in err) == (1, True)
 

@@ -42,7 +42,7 @@ def test_help_does_not_import_torch(words, tmp_path):
         (["report", "."], 0, "report.html"),
         (["doctor"], 1, "lockstep      │"),
         (["train", "none.py", "--nproc", "2"], 1, "there is no config file"),
-        (["train", "line.py", "--launcher", "torch"], 1, "`launcher` must be one of"),
+        (["train", "none.py", "--launcher", "torch"], 2, "'torch' is not one of"),
         (["train", "line.py", "--nnodes", "2"], 2, "`--rdzv` must be HOST:PORT"),
         (
             ["launch", "line.py", "--numa", "nodes"],

@@ -63,6 +63,18 @@ def test_a_script_keeps_its_own_arguments(words, shown):
     assert invoke(scripted, ScriptCommand, words) == shown
 
 
+def test_an_option_that_the_script_has_too_is_told(tmp_path):
+    script = tmp_path / "s.py"
+    script.write_text('parser.add_argument("--nproc")')
+    said = f"lockstep: --nproc goes to `lockstep launch`; {script}, which has it, too, would get it after --"
+    assert invoke(scripted, ScriptCommand, [str(script), "--nproc", "2"]) == f"{said}\n['{script}'] False 2"
+    assert invoke(scripted, ScriptCommand, ["--nproc", "2", str(script)]) == f"['{script}'] False 2"
+    assert (
+        invoke(scripted, ScriptCommand, [str(script), "--", "--nproc", "2"])
+        == f"['{script}', '--nproc', '2'] False None"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -88,12 +100,13 @@ def test_what_cannot_be_read_is_told(words, says):
         (["launch", "s.py", "--nproc", "3:2"], "1 or more, or a range MIN:MAX of them, but is 3:2"),
         (["train", "c.py", "--nproc", "1:2"], "`--nproc` 1:2 must come with --max-restarts"),
         (["train", "c.py", "--nnodes", "1:2"], "`--nnodes` 1:2 must come with --max-restarts"),
-        (["train", "c.py", "--max-restarts", "-1"], "'--max-restarts': must be a whole number, 0 or more, but is -1"),
-        (["find-batch-size", "c.py", "--updates", "1"], "'--updates': must be a whole number, 2 or more, but is 1"),
-        (["checkpoints", "prune", ".", "--keep", "0.5"], "'--keep': must be a whole number, 1 or more, but is 0.5"),
+        (["train", "c.py", "--max-restarts", "-1"], "Invalid value for '--max-restarts'"),
+        (["find-batch-size", "c.py", "--updates", "1"], "Invalid value for '--updates'"),
+        (["export", "run", "out", "--to", "onnx"], "'onnx' is not one of 'safetensors', 'hf', 'torch'"),
+        (["checkpoints", "prune", ".", "--keep", "0.5"], "Invalid value for '--keep'"),
     ],
 )
-def test_a_number_that_an_option_can_not_take_is_shown(words, says):
+def test_a_value_that_an_option_can_not_take_is_told(words, says):
     result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert says in " ".join(result.output.split())

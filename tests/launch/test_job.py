@@ -25,6 +25,8 @@ def test_an_endpoint_is_host_and_port():
             {"rdzv": "a:1"},
             "`--nnodes`, the number of machines, must be given for several of them, as `--rdzv` is 'a:1'",
         ),
+        ({"nproc": 2, "least_nproc": 3}, "`least_nproc` must be from 1 to `nproc`, 2, but is 3"),
+        ({"nnodes": 2, "rdzv": "a:1", "least_nnodes": 0}, "`least_nnodes` must be from 1 to `nnodes`, 2, but is 0"),
         ({"nnodes": 2}, "but is missing. Example: --rdzv node0:29500"),
         *(
             ({"nnodes": 2, "rdzv": rdzv}, "`--rdzv` must be HOST:PORT")

@@ -9,6 +9,9 @@ import psutil
 import pytest
 
 from lockstep.launch import JobSpec, launch
+from lockstep.launch.job import usable_cores
+
+from .jobs import require
 
 SUM_OF_RANKS = """
     import os, sys, time
@@ -60,12 +63,20 @@ def test_two_ranks_of_a_bare_script_on_loopback_alone(scripts):
 def test_arguments_and_environment_reach_the_script(scripts):
     script = scripts.write("import os, sys\nprint(sys.argv[1:], os.environ['OMP_NUM_THREADS'])")
     code, out, err = scripts.run("--nproc", "1", script, "--lr", "0.1", "${local_rank}", "--", "--nproc", "7")
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     assert code == 0
-    assert out == f"['--lr', '0.1', '${{local_rank}}', '--nproc', '7'] {cores}\n"
-    assert err == f"lockstep: starting 1 rank, OMP_NUM_THREADS={cores} each ({cores} cores); loading torch\n"
+    assert out == f"['--lr', '0.1', '${{local_rank}}', '--nproc', '7'] {int(cores)}\n"
+    assert err == f"lockstep: starting 1 rank, OMP_NUM_THREADS={int(cores)} each ({cores:g} cores); loading torch\n"
     code, out, err = scripts.run(script, "--nproc", "2", env={"OMP_NUM_THREADS": "5"})
     assert (code, out, err) == (0, "[] 5\n[] 5\n", "lockstep: starting 2 ranks; loading torch\n")
+
+
+@require("unshare", root=True, able_to=("unshare", "--mount", "true"))
+def test_ranks_have_the_cores_that_a_container_was_given(scripts):
+    give = "mount -t tmpfs tmpfs /sys/fs/cgroup && echo 100000 100000 > /sys/fs/cgroup/cpu.max"
+    before = ("unshare", "--mount", "sh", "-c", f'{give} && exec "$@"', "sh")
+    _, _, err = scripts.run(scripts.write(""), before=before)
+    assert err == "lockstep: starting 1 rank, OMP_NUM_THREADS=1 each (1 cores); loading torch\n"
 
 
 def test_a_module_runs_too(scripts):
@@ -211,12 +222,17 @@ def test_a_rank_gets_to_clean_up_when_interrupted(scripts):
             print("ready", flush=True)
             time.sleep(60)
         finally:
+            time.sleep(2)
             print("cleaned up", flush=True)
         """
     )
     job = scripts.start(script, "--nproc", "1")
     assert job.stdout.readline() == "ready\n"
     job.send_signal(signal.SIGINT)
+    assert any("once more" in line for line in iter(job.stderr.readline, ""))
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):  # only Ctrl-C once more would not wait
+        time.sleep(0.2)
+        job.send_signal(number)
     assert job.stdout.read() == "cleaned up\n"
     assert job.wait(timeout=30) == 130
 
@@ -235,7 +251,7 @@ def test_a_second_interrupt_ends_a_rank_that_is_deaf_to_the_first(scripts):
     job.send_signal(signal.SIGINT)
     assert any("once more" in line for line in iter(job.stderr.readline, ""))
     job.send_signal(signal.SIGINT)
-    assert job.wait(timeout=10) == 130
+    assert job.wait(timeout=40) == 130  # within the grace of 60 seconds
 
 
 def test_the_first_rank_keeps_the_terminal_and_the_others_write_to_logs(scripts):

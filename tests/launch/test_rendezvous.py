@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
 
 import pytest
 from torch.distributed.elastic.rendezvous import (
@@ -48,8 +49,8 @@ def node(rdzv):
     """Return a function that makes the rendezvous of one of two nodes."""
     made = []
 
-    def node(rank, nnodes=2, seconds=10.0, least=None):
-        rendezvous = NodesRendezvous(JobSpec(1, nnodes, rank, rdzv, None, least), seconds, lambda text: None)
+    def node(rank, nnodes=2, seconds=10.0, least=None, say=lambda text: None):
+        rendezvous = NodesRendezvous(JobSpec(1, nnodes, rank, rdzv, None, least), seconds, say)
         made.append(rendezvous)
         return rendezvous
 
@@ -167,7 +168,8 @@ def test_two_nodes_of_one_rank_are_told(node):
         node(0, nnodes=3, seconds=0.1).next_rendezvous()
     with pytest.raises(RendezvousTimeoutError):
         node(1, nnodes=3, seconds=0.1).next_rendezvous()
-    with pytest.raises(RendezvousError, match="`--node-rank` must be different on each node, but is 1 on two"):
+    says = "`--node-rank` must be different on each node, but is 1 on two of them, or this node's command was started"
+    with pytest.raises(RendezvousError, match=says):
         node(1, nnodes=3).next_rendezvous()
 
 
@@ -252,7 +254,26 @@ def soon(monkeypatch):
     """Let nodes that do not come be given up soon."""
     monkeypatch.setattr(rendezvous, "_SECONDS_PER_BEAT", 0.1)
     monkeypatch.setattr(rendezvous, "_SECONDS_UNTIL_LOST", 1.0)
+    monkeypatch.setattr(rendezvous, "_SECONDS_UNTIL_LOST_AT_THE_END", 1.0)
+    monkeypatch.setattr(rendezvous, "_PATIENCE_SECONDS", 0.3)
     monkeypatch.setattr(rendezvous, "_SECONDS_FOR_MORE", 1.0)
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("least", [None, 1])
+def test_the_first_node_does_not_wait_for_one_that_is_lost_at_the_end(node, least):
+    said = []
+    first, second = node(0, least=least, say=said.append), node(1, least=least)
+    meet(first, second)
+    waits = Thread(target=first.await_others, daemon=True)
+    waits.start()
+    waits.join(2)
+    assert waits.is_alive()  # it waits for a node that works for longer
+    assert said == ["waiting for node 1 to end"]
+    second.shutdown()  # as if it were lost
+    waits.join(30)
+    assert not waits.is_alive()
+    assert said[1:] == ["node 1 is lost after its ranks' last collective: this node ends without it"]
 
 
 def places(infos):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -39,6 +40,17 @@ def test_a_script_finds_what_python_would_give_it(rank, tmp_path, module):
     assert done.stdout == f"__main__ {argv} {tmp_path} False {script}\n"
     assert (done.returncode, done.stderr) == (0, "")
     assert not (tmp_path / "error.json").exists()
+
+
+@pytest.mark.parametrize("module", [False, True])
+def test_a_safe_path_stays_as_it_is(rank, tmp_path, module):
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = rank(
+        "import sys\nprint(sys.path[0])",
+        module=module,
+        env={"PYTHONSAFEPATH": "1", "PYTHONPATH": f"/first{os.pathsep}{path}"},
+    )
+    assert done.stdout == "/first\n"
 
 
 def test_an_error_is_recorded_with_the_frames_of_the_script_alone(rank, tmp_path):

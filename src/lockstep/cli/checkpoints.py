@@ -19,7 +19,6 @@ from lockstep.checkpoint.files import sizes_in
 from lockstep.checkpoint.pointer import read_pointer
 from lockstep.checkpoint.search import CheckpointFolder, check, fault_found_by
 from lockstep.checkpoint.values import decode, leaves, tagged
-from lockstep.cli.options import whole_number
 from lockstep.errors import ConfigError, counted
 from lockstep.location import Location, locate
 from lockstep.masking import printable
@@ -136,7 +135,7 @@ def show(checkpoint: Checkpoint) -> None:
 @checkpoints_app.command()
 def prune(
     directory: Folder,
-    keep: Annotated[int, whole_number(1, help="The number of checkpoints to keep, the newest ones.")],
+    keep: Annotated[int, typer.Option(min=1, metavar="N", help="The number of checkpoints to keep, the newest ones.")],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Remove all checkpoints but the N newest whole ones, and what interrupted saves have left.

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 import typer
 
-from lockstep.cli.options import completing
-from lockstep.errors import ConfigError, counted, require_one_of
+from lockstep.errors import ConfigError, counted
 from lockstep.launch.notices import loading_torch
 
-_TARGETS = ("safetensors", "hf", "torch")  # known without importing torch
 _MIB = 2**20
 
 
@@ -26,10 +24,8 @@ class Export:
     ckpt: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint, the folder of a run, or a work dir.")]
     out: Annotated[str, typer.Argument(metavar="OUT", help="What to write; also a URL, as s3://BUCKET/NAME.")]
     to: Annotated[
-        str,
+        Literal["safetensors", "hf", "torch"],
         typer.Option(
-            metavar="[safetensors|hf|torch]",
-            autocompletion=completing(*_TARGETS),
             help="All weights; what from_pretrained of transformers or peft loads; or a state_dict for torch.load.",
         ),
     ] = "safetensors"
@@ -64,14 +60,13 @@ class Export:
 
     def run(self) -> None:
         """Write the weights, and print what has been written."""
-        require_one_of("--to", self.to, _TARGETS)
         rules = [_rule(text) for text in self.rename or ()]
         with loading_torch("loading torch"):
             from lockstep.weights import describe_left_out, export_checkpoint  # imports torch
         done = export_checkpoint(
             self.ckpt,
             self.out,
-            cast(Literal["safetensors", "hf", "torch"], self.to),
+            self.to,
             best=self.best,
             max_shard_size=self.max_shard_size,
             dtype=self.dtype,

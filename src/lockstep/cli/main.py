@@ -17,7 +17,8 @@ from lockstep.cli.checkpoints import checkpoints_app
 from lockstep.cli.config import check, print_config
 from lockstep.cli.doctor import Doctor
 from lockstep.cli.export import Export
-from lockstep.cli.jobs import FindBatchSize, FindLR, Predict, Test, Train
+from lockstep.cli.finders import FindBatchSize, FindLR
+from lockstep.cli.jobs import Predict, Test, Train
 from lockstep.cli.options import (
     CfgOptionsCommand,
     GraceSeconds,
@@ -73,7 +74,8 @@ def _without_types(parameters: list[Any]) -> list[Any]:
 class Launch(RankOptions):
     """Run any script on several ranks.
 
-    The options may come before or after SCRIPT; everything after -- belongs to the script.
+    The options may come before or after SCRIPT. -- ends them: everything after it belongs to the script. Write it where
+    the script has an option of the same name.
     """
 
     script: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]", help="A script and its arguments.")]

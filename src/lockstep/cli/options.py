@@ -10,6 +10,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -21,32 +22,13 @@ from typer.core import TyperCommand
 
 from lockstep.errors import message_of
 from lockstep.launch import NUMA_MODES, JobSpec
+from lockstep.launch.notices import say
 from lockstep.masking import mask_text, printable
 from lockstep.topology import topology_if_known
 
 _CFG_OPTIONS = "--cfg-options"
 _ASSIGNMENT = re.compile(r"[A-Za-z_][\w.\-]*=")
 _SECONDS_FOR_RANK_0 = 3.0
-
-
-def completing(*names: str) -> Callable[[str], list[str]]:
-    """Return what completes these names in a shell."""
-    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
-
-
-def whole_number(at_least: int, **options: Any) -> Any:
-    """Return an option that takes a whole number; any other value is a usage error that shows the value."""
-
-    def parse(value: str) -> int:
-        try:
-            number = int(value)
-        except ValueError:
-            number = at_least - 1
-        if number < at_least:
-            raise typer.BadParameter(f"must be a whole number, {at_least} or more, but is {value}")
-        return number
-
-    return typer.Option(parser=parse, **{"metavar": "N", **options})
 
 
 class Count(int):
@@ -73,7 +55,6 @@ def _count(value: str | int) -> Count:
 
 
 rank_option = partial(typer.Option, rich_help_panel="Ranks")
-_rank_number = partial(whole_number, rich_help_panel="Ranks")
 
 Nproc = Annotated[
     int | None,
@@ -100,7 +81,7 @@ TrustConfig = Annotated[
     ),
 ]
 GraceSeconds = Annotated[
-    int, _rank_number(0, metavar="SECONDS", help="How long ranks may take to save and end after a signal.")
+    int, rank_option(min=0, metavar="SECONDS", help="How long ranks may take to save and end after a signal.")
 ]
 Numa = Annotated[
     str | None,
@@ -109,7 +90,7 @@ Numa = Annotated[
         help="Bind each rank to CPUs near its GPU, as torchrun does.",
     ),
 ]
-MaxRestarts = Annotated[int, _rank_number(0, help="How often all ranks start again after one failed.")]
+MaxRestarts = Annotated[int, rank_option(min=0, metavar="N", help="How often all ranks start again after one failed.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +106,7 @@ class RankOptions:
             help="Machines of the job; call this on each. MIN:MAX: it goes on without machines that are lost.",
         ),
     ] = 1
-    node_rank: Annotated[int, _rank_number(0, help="Which of the machines this is.")] = 0
+    node_rank: Annotated[int, rank_option(min=0, metavar="N", help="Which of the machines this is.")] = 0
     rdzv: Annotated[
         str | None,
         rank_option(
@@ -194,7 +175,8 @@ class CfgOptionsCommand(TyperCommand):
 class ScriptCommand(TyperCommand):
     """A command that runs a script: its own options may come before and after the script's name.
 
-    All other arguments after the name belong to the script, and so does everything after ``--``.
+    All other arguments after the name belong to the script, and so does everything after ``--``. If the script's text
+    has one of those options, too, as it stands after the name, a line says who gets it.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -202,6 +184,7 @@ class ScriptCommand(TyperCommand):
         takes_value = _options(self)
         own: list[str] = []
         script: list[str] = []
+        late: list[str] = []
         rest = iter(args)
         for arg in rest:
             name, equals, _ = arg.partition("=")
@@ -209,6 +192,7 @@ class ScriptCommand(TyperCommand):
                 script += rest
             elif name in takes_value and (not script or name.startswith("--")):
                 own.append(arg)
+                late += [name] if script else []
                 if takes_value[name] and not equals:
                     value = next(rest, None)
                     if value is None:
@@ -218,6 +202,10 @@ class ScriptCommand(TyperCommand):
                 own.append(arg)  # help, or unknown: the parser reports it
             else:
                 script.append(arg)
+        with suppress(OSError, UnicodeError):  # a module, or no file that can be read
+            text = Path(script[0]).read_text(encoding="utf-8") if late and not ctx.resilient_parsing else ""
+            if taken := ", ".join(name for name in late if f"'{name}'" in text or f'"{name}"' in text):
+                say(f"{taken} goes to `lockstep launch`; {script[0]}, which has it, too, would get it after --")
         return super().parse_args(ctx, [*own, "--", *script])
 
 

@@ -4,7 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+
+def run_job(request: Mapping[str, Any]) -> None:
+    """Run the job for which a command has started this rank."""
+    from lockstep.cli.config import import_from_folder_of
+    from lockstep.cli.finders import FindLR
+    from lockstep.cli.jobs import Predict, Test, Train
+    from lockstep.config import ResolvedConfig
+
+    sys.argv = request["argv"]  # the run records what the user typed
+    options = request["options"]
+    options |= {name: Path(options[name]) for name in ("config", "work_dir", "out") if options.get(name)}
+    job = {"Train": Train, "Test": Test, "Predict": Predict, "FindLR": FindLR}[request["job"]](**options)
+    import_from_folder_of(job.config)
+    cfg = job.read() if request["resolved"] is None else ResolvedConfig(**request["resolved"]).load()
+    cfg.launcher = "pytorch"
+    job.execute(cfg)
+
 
 if __name__ == "__main__":
     asked = json.loads(Path(os.environ.pop("LOCKSTEP_PAYLOAD")).read_text(encoding="utf-8"))
@@ -13,6 +34,4 @@ if __name__ == "__main__":
 
         look_as_rank(asked)
     else:
-        from lockstep.cli.jobs import run_as_rank
-
-        run_as_rank(asked)
+        run_job(asked)

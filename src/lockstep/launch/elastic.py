@@ -27,15 +27,14 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.numa.binding import AffinityMode, NumaOptions
 
 from lockstep.errors import LaunchError, Preempted, counted
-from lockstep.launch.job import JobSpec
+from lockstep.launch.job import STOP_SIGNALS, JobSpec
 from lockstep.launch.ledger import Ledger, RankRecord, seconds_to_await_cause
 from lockstep.launch.notices import say
-from lockstep.launch.processes import OomKills, RankProcesses, iteration_file
+from lockstep.launch.processes import OomKills, RankProcesses
 from lockstep.launch.rendezvous import JobEndedError, NodeFailedError, NodesRendezvous
-from lockstep.launch.sessions import Guard
-from lockstep.launch.worker import ITERATION_FILE, RESUME_SINCE, STOPPED_FILE
+from lockstep.launch.worker import FAILING_FILE, ITERATION_FILE, RESUME_SINCE, iteration_file
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+_SIGNALS = (signal.SIGINT, *STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # of torch's agent; its default lacks SIGUSR1
 _SECONDS_FOR_CAUSE = 3.0  # for another node to say that it failed first
 _SECONDS_TO_END = 3.0  # after SIGTERM, when another rank has failed
@@ -46,6 +45,7 @@ _SECONDS_TO_DIE = 30  # after SIGKILL: a process that waits for a device ends wh
 def run_ranks(
     command: Sequence[str],
     job: JobSpec,
+    *,
     additions: dict[str, str],
     max_restarts: int,
     logs: str | None,
@@ -72,14 +72,9 @@ def run_ranks(
         numa_options=None if numa is None else NumaOptions(AffinityMode(numa)),
     )
     try:
-        with (
-            tempfile.TemporaryDirectory(prefix="lockstep-") as folder,
-            Guard(folder) as guard,
-            _signals_handled(),
-            _torch_quiet(),
-        ):
+        with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, _signals_handled(trains), _torch_quiet():
             setup = _RankSetup(folder, additions, payload, rendezvous)
-            agent = _Agent(spec, setup, guard, logs, grace_seconds, job.least_nproc)
+            agent = _Agent(spec, setup, logs, grace_seconds, job.least_nproc)
             result = agent.run()
     except _PreemptedError:
         rendezvous.await_others()
@@ -95,7 +90,7 @@ def run_ranks(
     except RendezvousError as error:
         raise LaunchError(str(error)) from error
     except SignalException as error:
-        if trains and not agent.has_trained and error.sigval in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        if trains and not (agent.has_trained or agent.has_failed) and error.sigval in (signal.SIGINT, *STOP_SIGNALS):
             rendezvous.give_up(Preempted.EXIT_CODE)
             raise LaunchError(
                 f"{error.sigval.name} came before the first iteration was complete, so that there is nothing to save: "
@@ -109,6 +104,8 @@ def run_ranks(
                 f"; rank {', '.join(map(str, agent.killed))} did not end and had to be killed (--grace-seconds "
                 f"{grace_seconds}), so that a training resumes from the checkpoint before"
             )
+        if agent.has_failed:
+            say(agent.describe())
         say(f"{error.sigval.name}: all ranks were stopped{killed_note}")
         sys.stdout.flush()
         code = 128 + error.sigval
@@ -138,7 +135,6 @@ class _Agent(LocalElasticAgent):
         self,
         spec: WorkerSpec,
         setup: _RankSetup,
-        guard: Guard,
         log_dir: str | None,
         grace_seconds: int,
         least_nproc: int | None,
@@ -147,14 +143,15 @@ class _Agent(LocalElasticAgent):
         self._grace_seconds = grace_seconds
         self._least_nproc = least_nproc
         self._setup = setup
-        self._guard = guard
         self._log_dir = log_dir
         self._processes: RankProcesses | None = None
-        self._since: dict[str, float] = {}  # when a rank was first seen to have failed, or to have been preempted
+        self._failed_since: float | None = None  # when a rank was first seen to have failed
+        self._preempted_since: float | None = None
         self._memory_kills = OomKills()
         self._failed_iteration: int | None = None  # of the last attempt
         self._same_iteration_note = ""  # why the ranks are not started again, if two attempts failed in one iteration
         self.has_trained = False  # whether a rank had trained when a signal stopped the job
+        self.has_failed = False  # whether a rank had failed then
         self.killed: list[int] = []  # those that did not end then
         self.ledger: Ledger
 
@@ -169,6 +166,9 @@ class _Agent(LocalElasticAgent):
                 self.killed = [record.rank for record in self._processes.records if record.was_killed]
                 if all(record.is_preempted for record in self._processes.records):
                     raise _PreemptedError from None
+                if self._setup.failing.exists() and any(record.has_failed for record in self._processes.records):
+                    self.has_failed = True
+                    self._judge()
             raise
 
     def describe(self) -> str:
@@ -179,20 +179,18 @@ class _Agent(LocalElasticAgent):
         )
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._setup.stopped.unlink(missing_ok=True)
-        self._since.clear()
+        self._setup.failing.unlink(missing_ok=True)
+        self._failed_since = self._preempted_since = None
         self._memory_kills = OomKills()
         pids: dict[int, int] = super()._start_workers(worker_group)
-        self._guard.watch(pids.values())
-        assert self._pcontext is not None  # torch's agent shows its processes and their files in no other way (2.13)
-        files = self._pcontext.error_files
+        files = self._setup.error_files
         ranks = [(worker.global_rank, worker.local_rank) for worker in worker_group.workers]
         records = [RankRecord(rank, pids[local], error_file=files[local]) for rank, local in ranks]
         self._processes = RankProcesses(records)
         return pids
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._setup.stopped.touch()  # a rank that would save first must not: others are gone
+        self._setup.failing.touch()  # a rank that would save first must not: others are gone
         super()._stop_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -206,12 +204,14 @@ class _Agent(LocalElasticAgent):
         failed = any(record.has_failed for record in records)
         if not failed and not any(record.is_preempted for record in records):
             return RunResult(state=WorkerState.HEALTHY)
-        since = self._since.setdefault("failed" if failed else "preempted", time.monotonic())
+        now = time.monotonic()
         if failed:
+            since = self._failed_since = self._failed_since or now
             patience = seconds_to_await_cause(records)
         else:  # the ranks that still run are about to stop at the signal, as others have
+            since = self._preempted_since = self._preempted_since or now
             patience = self._grace_seconds if any(record.status is None for record in records) else 0.0
-        if time.monotonic() - since < patience:
+        if now - since < patience:
             return RunResult(state=WorkerState.HEALTHY)
         if not failed and all(record.is_preempted or record.has_left for record in records):
             raise _PreemptedError
@@ -221,7 +221,7 @@ class _Agent(LocalElasticAgent):
     def _end_failed(self, worker_group: WorkerGroup) -> None:
         """End the ranks that run after others have failed, and note the failures."""
         assert self._processes is not None
-        self._setup.stopped.touch()
+        self._setup.failing.touch()
         began = time.monotonic()
         if not any(record.failed_itself for record in self._processes.records):
             self._processes.collect_stacks()
@@ -230,8 +230,7 @@ class _Agent(LocalElasticAgent):
             self._processes.send(signal.SIGKILL, include_reported=False)
             self._processes.wait(began + _SECONDS_TO_CLEAN_UP - time.monotonic())
         self._kill()
-        whole_job = worker_group.group_world_size == 1
-        self.ledger = Ledger(self._processes.records, whole_job=whole_job, memory=self._memory_kills.describe())
+        self._judge()
         total = worker_group.spec.max_restarts
         count = total - self._remaining_restarts + 1
         before, self._failed_iteration = self._failed_iteration, self._processes.iteration_of(self.ledger.culprit)
@@ -252,19 +251,24 @@ class _Agent(LocalElasticAgent):
                 again = f"Starting again with {counted(spec.local_world_size, 'rank')}, as many as are left"
             say(f"{self.describe()}\n\n{again} ({count} of {total}).")
 
+    def _judge(self) -> None:
+        """Find the cause of the failures of this attempt."""
+        assert self._processes is not None
+        whole_job = self.get_worker_group().group_world_size == 1
+        self.ledger = Ledger(self._processes.records, whole_job=whole_job, memory=self._memory_kills.describe())
+
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:  # as torch calls it
-        failed = self._setup.stopped.exists()
+        failed = self._setup.failing.exists()
         if death_sig == signal.SIGINT:
             say("stopping all ranks; a training saves first. Ctrl-C once more does not wait for them")
-        elif not failed and threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGUSR1):  # a second signal must not interrupt the saving
-                signal.signal(number, signal.SIG_IGN)
+        if not failed:
+            _ignore(*STOP_SIGNALS, signal.SIGHUP)  # a second signal must not interrupt the saving, only Ctrl-C
         if self._processes is not None:
             try:
                 self._processes.send(death_sig)
                 self._processes.wait(_SECONDS_TO_END if failed else self._grace_seconds)
-                if not failed and threading.current_thread() is threading.main_thread():
-                    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all have ended for good: nothing to interrupt
+                if not failed:
+                    _ignore(signal.SIGINT)  # all have ended for good: nothing to interrupt
             except SignalException:  # Ctrl-C once more
                 say("killing all ranks")
                 self._kill(seconds=0.0)
@@ -281,7 +285,7 @@ class _Agent(LocalElasticAgent):
         self._processes.close(seconds)
 
     def _exit_barrier(self) -> None:
-        # torch's own barrier waits at most five minutes, and Ctrl-C does not interrupt it.
+        # torch's own barrier says nothing, and Ctrl-C does not interrupt it.
         self._setup.rendezvous.await_others()
 
 
@@ -299,7 +303,8 @@ class _RankSetup(DefaultLogsSpecs):
         rendezvous: the nodes' rendezvous.
 
     Attributes:
-        stopped: a file that is there while the agent stops its ranks.
+        failing: a file that is there while the agent ends its ranks because one has failed, here or on another node.
+        error_files: by local rank, the file in which a rank of this attempt reports its error.
     """
 
     def __init__(
@@ -307,8 +312,9 @@ class _RankSetup(DefaultLogsSpecs):
     ) -> None:
         super().__init__(log_dir=folder)
         self.rendezvous = rendezvous
-        self.stopped = Path(folder, "stopped")
-        self._additions = {**additions, STOPPED_FILE: str(self.stopped)}
+        self.failing = Path(folder, "failing")
+        self.error_files: Mapping[int, str] = {}
+        self._additions = {**additions, FAILING_FILE: str(self.failing)}
         self._again: dict[str, str] = {}
         if payload is not None:
             file = Path(folder, "payload")
@@ -318,6 +324,7 @@ class _RankSetup(DefaultLogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         destinations = super().reify(envs)
+        self.error_files = destinations.error_files
         for local_rank, env in envs.items():
             env[ITERATION_FILE] = str(iteration_file(destinations.error_files[local_rank]))
             # The agent counts only its own node's failures; the attempt number is the same on all nodes.
@@ -327,9 +334,18 @@ class _RankSetup(DefaultLogsSpecs):
         return destinations
 
 
+def _ignore(*numbers: signal.Signals) -> None:
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+
+
 @contextmanager
-def _signals_handled() -> Iterator[None]:
-    """Let torch's agent pass on SIGUSR1, too; restore at the end the signal handlers that it replaces."""
+def _signals_handled(trains: bool) -> Iterator[None]:
+    """Let torch's agent pass on SIGUSR1, too; restore at the end the signal handlers that it replaces.
+
+    But not one of `lockstep train` (`trains`) that calls for a new start as long as nothing has failed.
+    """
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     given = os.environ.get(_SIGNALS_VARIABLE)
     os.environ[_SIGNALS_VARIABLE] = given or ",".join(number.name for number in _SIGNALS)
@@ -340,7 +356,8 @@ def _signals_handled() -> Iterator[None]:
             del os.environ[_SIGNALS_VARIABLE]
         with suppress(ValueError):  # not the main thread: the agent has replaced nothing
             for number, handler in before.items():
-                signal.signal(number, handler)
+                is_stale = trains and number in STOP_SIGNALS and callable(handler)
+                signal.signal(number, signal.SIG_DFL if is_stale else handler)
 
 
 @contextmanager

@@ -1,17 +1,22 @@
-"""A job's ranks and nodes, and where they meet: `JobSpec`, and the sockets and interfaces of this machine."""
+"""A job's ranks and nodes, and where they meet: `JobSpec`, and the cores, sockets and interfaces of this machine."""
 
 from __future__ import annotations
 
 import errno
+import os
+import signal
 import socket
 import struct
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
 FUNCTION = "--function"
 """What a rank is started with in the place of a script, when `launch` was given a function."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""Beside Ctrl-C, what asks a training to save and to stop."""
 NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 """What a rank may be bound to: the values of `torch.numa.binding.AffinityMode`, which is not imported here."""
 
@@ -45,6 +50,9 @@ class JobSpec:
         for name, count in (("--nproc", self.nproc), ("--nnodes", self.nnodes)):
             if count < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {count}")
+        for name, least, most in (("nproc", self.least_nproc, self.nproc), ("nnodes", self.least_nnodes, self.nnodes)):
+            if least is not None and not 1 <= least <= most:
+                raise ValueError(f"`least_{name}` must be from 1 to `{name}`, {most}, but is {least}")
         if self.nnodes == 1 and (self.rdzv is not None or self.node_rank > 0):
             given = f"`--rdzv` is {self.rdzv!r}" if self.rdzv is not None else f"`--node-rank` is {self.node_rank}"
             raise ValueError(
@@ -70,6 +78,17 @@ class JobSpec:
                 f"but is {given}. Example: --rdzv node0:29500"
             )
         return host.strip("[]"), int(port)
+
+
+def usable_cores() -> float:
+    """Return how many cores this process may use at a time: by its affinity and its control group (Linux)."""
+    own = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    for file in (Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")):
+        with suppress(OSError, ValueError):
+            quota, period = [*file.read_text(encoding="utf-8").split(), "100000"][:2]
+            if quota not in ("max", "-1"):
+                return min(own, int(quota) / int(period))
+    return own
 
 
 def listener(host: str, port: int) -> socket.socket:

@@ -34,8 +34,6 @@ _DEADLY = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.
 # Other ranks may report that a process is gone before the launcher learns of its end.
 _SECONDS_TO_LEARN_OF_END = 0.5
 _STATES = {
-    "R": "computing",
-    "S": "waiting",
     "D": "waiting for a disk, a network or a device",
     "t": "stopped by a debugger",
 }
@@ -95,7 +93,6 @@ class RankRecord:
         signals: the signals that the launcher has sent to it.
         signalled: when the launcher sent the first of them, or `STACK_SIGNAL`; infinity if it has sent none.
         state: the letter of its state in /proc when the cause was determined; "T" is stopped.
-        first_look: when that state was first looked at, by `time.monotonic`, and the processor time used until then.
         stack: where it was then, as a traceback.
         error_file: the file in which it reports its error.
     """
@@ -108,7 +105,6 @@ class RankRecord:
     signals: list[signal.Signals] = field(default_factory=list)
     signalled: float = float("inf")
     state: str = ""
-    first_look: tuple[float, float] | None = None
     stack: str = ""
     error_file: str = ""
 

@@ -1,4 +1,4 @@
-"""Lines for the person who started a job, on stderr, among them one before the import of torch, which takes seconds."""
+"""Lines for the person who started a job, on stderr, and Ctrl-C during the import of torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from importlib.abc import MetaPathFinder
+from contextlib import contextmanager
 from types import FrameType
 
 from lockstep.masking import printable
@@ -20,11 +19,10 @@ def say(text: str) -> None:
 
 @contextmanager
 def loading_torch(text: str | None = None) -> Iterator[None]:
-    """Print a line as soon as something within this block imports torch, and let Ctrl-C interrupt only after the block.
+    """Print a line before a block that imports torch, and let Ctrl-C interrupt only after the block.
 
-    A timer could not print the line: while the shared libraries load, no other thread can run. A `KeyboardInterrupt`
-    inside torch's C++ initialization is lost or aborts the process (torch 2.13). A second Ctrl-C does not wait. If
-    torch has been imported already, the block does nothing.
+    A `KeyboardInterrupt` inside torch's C++ initialization is lost or aborts the process (torch 2.13). A second Ctrl-C
+    does not wait. If torch has been imported already, this does nothing.
 
     Args:
         text: the line; None prints none.
@@ -35,17 +33,8 @@ def loading_torch(text: str | None = None) -> Iterator[None]:
     if "torch" in sys.modules:
         yield
         return
-    finder = _BeforeTorch(text)
-    sys.meta_path.insert(0, finder)
-    try:
-        with _interrupted_afterwards():
-            yield
-    finally:
-        finder.remove()
-
-
-@contextmanager
-def _interrupted_afterwards() -> Iterator[None]:
+    if text is not None:
+        say(text)
     usual = signal.getsignal(signal.SIGINT)
     if usual is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
         yield
@@ -64,20 +53,3 @@ def _interrupted_afterwards() -> Iterator[None]:
         signal.signal(signal.SIGINT, usual)
     if interrupted:
         raise KeyboardInterrupt
-
-
-class _BeforeTorch(MetaPathFinder):
-    """Finds no module, but is asked for each."""
-
-    def __init__(self, text: str | None) -> None:
-        self._text = text
-
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
-        if fullname == "torch":
-            self.remove()
-            if self._text is not None:
-                say(self._text)
-
-    def remove(self) -> None:
-        with suppress(ValueError):
-            sys.meta_path.remove(self)

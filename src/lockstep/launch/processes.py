@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from lockstep.launch.ledger import RankRecord, Report
-from lockstep.launch.sessions import end_sessions, state_of
-from lockstep.launch.worker import STACK_SIGNAL, read_iteration, stack_file
+from lockstep.launch.worker import STACK_SIGNAL, iteration_file, read_iteration, stack_file
 
 _PROC = Path("/proc")
-_CGROUPS = Path("/sys/fs/cgroup")
 _POLL_SECONDS = 0.02
 _SECONDS_FOR_STACK = 0.5
-# A rank computes if it uses at least `_BUSY_SHARE` of one core. Samples over less than `_MIN_SECONDS` do not count.
-_MIN_SECONDS = 0.5
-_BUSY_SHARE = 0.05
 _SECONDS_FOR_WATCHER = 0.5
+_SECONDS_TO_DIE = 5.0
 _FRAMES_OF_START = ("<frozen runpy>", f"{os.sep}launch{os.sep}worker.py")
 
 
@@ -53,7 +50,7 @@ class RankProcesses:
         if any(record.has_failed for record in self.records):
             for record in self.records:
                 if record.is_silent and record.status is None and not record.was_signalled:
-                    _note_state(record)
+                    record.state = _stat(record.pid)[0]
 
     def iteration_of(self, rank: int) -> int | None:
         """Return how many iterations a rank has completed, or None if it has not said so."""
@@ -123,15 +120,10 @@ class RankProcesses:
             seconds: the grace period between SIGTERM and SIGKILL.
         """
         if not self._is_closed:
-            end_sessions({record.pid for record in self.records}, seconds)
+            _end_sessions({record.pid for record in self.records}, seconds)
         self._is_closed = True
         for watcher in self._watchers:
             watcher.join(_SECONDS_FOR_WATCHER)
-
-
-def iteration_file(error_file: str) -> Path:
-    """Return the file to which a rank writes how far it has come, beside the one for its error."""
-    return Path(error_file).with_name("iteration")
 
 
 def _watch(record: RankRecord) -> None:
@@ -155,19 +147,46 @@ def _note_end(record: RankRecord) -> None:
         record.status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
-def _note_state(record: RankRecord) -> None:
-    """Note whether a rank that runs is stopped, computes, or waits.
+def _members(sessions: Collection[int]) -> list[int]:
+    """Return the processes of these sessions that have not ended (Linux)."""
+    if sys.platform != "linux":
+        return []
+    fields = {int(entry): _stat(int(entry)) for entry in os.listdir(_PROC) if entry.isdecimal()}
+    return [
+        pid
+        for pid, (state, _, _, session, *_) in fields.items()
+        if int(session) in sessions and state not in ("", "Z", "X")
+    ]
 
-    One sample is not enough: a busy rank may just be waiting for a thread or a core. So its CPU time over half a
-    second decides.
+
+def _end_sessions(sessions: Collection[int], seconds: float) -> None:
+    """End all processes of these sessions.
+
+    Args:
+        sessions: numbers of the sessions: the processes that began them.
+        seconds: how long they may take to end at SIGTERM, before they are killed.
     """
-    now = time.monotonic()
-    record.state, used = state_of(record.pid)
-    if record.first_look is None:
-        record.first_look = now, used
-    seconds, before = now - record.first_look[0], record.first_look[1]
-    if record.state in ("R", "S") and seconds > _MIN_SECONDS:
-        record.state = "R" if used - before > _BUSY_SHARE * seconds else "S"
+    # SIGTERM is sent twice, because data loader workers of the Runner ignore the first one.
+    half = seconds / 2
+    for number, patience in ((signal.SIGTERM, half), (signal.SIGTERM, half), (signal.SIGKILL, _SECONDS_TO_DIE)):
+        deadline = time.monotonic() + patience
+        signalled: set[int] = set()
+        while left := _members(sessions):
+            for pid in set(left) - signalled:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, number)
+                    os.kill(pid, signal.SIGCONT)
+            signalled.update(left)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on (state, parent, group, session); "" and 0 if it is gone."""
+    with suppress(OSError):
+        return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    return ["", "0", "0", "0"]
 
 
 def _script_frames(stack: str) -> str:
@@ -177,42 +196,28 @@ def _script_frames(stack: str) -> str:
 
 
 class OomKills:
-    """Counts the processes that the kernel has killed for lack of memory since its creation."""
+    """Counts the processes of this machine that the kernel has killed for lack of memory since its creation."""
 
     def __init__(self) -> None:
-        self._before = _oom_kill_counts()
+        self._before = _oom_kills()
 
     def describe(self) -> str:
         """Return what is known about the cause of a SIGKILL that the launcher did not send."""
-        kills = [count - self._before[path] for path, count in _oom_kill_counts().items() if path in self._before]
-        if not kills:
+        before, now = self._before, _oom_kills()
+        if before is None or now is None:
             return "The launcher did not send it. Where nobody else did, the machine may have run out of memory."
-        if max(kills) > 0:
+        if now > before:
             return (
-                f"The machine, or the job's share of it, ran out of memory: the kernel has killed {max(kills)} of its "
-                "processes meanwhile. Try a smaller batch, fewer data loader workers, or more memory."
+                "The machine, or the job's share of it, ran out of memory: the kernel has killed "
+                f"{now - before} of the machine's processes meanwhile. Try a smaller batch, fewer data loader "
+                "workers, or more memory."
             )
         return "The launcher did not send it, nor did the kernel for lack of memory: somebody else did."
 
 
-def _oom_kill_counts() -> dict[Path, int]:
-    """Return how often the kernel has killed for lack of memory: in this control group, and on the machine."""
-    found = {}
-    for path in (_PROC / "vmstat", *_cgroup_files()):
-        with suppress(OSError, ValueError, StopIteration):
-            lines = path.read_text().splitlines()
-            found[path] = next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
-    return found
-
-
-def _cgroup_files() -> list[Path]:
-    """Return the files that count the kills in this process's control group, of version 1 or 2."""
-    with suppress(OSError):
-        for line in (_PROC / "self" / "cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            below = path.lstrip("/")
-            if controllers == "memory":
-                return [_CGROUPS / "memory" / below / "memory.oom_control"]
-            if not controllers and (_CGROUPS / below / "memory.events").exists():
-                return [_CGROUPS / below / "memory.events"]
-    return []
+def _oom_kills() -> int | None:
+    """Return how often the kernel has killed for lack of memory, of the machine or a control group; None: unknown."""
+    with suppress(OSError, ValueError, StopIteration):
+        lines = (_PROC / "vmstat").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+    return None

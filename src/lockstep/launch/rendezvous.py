@@ -21,6 +21,7 @@ _PATIENCE_SECONDS = 5.0  # then print what is missing
 _SECONDS_TO_READ = 1.0
 _SECONDS_PER_BEAT = 1.0
 _SECONDS_UNTIL_LOST = 10.0  # without a heartbeat
+_SECONDS_UNTIL_LOST_AT_THE_END = 60.0  # when this node has nothing else to do, and to leave would end the others
 _SECONDS_FOR_MORE = 30.0  # at the beginning of a job, when enough nodes have come
 _MEMBERS = "members"  # the key of an attempt that has begun: the port of its ranks' store, and the nodes' tokens
 
@@ -55,8 +56,9 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
       until the ranks are restarted for whatever reason.
     - Say which node gave up first, and with which exit code: the job ends with it on all nodes.
 
-    If nodes may be lost (`--nnodes MIN:MAX`), each one but node 0 shows by a heartbeat that it is alive. At the
-    beginning of an attempt node 0 waits for those that are; whoever is not there then may take part in a later one.
+    Each node but node 0 shows by a heartbeat that it is alive. At the end node 0 waits for those that are. If nodes may
+    be lost (`--nnodes MIN:MAX`), it does so at the beginning of an attempt, too; whoever is not there then may take
+    part in a later one.
 
     Args:
         job: the nodes of the job.
@@ -104,7 +106,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         if self._store is None:
             return 0
         try:
-            if self._read_closed():
+            if self._acknowledge_closed():
                 return 1
             if not PrefixStore(f"attempt_{self.attempt + 1}", self._store).check(["begun"]):
                 return 0
@@ -114,13 +116,13 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         return 1
 
     def await_others(self) -> None:
-        """Mark this node as done; on node 0, which owns the store, wait until all are done or one gives up."""
+        """Mark this node as done; on node 0, which owns the store, wait until all are done or lost, or one gives up."""
         if self._store is None:
             return
         with suppress(DistError):
             self._store.set(f"done_{self._job.node_rank}", "")
             if self._job.node_rank == 0:
-                self._poll(lambda: self._all_done() or self._read_closed(), float("inf"))
+                self._wait(self._unfinished, float("inf"))
                 if len(self._members) < self._job.nnodes:
                     time.sleep(_SECONDS_TO_READ)  # for a node that waits to take part
 
@@ -136,9 +138,9 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
             return own, exit_code
         try:
             if self._job.nnodes > 1:
-                self._poll(self._read_closed, seconds_for_others)
+                self._poll(self._acknowledge_closed, seconds_for_others)
             self._store.compare_set("closed", "", f"{own} {exit_code}")
-            closed = self._read_closed()
+            closed = self._acknowledge_closed()
             if self._ranks_store is not None:  # node 0, and all have come: they must still read who gave up
                 self._poll(self._all_done, _PATIENCE_SECONDS)
         except DistError:
@@ -181,17 +183,18 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
     def _join(self, store: TCPStore, deadline: float) -> tuple[PrefixStore, int]:
         """Begin the next attempt in which this node takes part; return its store, and the port of its ranks' store."""
         self._agree_on_number(store)
-        node, is_fixed = self._job.node_rank, self._job.least_nnodes is None
-        if not is_fixed and self._heartbeats is None:
-            self._heartbeats = _Heartbeats(store)
-            if node != 0:
-                self._heartbeats.begin(node, self._token, self._connect())
+        node = self._job.node_rank
+        if not self._is_fixed:
+            self._begin_heartbeats(store)
         is_late = False
         while True:
             attempt = PrefixStore(f"attempt_{self.attempt}", store)
             claimed = attempt.compare_set(f"node_{node}", "", self._token).decode()
-            if is_fixed and claimed != self._token:
-                raise _same_rank_error(node)
+            if self._is_fixed and claimed != self._token:
+                raise rendezvous.RendezvousError(
+                    f"{_same_rank(node)}, or this node's command was started again. Then start it anew on all nodes"
+                )
+            self._begin_heartbeats(store)
             if self._is_member:
                 attempt.set("begun", "")
             if is_late and not attempt.check([_MEMBERS]):
@@ -205,6 +208,12 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
                 return attempt, port
             is_late = True
             self.attempt += 1
+
+    def _begin_heartbeats(self, store: Store) -> None:
+        if self._heartbeats is None:
+            self._heartbeats = _Heartbeats(store)
+            if self._job.node_rank != 0:
+                self._heartbeats.begin(self._job.node_rank, self._token, self._connect())
 
     def _agree_on_number(self, store: Store) -> None:
         least, most = self._job.least_nnodes, self._job.nnodes
@@ -222,10 +231,10 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
 
         def missing() -> str:
             nodes = self._awaited(attempt, since)
-            if nodes and (closed := self._read_closed()):
+            if nodes and (closed := self._acknowledge_closed()):
                 raise NodeFailedError(*closed)
             for node in nodes:
-                if store.check([f"done_{node}"]) and (self._heartbeats is None or self._job.node_rank != 0):
+                if store.check([f"done_{node}"]) and (self._is_fixed or self._job.node_rank != 0):
                     if is_late:
                         raise JobEndedError("the job has ended without this node")
                     raise rendezvous.RendezvousClosedError(f"node {node} has finished already and cannot start again")
@@ -239,13 +248,14 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         """Return the nodes that this one awaits in an attempt, to which it came at `since`."""
         nodes = range(self._job.nnodes)
         absent = [node for node in nodes if not attempt.check([f"node_{node}"])]
-        if self._heartbeats is None and absent:
+        if self._is_fixed and absent:
             return absent
         if self._job.node_rank != 0:
             return [] if attempt.check([_MEMBERS]) else [0]
-        if self._heartbeats is None:
+        if self._is_fixed:
             return []
-        alive = self._heartbeats.alive(nodes)
+        assert self._heartbeats is not None
+        alive = self._heartbeats.alive(nodes, _SECONDS_UNTIL_LOST)
         self._here = here = alive - set(absent)
         may_be_starting = self.attempt == 0 and time.monotonic() < since + _SECONDS_FOR_MORE
         if len(here) < (self._job.least_nnodes or 0) or may_be_starting:
@@ -255,7 +265,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
     def _begin(self, attempt: PrefixStore) -> None:
         """On node 0: begin an attempt, with a new store for the ranks, and say which nodes take part."""
         # Those that were there when the wait for them ended; a second look at the heartbeats might find fewer.
-        here = sorted(range(self._job.nnodes) if self._heartbeats is None else self._here)
+        here = sorted(range(self._job.nnodes) if self._is_fixed else self._here)
         self._ranks_store = self._serve(0)
         tokens = {node: attempt.get(f"node_{node}").decode() for node in here}
         attempt.set(_MEMBERS, json.dumps((self._ranks_store.port, tokens)))
@@ -263,7 +273,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
             names = ", ".join(map(str, here))
             self._say(f"{len(here)} of at most {self._job.nnodes} nodes take part: node {names}")
 
-    def _read_closed(self) -> tuple[int, int] | None:
+    def _acknowledge_closed(self) -> tuple[int, int] | None:
         """Return which node has given up, if any, and its exit code; let node 0 know that it may leave."""
         assert self._store is not None
         if not self._store.check(["closed"]):
@@ -272,6 +282,20 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         self._closed = int(node), int(code)
         self._store.set(f"done_{self._job.node_rank}", "")
         return self._closed
+
+    def _unfinished(self) -> str:
+        """Return in words which nodes are alive and have not ended; "" if there are none, or one has given up."""
+        assert self._store is not None
+        assert self._heartbeats is not None
+        left = {node for node in self._members if not self._store.check([f"done_{node}"])}
+        if not left or self._acknowledge_closed():
+            return ""
+        alive = left & self._heartbeats.alive(sorted(left), _SECONDS_UNTIL_LOST_AT_THE_END)
+        if not alive:
+            names = ", ".join(map(str, sorted(left)))
+            self._say(f"node {names} is lost after its ranks' last collective: this node ends without it")
+            return ""
+        return f"node {', '.join(map(str, sorted(alive)))} to end"
 
     def _all_done(self) -> bool:
         assert self._store is not None
@@ -296,6 +320,11 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
                 said = True
                 self._say(f"waiting for {what}")
             time.sleep(_POLL_SECONDS)
+
+    @property
+    def _is_fixed(self) -> bool:
+        """Whether the job needs all of its nodes."""
+        return self._job.least_nnodes is None
 
     @property
     def use_agent_store(self) -> bool:
@@ -347,26 +376,26 @@ class _Heartbeats:
         if before := self._read(node):
             time.sleep(3 * _SECONDS_PER_BEAT)
             if self._read(node) != before:
-                raise _same_rank_error(node)
+                raise rendezvous.RendezvousError(_same_rank(node))
 
         def beat() -> None:
             count = 0
             with suppress(Exception):  # node 0 is gone, which the main thread notices, too
-                while not self._is_ended.is_set():
-                    connection.set(f"beat_{node}", f"{token} {count}")
+                while not self._is_ended.wait(_SECONDS_PER_BEAT):
                     count += 1
-                    self._is_ended.wait(_SECONDS_PER_BEAT)
+                    connection.set(f"beat_{node}", f"{token} {count}")
 
+        connection.set(f"beat_{node}", f"{token} 0")
         threading.Thread(target=beat, name="lockstep-heartbeat", daemon=True).start()
 
-    def alive(self, nodes: Sequence[int]) -> set[int]:
+    def alive(self, nodes: Sequence[int], patience_seconds: float) -> set[int]:
         """Return node 0, and the nodes of which a new heartbeat has come lately."""
         found, now = {0}, time.monotonic()
         for node in nodes:
             if beat := self._read(node):
                 before, when = self._beats.get(node, ("", now))
                 self._beats[node] = beat, when if beat == before else now
-                if now < self._beats[node][1] + _SECONDS_UNTIL_LOST:
+                if now < self._beats[node][1] + patience_seconds:
                     found.add(node)
         return found
 
@@ -379,5 +408,5 @@ class _Heartbeats:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
 
-def _same_rank_error(node: int) -> rendezvous.RendezvousError:
-    return rendezvous.RendezvousError(f"`--node-rank` must be different on each node, but is {node} on two of them")
+def _same_rank(node: int) -> str:
+    return f"`--node-rank` must be different on each node, but is {node} on two of them"

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from lockstep.errors import LaunchError, counted, require_one_of
-from lockstep.launch.job import FUNCTION, NUMA_MODES, JobSpec, interface_towards
+from lockstep.launch.job import FUNCTION, NUMA_MODES, JobSpec, interface_towards, usable_cores
 from lockstep.launch.notices import loading_torch, say
 from lockstep.output import tolerate_closed_output
 
@@ -30,7 +30,7 @@ def launch(
     """Run a script, a module or a function on several ranks, and return when all of them have succeeded.
 
     On one node, all sockets listen only on the loopback interface. Local rank 0 prints to the terminal. Ctrl-C and
-    SIGTERM reach every rank, and no rank outlives this process.
+    SIGTERM reach every rank, and on Linux no rank outlives this process.
 
     Args:
         command: what comes after ``python``: a script, or ``-m`` and a module, and its arguments. Or a function without
@@ -86,10 +86,10 @@ def launch(
     additions = {}
     if "OMP_NUM_THREADS" not in os.environ:
         # torch would start as many threads as there are cores, in every rank.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = max(1, cores // job.nproc)
+        cores = usable_cores()
+        threads = max(1, int(cores) // job.nproc)
         additions["OMP_NUM_THREADS"] = str(threads)
-        starting += f", OMP_NUM_THREADS={threads} each ({cores} cores)"
+        starting += f", OMP_NUM_THREADS={threads} each ({cores:g} cores)"
     say(starting if "torch" in sys.modules else f"{starting}; loading torch")
     interface = interface_towards(job.endpoint()[0])
     if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -98,7 +98,18 @@ def launch(
     with loading_torch():
         from lockstep.launch.elastic import run_ranks  # imports torch
 
-    run_ranks(command, job, additions, max_restarts, logs, payload, rdzv_timeout_seconds, grace_seconds, trains, numa)
+    run_ranks(
+        command,
+        job,
+        additions=additions,
+        max_restarts=max_restarts,
+        logs=logs,
+        payload=payload,
+        rdzv_timeout_seconds=rdzv_timeout_seconds,
+        grace_seconds=grace_seconds,
+        trains=trains,
+        numa=numa,
+    )
 
 
 def _packed(function: Callable[[], object]) -> str:

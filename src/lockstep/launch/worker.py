@@ -14,8 +14,8 @@ What it adds to `python SCRIPT`:
   follows the failure of another rank.
 - So is an error that lockstep raises when the process ends, because the ranks have made different calls.
 - At a signal of the agent (`STACK_SIGNAL`) it writes where it is, even if it hangs.
-- How many iterations its training has completed stands in a small file that it maps into its memory (`ITERATION_FILE`):
-  the agent restarts no job that fails in the same iteration again.
+- How many iterations its training has completed stands in a small file (`ITERATION_FILE`): the agent restarts no job
+  that fails in the same iteration again.
 
 It does not import torch, so that the script can still set variables that torch reads when it is imported.
 """
@@ -39,7 +39,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from mmap import mmap
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Literal
@@ -59,7 +58,7 @@ from lockstep.masking import mask_text, printable
 from lockstep.output import tolerate_closed_output
 
 # Their frames come before those of the user's script in a traceback, which leaves them out.
-_OUTER_PACKAGES = {"lockstep", "lockstep.cli", "lockstep.launch", "typer", "typer._click"}
+_OUTER_PACKAGES = {"lockstep", "lockstep.cli", "lockstep.launch", "typer", "typer._click", "click"}
 # Parts of torch's messages when another rank does not come in time, in a script that does not use lockstep.
 _TIMEOUT_MESSAGES = ("Timed out waiting", "wait timeout after")
 _MOST_SHOWN = 20_000  # characters of the beginning of a traceback, and as many of its end
@@ -70,8 +69,8 @@ STACK_SIGNAL = signal.SIGRTMAX if sys.platform == "linux" else None
 """At this signal a rank writes its stack to `stack_file`."""
 ITERATION_FILE = "LOCKSTEP_ITERATION_FILE"
 """Variable that names the file in which a rank says how many iterations it has completed."""
-STOPPED_FILE = "LOCKSTEP_STOPPED_FILE"
-"""Variable that names a file: it is there while the agent stops its ranks because one has failed."""
+FAILING_FILE = "LOCKSTEP_FAILING_FILE"
+"""Variable that names a file: it is there while the agent ends its ranks because one has failed."""
 RESUME_SINCE = "LOCKSTEP_RESUME_SINCE"
 """Variable of ranks of a training that were restarted: when the job began, in seconds since 1970."""
 
@@ -118,21 +117,29 @@ def stack_file(error_file: str) -> Path:
     return Path(error_file).with_name("stack")
 
 
+def iteration_file(error_file: str) -> Path:
+    """Return the file to which a rank writes how far it has come, beside the one for its error."""
+    return Path(error_file).with_name("iteration")
+
+
 def iteration_reporter() -> Callable[[int], None]:
     """Return a function that tells the launcher, if one asks, how many iterations this rank has completed.
 
-    **Cost** of a call: 8 bytes in memory, without a system call.
+    **Cost** of a call: 8 bytes to a file.
     """
     path = os.environ.get(ITERATION_FILE)
-    if path:
-        with suppress(OSError):  # a full disk must not end a training
-            memory = _mapped(path)
+    if not path:
+        return lambda iteration: None
+    try:
+        file = _opened(path)
+    except OSError:  # a full disk must not end a training
+        return lambda iteration: None
 
-            def report(iteration: int) -> None:
-                memory[:] = iteration.to_bytes(_ITERATION_BYTES, "little")
+    def report(iteration: int) -> None:
+        with suppress(OSError):
+            os.pwrite(file, iteration.to_bytes(_ITERATION_BYTES, "little"), 0)
 
-            return report
-    return lambda iteration: None
+    return report
 
 
 def read_iteration(path: str | Path) -> int | None:
@@ -159,16 +166,8 @@ def end_soon(code: int) -> None:
 
 
 @cache
-def _mapped(path: str) -> mmap:
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        os.pwrite(file, bytes(_ITERATION_BYTES), 0)  # so that the disk has room for what the memory is written to
-        return mmap(file, _ITERATION_BYTES)
-    except OSError:
-        os.ftruncate(file, 0)  # better nothing than a number that never changes
-        raise
-    finally:
-        os.close(file)
+def _opened(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
 def _die_with(agent: int) -> None:
@@ -205,15 +204,21 @@ def _write_stack_on_signal() -> None:
 def _run(target: list[str]) -> None:
     if target[0] == "-m":
         sys.argv = target[1:]
-        sys.path[0] = os.getcwd()
+        _import_from(os.getcwd())
         runpy.run_module(target[1], run_name="__main__", alter_sys=True)
     elif target[0] == FUNCTION:
         sys.argv = target
         _call(Path(os.environ.pop("LOCKSTEP_PAYLOAD")).read_text(encoding="utf-8"))
     else:
         sys.argv = target
-        sys.path[0] = str(Path(target[0]).resolve().parent)
+        _import_from(str(Path(target[0]).resolve().parent))
         runpy.run_path(target[0], run_name="__main__")
+
+
+def _import_from(folder: str) -> None:
+    """Let modules be imported from a folder as `python` does, in the place of the one that `-m` has put there."""
+    if not sys.flags.safe_path:  # else Python has put none there, and a script finds none in its folder
+        sys.path[0] = folder
 
 
 def _call(packed: str) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 from lockstep.dist import get_dist_info
 from lockstep.errors import ConfigError, Preempted, did_you_mean
-from lockstep.launch.worker import STOPPED_FILE
+from lockstep.launch.worker import FAILING_FILE
 from lockstep.watch.board import pauses
 from lockstep.watch.watch import side_store
 
@@ -273,7 +273,7 @@ def stopping_at(signals: Sequence[str], agreement: Agreement) -> Iterator[None]:
 
 def _stop_or_end(agreement: Agreement, name: str, rank: int) -> None:
     """Ask all ranks to stop; end this process instead if the agent stops it because of a failure elsewhere."""
-    if os.path.exists(os.environ.get(STOPPED_FILE, "")):
+    if os.path.exists(os.environ.get(FAILING_FILE, "")):
         os._exit(128 + signal.Signals[name])
     agreement.ask(f"{name} on rank {rank}")
 

@@ -17,7 +17,7 @@ import typer
 from lockstep.cli.doctor import machine
 from lockstep.cli.doctor.finding import Finding, as_json, print_table, run_checks, worst
 from lockstep.cli.jobs import check_ranks_found
-from lockstep.cli.options import RankOptions, print_error, whole_number
+from lockstep.cli.options import RankOptions, print_error
 from lockstep.errors import ConfigError, LockstepError, counted
 from lockstep.launch import launch
 from lockstep.topology import Topology, topology_if_known
@@ -31,12 +31,12 @@ class Doctor(RankOptions):
 
     Alone it looks at versions, launcher, variables, host, interfaces, MASTER_PORT, shared memory, limits, cores,
     accelerators and backends. With --nproc, or started by torchrun, mpirun, srun or lockstep launch, the ranks also
-    compare what they have, and measure their clocks and the network between each two. The exit code is 1 after a fault,
-    which is something that contradicts itself or cannot work, and 0 after warnings.
+    meet and compare what they have. The exit code is 1 after a fault, which is something that contradicts itself or
+    cannot work, and 0 after warnings.
     """
 
     json_: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False
-    timeout: Annotated[int, whole_number(1, metavar="SECONDS", help="How long ranks wait for each other.")] = 60
+    timeout: Annotated[int, typer.Option(min=1, metavar="SECONDS", help="How long ranks wait for each other.")] = 60
 
     def run(self) -> None:
         """Look, and print what was found."""

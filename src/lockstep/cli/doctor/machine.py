@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 from lockstep.cli.doctor.finding import Finding, Status, summarise
 from lockstep.errors import TopologyError, counted
 from lockstep.launch import JobSpec
-from lockstep.launch.job import LOOPBACK, address_of, answers, interface_towards
-from lockstep.masking import mask_words
+from lockstep.launch.job import LOOPBACK, address_of, answers, interface_towards, usable_cores
 from lockstep.topology import infer_launcher, read_topology, topology_if_known
 from lockstep.version import __version__
 
@@ -38,7 +37,6 @@ _FEW_FILES, _TOO_FEW_FILES = 1024, 128
 _FEW_PROCESSES, _TOO_FEW_PROCESSES = 1024, 64
 _IFF_UP, _IFF_LOOPBACK = 0x1, 0x8  # in /sys/class/net/NAME/flags
 _PATIENCE_SECONDS = 2.0
-_LISTENS = "0A"  # in /proc/net/tcp
 
 
 def versions() -> list[Finding]:
@@ -119,14 +117,14 @@ def shared_memory(env: Mapping[str, str]) -> Finding:
 def limits(env: Mapping[str, str]) -> Finding:
     """Check the limits of open files, processes and locked memory."""
     ranks = topology_if_known(env).world_size
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)  # `init_dist` raises the soft limit to the hard one
     memory, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     others: list[tuple[Status, str, str]] = []
     if _below(files, _FEW_FILES + 2 * ranks):
         status: Status = "fault" if _below(files, _TOO_FEW_FILES + 2 * ranks) else "warning"
         says = f"only {files} files may be open; each connection to a rank and each tensor of a worker needs one"
-        others.append((status, says, "Say `ulimit -n 65536`, or env_cfg=dict(resource_limit=65536) in the config."))
+        others.append((status, says, "Ask the administrator for more (limits.conf, `docker run --ulimit`)."))
     if _below(processes, _FEW_PROCESSES) and os.geteuid() != 0:
         status = "fault" if _below(processes, _TOO_FEW_PROCESSES) else "warning"
         says = f"only {processes} processes and threads of this user may run"
@@ -162,17 +160,6 @@ def cores(env: Mapping[str, str]) -> Finding:
         text += ", more than that: threads wait for each other"
         return Finding("cores", text, "warning", f"Set OMP_NUM_THREADS to {int(usable) or 1} at most.", facts)
     return Finding("cores", text, facts=facts)
-
-
-def usable_cores() -> float:
-    """Return how many cores this process may use at a time: by its affinity and its control group."""
-    own = float(len(affinity()) or os.cpu_count() or 1)
-    for file in (Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")):
-        with suppress(OSError, ValueError):
-            quota, period = [*file.read_text(encoding="utf-8").split(), "100000"][:2]
-            if quota not in ("max", "-1"):
-                return min(own, int(quota) / int(period))
-    return own
 
 
 def affinity() -> list[int]:
@@ -293,10 +280,8 @@ def port(env: Mapping[str, str]) -> Finding:
     why = _why_not(number)
     if why is None:
         return Finding("port", f"{number} (MASTER_PORT) is free", facts={"port": number, "is_free": True})
-    owner = _owner(number)
-    says = f"{number} (MASTER_PORT) {why}" + (f" by {owner}" if owner else "")
-    remedy = "Choose another MASTER_PORT, the same for all ranks, or end that process; on one node, unset it."
-    return Finding("port", says, "fault", remedy, {"port": number, "is_free": False, "owner": owner or None})
+    remedy = f"Choose another MASTER_PORT, the same for all ranks, or see by `ss -ltnp sport = :{number}` who has it."
+    return Finding("port", f"{number} (MASTER_PORT) {why}", "fault", remedy, {"port": number, "is_free": False})
 
 
 def _interfaces() -> Iterator[Interface]:
@@ -314,25 +299,6 @@ def _why_not(number: int) -> str | None:
     except OSError as error:
         return "is in use" if error.errno == errno.EADDRINUSE else f"cannot be listened at ({error.strerror})"
     return None
-
-
-def _owner(number: int) -> str:
-    """Return which process listens at a port, as far as this user may know; an empty string if nobody does."""
-    sockets = set()
-    for table in ("tcp", "tcp6"):
-        with suppress(OSError):
-            for line in Path("/proc/net", table).read_text(encoding="ascii").splitlines()[1:]:
-                columns = line.split()
-                if columns[3] == _LISTENS and int(columns[1].rpartition(":")[2], 16) == number:
-                    sockets.add(f"socket:[{columns[9]}]")
-    if not sockets:
-        return ""
-    for process in Path("/proc").iterdir():
-        with suppress(OSError):
-            if process.name.isdecimal() and any(os.readlink(file) in sockets for file in (process / "fd").iterdir()):
-                words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                return f"process {process.name} ({' '.join(mask_words(words)).strip()[:100]})"
-    return "a process of another user"
 
 
 def accelerators(env: Mapping[str, str]) -> Finding:
