@@ -157,6 +157,7 @@ def test_aim_on_two_ranks(trainings: dict[str, Training]):
         assert run["hparams"] == {"model": {"type": "Net", "depths": [2, 4]}, "seed": 0}
         assert dict(run["losses"]) == pytest.approx(losses(folder))
         assert run["images"] == [[2, 5, 4]]
+        assert run["texts"] == [[2, "forty-two"]]
 
 
 def test_clearml(trainings: dict[str, Training]):
