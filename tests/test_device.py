@@ -56,6 +56,12 @@ def test_the_stats_are_those_of_the_current_device() -> None:
     assert 0 <= stats.allocated_bytes <= stats.peak_bytes <= (stats.total_bytes or stats.peak_bytes)
 
 
+@pytest.mark.parametrize("other", ["meta", torch.device("mps" if get_device() != "mps" else "cuda")])
+def test_memory_of_a_device_of_another_type_is_refused(other: str | torch.device) -> None:
+    with pytest.raises(ValueError, match=f"`device` must be of type .*cpu, but is '{other}'"):
+        memory_stats(other)
+
+
 def test_figures_that_a_device_does_not_keep_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def lacks(*_: object) -> int:
         raise RuntimeError("Allocator for device is not a DeviceAllocator")
@@ -64,14 +70,14 @@ def test_figures_that_a_device_does_not_keep_are_left_out(monkeypatch: pytest.Mo
     for name in ("memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.accelerator, name, lambda *_: 7)
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lacks)
-    device._keeps_figures.cache_clear()
+    device._counts_memory.cache_clear()
     assert memory_stats(0) == device.MemoryStats("xpu:0", 7, 7, None)
     assert peak_memory() == 7
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lacks)  # alone, as a device may have the other
-    device._keeps_figures.cache_clear()
+    device._counts_memory.cache_clear()
     assert peak_memory() is None
     assert memory_stats(0).device == "cpu"
-    device._keeps_figures.cache_clear()
+    device._counts_memory.cache_clear()
 
 
 def test_the_peak_of_cuda_memory_is_zero_without_cuda_and_starts_anew_with_each_call() -> None:

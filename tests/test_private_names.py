@@ -310,6 +310,8 @@ PRIVATE: dict[str, Private] = {
         name: Private(operator(name), FLOPS)
         for name in (
             *("_cudnn_rnn", "_cudnn_rnn_backward", "_grouped_mm", "_int_mm", "_scaled_grouped_mm", "_trilinear"),
+            *("_scaled_mm_v2", "_scaled_grouped_mm_v2", "_foreach_mm", "_sparse_addmm", "_sparse_semi_structured_mm"),
+            *("_sparse_semi_structured_addmm", "_sparse_semi_structured_linear"),
             *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"),
             "_scaled_dot_product_flash_attention_for_cpu",
             "_scaled_dot_product_flash_attention_for_cpu_backward",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import reprlib
+import sys
 from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
@@ -80,20 +82,25 @@ def memory_stats(device: torch.device | str | int | None = None) -> MemoryStats:
     resident set of the process, its high-water mark and the machine's physical memory. If an accelerator's allocator
     keeps no figures, those of the CPU are returned; `MemoryStats.device` is then ``"cpu"``.
 
+    Args:
+        device: the CPU or an accelerator of this process, or the index of one; by default the current one.
+
+    Raises:
+        ValueError: it is a device of another type, such as ``"meta"``.
+
     Source: `torch.accelerator.memory_allocated`, `max_memory_allocated`, `get_memory_info` (torch 2.9); getrusage(2).
     """
-    accelerator = _accelerator()
-    if isinstance(device, str):
-        device = torch.device(device)
-    if accelerator is None or (isinstance(device, torch.device) and device.type == "cpu"):
+    kind = get_device()
+    wanted = torch.device(kind, device) if isinstance(device, int) else torch.device(device or kind)
+    if wanted.type not in ("cpu", kind):
+        raise ValueError(
+            f"`device` must be of type {' or '.join(dict.fromkeys((kind, 'cpu')))}, but is {str(wanted)!r}"
+        )
+    if wanted.type == "cpu" or not _counts_memory(kind):
         return _process_memory()
-    if not _keeps_figures(accelerator.type):
-        return _process_memory()
-    index = device.index if isinstance(device, torch.device) else device
-    if index is None:
-        index = torch.accelerator.current_device_index()
+    index = torch.accelerator.current_device_index() if wanted.index is None else wanted.index
     return MemoryStats(
-        device=f"{accelerator.type}:{index}",
+        device=f"{kind}:{index}",
         allocated_bytes=torch.accelerator.memory_allocated(index),
         peak_bytes=torch.accelerator.max_memory_allocated(index),
         total_bytes=_total_bytes(index),
@@ -109,7 +116,7 @@ def peak_memory() -> int | None:
     accelerator = _accelerator()
     if accelerator is None:
         return _peak_resident_bytes()
-    return torch.accelerator.max_memory_allocated() if _keeps_figures(accelerator.type) else None
+    return torch.accelerator.max_memory_allocated() if _counts_memory(accelerator.type) else None
 
 
 def moment(device: torch.device) -> Moment:
@@ -148,7 +155,7 @@ def seconds_between(first: Moment, second: Moment) -> float:
         return float("nan")
 
 
-def pins_memory() -> bool:
+def can_pin_memory() -> bool:
     """Return whether torch's loaders can put batches into pinned memory, from which an accelerator copies by itself."""
     accelerator = _accelerator()
     return accelerator is not None and accelerator.type != "mps"  # there torch's loader only warns (2.13)
@@ -207,10 +214,10 @@ def cast_data_device(data: Any, device: torch.device | str, out: Any = None) -> 
     return out
 
 
-def copy_into(data: Tensor, result: Tensor) -> None:
-    """Copy `result`, of any shape with as many elements, into `data`, without recording it in the autograd graph."""
+def copy_into(target: Tensor, values: Tensor) -> None:
+    """Copy `values`, of any shape with as many elements, into `target`, without recording it in the autograd graph."""
     with torch.no_grad():
-        data.copy_(result.reshape(data.shape))
+        target.copy_(values.reshape(target.shape))
 
 
 def _accelerator() -> torch.device | None:
@@ -219,7 +226,7 @@ def _accelerator() -> torch.device | None:
 
 
 @cache
-def _keeps_figures(accelerator: str) -> bool:
+def _counts_memory(accelerator: str) -> bool:
     # An allocator that is no `c10::DeviceAllocator`, as a third-party device may have, can't be asked (torch 2.13).
     try:
         torch.accelerator.max_memory_allocated()
@@ -242,8 +249,6 @@ def _is_available(name: str) -> bool:
 
 
 def _process_memory() -> MemoryStats:
-    import os
-
     page_bytes = os.sysconf("SC_PAGE_SIZE")
     peak_bytes = _peak_resident_bytes()
     try:
@@ -262,7 +267,6 @@ def _process_memory() -> MemoryStats:
 
 def _peak_resident_bytes() -> int:
     import resource  # which Windows does not have
-    import sys
 
     # ru_maxrss is in KiB on Linux and in bytes on macOS.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

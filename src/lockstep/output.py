@@ -16,69 +16,69 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+_ESCAPES = "backslashreplace"
+_FAILING = ("strict", "surrogateescape", "surrogatepass")  # what Python chooses by itself, too, and may raise an error
+
 
 class _Lossy(io.FileIO):
     """A file that drops what can't be written."""
 
     def write(self, data: ReadableBuffer, /) -> int:
+        view, written = memoryview(data).cast("B"), 0
         with suppress(OSError):
-            while (written := super().write(data)) is None:  # the other end of a pipe has set it to not block
-                select.select([], [self], [])
-            return written
-        return memoryview(data).nbytes
+            while written < len(view):  # of a pipe that somebody has set to not block, it may be a part, or nothing
+                part = super().write(view[written:])
+                if part is None:
+                    select.select([], [self], [])
+                written += part or 0
+        return len(view)
 
 
 def tolerate_closed_output() -> None:
     """Let `sys.stdout` and `sys.stderr` drop what can't be written, and escape what their encoding lacks.
 
-    Streams that somebody has put in their place, as pytest and notebooks do, stay as they are.
+    Streams that somebody has put in their place, as pytest and notebooks do, stay as they are; so does what somebody
+    has chosen for letters that the encoding lacks (`PYTHONIOENCODING=ascii:replace`).
     """
-    if not _is_open(0):
-        _open_null_device(0)
+    try:
+        os.fstat(0)
+    except OSError:
+        _open_null_device()
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         if stream is None:  # it was closed when the interpreter started
-            setattr(sys, name, _stream(_open_null_device(number)))
+            setattr(sys, name, _stream(_open_null_device()))
         elif stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper):
             with suppress(OSError):
                 stream.flush()
             is_unbuffered = isinstance(stream.buffer, io.RawIOBase)  # python -u
-            setattr(sys, name, _stream(number, stream.encoding, stream.line_buffering, is_unbuffered))
+            errors = _ESCAPES if stream.errors in _FAILING else stream.errors
+            setattr(sys, name, _stream(number, stream.encoding, errors, stream.line_buffering, is_unbuffered))
 
 
 def _stream(
-    number: int, encoding: str = "utf-8", line_buffering: bool = False, is_unbuffered: bool = False
+    number: int,
+    encoding: str = "utf-8",
+    errors: str | None = _ESCAPES,
+    line_buffering: bool = False,
+    is_unbuffered: bool = False,
 ) -> io.TextIOWrapper:
     raw = _Lossy(number, "wb", closefd=False)
     return io.TextIOWrapper(
         raw if is_unbuffered else io.BufferedWriter(raw),
         encoding,
-        "backslashreplace",
+        errors,
         line_buffering=line_buffering,
         write_through=is_unbuffered,
     )
 
 
-def _open_null_device(number: int) -> int:
-    """Open the null device, and return its descriptor: `number`, if that is closed.
+def _open_null_device() -> int:
+    """Open the null device, and return its descriptor, the lowest free one: the one that was closed, if that still is.
 
     A standard descriptor must not stay closed: the next file to be opened would get its number, and what a library in C
     prints would be written into that file.
     """
-    was_open = _is_open(number)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    if was_open:  # another file has got its number meanwhile
-        return nowhere
-    if nowhere != number:
-        os.dup2(nowhere, number)
-        os.close(nowhere)
+    number = os.open(os.devnull, os.O_RDWR)
     os.set_inheritable(number, True)
     return number
-
-
-def _is_open(number: int) -> bool:
-    try:
-        os.fstat(number)
-    except OSError:
-        return False
-    return True

@@ -78,8 +78,7 @@ def train(folder: Path, what: str) -> dict[str, Any]:
     if dist.get_rank() != 0:
         return {}
     records = [json.loads(line) for line in (runner.run_dir / "metrics.jsonl").read_text().splitlines()]
-    times = [json.loads(line) for line in (runner.run_dir / "ranks.jsonl").read_text().splitlines()]
-    return {"slow": [record for record in records if record["mode"] == "straggler"], "times": times}
+    return {mode: [record for record in records if record["mode"] == mode] for mode in ("straggler", "train")}
 
 
 def main(folder: Path) -> None:

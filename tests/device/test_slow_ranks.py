@@ -20,14 +20,14 @@ def found(tmp_path_factory: pytest.TempPathFactory, start: Start) -> dict[str, A
 
 @pytest.mark.parametrize("what", FAULTS)
 def test_the_slow_rank_and_what_is_slow_are_named(found: dict[str, Any], what: str) -> None:
-    slow = found[what]["slow"]
+    slow = found[what]["straggler"]
     assert [(row["rank"], row["part"]) for row in slow] == ([(1, PARTS[what])] if what in PARTS else [])
     assert all(row["begin"] >= BEGIN - 9 and row["lost"] > 0.5 * SECONDS for row in slow)
 
 
 @pytest.mark.parametrize("what", PARTS)
 def test_what_the_other_rank_waits_is_no_wait_for_data(found: dict[str, Any], what: str) -> None:
-    times = found[what]["times"][-1]
-    assert times["comm_time"][0] > 0.5 * SECONDS > times["comm_time"][1]
-    assert times["data_time"][0] < 0.5 * SECONDS
-    assert min(times["time"]) > 0.5 * SECONDS
+    means = found[what]["train"][-1]  # over both ranks
+    assert means["comm_time"] > 0.25 * SECONDS
+    assert means["data_time"] < (0.75 if what == "data" else 0.25) * SECONDS
+    assert means["time"] > 0.5 * SECONDS

@@ -359,7 +359,7 @@ def snapshots(work_dir: Path) -> tuple[list[str], dict[str, Any]]:
 
 def utilization(work_dir: Path) -> tuple[float, dict[str, Any]]:
     """Return the FLOPs of a sample, and the last record of a run with MFU."""
-    runner = five_iterations(work_dir, MFUHook(peak_flops="measure"))
+    runner = five_iterations(work_dir, MFUHook(peak_flops=1e15))
     runner.train()
     record = json.loads((runner.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     return record["flops_per_second"] / record["samples_per_second"], record

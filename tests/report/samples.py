@@ -17,11 +17,6 @@ def val_record(iteration: int, **metrics: Any) -> dict[str, Any]:
     return {"mode": "val", "epoch": iteration // 50, "iter": iteration, **metrics}
 
 
-def rank_row(iteration: int, *, time: tuple[float, ...] = (0.02, 0.02), **more: Any) -> dict[str, Any]:
-    waits = {"data_time": [0.002] * len(time), "comm_time": [0.005] * len(time)}
-    return {"iter": iteration, "count": 10, "time": list(time), **waits, **more}
-
-
 def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
@@ -29,7 +24,6 @@ def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
 def write_run(
     folder: Path,
     records: Iterable[dict[str, Any]] | None = None,
-    ranks: Iterable[dict[str, Any]] = (),
     environment: dict[str, Any] | None = None,
     config: str = "",
 ) -> Path:
@@ -39,8 +33,6 @@ def write_run(
         records = [train_record(step, samples_per_second=5000.0, memory_mib=400.0) for step in range(10, 101, 10)]
         records += [val_record(50, accuracy=91.25), val_record(100, accuracy=97.5)]
     write_lines(folder / "metrics.jsonl", records)
-    if ranks:
-        write_lines(folder / "ranks.jsonl", ranks)
     if environment is not None:
         (folder / "environment.json").write_text(json.dumps(environment))
     if config:
@@ -62,8 +54,7 @@ def write_whole_run(folder: Path) -> Path:
         "units": {"accuracy": "%"},
         "ranks": [host, host],
     }
-    ranks = [rank_row(step, time=(0.02, 0.02 + step / 10_000)) for step in range(10, 101, 10)]
-    return write_run(folder, ranks=ranks, environment=environment, config="work_dir = 'runs'  # here\nlr = 1e-3\n")
+    return write_run(folder, environment=environment, config="work_dir = 'runs'  # here\nlr = 1e-3\n")
 
 
 def search_record(step: int, *, lr: float, loss: Any, **more: Any) -> dict[str, Any]:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.report import page_html, read_run
+from lockstep.report import read_run
 
 from .samples import search_record, train_record, write_run, write_search
-from .test_page import Page
+from .test_page import Page, html_of, page_of
 
 
 def test_a_search_has_a_picture_and_a_tile(tmp_path: Path):
-    html = page_html(read_run(write_search(tmp_path / "run")))
+    html = html_of(write_search(tmp_path / "run"))
     page = Page(html)
     assert "Search for a learning rate one update at each rate" in page.texts["h2"]
     assert ("aria-label", "Loss over learning rate: 0.01 is suggested") in page.attributes
@@ -30,13 +30,13 @@ def test_a_search_has_a_picture_and_a_tile(tmp_path: Path):
 def test_the_last_of_two_searches_is_shown_beside_the_training(tmp_path: Path):
     first = [search_record(step, lr=0.1 * step, loss=1.0, suggestion=0.1) for step in (1, 2)]
     second = [search_record(step, lr=0.01 * step, loss=1.0, suggestion=None) for step in (1, 2, 3)]
-    run = read_run(write_run(tmp_path / "run", [*first, *second, train_record(10), train_record(20)]))
-    assert [record["lr"] for record in run.lr_search] == pytest.approx([0.01, 0.02, 0.03])
-    page = Page(page_html(run))
+    folder = write_run(tmp_path / "run", [*first, *second, train_record(10), train_record(20)])
+    assert [record["lr"] for record in read_run(folder).lr_search] == pytest.approx([0.01, 0.02, 0.03])
+    page = page_of(folder)
     assert ("aria-label", "Loss over learning rate: no rate is suggested") in page.attributes
     assert "suggested learning rate" not in page.texts["dt"]
     assert len(page.values["charts"]) > 0
-    assert page.values["across"] == [10, 20]
+    assert page.values["across"] == [0, 20]
 
 
 @pytest.mark.parametrize(
@@ -51,5 +51,5 @@ def test_the_last_of_two_searches_is_shown_beside_the_training(tmp_path: Path):
     ],
 )
 def test_records_that_make_no_picture(tmp_path: Path, records: list):
-    page = Page(page_html(read_run(write_run(tmp_path / "run", [*records, train_record(10)]))))
+    page = page_of(write_run(tmp_path / "run", [*records, train_record(10)]))
     assert page.values["search"] is None

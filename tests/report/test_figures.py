@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.report.figures import Chart, HeatMap, Line, Stretch, chart_html, heatmap_html, line_values, shown
+from lockstep.report.figures import Chart, Line, chart_html, line_values, shown
 
 values = st.floats(-1e6, 1e6, allow_subnormal=False)
 
@@ -73,43 +73,6 @@ def test_names_are_escaped():
     assert "<u>" not in html
     assert "&lt;b&gt;" in html
     assert "a&amp;b" in html
-
-
-def heatmap_of(rows: list[list[float]], every: int = 10) -> HeatMap:
-    stretches = [Stretch(every * index, every * (index + 1), row) for index, row in enumerate(rows)]
-    return HeatMap("Compute", stretches, "ms")
-
-
-def test_a_slow_rank_stands_out():
-    html, drawn = heatmap_html(heatmap_of([[10.0, 10.0], [10.0, 30.0], [10.0, 30.0]]))
-    assert drawn["values"] == [[10.0, 10.0], [10.0, 30.0], [10.0, 30.0]]
-    assert drawn["range"] == [10.0, 30.0]
-    assert 'aria-label="Compute by rank and iteration: 10 to 30 ms"' in html
-
-
-def test_what_is_nearly_equal_looks_equal():
-    _, drawn = heatmap_html(heatmap_of([[10.0, 10.2], [10.1, 10.0]]))
-    assert drawn["range"][1] >= 12.5
-
-
-def test_a_slow_start_does_not_hide_the_rest():
-    rows = [[1000.0, 1000.0], *([[10.0, 15.0]] * 99)]
-    _, drawn = heatmap_html(heatmap_of(rows, every=1))
-    assert drawn["range"][0] == 10.0
-    assert drawn["range"][1] <= 30.0
-
-
-def test_many_records_and_ranks_become_fewer_cells():
-    _, drawn = heatmap_html(heatmap_of([[float(rank + row % 3) for rank in range(512)] for row in range(900)]))
-    assert len(drawn["end"]) == 20
-    assert drawn["begin"][1:] == drawn["end"][:-1]
-    assert drawn["end"][-1] == 9000
-    assert all(row[0] == pytest.approx(1.0, abs=0.01) for row in drawn["values"])
-
-
-def test_gaps_between_records_stay_empty():
-    _, drawn = heatmap_html(HeatMap("Step", [Stretch(0, 10, [1.0]), Stretch(40, 50, [1.0])], "ms"))
-    assert (drawn["begin"], drawn["end"]) == ([0, 40], [10, 50])
 
 
 @pytest.mark.parametrize(

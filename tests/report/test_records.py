@@ -33,7 +33,8 @@ def test_the_last_training_is_taken_though_a_test_came_after_it(tmp_path: Path):
     training = write_run(tmp_path / "20260101_1")
     evaluation = tmp_path / "20260101_2"
     evaluation.mkdir()
-    (evaluation / "metrics.jsonl").write_text('{"mode": "val", "epoch": 1, "iter": 0, "accuracy": 1.0}\n')
+    record = '{"mode": "val", "epoch": 1, "iter": 0, "split": {"mode": "train"}, "accuracy": 1.0}'
+    (evaluation / "metrics.jsonl").write_text(record + "\n")
     assert find_run(tmp_path) == training
     assert find_run(evaluation) == evaluation
 
@@ -62,21 +63,19 @@ def test_records_are_sorted_by_what_they_are(tmp_path: Path):
     run = read_run(write_run(tmp_path / "run", [*records, {"mode": "test", "epoch": 1, "iter": 10, "acc": 2}]))
     assert [record["mode"] for record in run.train] == ["train"]
     assert [record["mode"] for record in run.evaluations] == ["val", "test"]
-    assert (run.ranks, run.environment, run.config, run.faults) == ([], {}, "", [])
+    assert (run.environment, run.config, run.faults) == ({}, "", [])
 
 
 def test_what_cannot_be_read_is_left_out_and_told(tmp_path: Path):
-    folder = write_run(tmp_path / "run", ranks=[{"count": 3}], environment={})
+    folder = write_run(tmp_path / "run", environment={})
     broken = ["{", "[1]", "", '{"mode": "train"}', '{"mode": "train", "iter": "one"}', "\x00", '{"mode": "train", "it']
     with (folder / "metrics.jsonl").open("a") as file:
         file.write("\n".join(broken))
     (folder / "environment.json").write_bytes(b"\xff{")
     run = read_run(folder)
     assert len(run.train) == 10
-    assert run.ranks == []
     assert run.faults == [
         "metrics.jsonl: 6 unreadable lines left out (13, 14, 16, 17, 18, ...)",
-        "ranks.jsonl: 1 unreadable line left out (1)",
         "environment.json: unreadable, left out",
     ]
 

@@ -71,6 +71,27 @@ def test_ranks_of_the_launcher_go_on_to_their_end(tmp_path: Path, case: str) -> 
     assert len(list(tmp_path.glob("runs/*/epoch_1"))) == 1
 
 
+TOLERANT = "from lockstep.output import tolerate_closed_output; tolerate_closed_output()"
+
+
+@pytest.mark.parametrize("unbuffered", [["-u"], []])
+def test_nothing_is_lost_in_a_pipe_that_does_not_block(unbuffered: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    code = f"{TOLERANT}; import sys; sys.stdout.write('12345678\\n' * 50_000)"  # more than a pipe holds
+    with subprocess.Popen([sys.executable, *unbuffered, "-c", code], stdout=writer), open(reader, "rb") as read:
+        os.close(writer)
+        assert len(read.read()) == 9 * 50_000
+
+
+def test_letters_that_the_encoding_lacks_are_shown_as_the_user_has_chosen() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"{TOLERANT}; print('\u00e9')"],
+        env=os.environ | {"PYTHONIOENCODING": "ascii:replace"}, capture_output=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == b"?\n"
+
+
 def test_a_report_is_written_for_a_name_that_the_locale_lacks(tmp_path: Path) -> None:
     run = tmp_path / "runs_\u00e9" / "1"
     run.mkdir(parents=True)

@@ -84,21 +84,15 @@ def test_the_environment_is_written_down(tmp_path: Path):
 
 
 @ranks(2)
-def test_times_are_kept_by_rank(tmp_path: Path):
+def test_each_record_has_times_and_memory(tmp_path: Path):
     runner = make(tmp_path)
     runner.train()
     barrier()
-    rows = lines_of(runner.run_dir / "ranks.jsonl")
-    assert [(row["iter"], row["count"]) for row in rows] == [(4, 4), (6, 2), (8, 2), (12, 4)]
-    for row in rows:
-        for name in ("time", "data_time", "comm_time", "memory_mib"):
-            assert len(row[name]) == 2
-        assert all(0 < data < whole for data, whole in zip(row["data_time"], row["time"], strict=True))
     train = [record for record in lines_of(runner.run_dir / "metrics.jsonl") if record["mode"] == "train"]
     assert [record["iter"] for record in train] == [4, 6, 8, 12]
-    for record, row in zip(train, rows, strict=True):
-        assert record["time"] == pytest.approx(sum(row["time"]) / 2, rel=1e-3)
-        assert record["memory_mib"] == pytest.approx(max(row["memory_mib"]), rel=1e-3)
+    for record in train:
+        assert 0 < record["data_time"] < record["time"]
+        assert {"comm_time", "memory_mib"} <= record.keys()
 
 
 @ranks(2)

@@ -121,6 +121,9 @@ def test_comet(trainings: dict[str, Training]):
             messages = lines_of(files.read("messages.json").decode())
             images = [m["payload"] for m in messages if m["payload"].get("upload_type") == "visualization"]
             assert files.read(images[0]["file_path"]).startswith(b"\x89PNG")
+            (text,) = (m["payload"] for m in messages if m["payload"].get("upload_type") == "text-sample")
+            assert files.read(text["file_path"]) == b"forty-two"
+        assert (text["metadata"], text["additional_params"]["step"]) == ({"name": "digits/answer"}, 2)
         assert (experiment["project_name"], experiment["tags"]) == ("digits", ["small"])
         metrics = [m["payload"]["metric"] for m in messages if m["type"] == "metric_msg"]
         shown = {m["step"]: m["metricValue"] for m in metrics if m["metricName"] == "train/loss"}
@@ -157,6 +160,7 @@ def test_aim_on_two_ranks(trainings: dict[str, Training]):
         assert run["hparams"] == {"model": {"type": "Net", "depths": [2, 4]}, "seed": 0}
         assert dict(run["losses"]) == pytest.approx(losses(folder))
         assert run["images"] == [[2, 5, 4]]
+        assert run["texts"] == [[2, "forty-two"]]
 
 
 def test_clearml(trainings: dict[str, Training]):
@@ -173,8 +177,10 @@ def test_clearml(trainings: dict[str, Training]):
         events = [event for line in (folder / "metrics.jsonl").read_text().splitlines() for event in json.loads(line)]
         named = [event for event in events if (event["metric"], event["variant"]) == ("train", "loss")]
         assert {event["iter"]: event["value"] for event in named} == pytest.approx(losses(run))
-        (image,) = (event for event in events if event["type"] == "training_debug_image")
-        assert (image["metric"], image["variant"], image["iter"]) == ("digits", "seven", 2)
+        files = {event["variant"]: event for event in events if event["type"] == "training_debug_image"}
+        assert [(file["metric"], file["iter"]) for file in files.values()] == [("digits", 2)] * 2
+        image, text = files["seven"], files["answer"]
+        assert (folder / "data" / text["key"]).read_text() == "forty-two"
         assert (folder / "data" / image["key"]).read_bytes().startswith(b"\xff\xd8")
 
 
@@ -216,6 +222,7 @@ def test_trackio(trainings: dict[str, Training]):
         assert (config["model"], config["seed"]) == ({"type": "Net", "depths": [2, 4]}, 0)
         (image,) = (training.folder / "trackio" / "media" / "digits" / run.name / "2").glob("*.png")
         assert image.read_bytes().startswith(b"\x89PNG")
+    assert b"forty-two" in (training.folder / "trackio" / "digits.db").read_bytes()
     (alert,) = ask_trackio(training, "list", "alerts")["alerts"]
     assert (alert["run"], alert["title"]) == (training.runs()[1].name, "the training failed")
 

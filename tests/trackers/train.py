@@ -45,6 +45,7 @@ class Shows(Hook):
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
         if runner.iter == 1:
             runner.visualizer.add_image("digits/seven", torch.arange(60, dtype=torch.uint8).reshape(4, 5, 3), step=2)
+            runner.visualizer.add_text("digits/answer", "forty-two", step=2)
         if runner.iter == 2 and self.fails:
             raise ValueError("a bad batch")
 

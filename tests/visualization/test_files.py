@@ -62,6 +62,7 @@ def test_local_files(tmp_path: Path):
     local.add_scalars({"train/loss": 2.0, "train/lr": 0.5}, step=10)
     local.add_scalars({"train/loss": 1.0, "val/accuracy": 75.0}, step=20)
     local.add_image("digits/seven", torch.zeros(4, 5, 3, dtype=torch.uint8), step=20)
+    local.add_text("answer", "forty-\ntwo", step=20)
     local.close()
     local.close()
     lines = [json.loads(line) for line in (tmp_path / "scalars.jsonl").read_text().splitlines()]
@@ -69,6 +70,7 @@ def test_local_files(tmp_path: Path):
         {"step": 10, "train/loss": 2.0, "train/lr": 0.5},
         {"step": 20, "train/loss": 1.0, "val/accuracy": 75.0},
     ]
+    assert json.loads((tmp_path / "texts.jsonl").read_text()) == {"step": 20, "answer": "forty-\ntwo"}
     assert (tmp_path / "images" / "digits" / "seven_20.png").read_bytes().startswith(b"\x89PNG")
 
 

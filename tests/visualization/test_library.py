@@ -31,6 +31,7 @@ TRACKERS = {
 INSTALLED = [name for name, library in LIBRARIES.items() if is_installed(library)]
 ARGUMENTS = {"WandbVisualizer": {"init_kwargs": {"mode": "offline"}}}
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+TEXT = "<b> *forty-two*\n# \u00e9"
 PICTURE = torch.arange(60, dtype=torch.uint8).reshape(4, 5, 3)
 
 
@@ -55,6 +56,7 @@ def show_everything(visualizer: Any, run_dir: Path) -> None:
     visualizer.add_scalars({"train/loss": 2.0, "train/lr": 0.5}, step=10)
     visualizer.add_scalars({"train/loss": 1.0, "val/accuracy": 75.0}, step=20)
     visualizer.add_image("digits/seven", PICTURE, step=20)
+    visualizer.add_text("digits/answer", TEXT, step=20)
     visualizer.close()
     visualizer.close()
 
@@ -69,6 +71,9 @@ def read_tensorboard(run_dir: Path) -> None:
     assert (image.step, image.width, image.height) == (20, 5, 4)
     (text,) = events.Tensors("config/text_summary")
     assert b"depths=[2, 4]" in text.tensor_proto.string_val[0]
+    (text,) = events.Tensors("digits/answer/text_summary")
+    lines = text.tensor_proto.string_val[0].decode().splitlines()
+    assert (text.step, lines) == (20, [f"    {line}" for line in TEXT.splitlines()])
 
 
 def read_mlflow(run_dir: Path) -> None:
@@ -84,6 +89,8 @@ def read_mlflow(run_dir: Path) -> None:
     assert [(metric.step, metric.value) for metric in history] == [(10, 2.0), (20, 1.0)]
     assert next((run_dir.parent / "mlartifacts").rglob("seven_20.png")).read_bytes().startswith(b"\x89PNG")
     assert "depths=[2, 4]" in next((run_dir.parent / "mlartifacts").rglob("config.py")).read_text()
+    (text,) = (run_dir.parent / "mlartifacts").rglob("texts/digits/answer_20.txt")
+    assert text.read_text(encoding="utf-8") == TEXT
 
 
 def read_wandb(run_dir: Path) -> None:
@@ -94,6 +101,8 @@ def read_wandb(run_dir: Path) -> None:
     for word in (b"train/loss", b"val/accuracy", b"first_run", b"digits", b"depths"):
         assert word in kept
     assert list(run_dir.glob("wandb/offline-run-*/files/media/images/digits/seven_20_*.png"))
+    (text,) = run_dir.glob("wandb/offline-run-*/files/media/html/digits/answer_20_*.html")
+    assert "<pre>&lt;b&gt; *forty-two*\n# \u00e9</pre>" in text.read_text(encoding="utf-8")
     wandb.teardown()  # ends the process behind the library, and the threads that speak to it
 
 
@@ -136,6 +145,9 @@ def test_unopened_a_tracker_holds_nothing(name: str, monkeypatch: pytest.MonkeyP
         tracker.add_config(Config({}))
     with pytest.raises(RuntimeError, match=rf"{name} must be opened"):
         tracker.add_image("seven", PICTURE)
+    if name != "DVCLiveVisualizer":  # which shows no texts
+        with pytest.raises(RuntimeError, match=rf"{name} must be opened"):
+            tracker.add_text("answer", TEXT)
     tracker.close()
     assert TRACKERS[name] not in sys.modules
 

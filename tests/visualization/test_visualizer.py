@@ -44,6 +44,9 @@ class Breaking(Board):
     def add_image(self, name: str, image: Tensor, step: int = 0) -> None:
         raise ValueError
 
+    def add_text(self, name: str, text: str, step: int = 0) -> None:
+        raise ValueError
+
     def add_config(self, config: Config) -> None:
         raise OSError("the line is dead")
 
@@ -59,7 +62,9 @@ def test_each_gets_what_it_can_show(tmp_path: Path):
     both.add_config(Config({"a": 1}))
     both.add_scalar("x", 1.0, step=3)
     both.add_image("grey", torch.zeros(2, 2, dtype=torch.uint8), step=3)
+    both.add_text("answer", "forty-two", step=3)
     both.close()
+    assert (tmp_path / "texts.jsonl").is_file()
     assert board.seen == [({"x": 1.0}, 3)]
     assert (tmp_path / "scalars.jsonl").read_text() == '{"step": 3, "x": 1.0}\n'
     assert (tmp_path / "images" / "grey_3.png").is_file()
@@ -83,6 +88,7 @@ def test_a_failure_is_a_warning_once_and_the_others_go_on():
         both.add_scalar("x", 2.0, step=2)
         both.add_config(Config({"a": 1}))
         both.add_image("grey", torch.zeros(2, 2, dtype=torch.uint8))
+        both.add_text("answer", "forty-two")
         both.close()
     assert [str(warning.message) for warning in warned] == [
         "the visualizer Breaking has failed: OSError: the line is dead. The run goes on without what it could not "

@@ -24,7 +24,7 @@ from torch.distributed import DistStoreError
 from lockstep.checkpoint.layout import Piece
 from lockstep.checkpoint.saving import Plan, Planner, write_and_publish
 from lockstep.checkpoint.together import Failure, on_all
-from lockstep.device import pins_memory
+from lockstep.device import can_pin_memory
 from lockstep.dist import get_dist_info
 from lockstep.errors import CollectiveTimeoutError, LockstepError, listed
 from lockstep.location import Location
@@ -127,7 +127,7 @@ class BackgroundSaver:
         """Return a plan with copies of this rank's pieces, in one part of the host's memory."""
         devices = {piece.part.device for piece in plan.pieces if piece.part.device.type != "cpu"}
         sizes = [-(-piece.part.nbytes // _ALIGNED) * _ALIGNED for piece in plan.pieces]
-        memory = self._reserve(sum(sizes), bool(devices) and pins_memory())
+        memory = self._reserve(sum(sizes), bool(devices) and can_pin_memory())
         copies: list[Piece] = []
         for piece, begin in zip(plan.pieces, itertools.accumulate(sizes, initial=0), strict=False):
             part = piece.part

@@ -37,7 +37,7 @@ from lockstep.dataset.sampler import (
     length_of,
 )
 from lockstep.dataset.stream import StreamLoader, StreamShard, check_split
-from lockstep.device import pins_memory
+from lockstep.device import can_pin_memory
 from lockstep.dist import get_dist_info, get_rank, get_world_size
 from lockstep.errors import ConfigError, counted, lacks_key, require_count, require_known
 from lockstep.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS, in_default_scope
@@ -149,7 +149,7 @@ def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool, shard: tup
     arguments["collate_fn"] = _collate_fn(arguments.get("collate_fn"), in_batches)
     arguments.setdefault("generator", WorkerSeeds(seed, shard[0]))
     # Without workers, samples may be on the accelerator already, which torch's loader can't pin.
-    arguments.setdefault("pin_memory", pins_memory() and arguments.get("num_workers", 0) > 0)
+    arguments.setdefault("pin_memory", can_pin_memory() and arguments.get("num_workers", 0) > 0)
     split, is_stream = arguments.pop("split", None), isinstance(dataset, IterableDataset)
     if split is not None and not isinstance(split, bool) and (split != "ranks" or not is_stream):
         raise ConfigError(f"`split` must be True, False or None, or 'ranks' for an iterable dataset, but is {split!r}")

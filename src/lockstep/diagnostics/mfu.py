@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 from time import perf_counter
 from types import FrameType
-from typing import Any, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 import torch.utils.checkpoint
@@ -20,7 +20,6 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.module_tracker import ModuleTracker
 
 from lockstep.device import get_device
-from lockstep.diagnostics.timer import IterTimerHook
 from lockstep.errors import ConfigError, require_count
 from lockstep.model import unwrap_model
 from lockstep.model.autograd_graph import backward_pass
@@ -34,8 +33,22 @@ _Shapes: TypeAlias = tuple[torch.Size, ...]
 _aten = torch.ops.aten
 _FLASH = flop_registry[_aten._scaled_dot_product_flash_attention]
 _FLASH_BACKWARD = flop_registry[_aten._scaled_dot_product_flash_attention_backward]
-# Attention kernels that torch's counter does not know (2.13); the first pair is the CPU's.
+
+
+def _product_flops(*args: Any, at: int = 0, **kwargs: Any) -> float:
+    """Return the FLOPs of a product, by groups or not, whose factors are the arguments `at` and `at + 1`."""
+    left, right = args[at : at + 2]
+    # If only the right one is in groups of columns, each belongs to one matrix of the left one.
+    used = left.shape[1:].numel() if left.dim() > right.dim() > 1 else left.numel()
+    return float(2 * used * (right.shape[-1] if right.dim() > 1 else 1))
+
+
+# Operators that torch's counter does not know (2.13). The first pair of attention kernels is the CPU's.
 _EXTRA_FORMULAS: dict[Any, Callable[..., float]] = {
+    **dict.fromkeys((_aten.mv, _aten._int_mm), _product_flops),
+    **dict.fromkeys((_aten._grouped_mm, _aten._scaled_mm_v2), _product_flops),
+    **dict.fromkeys((_aten.addmv, _aten.addmv_, _aten.addmm_), partial(_product_flops, at=1)),
+    **dict.fromkeys((_aten.baddbmm_, _aten.addbmm, _aten.addbmm_), partial(_product_flops, at=1)),
     _aten._scaled_dot_product_flash_attention_for_cpu: _FLASH,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _FLASH_BACKWARD,
     _aten._scaled_dot_product_fused_attention_overrideable: _FLASH,
@@ -46,9 +59,11 @@ _ATTENTION_BACKWARD = {
     for packet in (*flop_registry, *_EXTRA_FORMULAS)
     if re.fullmatch(r"aten\..*_attention_.*backward", str(packet))
 }
-# Operators of torch that multiply matrices, but have no formula. All other operators of these libraries multiply none.
+# Operators of torch that multiply matrices, but have no formula; these are told. All other operators of these libraries
+# are taken to multiply none.
 _WITHOUT_FORMULA = {
-    *("_grouped_mm", "_scaled_grouped_mm", "_trilinear", "_sparse_mm", "_int_mm"),
+    *("_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_foreach_mm", "_trilinear", "_sparse_mm", "_sparse_addmm"),
+    *("_sparse_semi_structured_mm", "_sparse_semi_structured_addmm", "_sparse_semi_structured_linear"),
     *("_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn", "miopen_rnn_backward"),
     *("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"),
 }
@@ -60,7 +75,8 @@ class MFUHook(Hook):
     """Record how much of the devices' peak FLOP/s training uses: model FLOPs utilization (MFU).
 
     Records get `flops_per_second`, the model FLOPs of all ranks per second, and `mfu`: that divided by the sum of the
-    ranks' peaks, a fraction of 1. The time is that of whole iterations, with the wait for data and the update.
+    ranks' peaks, a fraction of 1. Where a peak is not known, they only get the former, and a warning says so. The time
+    is that of whole iterations, with the wait for data and the update.
 
     The FLOPs of a step are counted while it runs, the first time that a batch has these shapes; see
     `StepFlops` for what counts. They depend on the model and the batch alone, not on activation
@@ -69,18 +85,16 @@ class MFUHook(Hook):
     next epoch.
 
     Args:
-        peak_flops: peak FLOP/s of one rank's device in the dtype of the training; `"measure"` to measure it by a large
-            product. By default it comes from the data sheet of the device, in the dtype of most FLOPs, and is measured
-            if that is not known, as on a CPU.
+        peak_flops: peak FLOP/s of one rank's device in the dtype of the training. By default that of the device's data
+            sheet, in the dtype of most FLOPs; that of a CPU, of a part of a GPU and of many GPUs is not known.
         flops_of: a function that returns the model FLOPs of one batch, forward and backward, instead of counting:
             where ranks split products (tensor and pipeline parallelism), or a kernel has no formula. `peak_flops` must
             then be a number.
         max_shapes: how many shapes are counted. A batch of yet another shape takes the FLOPs of the counted one that
             is nearest in its number of elements, in proportion to that number.
 
-    **Cost**: a counted step runs each operator through Python, uncompiled, which takes about 30 us more for each. A
-    measurement takes half a second, once, or some seconds in a dtype that the device is slow in; it is left out of the
-    records' times. Any other step takes some microseconds more.
+    **Cost**: a counted step runs each operator through Python, uncompiled, which takes about 30 us more for each. Any
+    other step takes some microseconds more.
 
     Raises:
         ConfigError: ranks compute on the same samples together, and `flops_of` is not given; or arguments contradict
@@ -93,11 +107,11 @@ class MFUHook(Hook):
 
     def __init__(
         self,
-        peak_flops: float | Literal["measure"] | None = None,
+        peak_flops: float | None = None,
         flops_of: Callable[[Any], float] | None = None,
         max_shapes: int = 16,
     ) -> None:
-        given = None if peak_flops is None or peak_flops == "measure" else _positive(peak_flops)
+        given = None if peak_flops is None else _positive(peak_flops)
         if flops_of is not None and not callable(flops_of):
             raise ConfigError(f"`flops_of` must be a function of a batch or None, but is {flops_of!r}")
         if flops_of is not None and given is None:
@@ -108,13 +122,12 @@ class MFUHook(Hook):
         require_count("max_shapes", max_shapes)
         self.max_shapes = max_shapes
         self._flops_of = flops_of
-        self._measure = peak_flops == "measure"
         self._peak = None if given is None else PeakFlops(given, "given")
+        self._told: set[str] = set()  # warnings that are given once
         self._counting: StepFlops | None = None
         self._began = 0.0
         self._shapes: _Shapes = ()
         self._counted: dict[_Shapes, float] = {}
-        self._scaled: dict[_Shapes, float] = {}
         self._trained: list[bool] = []
         self._unseen: set[str] = set()
 
@@ -131,7 +144,7 @@ class MFUHook(Hook):
         """Forget the counts if other parameters require a gradient than before."""
         trained = [parameter.requires_grad for parameter in unwrap_model(runner.model).parameters()]
         if trained != self._trained:
-            self._trained, self._counted, self._scaled = trained, {}, {}
+            self._trained, self._counted = trained, {}
 
     def before_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None) -> None:
         """Begin to count, if the batch has new shapes."""
@@ -153,7 +166,7 @@ class MFUHook(Hook):
             flops = float(self._flops_of(data_batch))
         else:
             is_counted = self._shapes in self._counted
-            flops = self._counted[self._shapes] if is_counted else self._scaled_flops(runner)
+            flops = self._counted[self._shapes] if is_counted else self._estimated_flops(runner)
         hub = runner.message_hub
         # A batch that counts for nothing repeats the last one, while other ranks have more.
         hub.update_scalar("amounts/flops", flops if runner.train_loop.samples else 0.0)
@@ -187,7 +200,14 @@ class MFUHook(Hook):
                 ", ".join(sorted(new)),
             )
         if self._peak is None and counted.by_dtype:
-            self._find_peak(max(counted.by_dtype, key=counted.by_dtype.__getitem__), runner)
+            dtype = max(counted.by_dtype, key=counted.by_dtype.__getitem__)
+            self._peak = device_peak(dtype)
+            if self._peak is None and "peak" not in self._told:
+                self._told.add("peak")
+                runner.logger.warning(
+                    "the peak FLOP/s of %s in %s is not known, so records have flops_per_second, but no mfu. Give it "
+                    "by MFUHook(peak_flops=...)", _device_name(), _dtype_name(dtype),
+                )  # fmt: skip
         if is_first:
             peak = "unknown" if self._peak is None else f"{self._peak.value / 1e12:.4g} TFLOP/s ({self._peak.source})"
             runner.logger.info(
@@ -195,33 +215,23 @@ class MFUHook(Hook):
                 counted.total / 1e9, seconds, peak,
             )  # fmt: skip
 
-    def _find_peak(self, dtype: torch.dtype, runner: TrainRun) -> None:
-        if get_device() != "cpu":
-            torch.accelerator.synchronize()  # what is left of the step is no part of the measurement
-        start = perf_counter()
-        self._peak = peak_flops(dtype, measure=self._measure)
-        for hook in runner.hooks:
-            if isinstance(hook, IterTimerHook):
-                hook.leave_out(perf_counter() - start)
-
-    def _scaled_flops(self, runner: TrainRun) -> float:
+    def _estimated_flops(self, runner: TrainRun) -> float:
         """Return the FLOPs of shapes that are not counted, from those that are."""
-        if self._shapes not in self._scaled:
-            if not self._scaled:
-                runner.logger.info(
-                    "batches have more than %d shapes: the FLOPs of further ones follow from their number of elements",
-                    self.max_shapes,
-                )
-            elements = _elements(self._shapes)
-            nearest = min(self._counted, key=lambda shapes: abs(_elements(shapes) - elements))
-            self._scaled[self._shapes] = self._counted[nearest] * elements / (_elements(nearest) or 1)
-        return self._scaled[self._shapes]
+        if "shapes" not in self._told:
+            self._told.add("shapes")
+            runner.logger.info(
+                "batches have more than %d shapes: the FLOPs of further ones follow from their number of elements",
+                self.max_shapes,
+            )
+        elements = _elements(self._shapes)
+        nearest = min(self._counted, key=lambda shapes: abs(_elements(shapes) - elements))
+        return self._counted[nearest] * elements / (_elements(nearest) or 1)
 
 
 def _positive(peak_flops: Any) -> float:
     is_number = isinstance(peak_flops, int | float) and not isinstance(peak_flops, bool)
     if not is_number or not 0 < peak_flops < float("inf"):
-        raise ConfigError(f"`peak_flops` must be a positive number of FLOP/s, 'measure' or None, but is {peak_flops!r}")
+        raise ConfigError(f"`peak_flops` must be a positive number of FLOP/s or None, but is {peak_flops!r}")
     return float(peak_flops)
 
 
@@ -358,9 +368,8 @@ def _refuse_split(tensors: list[Tensor], packet: Any) -> None:
         )
 
 
-_MEASURED_SECONDS = 0.3
 _HALF = (torch.float16, torch.bfloat16)
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
 class PeakFlops(NamedTuple):
@@ -411,25 +420,18 @@ _DEVICES = (
 )
 
 
-def peak_flops(dtype: torch.dtype, *, measure: bool = False) -> PeakFlops:
-    """Return the peak FLOP/s of this rank's device for matrix products of a dtype.
+def device_peak(dtype: torch.dtype) -> PeakFlops | None:
+    """Return the peak FLOP/s of this rank's device for matrix products of a dtype; None if it is not known.
 
     Args:
         dtype: that of the factors. Products of float32 count as TF32 where torch may round them.
-        measure: measure also where the data sheet is known.
-
-    **Cost**: of a measurement, about half a second, or some seconds in a dtype that the device is slow in, such as
-    float16 on a CPU; and two matrices of 1024 x 1024 elements on the CPU, or of 4096 x 4096 on an accelerator.
-
-    Raises:
-        ConfigError: the device must be measured, but can't multiply matrices of that dtype.
     """
-    name = torch.cuda.get_device_name() if get_device() == "cuda" else ""
+    name = _device_name()
     may_round = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    known = None if measure else from_data_sheet(name, dtype, may_round=may_round)
-    if known is not None:
-        return PeakFlops(known, f"data sheet of {name}, {'TF32' if may_round else _dtype_name(dtype)}")
-    return PeakFlops(_measured(dtype), f"measured on {name or get_device()}, {_dtype_name(dtype)}")
+    value = from_data_sheet(name, dtype, may_round=may_round)
+    if value is None:
+        return None
+    return PeakFlops(value, f"data sheet of {name}, {'TF32' if may_round else _dtype_name(dtype)}")
 
 
 def from_data_sheet(name: str, dtype: torch.dtype, *, may_round: bool = False) -> float | None:
@@ -458,34 +460,8 @@ def _tflops(device: _Device, dtype: torch.dtype, may_round: bool) -> float | Non
     return None
 
 
-def _measured(dtype: torch.dtype) -> float:
-    """Return the best rate of a large product in a few tenths of a second; random numbers of training do not change."""
-    kind = get_device()
-    size, calls = (1024, 1) if kind == "cpu" else (4096, 10)
-    generator = torch.Generator().manual_seed(0)
-    try:
-        with torch.no_grad():
-            factor = torch.randn(size, size, generator=generator).to(kind).to(dtype)
-            product = factor @ factor
-            best, end = float("inf"), perf_counter() + _MEASURED_SECONDS
-            while best == float("inf") or perf_counter() < end:
-                _synchronize(kind)
-                start = perf_counter()
-                for _ in range(calls):
-                    torch.mm(factor, factor, out=product)
-                _synchronize(kind)
-                best = min(best, perf_counter() - start)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"`peak_flops` must be given, in FLOP/s, because {kind} can't be measured with {_dtype_name(dtype)}: "
-            f"{error}"
-        ) from error
-    return calls * 2.0 * size**3 / best
-
-
-def _synchronize(kind: str) -> None:
-    if kind != "cpu":
-        torch.accelerator.synchronize()
+def _device_name() -> str:
+    return torch.cuda.get_device_name() if get_device() == "cuda" else get_device()
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""Which rank is slower than the others, and at what; and the times of all ranks, in a file next to the records.
+"""Which rank is slower than the others, and at what.
 
 Ranks that exchange gradients take equally long for a step, whichever of them is slow: the others wait for it. So each
 rank's own work is compared: the step without that wait. On an accelerator both are measured by events in the order of
@@ -12,7 +12,6 @@ import socket
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 from time import perf_counter
 from typing import Literal, NamedTuple, TypeAlias
@@ -22,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.device import Moment, has_passed, moment, seconds_between
-from lockstep.logging import JsonLinesSink, MessageHub
+from lockstep.logging import MessageHub
 from lockstep.model import MMDistributedDataParallel
 from lockstep.model.autograd_graph import on_backward
 from lockstep.model.ddp import ExchangeClock
@@ -84,9 +83,9 @@ class Sample(NamedTuple):
         data: the median of the waits for data.
         compute: the median of the step without data, waiting and communication; nan if the wait is not known.
         communication: the median of the code of a communication hook.
-        work: data and compute together; a low quantile: four fifths of the iterations took as long.
-        most: the same; a high quantile: four fifths of the iterations took at most so long.
-        sending: communication; the low quantile.
+        low_work: data and compute together; a low quantile: four fifths of the iterations took as long.
+        high_work: the same; a high quantile: four fifths of the iterations took at most so long.
+        low_communication: communication; the low quantile.
         host: the iteration by the host's clock, which also runs while the host waits for its accelerator; the low
             quantile. 0 on the CPU.
         is_host_bound: whether the accelerator had nothing to do until the host gave it work, in most iterations.
@@ -98,9 +97,9 @@ class Sample(NamedTuple):
     data: float
     compute: float
     communication: float
-    work: float
-    most: float
-    sending: float
+    low_work: float
+    high_work: float
+    low_communication: float
     host: float = 0.0
     is_host_bound: bool = False
 
@@ -194,12 +193,12 @@ def _clock_of(wrapper: DistributedDataParallel) -> ExchangeClock:
 def _sample(rows: Sequence[_Times]) -> Sample:
     count = len(rows)
     half, few = count // 2, count // _SAMPLE
-    _, steps, data, compute, sending, host, is_bound = (sorted(column) for column in zip(*rows, strict=True))
+    _, steps, data, compute, communication, host, is_bound = (sorted(column) for column in zip(*rows, strict=True))
     works = sorted(row.work for row in rows)
     median_compute = math.nan if any(map(math.isnan, compute)) else compute[half]
     return Sample(
-        rows[-1].number, count, steps[half], data[half], median_compute, sending[half], works[few], works[-1 - few],
-        sending[few], host[few], is_bound[half],
+        rows[-1].number, count, steps[half], data[half], median_compute, communication[half], works[few],
+        works[-1 - few], communication[few], host[few], is_bound[half],
     )  # fmt: skip
 
 
@@ -225,33 +224,48 @@ class Slow(NamedTuple):
     lost: float = 0.0
 
 
-class _Row:
+class _Delay(NamedTuple):
+    """What makes a rank slow in one sample; seconds per iteration.
+
+    Attributes:
+        part: at what it is slow.
+        others: the median of the other ranks for that part.
+        lost: how much longer it takes than they.
+        remaining: what it would take without the delay.
+    """
+
+    part: Part
+    others: float
+    lost: float
+    remaining: float
+
+
+class _Streak:
     """Samples in a row in which one rank was slow at one thing."""
 
     def __init__(self, part: Part) -> None:
         self.part = part
         self.samples = 0
         self.lost = 0.0
-        # The last ones: the sample, the others' time, what was lost, and the work without that.
-        self._last: deque[tuple[Sample, float, float, float]] = deque(maxlen=_IN_A_ROW * _PATIENCE)
+        self._last: deque[tuple[Sample, _Delay]] = deque(maxlen=_IN_A_ROW * _PATIENCE)
 
     @property
     def is_clear(self) -> bool:
-        latest = list(self._last)[-_IN_A_ROW:]
-        return sum(lost for _, _, lost, _ in latest) >= _CLEAR * sum(whole for *_, whole in latest)
+        latest = [delay for _, delay in self._last][-_IN_A_ROW:]
+        return sum(delay.lost for delay in latest) >= _CLEAR * sum(delay.remaining for delay in latest)
 
-    def add(self, sample: Sample, others: float, lost: float, whole: float) -> None:
+    def add(self, sample: Sample, delay: _Delay) -> None:
         self.samples += 1
-        self.lost += sample.iterations * lost
-        self._last.append((sample, others, lost, whole))
+        self.lost += sample.iterations * delay.lost
+        self._last.append((sample, delay))
 
     def described(self, rank: int, samples: int) -> Slow:
         """Return the means of the last samples."""
-        latest = list(self._last)[-samples:]
-        first, last = latest[0][0], latest[-1][0]
-        seconds = fmean(getattr(sample, self.part) for sample, *_ in latest)
-        others, lost = fmean(row[1] for row in latest), fmean(row[2] for row in latest)
-        return Slow(rank, self.part, first.end - first.iterations + 1, last.end, seconds, others, lost)
+        measured, delays = zip(*list(self._last)[-samples:], strict=True)
+        seconds = fmean(getattr(sample, self.part) for sample in measured)
+        others, lost = fmean(delay.others for delay in delays), fmean(delay.lost for delay in delays)
+        begin = measured[0].end - measured[0].iterations + 1
+        return Slow(rank, self.part, begin, measured[-1].end, seconds, others, lost)
 
 
 class StragglerWatch:
@@ -270,7 +284,7 @@ class StragglerWatch:
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
-        self._rows: dict[int, _Row] = {}
+        self._streaks: dict[int, _Streak] = {}
         self._pending: list[deque[Sample]] = []  # of each rank, those that others have yet to send
         self._slow: dict[int, Part] = {}
         self._samples_since_slow: dict[int, int] = {}  # samples since a rank that was slow has been slow
@@ -296,23 +310,22 @@ class StragglerWatch:
         found = self._find_slow(samples)
         broken = 0
         changes: list[Slow] = []
-        for rank in sorted({*found, *self._rows, *self._slow}):
-            sample, row, this = samples[rank], self._rows.pop(rank, None), found.get(rank)
-            if row is not None and (this is None or this[0] != row.part):
-                if rank not in self._slow and row.lost >= _MUCH_SECONDS:
-                    broken += row.samples
-                row = None
-            if this is not None:
-                part, *times = this
-                row = row or _Row(part)
-                row.add(sample, *times)
-                self._rows[rank] = row
-            changes += self._update(rank, row, sample.end)
+        for rank in sorted({*found, *self._streaks, *self._slow}):
+            sample, streak, delay = samples[rank], self._streaks.pop(rank, None), found.get(rank)
+            if streak is not None and (delay is None or delay.part != streak.part):
+                if rank not in self._slow and streak.lost >= _MUCH_SECONDS:
+                    broken += streak.samples
+                streak = None
+            if delay is not None:
+                streak = streak or _Streak(delay.part)
+                streak.add(sample, delay)
+                self._streaks[rank] = streak
+            changes += self._update(rank, streak, sample.end)
         self._broken_samples.append(broken)
         return changes
 
-    def _update(self, rank: int, row: _Row | None, end: int) -> list[Slow]:
-        if row is None:
+    def _update(self, rank: int, streak: _Streak | None, end: int) -> list[Slow]:
+        if streak is None:
             if rank in self._slow:
                 self._samples_since_slow[rank] = self._samples_since_slow.get(rank, 0) + 1
                 if self._samples_since_slow[rank] >= _RECOVERED_AFTER:
@@ -320,48 +333,46 @@ class StragglerWatch:
                     return [Slow(rank, None, end, end)]
             return []
         self._samples_since_slow.pop(rank, None)
-        patience = 1 if row.is_clear else _PATIENCE
+        patience = 1 if streak.is_clear else _PATIENCE
         least = _IN_A_ROW * patience + _LONGER * sum(self._broken_samples)
-        is_long = row.samples >= least and row.lost >= _LOST_SECONDS * patience
-        if not is_long or self._slow.get(rank) == row.part:
+        is_long = streak.samples >= least and streak.lost >= _LOST_SECONDS * patience
+        if not is_long or self._slow.get(rank) == streak.part:
             return []
-        self._slow[rank] = row.part
-        return [row.described(rank, _IN_A_ROW * patience)]
+        self._slow[rank] = streak.part
+        return [streak.described(rank, _IN_A_ROW * patience)]
 
-    def _find_slow(self, samples: Sequence[Sample]) -> dict[int, tuple[Part, float, float, float]]:
-        """Return the ranks that were slow in a sample: at what, and three times in seconds per iteration.
-
-        The times are the median of the others for that part, the delay, and the work without the delay.
-        """
+    def _find_slow(self, samples: Sequence[Sample]) -> dict[int, _Delay]:
+        """Return the ranks that were slow in a sample, and what made them so."""
         is_known = not any(math.isnan(sample.compute) for sample in samples)
         works = [sample.data + (sample.compute if is_known else 0.0) for sample in samples]
-        usual, most = _medians_of_others(works), _medians_of_others([sample.most for sample in samples])
-        found: dict[int, tuple[Part, float, float, float]] = {}
+        usual, longest = _medians_of_others(works), _medians_of_others([sample.high_work for sample in samples])
+        found: dict[int, _Delay] = {}
         for rank, sample in enumerate(samples):
             others = usual[rank]
-            if sample.is_host_bound and self._is_much(sample.work - others, others):
+            if sample.is_host_bound and self._is_much(sample.low_work - others, others):
                 # A host that is ahead of its device need not be faster: it may have begun earlier. Only the wait for
                 # data shows the difference.
                 data = _medians_of_others([each.data for each in samples])[rank]
                 if not self._is_much(sample.data - data, data):
                     slower = [max(work, each.host) for work, each in zip(works, samples, strict=True)]
                     others = _medians_of_others(slower)[rank]
-            lost = sample.work - others
+            lost = sample.low_work - others
             # Without the others' own work, it is compared with what a step would take without the delay.
-            whole = others if is_known else max(others, sample.step - lost)
-            if self._is_much(lost, whole) and sample.work > most[rank]:
+            remaining = others if is_known else max(others, sample.step - lost)
+            if self._is_much(lost, remaining) and sample.low_work > longest[rank]:
                 data = _medians_of_others([each.data for each in samples])[rank]
                 compute = _medians_of_others([each.compute for each in samples])[rank]
                 is_data = not is_known or sample.data - data >= sample.compute - compute
-                found[rank] = "data" if is_data else "compute", data if is_data else compute, lost, whole
+                one = _Delay("data", data, lost, remaining) if is_data else _Delay("compute", compute, lost, remaining)
+                found[rank] = one
         if found:  # a communication hook may wait for the slow rank
             return found
-        sending = _medians_of_others([sample.communication for sample in samples])
+        communication = _medians_of_others([sample.communication for sample in samples])
         for rank, sample in enumerate(samples):
-            lost = sample.sending - sending[rank]
-            whole = sending[rank] + usual[rank] if is_known else sample.step - lost
-            if self._is_much(lost, whole):
-                found[rank] = "communication", sending[rank], lost, whole
+            lost = sample.low_communication - communication[rank]
+            remaining = communication[rank] + usual[rank] if is_known else sample.step - lost
+            if self._is_much(lost, remaining):
+                found[rank] = _Delay("communication", communication[rank], lost, remaining)
         return found
 
     def _is_much(self, lost: float, usual: float) -> bool:
@@ -405,59 +416,3 @@ def described(slow: Slow, size: int, host: str = "") -> str:
 
 def _shown(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
-COLUMNS = ("time", "data_time", "comm_time", "memory_mib")
-_RANKS_PER_RECORD = 64
-_DIGITS = 4
-
-
-class RankTimes:
-    """Writes `ranks.jsonl`: each line covers some iterations, with one number per rank in each column.
-
-    `time` is the mean of whole iterations, `data_time` the part of it spent waiting for data, `comm_time` the part
-    spent waiting for the exchange of gradients, `memory_mib` the peak memory so far. Rank 0 writes the numbers that it
-    receives for its records anyway, so nothing more is sent, and no shared disk is needed.
-
-    Args:
-        path: the file.
-
-    **Units**: seconds, to 4 digits; MiB.
-
-    **Cost**: about 30 bytes per rank and record; with more than 64 ranks several records share a line.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._sink = JsonLinesSink(path)
-        self._records = 0
-        self._iteration = 0
-        self._count = 0
-        self._sums: dict[str, list[float]] = {}
-
-    def add(self, iteration: int, count: int, ranks: Sequence[Mapping[str, float]], *, flush: bool = True) -> None:
-        """Add the means of the `count` iterations up to `iteration`, by rank."""
-        self._records += 1
-        self._iteration = iteration
-        self._count += count
-        for name in COLUMNS:
-            if all(name in numbers for numbers in ranks):
-                sums = self._sums.setdefault(name, [0.0] * len(ranks))
-                for rank, numbers in enumerate(ranks):
-                    sums[rank] += numbers[name] * count
-        if self._records * _RANKS_PER_RECORD >= len(ranks):
-            self._write(flush)
-
-    def close(self) -> None:
-        """Write what is left, and close the file."""
-        if self._count:
-            self._write()
-        self._sink.close()
-
-    def _write(self, flush: bool = True) -> None:
-        columns = {name: [_rounded(value / self._count) for value in sums] for name, sums in self._sums.items()}
-        self._sink.write({"iter": self._iteration, "count": self._count, **columns}, flush=flush)
-        self._records, self._count, self._sums = 0, 0, {}
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.{_DIGITS}g}")

@@ -70,10 +70,6 @@ class IterTimerHook(Hook):
         """Restart the clock; an iteration-based loop validates between two iterations."""
         self._iteration_began = self._wait_began = perf_counter()
 
-    def leave_out(self, seconds: float) -> None:
-        """Leave a time, in seconds, out of the duration of the current iteration."""
-        self._iteration_began += seconds
-
     def begin_wait_for_data(self) -> None:
         """Begin the wait for data only now; the time since the last iteration still counts for the next one."""
         self._wait_began = perf_counter()

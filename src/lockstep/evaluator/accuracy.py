@@ -46,7 +46,11 @@ class Accuracy(BaseMetric):
         if not self._names or not all(isinstance(k, int) and k >= 1 for k in self._names):
             raise ValueError(f"`topk` must be an int of at least 1, or several of them, but is {topk!r}")
         self.units = dict.fromkeys(self._names.values(), "%")
-        self.value_names = tuple(self.units)
+
+    @property
+    def value_names(self) -> Sequence[str]:
+        """The names of the values."""
+        return tuple(self.units)
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
         """Append, for each sample of the batch, the place of its class among the best scores, from 0.

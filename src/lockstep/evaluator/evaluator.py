@@ -122,8 +122,8 @@ class Evaluator:
         """The names that the values will have; None if a metric can't tell before it has computed them."""
         found: list[str] = []
         for metric in self.metrics:
-            # A subclass by the user may compute others than its base class says.
-            if metric.value_names is None or not type(metric).__module__.startswith("lockstep."):
+            # A subclass may compute others than its base class says.
+            if metric.value_names is None or "value_names" not in vars(type(metric)):
                 return None
             found += [name if metric.prefix is None else f"{metric.prefix}/{name}" for name in metric.value_names]
         return found

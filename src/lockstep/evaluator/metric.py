@@ -43,11 +43,9 @@ class BaseMetric(ABC):
     Attributes:
         default_prefix: the prefix if none is given.
         units: the unit that is shown after a value, by the value's name.
-        value_names: the names of the values, of one of lockstep's metrics that knows them before it has computed them.
     """
 
     default_prefix: ClassVar[str | None] = None
-    value_names: Sequence[str] | None = None
     units: Mapping[str, str] = {}
     _may_be_empty: ClassVar[bool] = False  # whether a metric may have nothing to compute
 
@@ -58,6 +56,15 @@ class BaseMetric(ABC):
         self.prefix = prefix or self.default_prefix
         self._dataset_meta: dict[str, Any] | None = None
         self.results: list[Any] = []
+
+    @property
+    def value_names(self) -> Sequence[str] | None:
+        """The names of the values, if they are known before these are computed; a class attribute can give them.
+
+        A checkpoint by the best value of another name is then refused at once. They are not inherited: a subclass may
+        compute others.
+        """
+        return None
 
     @property
     def dataset_meta(self) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
 from lockstep.device import get_device, peak_memory
-from lockstep.diagnostics.slow_ranks import OwnWork, RankTimes, Sample, StragglerWatch, described
+from lockstep.diagnostics.slow_ranks import OwnWork, Sample, StragglerWatch, described
 from lockstep.diagnostics.timer import IterTimerHook
 from lockstep.dist.objects import start_gather_bytes
 from lockstep.errors import ConfigError, require_count
@@ -116,11 +116,10 @@ class LoggerHook(Hook):
     Records go to the run's `metrics.jsonl`, to its log file and to the visualizer. A training record holds means over
     all ranks and over the iterations since the last record (for the values that the model returns, means over samples);
     the total samples per second of all ranks, and whatever other hooks count under `amounts/NAME` of the message hub,
-    as `NAME_per_second`; and the peak memory of any rank, where the device keeps count of it. The times of each rank go
-    to `ranks.jsonl`. Between records, values are only stored: nothing is sent, and no accelerator is synchronised. Rank
-    0 reads what the others send for a record two iterations later. It writes the record after the first iteration that
-    ends at least half a second later, and always before a validation, a checkpoint and the end of an epoch, and when
-    the run fails.
+    as `NAME_per_second`; and the peak memory of any rank, where the device keeps count of it. Between records, values
+    are only stored: nothing is sent, and no accelerator is synchronised. Rank 0 reads what the others send for a record
+    two iterations later. It writes the record after the first iteration that ends at least half a second later, and
+    always before a validation, a checkpoint and the end of an epoch, and when the run fails.
 
     With each record, the options of the optimizers are compared over ranks: a learning rate that only some ranks have
     changed ends the training. The own work of all ranks is compared, too: a step without the wait for slower ranks. A
@@ -172,7 +171,6 @@ class LoggerHook(Hook):
         # On an accelerator: sends this rank's numbers of the last record, once the next iteration is under way.
         self._unsent: Callable[[], None] | None = None
         self._epoch = _EpochSums()
-        self._rank_times: RankTimes | None = None
         self._work: OwnWork | None = None
         self._watch: StragglerWatch | None = None
         self._timers: list[IterTimerHook] = []
@@ -180,11 +178,9 @@ class LoggerHook(Hook):
     def before_train(self, runner: TrainRun) -> None:
         """Start to measure this rank's own work, and its wait for others."""
         self._timers = [hook for hook in runner.hooks if isinstance(hook, IterTimerHook)]
-        if runner.rank == 0:
-            self._rank_times = RankTimes(runner.run_dir / "ranks.jsonl")
-            if runner.resume_from is not None:
-                place = {"mode": "resumed", "epoch": runner.epoch, "iter": runner.iter}
-                runner.records.write({**place, "path": str(runner.resume_from)})
+        if runner.rank == 0 and runner.resume_from is not None:
+            place = {"mode": "resumed", "epoch": runner.epoch, "iter": runner.iter}
+            runner.records.write({**place, "path": str(runner.resume_from)})
         if runner.distributed:
             self._work = OwnWork(runner.model, self.interval)
             self._watch = None if self.slow_factor is None else StragglerWatch(self.slow_factor)
@@ -258,8 +254,6 @@ class LoggerHook(Hook):
                 self._finish_last_gathering()
             self._write_gathered()
         finally:
-            if self._rank_times is not None:
-                self._rank_times.close()
             if self._work is not None:
                 self._work.close()
 
@@ -367,8 +361,6 @@ class LoggerHook(Hook):
         values.update(_per_second(totals, seconds, peak_flops))
         if "memory_mib" in values:
             values["memory_mib"] = max(numbers.get("memory_mib", 0.0) for numbers in ranks)
-        if self._rank_times is not None:
-            self._rank_times.add(record.iteration, count, ranks, flush=flush)
         self._write(runner, "train", record.epoch, record.iteration, values, record.iteration, flush)
 
     def _numbers_of_rank(

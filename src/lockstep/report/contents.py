@@ -1,11 +1,11 @@
-"""The curves and heat maps of a run's records, and the curve of a search for a learning rate."""
+"""The curves of a run's records, and the curve of a search for a learning rate."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 
-from lockstep.report.figures import Chart, HeatMap, Line, Point, Stretch
+from lockstep.report.figures import Chart, Line, Point
 from lockstep.report.records import MODES, Record, RunRecords, number
 
 _PLACE = {"mode", "epoch", "iter"}
@@ -17,12 +17,6 @@ _DATA = "wait for data"
 _EXCHANGE = "wait for gradients"
 _SEARCH_CURVES = {"smoothed": "smoothed_loss", "each update": "loss"}
 _RISE_SHOWN = 0.5  # the axis of a search reaches this part of the fall (first loss - lowest) above the first loss
-_HEATMAPS = {  # titles, and the text below each that says how to read it
-    "Whole step": "From batch to batch. Ranks that wait for each other take equally long.",
-    "Compute": "What is left of a step. A rank that needs longer than the others keeps them waiting.",
-    "Wait for gradients": "The exchange as far as it goes on after the backward pass, and waiting for slower ranks.",
-    "Wait for data": "Until the data loader has the next batch.",
-}
 
 
 def charts_of(run: RunRecords) -> list[Chart]:
@@ -44,20 +38,6 @@ def charts_of(run: RunRecords) -> list[Chart]:
         *(_chart(run, name, {name: "train"}) for name in names if name not in charted),
     ]
     return [chart for chart in charts if chart.lines]
-
-
-def heatmaps_of(run: RunRecords) -> list[HeatMap]:
-    """Return heat maps of the times of several ranks; none for a single rank."""
-    rows = [(row, _seconds_of(row)) for row in _rows(run)]
-    maps = []
-    for title, note in _HEATMAPS.items():
-        if rows and all(title in seconds for _, seconds in rows):
-            stretches = [
-                Stretch(row["iter"] - row["count"], row["iter"], [1e3 * value for value in seconds[title]])
-                for row, seconds in rows
-            ]
-            maps.append(HeatMap(title, stretches, "ms", note))
-    return maps
 
 
 def suggestion_of(run: RunRecords) -> float | None:
@@ -155,30 +135,3 @@ def _step_chart(run: RunRecords) -> Chart:
             if name != _EXCHANGE or is_measured:
                 parts.setdefault(name, []).append((float(record["iter"]), value))
     return Chart("Time of a step", [Line(name, points) for name, points in parts.items()], "ms", stacked=True)
-
-
-def _rows(run: RunRecords) -> list[Record]:
-    """Return the complete rows of times by rank, all for the last number of ranks: that may change on resuming."""
-    size = 0
-    rows = []
-    for row in reversed(run.ranks):
-        columns = [row[name] for name in _PARTS_OF_A_STEP if name in row]
-        lengths = {len(column) if _is_numbers(column) else 0 for column in columns}
-        size = size or max(lengths, default=0)
-        if {"time", "data_time"} <= row.keys() and lengths == {size} and number(row.get("count")):
-            rows.append(row)
-    return rows[::-1] if size > 1 else []
-
-
-def _is_numbers(column: object) -> bool:
-    return isinstance(column, list) and all(isinstance(value, int | float) for value in column)
-
-
-def _seconds_of(row: Record) -> dict[str, list[float]]:
-    """Return the seconds by rank for each heat map; those of the exchange only if it was measured."""
-    time, data = row["time"], row["data_time"]
-    found: dict[str, list[float]] = {"Whole step": time, "Wait for data": data}
-    if (exchange := row.get("comm_time")) is not None:
-        compute = [max(0.0, t - d - e) for t, d, e in zip(time, data, exchange, strict=True)]
-        found |= {"Compute": compute, "Wait for gradients": exchange}
-    return found

@@ -1,4 +1,4 @@
-"""Curves and heat maps: what the page says of them in HTML, and the values that its script draws."""
+"""Curves: what the page says of them in HTML, and the values that its script draws."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 Point: TypeAlias = tuple[float, float]
 
-LEVELS = 9  # colours of a heat map
 _EXPONENT_FROM = 1e7
 _LOG_FROM = 20  # minimum ratio of maximum to minimum for a log axis
 _MOST_BUCKETS = 320  # a longer line is drawn as this many groups of neighbouring points
-_MOST_CELLS = 8_000
-_MOST_COLUMNS = 160
 
 
 class Line(NamedTuple):
@@ -42,30 +39,6 @@ class Chart(NamedTuple):
     unit: str = ""
     stacked: bool = False
     from_zero: bool = False
-
-
-class Stretch(NamedTuple):
-    """The iterations after `begin` up to `end`, and one value for each rank."""
-
-    begin: int
-    end: int
-    values: list[float]
-
-
-class HeatMap(NamedTuple):
-    """Stretches of iterations in order, all with the same number of values.
-
-    Attributes:
-        title: what the values show.
-        stretches: at least one.
-        unit: the unit of the values.
-        note: an explanation of how to read it.
-    """
-
-    title: str
-    stretches: Sequence[Stretch]
-    unit: str
-    note: str = ""
 
 
 def chart_html(chart: Chart, kind: str = "chart", spoken: str = "") -> tuple[str, dict[str, Any]]:
@@ -117,32 +90,6 @@ def line_values(line: Line, most: int = _MOST_BUCKETS) -> dict[str, Any]:
     return values
 
 
-def heatmap_html(heatmap: HeatMap) -> tuple[str, dict[str, Any]]:
-    """Return a heat map as HTML, and its values for the script."""
-    size = len(heatmap.stretches[0].values)
-    most = min(_MOST_COLUMNS, max(20, _MOST_CELLS // size))
-    together = math.ceil(len(heatmap.stretches) / most)  # number of neighbours that become one stretch
-    groups = range(0, len(heatmap.stretches), together)
-    stretches = [_joined(heatmap.stretches[begin : begin + together]) for begin in groups]
-    low, high = _colour_range([value for stretch in stretches for value in stretch.values])
-    steps = "".join(f'<i style="--c:var(--h{level})"></i>' for level in range(LEVELS))
-    html = (
-        f'<figure class="card heatmap"><figcaption><h3>{escape(heatmap.title)}{unit_html(heatmap.unit)}</h3>'
-        f'<p class="key"><output></output>{shown(low)} {steps} {shown(high)}</p></figcaption>'
-        f'<div class="plot" tabindex="0" role="img" style="--rows:{size}" '
-        f'aria-label="{escape(heatmap.title)} by rank and iteration: {shown(low)} to {shown(high)} '
-        f'{escape(heatmap.unit)}"></div>{f"<p class=note>{escape(heatmap.note)}</p>" if heatmap.note else ""}</figure>'
-    )
-    values = {
-        "begin": [stretch.begin for stretch in stretches],
-        "end": [stretch.end for stretch in stretches],
-        "values": [[float(f"{value:.4g}") for value in stretch.values] for stretch in stretches],
-        "range": [low, high],
-        "unit": heatmap.unit,
-    }
-    return html, values
-
-
 def unit_html(unit: str) -> str:
     """Return a unit as HTML, to follow a title or a value."""
     return f' <span class="unit">{escape(unit)}</span>' if unit else ""
@@ -171,23 +118,3 @@ def shown(value: float | None) -> str:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.5g}")
-
-
-def _joined(stretches: Sequence[Stretch]) -> Stretch:
-    """Merge neighbouring stretches into one, with means weighted by iterations."""
-    lengths = [stretch.end - stretch.begin for stretch in stretches]
-    by_rank = zip(*(stretch.values for stretch in stretches), strict=True)
-    means = [fmean(values, lengths) for values in by_rank]
-    return Stretch(stretches[0].begin, stretches[-1].end, means)
-
-
-def _colour_range(values: Sequence[float]) -> tuple[float, float]:
-    """Return the values of the first and the last colour.
-
-    Outliers, such as a slow start, do not hide other differences, and nearly equal values look alike.
-    """
-    ordered = sorted(values)
-    low, middle, most = ordered[0], ordered[len(ordered) // 2], ordered[-1]
-    almost_all = ordered[int(0.98 * (len(ordered) - 1))]
-    high = min(most, max(almost_all, 2 * middle))
-    return low, max(high, low + middle / 4)

@@ -1,4 +1,4 @@
-// Draws the values of the page with uPlot: curves, parts of a whole, times by rank, with one cursor through all of them.
+// Draws the values of the page with uPlot: curves and parts of a whole, with one cursor through all of them.
 "use strict";
 (() => {
   const values = JSON.parse(document.getElementById("values").textContent);
@@ -16,14 +16,13 @@
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const font = "12px system-ui, sans-serif";
   let active = null; // the plot under the pointer, or with the focus
-  let rank = 0; // the row of heat maps under the pointer
 
   const bare = { gap: 8, ticks: { show: false }, grid: { show: false } };
   const axis = (more) => ({ ...bare, stroke: style("--soft"), font, ...more });
   const labels = { values: (u, ticks) => ticks.map((tick) => (tick === null ? null : shown(tick))) };
 
   // What all plots have in common; `draw` paints over the plot, in pixels of its canvas.
-  const plot = (figure, { across, named, log, key }, data, { series, bands, y, up, legend, draw, hover }) => {
+  const plot = (figure, { across, named, log, key }, data, { series, bands, y, up, legend, draw }) => {
     const area = figure.querySelector(".plot");
     const range = (u, low, high) => (low === u.data[0][0] && high === u.data[0].at(-1) ? across : [low, high]);
     const u = new uPlot({
@@ -53,12 +52,11 @@
           u.ctx.beginPath();
           u.ctx.rect(u.bbox.left, u.bbox.top, u.bbox.width, u.bbox.height);
           u.ctx.clip();
-          draw(u.ctx, (x) => u.valToPos(x, "x", true), (value) => u.valToPos(value, "y", true), u.bbox);
+          draw(u.ctx, (x) => u.valToPos(x, "x", true), u.bbox);
           u.ctx.restore();
         }],
         setCursor: [(u) => {
           u.over.querySelector(".u-cursor-x").dataset.place = named(u.posToVal(u.cursor.left, "x"));
-          hover?.(u);
         }],
         // A click in the legend hides a curve; its band goes, too.
         setSeries: [(u, i, { show }) => {
@@ -110,7 +108,7 @@
         bands.push({ series: [first + 2, first + 1], fill: stroke + "30" });
       }
     });
-    const draw = (ctx, left, top, box) => {
+    const draw = (ctx, left, box) => {
       const pixel = devicePixelRatio;
       ctx.fillStyle = style("--bad"); // values that are not finite
       lines.flatMap((line) => line.faulty).forEach((x) => ctx.fillRect(left(x) - pixel, box.top, 2 * pixel, 8 * pixel));
@@ -145,51 +143,22 @@
     });
   };
 
-  const heatmap = (figure, { begin, end, values: columns, range: [low, high], unit }, axes) => {
-    const colours = Array.from({ length: 9 }, (_, level) => style(`--h${level}`));
-    const level = (value) => Math.min(8, Math.max(0, Math.floor((9 * (value - low)) / (high - low))));
-    const size = columns[0].length, output = figure.querySelector("output");
-    const ranks = Array.from({ length: size }, (_, i) => i).filter((i) => i % Math.ceil(size / 8) === 0);
-    const u = plot(figure, axes, [begin.map((first, i) => (first + end[i]) / 2), begin.map(() => null)], {
-      series: [{ class: "helper", points: { show: false } }],
-      y: { range: [0, size], dir: -1 },
-      up: { splits: ranks.map((i) => i + 0.5), values: ranks.map((i) => (size > 100 ? `${i}` : `rank ${i}`)) },
-      legend: { show: false },
-      draw: (ctx, left, top) => columns.forEach((column, i) => column.forEach((value, row) => {
-        const x = Math.round(left(begin[i])), y = Math.round(top(row));
-        ctx.fillStyle = colours[high > low ? level(value) : 0];
-        ctx.fillRect(x, y, Math.round(left(end[i])) - x, Math.round(top(row + 1)) - y);
-      })),
-      hover: (u) => {
-        const { left, top } = u.cursor;
-        if (active?.over.dataset.rows && top > 0) rank = Math.min(size - 1, Math.floor((top / u.over.clientHeight) * size));
-        const x = u.posToVal(left, "x"), column = columns[Math.max(0, end.findIndex((last) => x <= last))];
-        output.textContent = left < 0 ? "" : `rank ${rank}: ${shown(column[rank])} ${unit}`;
-      },
-    });
-    u.over.dataset.rows = size;
-    return u;
-  };
-
-  const all = (kind) => [...document.querySelectorAll(kind)];
   const marks = values.resumed.map((x) => [x, "resumed"]);
   const iterations = { across: values.across, named: iteration, key: "iterations", marks, colour: "--soft" };
-  const figures = [
-    ...all(".chart:not(.search)").map((figure, i) => [figure, chart, values.charts[i], iterations]),
-    ...all(".heatmap").map((figure, i) => [figure, heatmap, values.heatmaps[i], iterations]),
-  ];
+  const charts = [...document.querySelectorAll(".chart:not(.search)")];
+  const figures = charts.map((figure, i) => [figure, values.charts[i], iterations]);
   if (values.search) {
     const { lines: [{ x }], mark } = values.search, named = (rate) => `learning rate ${shown(rate)}`;
     const marks = mark ? [mark] : [], colour = "--c2";
     const rates = { across: [x[0], x.at(-1)], named, log: true, key: "rates", marks, colour };
-    figures.push([document.querySelector(".search"), chart, values.search, rates]);
+    figures.push([document.querySelector(".search"), values.search, rates]);
   }
-  const redraws = figures.map(([figure, kind, drawn, axes]) => {
+  const redraws = figures.map(([figure, drawn, axes]) => {
     let u = null;
     const area = figure.querySelector(".plot"), button = figure.querySelector("button");
     const redraw = () => {
       u?.destroy();
-      u = kind(figure, drawn, axes, button?.getAttribute("aria-pressed") === "true");
+      u = chart(figure, drawn, axes, button?.getAttribute("aria-pressed") === "true");
     };
     button?.addEventListener("click", () => {
       button.setAttribute("aria-pressed", button.getAttribute("aria-pressed") !== "true");

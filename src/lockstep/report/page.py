@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from html import escape
 from importlib.resources import files
@@ -10,32 +11,30 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from lockstep.errors import ReportError
-from lockstep.report.contents import charts_of, heatmaps_of, search_of, suggestion_of
+from lockstep.errors import ReportError, counted
+from lockstep.report.contents import charts_of, search_of, suggestion_of
 from lockstep.report.facts import environment_html, evaluations_html, started, stragglers_html, tiles_html
-from lockstep.report.figures import chart_html, heatmap_html, shown
+from lockstep.report.figures import chart_html, shown
 from lockstep.report.records import RunRecords, number
 
 # The browser enforces that the page loads nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
-def page_html(run: RunRecords, place: Path | None = None) -> str:
+def page_html(run: RunRecords, place: Path) -> str:
     """Return the report of a run as one page of HTML.
 
     Args:
         run: the records.
-        place: the folder that the page will be in, for its links to runs that were resumed; by default the run's.
+        place: the folder that the page will be in, for its links to runs that were resumed.
     """
     charts = [chart_html(chart) for chart in charts_of(run)]
-    heatmaps = [heatmap_html(heatmap) for heatmap in heatmaps_of(run)]
     search = _search_html(run)
     values = {
         "across": _across(run),
         "epochs": _epochs(run),
         "resumed": [at for _, at in run.resumed],
         "charts": [values for _, values in charts],
-        "heatmaps": [values for _, values in heatmaps],
         "search": search and search[1],
     }
     title = escape(f"{run.folder.resolve().parent.name} {run.folder.resolve().name}")
@@ -46,11 +45,10 @@ def page_html(run: RunRecords, place: Path | None = None) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">',
             f"<title>{title}</title><style>{_asset('uplot/uPlot.min.css')}{_asset('page.css')}</style></head><body>",
-            _header(run, place or run.folder),
+            _header(run, place),
             f"<main>{tiles_html(run)}<noscript><p>JavaScript draws the curves of this page.</p></noscript>",
             _section("Search for a learning rate", "one update at each rate", search[0] if search else ""),
             _section("Curves", "by iteration", "".join(html for html, _ in charts)),
-            _section("Time by rank", "mean over the iterations between two records", "".join(h for h, _ in heatmaps)),
             stragglers_html(run),
             f'<div class="pair">{evaluations_html(run)}{environment_html(run)}</div>',
             _config_html(run),
@@ -67,24 +65,11 @@ def write_page(run: RunRecords, path: Path) -> None:
     Raises:
         ReportError: it cannot be written.
     """
+    html = page_html(run, path.parent)
     try:
-        path.write_text(page_html(run, path.parent), encoding="utf-8", errors="backslashreplace")
+        path.write_text(html, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise ReportError(f"the report cannot be written to `{path}`: {error.strerror}") from error
-
-
-def highlighted(source: str) -> str:
-    """Return Python source as HTML, with pygments' class for each token that has a colour.
-
-    Example:
-        >>> print(highlighted("lr = 1e-3"), end="")
-        <span class="n">lr</span> <span class="o">=</span> <span class="mf">1e-3</span>
-    """
-    from pygments import highlight
-    from pygments.formatters.html import HtmlFormatter
-    from pygments.lexers.python import PythonLexer
-
-    return str(highlight(source, PythonLexer(stripnl=False, ensurenl=False), HtmlFormatter(nowrap=True)))
 
 
 def _search_html(run: RunRecords) -> tuple[str, dict[str, Any]] | None:
@@ -101,24 +86,22 @@ def _search_html(run: RunRecords) -> tuple[str, dict[str, Any]] | None:
 
 def _across(run: RunRecords) -> tuple[int, int]:
     """Return the first and the last iteration of the axis that all curves share."""
-    iterations = [record["iter"] for record in (*run.train, *run.evaluations, *run.ranks)]
-    starts = [row["iter"] - row["count"] for row in run.ranks if isinstance(row.get("count"), int)]
-    low = max(0, min([*iterations, *starts], default=0))
-    if low < 0.05 * max(iterations, default=1):
-        low = 0
-    return low, max([*iterations, low + 1])
+    resumed_after = run.resumed[0][1] if run.resumed else 0
+    # The records of what was resumed first may be gone.
+    low = 0 if any(record["iter"] <= resumed_after for record in run.train) else resumed_after
+    return low, max([low + 1, *(record["iter"] for record in (*run.train, *run.evaluations))])
 
 
 def _epochs(run: RunRecords) -> list[tuple[int, int]]:
     """Return pairs of an epoch and its last recorded iteration."""
-    last = {int(record["epoch"]): record["iter"] for record in run.train if number(record.get("epoch")) is not None}
-    return list(last.items())
+    epochs = [(number(record.get("epoch")), record["iter"]) for record in run.train]
+    return list({int(epoch): at for epoch, at in epochs if epoch is not None and math.isfinite(epoch)}.items())
 
 
 def _header(run: RunRecords, place: Path) -> str:
     known = run.environment
     size = known.get("world_size")
-    ranks = None if size is None else f"{size} rank{'s' if size != 1 else ''}"
+    ranks = None if size is None else counted(size, "rank")
     line = " · ".join(escape(str(part)) for part in (ranks, known.get("model"), started(run)) if part)
     faults = "".join(f"<li>{escape(fault)}</li>" for fault in run.faults)
     folder = run.folder.resolve()
@@ -151,3 +134,17 @@ def _asset(name: str) -> str:
 def _script_json(values: Any) -> str:
     """Return JSON in which no value can end the script element around it."""
     return json.dumps(values, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def highlighted(source: str) -> str:
+    """Return Python source as HTML, with pygments' class for each token that has a colour.
+
+    Example:
+        >>> print(highlighted("lr = 1e-3"), end="")
+        <span class="n">lr</span> <span class="o">=</span> <span class="mf">1e-3</span>
+    """
+    from pygments import highlight
+    from pygments.formatters.html import HtmlFormatter
+    from pygments.lexers.python import PythonLexer
+
+    return str(highlight(source, PythonLexer(stripnl=False, ensurenl=False), HtmlFormatter(nowrap=True)))

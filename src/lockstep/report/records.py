@@ -14,7 +14,6 @@ from lockstep.masking import mask_text, mask_value
 Record: TypeAlias = Mapping[str, Any]
 
 _RECORDS = "metrics.jsonl"
-_RANKS = "ranks.jsonl"
 MODES = ("val", "test")
 _LR_SEARCH = "lr_search"
 _STRAGGLER = "straggler"
@@ -32,7 +31,6 @@ class RunRecords:
         resumed: the folder of each run that was resumed, and the iteration that it was resumed after, in order.
         train: means over a few iterations each.
         evaluations: metrics of validations and tests.
-        ranks: times by rank; see `lockstep.diagnostics.slow_ranks`.
         stragglers: ranks that were slow, or no longer are; see `lockstep.diagnostics.slow_ranks`.
         lr_search: the last search for a learning rate; see `lockstep.runner.lr_finder`.
         environment: host, devices and versions of the run.
@@ -43,7 +41,6 @@ class RunRecords:
     folder: Path
     train: list[Record]
     evaluations: list[Record]
-    ranks: list[Record] = field(default_factory=list)
     stragglers: list[Record] = field(default_factory=list)
     lr_search: list[Record] = field(default_factory=list)
     environment: Record = field(default_factory=dict)
@@ -86,8 +83,7 @@ def find_run(path: Path) -> Path:
 
 
 def _has_trained(folder: Path) -> bool:
-    with (folder / _RECORDS).open(encoding="utf-8", errors="replace") as lines:
-        return any('"mode": "train"' in line for line in lines)
+    return any(record.get("mode") == "train" for record in _json_lines(folder / _RECORDS, []))
 
 
 def read_run(folder: Path) -> RunRecords:
@@ -107,17 +103,15 @@ def read_run(folder: Path) -> RunRecords:
     searches = [record for record in records if record["mode"] == _LR_SEARCH]
     # Each search counts its iterations from 1.
     last_search = max((index for index, record in enumerate(searches) if record["iter"] == 1), default=0)
-    ranks = list(_json_lines(folder / _RANKS, faults))
     resumed: list[tuple[Path, int]] = []
     before, at = _resumed(folder, records)
     while before is not None and before not in [folder.resolve(), *(run for run, _ in resumed)]:
         unreadable: list[str] = []
-        earlier, rows = _records_of(before, unreadable), _json_lines(before / _RANKS, unreadable)
+        earlier = _records_of(before, unreadable)
         resumed.insert(0, (before, at))
         # What came after the checkpoint was lost, and done again. A validation at it may have been.
         again = {(record["mode"], record["iter"]) for record in records}
         records[:0] = [one for one in earlier if one["iter"] <= at and (one["mode"], one["iter"]) not in again]
-        ranks[:0] = [row for row in rows if row["iter"] <= at]
         if not earlier:
             faults.append(f"what came before iteration {at} is missing: `{before}`, which was resumed, has no record")
         faults += [f"{before.name}/{fault}" for fault in unreadable]
@@ -126,7 +120,6 @@ def read_run(folder: Path) -> RunRecords:
         folder=folder,
         train=[record for record in records if record["mode"] == "train"],
         evaluations=[record for record in records if record["mode"] in MODES],
-        ranks=ranks,
         stragglers=[record for record in records if record["mode"] == _STRAGGLER],
         lr_search=searches[last_search:],
         # Masked also here: another library or an earlier version may have written them.

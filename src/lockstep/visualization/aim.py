@@ -1,4 +1,4 @@
-"""Scalars, images and the config in Aim."""
+"""Scalars, images, texts and the config in Aim."""
 
 from __future__ import annotations
 
@@ -50,6 +50,13 @@ class AimVisualizer(LibraryVisualizer):
         from aim import Image
 
         run.track(Image(as_picture(image).numpy()), name=name, step=step)
+
+    def add_text(self, name: str, text: str, step: int = 0) -> None:
+        """Track a text."""
+        run = self.opened
+        from aim import Text
+
+        run.track(Text(text), name=name, step=step)
 
     def add_config(self, config: Config) -> None:
         """Store the config as the run's `hparams`."""

@@ -1,8 +1,9 @@
-"""Scalars, images and the config in ClearML."""
+"""Scalars, images, texts and the config in ClearML."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,12 @@ class ClearMLVisualizer(LibraryVisualizer):
         title, series = _plot(name)
         logger = self.opened.get_logger()
         logger.report_image(title, series, iteration=step, image=as_picture(image).numpy())
+
+    def add_text(self, name: str, text: str, step: int = 0) -> None:
+        """Report a text as a file, beside the images."""
+        title, series = _plot(name)
+        stream = StringIO(text)
+        self.opened.get_logger().report_media(title, series, iteration=step, stream=stream, file_extension=".txt")
 
     def add_config(self, config: Config) -> None:
         """Store the config as the task's configuration object `config`."""

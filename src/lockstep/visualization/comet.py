@@ -1,4 +1,4 @@
-"""Scalars, images and the config in Comet."""
+"""Scalars, images, texts and the config in Comet."""
 
 from __future__ import annotations
 
@@ -59,6 +59,10 @@ class CometVisualizer(LibraryVisualizer):
         """Log an image."""
         file = BytesIO(png_bytes(as_picture(image)))
         self.opened.log_image(file, name=name, step=step)
+
+    def add_text(self, name: str, text: str, step: int = 0) -> None:
+        """Log a text, with its name as metadata."""
+        self.opened.log_text(text, step=step, metadata={"name": name})
 
     def add_config(self, config: Config) -> None:
         """Log each value of the config as a parameter."""

@@ -39,7 +39,7 @@ class FolderVisualizer:
 
 @VISUALIZERS.register_module(name=["LocalVisualizer", "LocalVisBackend"])
 class LocalVisualizer(FolderVisualizer):
-    """Writes scalars to `scalars.jsonl`, with their step, and images to `images/NAME_STEP.png`.
+    """Writes scalars to `scalars.jsonl` and texts to `texts.jsonl`, with their step; images to `images/NAME_STEP.png`.
 
     A Runner always writes its records to `metrics.jsonl` and its config to `config.py`; this visualizer also writes
     what hooks show themselves.
@@ -61,13 +61,11 @@ class LocalVisualizer(FolderVisualizer):
         super().__init__(save_dir)
         self._img_save_dir = img_save_dir
         self._scalar_save_file = scalar_save_file
-        self._scalars: JsonLinesSink | None = None
+        self._files: dict[str, JsonLinesSink] = {}
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Append a line."""
-        if self._scalars is None:
-            self._scalars = JsonLinesSink(self._folder() / self._scalar_save_file)
-        self._scalars.write({"step": step, **scalar_dict})
+        self._write(self._scalar_save_file, {"step": step, **scalar_dict})
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
         """Write a PNG file; a slash in the name creates a folder."""
@@ -75,10 +73,19 @@ class LocalVisualizer(FolderVisualizer):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(png_bytes(as_picture(image)))
 
+    def add_text(self, name: str, text: str, step: int = 0) -> None:
+        """Append a line to `texts.jsonl`."""
+        self._write("texts.jsonl", {"step": step, name: text})
+
     def close(self) -> None:
-        """Close the file of scalars."""
-        if self._scalars is not None:
-            self._scalars.close()
+        """Close the files of lines."""
+        for file in self._files.values():
+            file.close()
+
+    def _write(self, name: str, record: dict[str, Any]) -> None:
+        if name not in self._files:
+            self._files[name] = JsonLinesSink(self._folder() / name)
+        self._files[name].write(record)
 
 
 @VISUALIZERS.register_module()

@@ -1,4 +1,4 @@
-"""Scalars, images and the config in MLflow."""
+"""Scalars, images, texts and the config in MLflow."""
 
 from __future__ import annotations
 
@@ -81,6 +81,10 @@ class MLflowVisualizer(LibraryVisualizer):
             file = Path(folder, f"{stem}_{step}.png")
             file.write_bytes(png_bytes(as_picture(image)))
             client.log_artifact(self._run_id, str(file), directory)
+
+    def add_text(self, name: str, text: str, step: int = 0) -> None:
+        """Log a text as an artifact, `texts/NAME_STEP.txt`."""
+        self.opened.log_text(self._run_id, text, f"texts/{name}_{step}.txt")
 
     def add_config(self, config: Config) -> None:
         """Log the config as an artifact, and each value of it as a parameter."""

@@ -1,4 +1,4 @@
-"""Scalars, images and the config in TensorBoard."""
+"""Scalars, images, texts and the config in TensorBoard."""
 
 from __future__ import annotations
 
@@ -57,13 +57,17 @@ class TensorBoardVisualizer(LibraryVisualizer):
         picture = summary.image(name, as_picture(image), dataformats="HWC")  # type: ignore[no-untyped-call]
         self.opened.add_summary(picture, step)
 
-    def add_config(self, config: Config) -> None:
-        """Write the config as text."""
+    def add_text(self, name: str, text: str, step: int = 0) -> None:
+        """Write a text, which TensorBoard shows as it is, not as Markdown."""
         from torch.utils.tensorboard import summary
 
         # Markdown treats lines indented by four spaces as code.
-        code = "".join(f"    {line}" for line in config.pretty_text.splitlines(keepends=True))
-        self.opened.add_summary(summary.text("config", code), 0)  # type: ignore[no-untyped-call]
+        code = "".join(f"    {line}" for line in text.splitlines(keepends=True))
+        self.opened.add_summary(summary.text(name, code), step)  # type: ignore[no-untyped-call]
+
+    def add_config(self, config: Config) -> None:
+        """Write the config as text."""
+        self.add_text("config", config.pretty_text)
 
     def _end(self, writer: Any, *, failed: bool) -> None:
         writer.close()

@@ -27,6 +27,7 @@ class ShowsScalars(Protocol):
     - ``add_config(config: Config)``: show the config of the run.
     - ``add_image(name: str, image, step: int)``: show an image that belongs to one step, a tensor or array of dtype
       uint8 (0 to 255), [height, width] or [height, width, 3].
+    - ``add_text(name: str, text: str, step: int)``: show a text that belongs to one step.
     - ``close()``: show what is left, and release all resources, at the end of a run, even if the run has failed.
     """
 
@@ -125,6 +126,12 @@ class Visualizers:
         for part, add_image in showing:
             with self._failure_as_warning(part):
                 add_image(name, image, step)
+
+    def add_text(self, name: str, text: str, step: int = 0) -> None:
+        """Show a text, such as what a model has generated: as it is, but in Trackio as Markdown, in DVCLive not."""
+        for part, add_text in self._with("add_text"):
+            with self._failure_as_warning(part):
+                add_text(name, text, step)
 
     def close(self, *, failed: bool = False) -> None:
         """Close all visualizers, even if closing one of them fails, which is a warning too.

@@ -1,8 +1,9 @@
-"""Scalars, images and the config in Weights & Biases, and in Trackio, which has the same functions."""
+"""Scalars, images, texts and the config in Weights & Biases, and in Trackio, which has the same functions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from html import escape
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,16 @@ class WandbVisualizer(LibraryVisualizer):
         run = self.opened
         run.log({name: import_module(self.package).Image(as_picture(image).numpy())}, step=step)
 
+    def add_text(self, name: str, text: str, step: int = 0) -> None:
+        """Log a text."""
+        self.opened.log({name: self._as_text(text)}, step=step)
+
     def add_config(self, config: Config) -> None:
         """Log the values of the config."""
         self.opened.config.update(plain_data(config))
+
+    def _as_text(self, text: str) -> Any:
+        return import_module(self.package).Html(f"<pre>{escape(text)}</pre>")
 
     def _end(self, run: Any, *, failed: bool) -> None:
         run.finish(exit_code=int(failed))
@@ -69,6 +77,9 @@ class TrackioVisualizer(WandbVisualizer):
     def open(self, run_dir: Path) -> None:
         """Start a run of Trackio."""
         self._init(run_dir)
+
+    def _as_text(self, text: str) -> Any:
+        return import_module(self.package).Markdown(text)
 
     def _end(self, run: Any, *, failed: bool) -> None:
         if failed:
