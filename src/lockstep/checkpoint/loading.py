@@ -24,6 +24,9 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.location import Location
 
 OPTIMIZER = "optimizer"
+AS_SAVED = ()
+"""A value that only requests what was saved."""
+
 _MISSING = object()
 _MOST_NAMED = 8
 _REMEDY = "Resume with the model that was saved, or load what fits of the weights, by `load_from` with resume=False"

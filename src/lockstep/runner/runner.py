@@ -315,7 +315,11 @@ class Runner(_AttributesOfRun):
 
         It is that of the last run in the work_dir that has kept one; None if there is none.
         """
-        return best_checkpoint_in(resuming.checkpoint_folders(self.args))
+        return best_checkpoint_in(resuming.checkpoint_folders(self.args, self._hooks))
+
+    @property
+    def _hooks(self) -> list[Any]:
+        return [hook for hook, _ in self._custom_hooks]
 
     def register_hook(self, hook: Hook | Mapping[str, Any], priority: str | int | None = None) -> None:
         """Add a hook; a `priority` overrides its own. If a run exists, the hook is called from then on."""
@@ -387,7 +391,7 @@ class Runner(_AttributesOfRun):
         """Log to the run's folder, and close what has been opened, even after an error."""
         began = perf_counter()
         space = self._workspace = self._workspace or start.open_workspace(
-            self.args, self._load_from, self.message_hub, trains=what == "trained"
+            self.args, self._load_from, self.message_hub, self._hooks, trains=what == "trained"
         )
         self.message_hub.make_current()
         # The other ranks write only what rank 0 may not have seen.
@@ -493,9 +497,10 @@ class Runner(_AttributesOfRun):
         if make_loop is None and getattr(self.args, f"{mode}_dataloader") is None:
             raise ConfigError(f"`{mode}_dataloader` must be given to {verb}, but is None")
         with self._running(what) as space:
+            if checkpoint == "best":
+                checkpoint = str(run_on_main(lambda: start.find_best(self.args, self._hooks)))
             if checkpoint is not None:
-                found = run_on_main(lambda: start.find_best(self.args)) if checkpoint == "best" else checkpoint
-                self.load_checkpoint(str(found), strict=True)
+                self.load_checkpoint(checkpoint, strict=True)
             run = self._run
             if run is None:
                 _, parts = self._prepare(space, *self._strategy_and_model(training=False))
