@@ -220,7 +220,7 @@ def test_training_may_go_on_without_a_checkpoint_that_cannot_be_written(choice: 
     options = {"default_hooks": {"checkpoint": {"interval": 1, "on_save_error": choice}}}
     with patch.object(saving_module, "_Checksums", Full):
         if choice == "raise":
-            with pytest.raises(OSError, match=r"epoch_2 could not be written: rank 1: .* bytes are needed, and"):
+            with pytest.raises(OSError, match=r"epoch_2 could not be written: rank 1: No space"):
                 train(tmp_path, 3, Count(), **options)
         else:
             runner = train(tmp_path, 3, Count(), **options)

@@ -22,7 +22,7 @@ MEMORY = [
     Case("all_reduce", "memory of its control group", gone(), KILLED, 137, OF_MEMORY),
     Case("all_reduce", "memory by RLIMIT_AS", RLIMIT, "raised RuntimeError (pid {pid})", then="can't allocate memory"),
 ]
-NO_SPACE = r"OSError: \[Errno 28\] .* could not be written: rank 0: [\d,]+ bytes are needed, and [\d,]+ are free"
+NO_SPACE = r"OSError: \[Errno 28\] .* could not be written: rank \d: No space left on device"
 DISK = Case("save", "no space", NO_SPACE, "raised OSError (pid {pid})", failing=0)
 FAR = r"CollectiveTimeoutError: ranks? (1|2, 3) of .* did not take part in call \d+, (.|\n)*  rank \d: does not answer"
 UNREACHABLE = Case("all_reduce", "unreachable", FAR, "", timeout=2.0, failing=-1)

@@ -22,6 +22,7 @@ from lockstep.checkpoint.together import on_all
 from lockstep.checkpoint.values import decode, leaves, tagged
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.location import Location
+from lockstep.transport.moving import bytes_of
 
 OPTIMIZER = "optimizer"
 AS_SAVED = ()
@@ -215,10 +216,10 @@ class Stored:
         first = sum(offset * stride for offset, stride in zip(read.offsets, strides, strict=True)) * size
         last = first + sum((n - 1) * stride for n, stride in zip(target.shape, strides, strict=True)) * size + size
         if last - first == target.nbytes and _is_writable(target, typed):
-            self._read_range(read, first, _bytes_of(target))
+            self._read_range(read, first, bytes_of(target))
             return
         range_ = torch.empty(last - first, dtype=torch.uint8)
-        self._read_range(read, first, _bytes_of(range_))
+        self._read_range(read, first, bytes_of(range_))
         target.copy_(range_.view(typed).as_strided(target.shape, strides))
 
     def close(self) -> None:
@@ -257,12 +258,6 @@ def _tensors_of(stored: Stored, part: str) -> dict[str, str]:
     """Return the names of the tensors under a part of the state, by their names there."""
     nodes = ((path, tagged(node)) for path, node in leaves(stored.manifest.state.get(part, {})))
     return {".".join(path): name for path, (tag, name) in nodes if tag == "$tensor"}
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor in CPU memory."""
-    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
 
 
 def _is_writable(target: Tensor, dtype: torch.dtype) -> bool:

@@ -159,7 +159,7 @@ def _exchange_parts(own: Parts | None, comm: Comm) -> list[Parts]:
 
     The pickle is in the exchange that tells the sizes, so that a small object takes no further message.
     """
-    heads = exchange(comm, b"" if own is None else sizes_of(own) + bytes_of(own[0]))
+    heads = exchange(comm, b"" if own is None else sizes_of(own) + bytes(bytes_of(own[0])))
     every = [places_for(one) if one else [] for one in heads]
     for parts, one in zip(every, heads, strict=True):
         if parts:

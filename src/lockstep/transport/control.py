@@ -69,7 +69,7 @@ class _Control:
             self.own = torch.empty(_SLOT_BYTES, dtype=torch.uint8, device=_CPU)
             self.every = torch.empty(comm.size * _SLOT_BYTES, dtype=torch.uint8, device=_CPU)
             self.verdict = torch.zeros(2 + 2 * _SLOT_BYTES // 8, dtype=torch.int64, device=_CPU)
-        self.own_bytes, self.every_bytes = (memoryview(bytes_of(x)).cast("B") for x in (self.own, self.every))
+        self.own_bytes, self.every_bytes = bytes_of(self.own), bytes_of(self.every)
 
 
 _controls: WeakKeyDictionary[ProcessGroup, _Control] = WeakKeyDictionary()
@@ -204,7 +204,7 @@ def _exchange_rests(rest: bytes, lengths: Sequence[int], comm: Comm) -> list[byt
         every = torch.empty(comm.size * longest, dtype=torch.uint8, device=_CPU)
         with in_backend(comm):
             all_gather_single(every, sent, group=control_group(comm))
-        whole = memoryview(bytes_of(every)).cast("B")
+        whole = bytes_of(every)
         return [bytes(whole[rank * longest : rank * longest + length]) for rank, length in enumerate(lengths)]
     parts = [torch.empty(length, dtype=torch.uint8, device=_CPU) for length in lengths]
     if rest:

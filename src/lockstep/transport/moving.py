@@ -5,7 +5,6 @@ The memory of tensors, as it is sent and received, is here, too.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 
 import torch
@@ -140,8 +139,7 @@ def as_native(wire: Tensor) -> Tensor:
     return wire if wire.dtype in _NATIVE_DTYPES else as_bytes(wire)
 
 
-def bytes_of(data: Tensor) -> ctypes.Array[ctypes.c_char]:
-    """Return a writable buffer over a contiguous CPU tensor's memory, which it keeps alive."""
-    buffer = (ctypes.c_char * (data.numel() * data.element_size())).from_address(data.data_ptr())
-    buffer._owner = data  # type: ignore[attr-defined]  # the buffer borrows the tensor's memory
-    return buffer
+def bytes_of(data: Tensor) -> memoryview:
+    """Return a writable view of a contiguous CPU tensor's memory, which it keeps alive."""
+    view: memoryview = as_bytes(data).numpy().data
+    return view
