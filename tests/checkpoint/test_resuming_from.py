@@ -158,7 +158,7 @@ def test_a_run_goes_on_from_an_older_one_and_says_so_on_every_rank(tmp_path: Pat
 
 def regular(work_dir: Path) -> list[str]:
     all_gather_object(None)  # rank 0 removes
-    return [one.directory.name for one in reversed(find_checkpoints([work_dir]))]
+    return [one.name for one in reversed(find_checkpoints([work_dir]))]
 
 
 @ranks(1, 2)
@@ -178,7 +178,7 @@ def test_checkpoints_of_the_runs_before_are_counted(tmp_path: Path):
     train(work_dir, 1, **keeping)
     assert len(regular(work_dir)) == 4
     by_epoch = {"default_hooks": {"checkpoint": {"interval": 1, "max_keep_ckpts": 1}}}
-    train(work_dir, 4, resume=True, load_from=find_checkpoints([work_dir])[-1].directory, **by_epoch)
+    train(work_dir, 4, resume=True, load_from=find_checkpoints([work_dir])[-1], **by_epoch)
     assert len(regular(work_dir)) == 5
 
 

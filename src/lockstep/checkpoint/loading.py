@@ -17,9 +17,9 @@ from torch import Tensor
 from lockstep.checkpoint.files import DAMAGED
 from lockstep.checkpoint.layout import pieces_of
 from lockstep.checkpoint.manifest import ITEM_SIZES, Block, Manifest, StoredTensor, checksum_at, read_manifest
-from lockstep.checkpoint.search import OpenFile, read_block, require_checkpoint
 from lockstep.checkpoint.together import on_all
 from lockstep.checkpoint.values import decode, leaves, tagged
+from lockstep.checkpoint.verifying import OpenFile, read_block, require_checkpoint
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.location import Location
 from lockstep.transport.moving import bytes_of

@@ -37,7 +37,7 @@ from lockstep.checkpoint.manifest import (
     dump_manifest,
     place_in_file,
 )
-from lockstep.checkpoint.pointer import pointing
+from lockstep.checkpoint.search import pointing
 from lockstep.checkpoint.together import Exchange, run_then_complete
 from lockstep.checkpoint.values import encode, merge
 from lockstep.dist import get_dist_info, is_main_process

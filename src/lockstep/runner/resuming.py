@@ -15,8 +15,8 @@ from torch import Tensor
 from lockstep.checkpoint import candidates, load_state, remove_dead_drafts, written_at
 from lockstep.checkpoint.files import DAMAGED, is_there
 from lockstep.checkpoint.loading import AS_SAVED, Stored
-from lockstep.checkpoint.search import check, check_resumable, verify_share
 from lockstep.checkpoint.together import on_all
+from lockstep.checkpoint.verifying import check, check_resumable, verify_share
 from lockstep.dataset import Position
 from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.dist import all_gather_object, get_dist_info, get_rank, run_on_main
