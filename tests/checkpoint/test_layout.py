@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lockstep.checkpoint import Planner, load_state, save_state, saving
-from lockstep.checkpoint.layout import Box, Piece, askings, decide, section_of
+from lockstep.checkpoint.layout import Box, Piece, decide, keys_to_send, section_of
 from lockstep.checkpoint.manifest import read_manifest
 from lockstep.dist import get_rank
 from lockstep.errors import ConfigError
@@ -32,7 +32,7 @@ def decided(held: Sequence[Mapping[str, Box]]) -> tuple[Any, list[list[str]]]:
         for one in held
     ]
     digests = [{"model": section.digest} for section in sections]
-    asked = askings(digests)
+    asked = keys_to_send(digests)
     rows = [dict.fromkeys(keys, section.rows) for section, keys in zip(sections, asked, strict=True)]
     tensors, written = decide(digests, [{"model": section.boxes} for section in sections], rows)
     bits = [bin(int.from_bytes(one) | 1 << 8 * len(one))[3:] for one in written]

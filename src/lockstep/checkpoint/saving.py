@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.drafts import Draft, make_draft
 from lockstep.checkpoint.files import writing
-from lockstep.checkpoint.layout import Holding, Piece, askings, decide, digest_of
+from lockstep.checkpoint.layout import Holding, Piece, decide, digest_of, keys_to_send
 from lockstep.checkpoint.manifest import (
     BLOCK,
     CHECKSUM,
@@ -130,15 +130,15 @@ class _Offer(NamedTuple):
     """What a rank says first of what it has to save.
 
     Attributes:
-        token: that of the plan that it has kept; empty if it has none, or holds something else now.
-        described: the digest of what it holds.
+        plan_id: that of the plan that it has kept; empty if it has none, or holds something else now.
+        digest: the digest of what it holds.
         digests: the digest of each section.
-        values: the values of the sections that it was asked for by that plan.
+        values: the values of the sections that it sends by that plan.
         meta: on rank 0, the metadata, encoded.
     """
 
-    token: str
-    described: str
+    plan_id: str
+    digest: str
     digests: Mapping[str, str]
     values: Mapping[str, Any]
     meta: Any
@@ -148,10 +148,10 @@ class Planner:
     """Decides who writes what, in one save after the other. A plan holds as long as all ranks hold the same."""
 
     def __init__(self) -> None:
-        self._described = ""  # what this rank held when the last plan was made, as a digest
-        self._token = ""  # what all ranks held then
+        self._digest = ""  # what this rank held when the last plan was made, as a digest
+        self._plan_id = ""  # what all ranks held then
         self._written = b""  # which of its pieces this rank writes, as bits
-        self._asked: Sequence[str] = ()  # the sections whose values come from it
+        self._own_keys: Sequence[str] = ()  # the sections whose values come from it
         self._tensors: Mapping[str, StoredTensor] = {}  # on rank 0
         self._has_warned = False  # of too little space
 
@@ -169,10 +169,10 @@ class Planner:
 
         def offer() -> _Offer:
             holding.append(own := Holding(state, *get_dist_info()))
-            token = self._token if own.described == self._described else ""
-            values = {key: own.sections[key].values for key in self._asked} if token else {}
+            plan_id = self._plan_id if own.digest == self._digest else ""
+            values = {key: own.sections[key].values for key in self._own_keys} if plan_id else {}
             digests = {key: section.digest for key, section in own.sections.items()}
-            return _Offer(token, own.described, digests, values, encode(meta) if is_main_process() else None)
+            return _Offer(plan_id, own.digest, digests, values, encode(meta) if is_main_process() else None)
 
         def answer(found: list[_Offer]) -> Sequence[tuple[Location | None, Any]]:
             offers.extend(found)
@@ -180,28 +180,28 @@ class Planner:
                 check_meta(offers[0].meta)
             except ValueError as error:
                 raise ConfigError(f"metadata must have the form that readers expect, but {error}") from error
-            token = digest_of([one.described for one in offers])
-            if any(one.token != token for one in offers):
-                return [(None, asked) for asked in askings([one.digests for one in offers])]
+            plan_id = digest_of([one.digest for one in offers])
+            if any(one.plan_id != plan_id for one in offers):
+                return [(None, keys) for keys in keys_to_send([one.digests for one in offers])]
             return self._begin(directory, last_of, offers, [one.values for one in offers])
 
         def describe() -> tuple[Any, Any, Any]:
             boxes = {key: section.boxes for key, section in holding[0].sections.items()}
-            asked = {key: holding[0].sections[key] for key in self._asked}
-            rows, values = ({key: getattr(one, what) for key, one in asked.items()} for what in ("rows", "values"))
+            own = {key: holding[0].sections[key] for key in self._own_keys}
+            rows, values = ({key: getattr(one, what) for key, one in own.items()} for what in ("rows", "values"))
             return boxes, rows, values
 
         def decide_all(found: list[tuple[Any, Any, Any]]) -> list[tuple[Location, Outline | None, str, bytes]]:
             boxes, rows, values = zip(*found, strict=True)
             self._tensors, written = decide([one.digests for one in offers], boxes, rows)
-            token = digest_of([one.described for one in offers])
+            plan_id = digest_of([one.digest for one in offers])
             begun = self._begin(directory, last_of, offers, values)
-            return [(*one, token, bits) for one, bits in zip(begun, written, strict=True)]
+            return [(*one, plan_id, bits) for one, bits in zip(begun, written, strict=True)]
 
         path, rest = run_then_complete(failure, offer, answer)
         if path is None:
-            self._token, self._described, self._asked = "", holding[0].described, rest
-            path, rest, self._token, self._written = run_then_complete(failure, describe, decide_all)
+            self._plan_id, self._digest, self._own_keys = "", holding[0].digest, rest
+            path, rest, self._plan_id, self._written = run_then_complete(failure, describe, decide_all)
         return Plan(failure, path, holding[0].written(self._written), rest)
 
     def _begin(
