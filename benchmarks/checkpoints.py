@@ -29,7 +29,7 @@ from torch import nn
 from torch.optim import Adam
 
 from lockstep.checkpoint import BackgroundSaver, load_state, save_state, saving
-from lockstep.checkpoint.search import check, verify_share
+from lockstep.checkpoint.verifying import check, verify_share
 from lockstep.dist import all_gather_object, barrier, destroy_dist, get_rank, get_world_size, init_dist
 
 Save = Callable[[Path], Callable[[], object]]

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lockstep.checkpoint.layout import Holding, Section, askings, decide, digest_of
+from lockstep.checkpoint.layout import Holding, Section, decide, digest_of, keys_to_send
 from lockstep.checkpoint.loading import Stored, read_plan
 from lockstep.checkpoint.manifest import BLOCK, Manifest, StoredFile, dump_manifest, read_manifest
 
@@ -75,10 +75,10 @@ def measure(ranks: int, tensors: int) -> Scale:
         digests = [{"model": one.digest} for one in sections]
         boxes = [{"model": one.boxes} for one in sections]
         rows = [{"model": section.rows}, *({} for _ in range(ranks - 1))]
-        (stored, written), plan_s = _timed(lambda: (askings(digests), decide(digests, boxes, rows))[1])
-        described = [holding.described] * ranks
-        _, again_s = _timed(lambda: digest_of(described))
-        offer = len(pickle.dumps((holding.described, holding.described, digests[1])))
+        (stored, written), plan_s = _timed(lambda: (keys_to_send(digests), decide(digests, boxes, rows))[1])
+        all_digests = [holding.digest] * ranks
+        _, again_s = _timed(lambda: digest_of(all_digests))
+        offer = len(pickle.dumps((holding.digest, holding.digest, digests[1])))
         bits = len(written[1])
         parts = [tensor.size_in(1) for tensor in stored.values()]
         blocks = sum(-(-part // BLOCK) for part in parts)

@@ -136,8 +136,8 @@ class Calls:
         """
         function = sys._getframe(2)  # after `check_call`
         own = frame = function.f_back or function  # called by no Python code, such as atexit
-        # Which function of lockstep makes a call is compared, so that two objects which it exchanges for two reasons are
-        # never taken for each other.
+        # Which function of lockstep makes a call is compared, too: objects that it exchanges for different reasons must
+        # not be taken for each other.
         user = "" if _owners[function.f_code.co_filename] == "dist" else None
         while (owner := _owners[frame.f_code.co_filename]) != "caller":
             if owner == "lockstep" and user == "":

@@ -193,7 +193,7 @@ def error_in_words(error: BaseException) -> str:
 
 
 def place_of(trace: TracebackType | None) -> str:
-    """Return the innermost line of a traceback outside of lockstep, torch and Python itself, as ``FILE:LINE``, or ""."""
+    """Return the innermost line of a traceback outside of lockstep, torch and Python, as ``FILE:LINE``, or ""."""
     place = ""
     for frame, line in walk_tb(trace):
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -72,7 +72,7 @@ def test_no_kill_inside_of_a_save_loses_more_than_that_save(tmp_path: Path):
 
 def kill_inside_of_a_save(job: subprocess.Popen[bytes], work_dir: Path, log: Path, rng: random.Random) -> None:
     """Kill a job while there is a draft of its own in which it is writing, once it has saved something."""
-    before = {one.directory for one in find_checkpoints([work_dir])}
+    before = set(find_checkpoints([work_dir]))
     deadline = time.monotonic() + 240
     while True:
         assert job.poll() is None, log.read_text()
@@ -83,7 +83,7 @@ def kill_inside_of_a_save(job: subprocess.Popen[bytes], work_dir: Path, log: Pat
         job.send_signal(signal.SIGSTOP)
         while Path(f"/proc/{job.pid}/stat").read_text().rpartition(") ")[2][0] != "T":
             pass
-        if is_saving(job, work_dir) and {one.directory for one in find_checkpoints([work_dir])} - before:
+        if is_saving(job, work_dir) and set(find_checkpoints([work_dir])) - before:
             break
         job.send_signal(signal.SIGCONT)
     job.send_signal(signal.SIGKILL)

@@ -270,13 +270,17 @@ def test_retention_stays_in_the_work_dir(tmp_path: Path):
     assert [path.exists() for path in (outside, inside, directory)] == [True, True, False]
 
 
+def pointer_to(path: str) -> bytes:
+    return f"{path}\nsha256 {hashlib.sha256(path.encode()).hexdigest()}\n".encode()
+
+
 @pytest.mark.parametrize("line", ["../elsewhere/20260101_000000/epoch_1", "{tmp_path}/elsewhere/x", "link/epoch_1"])
 def test_a_pointer_that_leads_out_is_refused_by_name(line: str, tmp_path: Path):
     work_dir = tmp_path / "work"
     stranger = current(tmp_path / "elsewhere")
     work_dir.mkdir()
     (work_dir / "link").symlink_to(stranger.parent)
-    (work_dir / "last_checkpoint").write_text(line.format(tmp_path=tmp_path) + "\n")
+    (work_dir / "last_checkpoint").write_bytes(pointer_to(line.format(tmp_path=tmp_path)))
     with pytest.raises(ConfigError, match=r"last_checkpoint must lead to a checkpoint in .* but leads out of it"):
         train(work_dir, resume=True)
 

@@ -61,6 +61,19 @@ def test_an_older_one_is_taken_on_every_rank(tmp_path: Path, where: str) -> None
     assert resumed.epoch == 3
 
 
+def test_where_no_other_is_whole_both_faults_are_said(tmp_path: Path) -> None:
+    first = trained(tmp_path, 2)
+    changed(
+        first.run_dir / "epoch_2",
+        lambda content: content["state"]["ranks"]["0"]["random"]["python"].update(version=99),
+    )
+    (first.run_dir / "epoch_1" / "rank_0.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"epoch_2 has a state of random generators"):
+        trained(tmp_path, 3, resume=True)
+    log = max(tmp_path.glob("*/log.txt")).read_text()
+    assert f"not resumed from: {first.run_dir}/epoch_1/rank_0.safetensors must have" in log
+
+
 def test_one_that_the_user_names_is_an_error(tmp_path: Path) -> None:
     first = trained(tmp_path / "a", 2)
     changed(first.run_dir / "epoch_2", lambda content: content["meta"].pop("seed"))

@@ -184,7 +184,8 @@ def forge(directory: Path, sandbox: Path, forgery: tuple[str, Any]) -> None:
     what, how = forgery
     manifest = directory / "manifest.json"
     if what == "pointer":
-        (directory.parents[1] / "last_checkpoint").write_bytes(how)
+        digest = b"sha256 " + hashlib.sha256(how[:-1]).hexdigest().encode() + b"\n" if how.endswith(b"\n") else b""
+        (directory.parents[1] / "last_checkpoint").write_bytes(how + digest)
     elif what == "text":
         manifest.write_bytes(how)
     elif what == "sparse":

@@ -19,7 +19,9 @@ from lockstep.checkpoint import drafts, find_checkpoints, find_last_checkpoint, 
 from lockstep.checkpoint import saving as saving_module
 from lockstep.dist import all_gather_object, get_rank, get_world_size, main_process_first
 from lockstep.errors import ConfigError
-from lockstep.hooks import Hook
+from lockstep.hooks import CheckpointHook, Hook
+from lockstep.launch.worker import RESUME_SINCE
+from lockstep.registry import HOOKS
 from lockstep.runner import Runner
 from lockstep.runner.resuming import find_resumption
 from lockstep.testing import ranks
@@ -43,7 +45,10 @@ def train(work_dir: Path, epochs: int, *hooks: Hook, stop_after: int | None = No
         **changes,
     }
     losses = Losses(stop_after)
+    registered = arguments.pop("registered", None)
     runner = Runner(net, work_dir, custom_hooks=[*hooks, losses], **arguments)
+    if registered is not None:
+        runner.register_hook(registered)
     try:
         runner.train()
     except KeyboardInterrupt:
@@ -106,6 +111,12 @@ def test_where_none_is_whole_it_is_an_error(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"must find a whole checkpoint in .*epoch_3.*epoch_2.*epoch_1"):
         train(tmp_path, 1, resume=True)
     assert find_resumption(None, [tmp_path / "nowhere"]) == (None, [])
+    # Ranks that start again go on from what their job has saved, and do not begin anew in silence.
+    with (
+        patch.dict("os.environ", {RESUME_SINCE: "1"}),
+        pytest.raises(ConfigError, match=r"ranks that start again must find a whole checkpoint of .*epoch_3.*epoch_1"),
+    ):
+        train(tmp_path, 1)
 
 
 @ranks(2)
@@ -147,7 +158,7 @@ def test_a_run_goes_on_from_an_older_one_and_says_so_on_every_rank(tmp_path: Pat
 
 def regular(work_dir: Path) -> list[str]:
     all_gather_object(None)  # rank 0 removes
-    return [one.directory.name for one in reversed(find_checkpoints([work_dir]))]
+    return [one.name for one in reversed(find_checkpoints([work_dir]))]
 
 
 @ranks(1, 2)
@@ -167,12 +178,23 @@ def test_checkpoints_of_the_runs_before_are_counted(tmp_path: Path):
     train(work_dir, 1, **keeping)
     assert len(regular(work_dir)) == 4
     by_epoch = {"default_hooks": {"checkpoint": {"interval": 1, "max_keep_ckpts": 1}}}
-    train(work_dir, 4, resume=True, load_from=find_checkpoints([work_dir])[-1].directory, **by_epoch)
+    train(work_dir, 4, resume=True, load_from=find_checkpoints([work_dir])[-1], **by_epoch)
     assert len(regular(work_dir)) == 5
 
 
-def test_checkpoints_outside_of_the_work_dir_are_found(tmp_path: Path):
-    saving = {"default_hooks": {"checkpoint": {"interval": 1, "max_keep_ckpts": 1, "out_dir": tmp_path / "disk"}}}
+@HOOKS.register_module()
+class SavesElsewhere(CheckpointHook):
+    pass
+
+
+@pytest.mark.parametrize("hook", ["default", "class", "subclass", "registered"])
+def test_checkpoints_outside_of_the_work_dir_are_found(hook: str, tmp_path: Path):
+    config = {"interval": 1, "max_keep_ckpts": 1, "out_dir": tmp_path / "disk"}
+    kinds = {"class": CheckpointHook, "subclass": "SavesElsewhere"}
+    given = {**config, "type": kinds[hook]} if hook in kinds else config
+    saving = {"default_hooks": {"checkpoint": None if hook == "registered" else given}}
+    if hook == "registered":
+        saving["registered"] = CheckpointHook(**config)
     train(tmp_path / "work", 1, **saving)
     runner = train(tmp_path / "work", 2, resume=True, **saving)
     assert min(runner.losses) == 8
@@ -198,7 +220,7 @@ def test_training_may_go_on_without_a_checkpoint_that_cannot_be_written(choice: 
     options = {"default_hooks": {"checkpoint": {"interval": 1, "on_save_error": choice}}}
     with patch.object(saving_module, "_Checksums", Full):
         if choice == "raise":
-            with pytest.raises(OSError, match=r"epoch_2 could not be written: rank 1: .* bytes are needed, and"):
+            with pytest.raises(OSError, match=r"epoch_2 could not be written: rank 1: No space"):
                 train(tmp_path, 3, Count(), **options)
         else:
             runner = train(tmp_path, 3, Count(), **options)

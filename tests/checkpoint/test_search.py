@@ -37,13 +37,13 @@ def test_checkpoints_are_listed_without_opening_a_file(tmp_path: Path):
         opened = [name for name in _opened if str(name).startswith(str(tmp_path))]
     finally:
         _opened = None
-    assert [one.directory for one in found] == made[::-1]
+    assert found == made[::-1]
     assert opened == []
 
 
 def test_of_those_written_at_one_time_the_larger_number_is_the_newer_one(tmp_path: Path):
     made = [folder(tmp_path / f"epoch_{n}", 1e9) for n in (2, 9, 10, 11, 100)]
-    assert [one.directory for one in find_checkpoints([tmp_path])] == made[::-1]
+    assert find_checkpoints([tmp_path]) == made[::-1]
 
 
 def test_what_is_left_of_a_checkpoint_is_found_at_any_depth_but_not_by_a_link(tmp_path: Path):
@@ -53,4 +53,4 @@ def test_what_is_left_of_a_checkpoint_is_found_at_any_depth_but_not_by_a_link(tm
     (tmp_path / "runs" / "link").symlink_to(left.parent)
     (tmp_path / "runs" / ".hidden").mkdir()
     for root in (tmp_path / "runs", left.parent, left):
-        assert [one.directory for one in find_checkpoints([root, root])] == [left]
+        assert find_checkpoints([root, root]) == [left]

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import re
 import sys
 
 import pytest
 
-from lockstep.config import Config
+from lockstep.config import Config, ResolvedConfig
 from lockstep.errors import ConfigError
 from lockstep.registry import FUNCTIONS, MODELS, Registry
 
@@ -269,10 +270,22 @@ def test_a_dumped_config_has_nothing_but_helpers_as_its_code_is_gone(cfg, tmp_pa
     assert dumped.intermediate_keys >= dumped.keys()
 
 
-def test_without_a_file_nothing_is_known(cfg, tmp_path):
+def test_without_a_file_nothing_is_known_and_files_are_read_once(cfg, tmp_path):
     assert (Config({"a": 1}).where("a"), Config({"a": 1}).intermediate_keys) == ("", set())
-    (tmp_path / "child.py").unlink()
-    assert (cfg.where("lr"), cfg.intermediate_keys) == ("", set())
+    before = cfg.where("lr"), cfg.intermediate_keys
+    resolved = ResolvedConfig.of(cfg)
+    (tmp_path / "child.py").write_text("import os\n\n\nlr = 5\n")
+    (tmp_path / "base.py").unlink()
+    for same in (cfg, copy.deepcopy(cfg), pickle.loads(pickle.dumps(cfg))):
+        assert (same.where("lr"), same.intermediate_keys) == before
+    assert ResolvedConfig.of(cfg) == resolved
+
+
+@pytest.mark.parametrize("key", ["filename", "text", "dump", "where", "masked", "intermediate_keys", "merge_from_dict"])
+def test_a_name_of_the_config_itself_is_no_key(key, write):
+    with pytest.raises(ConfigError, match=f"`{key}` cannot be a key"):
+        Config.fromfile(write("c.py", f"{key} = 1\n"))
+    assert Config({"model": {key: 1}}).model[key] == 1
 
 
 # A YAML or JSON config is data: nothing that it says is imported or run unless its reader trusts it.
@@ -459,10 +472,3 @@ def test_trust_lets_data_do_what_a_program_can(write, evil):
     cfg = Config.fromfile(write("c.yaml", "custom_imports: evil\nmodel: {type: evil.run}\n"), trusted=True)
     assert cfg.model.type == "evil.run"
     assert evil()
-
-
-def test_text_is_read_by_the_same_rules(evil):
-    with pytest.raises(ConfigError, match="is an import path"):
-        Config.fromstring("model: {type: evil.run}", ".yaml")
-    assert not evil()
-    assert Config.fromstring("model: {type: evil.run}", ".yaml", trusted=True).model.type == "evil.run"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config import Config
+from lockstep.config.dictionary import ConfigDict
+from lockstep.config.python_file import PythonFile
 from lockstep.config.source_form import plain_data, python_source
 
 values = st.recursive(
@@ -24,7 +27,7 @@ values = st.recursive(
 
 @given(st.dictionaries(st.sampled_from("abc"), values, max_size=3))
 def test_source_gives_the_values_back(config):
-    again = Config.fromstring(python_source(Config(config)), ".py")
+    again = Config(PythonFile(Path("c.py"), python_source(Config(config))).values(ConfigDict()))
     assert again == Config(config)
     assert repr(again.to_dict()) == repr(Config(config).to_dict())  # with the types, as of 1 and True
 

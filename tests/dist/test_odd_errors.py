@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.checkpoint.together import on_all
+from lockstep.checkpoint.together import on_all, run_then_complete
 from lockstep.dist import (
     PeerError,
     all_gather,
@@ -125,6 +126,28 @@ def test_what_cannot_be_loaded_concerns_the_receiver_alone() -> None:
 def test_a_step_of_a_checkpoint_fails_on_all_ranks() -> None:
     with pytest.raises(RuntimeError, match=r"reading: rank 1: MuteError: \(its message can't be shown"):
         on_all("reading", refuse if get_rank() == 1 else partial(int))
+
+
+@ranks(2)
+def test_an_error_of_the_operating_system_keeps_its_class_and_file_on_all_ranks() -> None:
+    for kind, given in ((PermissionError, (errno.EACCES, "no", "/a", None, "/b")), (BrokenPipeError, ("gone",))):
+        with pytest.raises(kind, match=r"reading: rank 1: (no|gone)") as caught:
+            on_all("reading", partial(raise_, kind(*given)) if get_rank() == 1 else int)
+        assert (caught.value.filename, caught.value.filename2) == (("/a", "/b") if len(given) > 1 else (None, None))
+        assert caught.value.errno == (errno.EACCES if len(given) > 1 else None)
+
+
+@ranks(2)
+def test_an_interrupt_of_one_rank_in_a_step_leaves_none_waiting() -> None:
+    step = partial(raise_, KeyboardInterrupt()) if get_rank() == 1 else partial(int)
+    for run in (on_all, partial(run_then_complete, on_main=list)):
+        with pytest.raises(KeyboardInterrupt if get_rank() == 1 else DistError, match=r"^$|rank 1: KeyboardInterrupt"):
+            run("reading", step)
+    assert all_gather_object(get_rank()) == [0, 1]
+
+
+def raise_(error: BaseException) -> None:
+    raise error
 
 
 def test_words_for_an_error() -> None:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -103,6 +104,13 @@ def refuse_files() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (LITTLE, resource.RLIM_INFINITY))
 
 
+def fill_disk() -> None:
+    """Leave no space on the disk of all ranks."""
+    with suppress(OSError), Path(os.environ["DISK"], "filling").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
 def unplug() -> None:
     """Take this host, a network namespace, from the network."""
     subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
@@ -124,7 +132,7 @@ FAULTS: dict[str, Callable[[], object]] = {
     "memory of its control group": use_up_a_share,
     "memory by RLIMIT_AS": use_up_addresses,
     "no space for it": refuse_files,
-    "no space": lambda: None,  # the disk is full for all
+    "no space": fill_disk,
     "unreachable": unplug,
 }
 

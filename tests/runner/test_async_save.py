@@ -93,7 +93,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_resumes_from_it_exac
     resumed = Slow()
     train(tmp_path / "resumed", resumed, load_from=run.run_dir / "iter_4", resume=True)
     assert resumed.losses == whole.losses[4:]
-    assert verify(run.run_dir / "iter_8") > 0
+    verify(run.run_dir / "iter_8")
 
 
 def check_resumes_exactly(folder, strategy, tolerance=0.0):
@@ -209,7 +209,7 @@ def test_a_training_that_fails_completes_the_save_in_progress(tmp_path):
     with slow_writes(0.5), pytest.raises(ValueError, match="broken"):
         train(tmp_path, Fails(), checkpoint=EVERY_FOURTH)
     dist.barrier()
-    assert [found.directory.name for found in find_checkpoints([tmp_path])] == ["iter_4"]
+    assert [found.name for found in find_checkpoints([tmp_path])] == ["iter_4"]
 
 
 def test_a_thread_that_is_waited_for_in_vain_gives_up(tmp_path, monkeypatch):
@@ -264,7 +264,7 @@ def test_a_session_saves_while_it_goes_on(tmp_path):
 
     with slow_writes(0.1):
         whole = losses()
-    saved = next(found.directory for found in find_checkpoints([tmp_path]) if found.directory.name == "iter_4")
+    saved = next(found for found in find_checkpoints([tmp_path]) if found.name == "iter_4")
     assert losses(load_from=saved, resume=True) == whole[4:]
 
 

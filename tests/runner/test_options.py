@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep.dist import get_rank
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hook
+from lockstep.model import BaseModel
 from lockstep.runner import Runner, Session
 from lockstep.testing import RankFailure, ranks, run_ranks
 
@@ -80,6 +81,24 @@ def test_an_option_of_one_rank_alone_is_named_on_all(strategy: str, given: dict,
     arguments = {"optimizer": {}, "scheduler": {}, "wrapper": {}, "hooks": [], **given}
     with pytest.raises(ConfigError, match=says):
         trained(tmp_path, strategy, **arguments)
+
+
+@ranks(2)
+def test_of_two_optimizers_of_one_class_the_first_is_compared_too(tmp_path: Path):
+    class Separate(BaseModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    lr = 0.1 + get_rank()
+    wrappers = {name: {"optimizer": {"type": "Adam", "lr": 0.1}} for name in ("first", "second")}
+    wrappers["first"]["optimizer"]["lr"] = lr
+    with pytest.raises(ConfigError, match=r"`lr` of parameter group 0 of Adam `first` must .* 0\.1 on rank 0, 1\.1 on"):
+        Runner(
+            Separate(), tmp_path, train_dataloader=DataLoader(DATA, batch_size=2), train_cfg={"max_epochs": 1},
+            strategy={"type": "ddp", "model_wrapper": {"type": "MMSeparateDistributedDataParallel"}},
+            optim_wrapper=wrappers, launcher="pytorch", log_level="ERROR",
+        ).train()  # fmt: skip
 
 
 def test_another_length_of_accumulation_is_named_before_the_first_step(tmp_path: Path):

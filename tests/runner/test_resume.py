@@ -23,6 +23,7 @@ from lockstep.checkpoint import (
     remove_dead_drafts,
     save_state,
 )
+from lockstep.checkpoint.search import pointing
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hook
@@ -325,8 +326,8 @@ def test_the_last_checkpoint_is_found_where_the_work_dir_is_moved(tmp_path: Path
     run(tmp_path / "before")
     (tmp_path / "before").rename(tmp_path / "after")
     assert last(tmp_path / "after").name == "epoch_3"
-    pointer = tmp_path / "after" / "last_checkpoint"
-    pointer.write_text("gone/epoch_9\n")
+    with pointing(tmp_path / "after", tmp_path / "after" / "gone" / "epoch_9"):
+        pass
     assert find_last_checkpoint(tmp_path / "after") is None
     assert find_last_checkpoint(tmp_path) is None
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as torch_dist
@@ -16,6 +17,7 @@ from lockstep.dist import all_gather, all_reduce, barrier, destroy_dist, gather,
 from lockstep.errors import CollectiveTimeoutError, DistError
 from lockstep.groups import resolve
 from lockstep.testing import ranks
+from lockstep.watch import absent
 from lockstep.watch.absent import AbsentSearch
 from lockstep.watch.watch import current_watch
 
@@ -99,7 +101,7 @@ def test_a_call_that_has_raised_at_its_timeout_is_not_compared_any_more(tmp_path
         return
     watch, has_looked = current_watch(), threading.Event()
     assert watch is not None
-    look = AbsentSearch.in_time
+    look = AbsentSearch.find
 
     def look_late(search: AbsentSearch) -> Any:
         is_late = threading.current_thread().name == "lockstep-watch"
@@ -110,7 +112,7 @@ def test_a_call_that_has_raised_at_its_timeout_is_not_compared_any_more(tmp_path
             has_looked.set()
         return found
 
-    pytest.MonkeyPatch().setattr(AbsentSearch, "in_time", look_late)  # the process ends with the test
+    pytest.MonkeyPatch().setattr(AbsentSearch, "find", look_late)  # the process ends with the test
     raised(lambda: all_reduce(ones()), CollectiveTimeoutError)
     (tmp_path / "raised").touch()
     has_looked.wait(10)
@@ -186,21 +188,21 @@ def test_who_is_absent_is_heard_from_a_rank_whose_watch_has_found_it_before_its_
     ask = AbsentSearch.ask
 
     def ask_late(search: AbsentSearch, **options: Any) -> Any:
-        if get_rank() == 0 and not search.is_unfinished:
+        if get_rank() == 0 and not search.in_call:
             until(lambda: calls.failure is not None)  # by the watch, which has found it
         return ask(search, **options)
 
     pytest.MonkeyPatch().setattr(AbsentSearch, "ask", ask_late)  # the process ends with the test
     if get_rank() == 1:
-        once = AbsentSearch.ask_once
+        once = AbsentSearch.find_by_one_rank
 
-        def ask_once_late(search: AbsentSearch) -> Any:
+        def find_late(search: AbsentSearch) -> Any:
             while not (tmp_path / "0").exists():
                 watch.board.answer()
                 time.sleep(0.05)
             return once(search)
 
-        pytest.MonkeyPatch().setattr(AbsentSearch, "ask_once", ask_once_late)
+        pytest.MonkeyPatch().setattr(AbsentSearch, "find_by_one_rank", find_late)
     if get_rank() < 2:
         assert "rank 2 of the default group (3) did not take part" in raised(barrier, CollectiveTimeoutError)
         (tmp_path / str(get_rank())).touch()
@@ -255,6 +257,29 @@ def test_a_group_that_was_destroyed_does_not_end_the_watch() -> None:
         time.sleep(2)  # rank 0 asks what it does
     barrier()
     assert not current_watch().is_cut_off
+
+
+@ranks(2, fresh=True)
+@pytest.mark.parametrize("what", ["the store is gone", "a fault of its own", "it is late"])
+def test_only_a_store_that_does_not_answer_is_said_to_be_silent(what: str) -> None:
+    init_dist("pytorch", timeout=2)
+    barrier()
+    find, board = AbsentSearch.find_by_one_rank, current_watch().board
+
+    def find_otherwise(search: AbsentSearch) -> Any:
+        if what == "it is late":
+            time.sleep(2 * board.seconds_to_answer)
+            return find(search)
+        raise KeyError if what == "a fault of its own" else torch_dist.DistStoreError
+
+    pytest.MonkeyPatch().setattr(AbsentSearch, "find_by_one_rank", find_otherwise)  # the process ends with the test
+    if get_rank() == 1:
+        time.sleep(8)
+        return
+    with patch.object(absent, "_logger") as logger:
+        text = raised(barrier, CollectiveTimeoutError)
+    assert ("nor does the store answer" in text) == (what == "the store is gone")
+    assert logger.exception.called == (what == "a fault of its own")
 
 
 class Silent:

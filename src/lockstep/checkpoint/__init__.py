@@ -2,7 +2,7 @@
 
 `manifest.py` says what a checkpoint holds and where; `layout.py` says which rank writes what, `saving.py` writes a
 checkpoint, `background.py` does so while the training goes on, `loading.py` reads one. `drafts.py` publishes and
-removes, on a disk and in a bucket; `search.py` finds and verifies. Finding, listing and verifying do without torch.
+removes, on a disk and in a bucket; `search.py` finds, `verifying.py` verifies; they do without torch.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.drafts import remove, remove_dead_drafts
-from lockstep.checkpoint.pointer import point_to_checkpoint
 from lockstep.checkpoint.search import (
     candidates,
     find_checkpoints,
     find_last_checkpoint,
     is_checkpoint,
-    verify,
     written_at,
 )
+from lockstep.checkpoint.verifying import verify
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.background import BackgroundSaver
@@ -40,7 +39,6 @@ __all__ = [
     "find_last_checkpoint",
     "is_checkpoint",
     "load_state",
-    "point_to_checkpoint",
     "read_infos",
     "read_meta",
     "read_shapes",

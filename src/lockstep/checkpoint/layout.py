@@ -2,11 +2,11 @@
 
 Ranks hold mostly the same names, and tensors of one shape that are sharded alike lie alike on every rank. So a rank
 describes each section of the state, which is what lies under one of its keys, by a digest of its names and of which
-tensors lie alike, and by the boxes in which they lie. Rank 0 asks one rank for each digest that it sees. It finds out
+tensors lie alike, and by the boxes in which they lie. One rank sends the section of each digest. It finds out
 once for all tensors that lie alike how their boxes cut them, and which ranks hold copies, of which one writes.
 
-A plan is kept for the next save. Each rank says by a token whether it still holds what was planned; if all do, values
-travel only from the ranks that were asked for a section, and nothing is planned.
+A plan is kept for the next save. Each rank says by its id whether it still holds what was planned; if all do, values
+travel only from the ranks that send a section, and nothing is planned.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Holding:
     Attributes:
         sections: what it holds under each key.
         pieces: the parts of tensors, in the order of the sections' rows.
-        described: the digest of all but the values.
+        digest: the digest of all but the values.
 
     Raises:
         ConfigError: a value can't be saved; the message names it.
@@ -103,7 +103,7 @@ class Holding:
             self.pieces += pieces
             self.sections[key] = section_of(pieces, values)
         boxes = [(key, section.digest, section.boxes) for key, section in self.sections.items()]
-        self.described = digest_of((rank, world_size, boxes))
+        self.digest = digest_of((rank, world_size, boxes))
 
     def written(self, bits: bytes) -> list[Piece]:
         """Return the pieces that this rank writes, as the bits of `decide` say."""
@@ -171,14 +171,14 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def askings(digests: Sequence[Mapping[str, str]]) -> list[list[str]]:
-    """Return for each rank the keys of the sections to ask it for: those that no lower rank has alike."""
+def keys_to_send(digests: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    """Return for each rank the keys of the sections that it sends: those that no lower rank has alike."""
     seen: set[tuple[str, str]] = set()
-    asked = []
+    keys = []
     for by_key in digests:
-        asked.append([key for key, digest in by_key.items() if (key, digest) not in seen])
+        keys.append([key for key, digest in by_key.items() if (key, digest) not in seen])
         seen.update(by_key.items())
-    return asked
+    return keys
 
 
 def decide(
@@ -191,7 +191,7 @@ def decide(
     Args:
         digests: for each rank, the digest of each of its sections.
         boxes: for each rank, the boxes of each of its sections.
-        rows: for each rank, the rows of the sections that it was asked for.
+        rows: for each rank, the rows of the sections that it sends.
 
     Returns:
         All tensors, by name; and for each rank, which of its pieces it writes, as bits.

@@ -17,13 +17,17 @@ from torch import Tensor
 from lockstep.checkpoint.files import DAMAGED
 from lockstep.checkpoint.layout import pieces_of
 from lockstep.checkpoint.manifest import ITEM_SIZES, Block, Manifest, StoredTensor, checksum_at, read_manifest
-from lockstep.checkpoint.search import OpenFile, read_block, require_checkpoint
 from lockstep.checkpoint.together import on_all
 from lockstep.checkpoint.values import decode, leaves, tagged
+from lockstep.checkpoint.verifying import OpenFile, read_block, require_checkpoint
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.location import Location
+from lockstep.transport.moving import bytes_of
 
 OPTIMIZER = "optimizer"
+AS_SAVED = ()
+"""A value that only requests what was saved."""
+
 _MISSING = object()
 _MOST_NAMED = 8
 _REMEDY = "Resume with the model that was saved, or load what fits of the weights, by `load_from` with resume=False"
@@ -212,10 +216,10 @@ class Stored:
         first = sum(offset * stride for offset, stride in zip(read.offsets, strides, strict=True)) * size
         last = first + sum((n - 1) * stride for n, stride in zip(target.shape, strides, strict=True)) * size + size
         if last - first == target.nbytes and _is_writable(target, typed):
-            self._read_range(read, first, _bytes_of(target))
+            self._read_range(read, first, bytes_of(target))
             return
         range_ = torch.empty(last - first, dtype=torch.uint8)
-        self._read_range(read, first, _bytes_of(range_))
+        self._read_range(read, first, bytes_of(range_))
         target.copy_(range_.view(typed).as_strided(target.shape, strides))
 
     def close(self) -> None:
@@ -254,12 +258,6 @@ def _tensors_of(stored: Stored, part: str) -> dict[str, str]:
     """Return the names of the tensors under a part of the state, by their names there."""
     nodes = ((path, tagged(node)) for path, node in leaves(stored.manifest.state.get(part, {})))
     return {".".join(path): name for path, (tag, name) in nodes if tag == "$tensor"}
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor in CPU memory."""
-    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
 
 
 def _is_writable(target: Tensor, dtype: torch.dtype) -> bool:

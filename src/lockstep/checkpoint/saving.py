@@ -10,23 +10,22 @@ copies, and at last the checksums of their blocks, under a name of their own.
 
 from __future__ import annotations
 
-import errno
 import json
+import logging
 import shutil
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial, reduce
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lockstep.checkpoint.drafts import Draft, make_draft
-from lockstep.checkpoint.files import MANIFEST_FILE, writing
-from lockstep.checkpoint.layout import Holding, Piece, askings, decide, digest_of
+from lockstep.checkpoint.files import writing
+from lockstep.checkpoint.layout import Holding, Piece, decide, digest_of, keys_to_send
 from lockstep.checkpoint.manifest import (
     BLOCK,
     CHECKSUM,
@@ -38,12 +37,13 @@ from lockstep.checkpoint.manifest import (
     dump_manifest,
     place_in_file,
 )
-from lockstep.checkpoint.pointer import pointing
+from lockstep.checkpoint.search import pointing
 from lockstep.checkpoint.together import Exchange, run_then_complete
 from lockstep.checkpoint.values import encode, merge
 from lockstep.dist import get_dist_info, is_main_process
 from lockstep.errors import ConfigError
 from lockstep.location import Location, RemotePath
+from lockstep.transport.moving import bytes_of
 from lockstep.version import __version__
 
 # What safetensors calls the dtypes that all its readers know; the others are written as bytes.
@@ -52,140 +52,8 @@ SAFETENSORS = {
     "bfloat16": "BF16", "float32": "F32", "float64": "F64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
 _CHECKSUMS = "$crc32"  # their name in a file
+_logger = logging.getLogger(__name__)
 _BAND = 1 << 20  # bytes that are summed up and then written while they are in the processor's cache
-
-
-class Outline(NamedTuple):
-    """What rank 0 knows of a checkpoint that is being written, besides what the ranks write.
-
-    Attributes:
-        draft: where it is written.
-        last_of: the folder whose last checkpoint it becomes.
-        meta: the metadata, encoded.
-        state: the state of all ranks, encoded.
-        tensors: how each tensor is stored, by name.
-    """
-
-    draft: Draft
-    last_of: Location | None
-    meta: Mapping[str, Any]
-    state: Mapping[str, Any]
-    tensors: Mapping[str, StoredTensor]
-
-
-class Plan(NamedTuple):
-    """What one rank has to do for a save.
-
-    Attributes:
-        directory: the checkpoint's path.
-        path: the file that this rank writes.
-        pieces: what it writes there.
-        outline: on rank 0, what it publishes; None on the others.
-    """
-
-    directory: Location
-    path: Location
-    pieces: Sequence[Piece]
-    outline: Outline | None
-
-    @property
-    def size(self) -> int:
-        """Number of bytes that this rank writes, without the file's header."""
-        return sum(piece.part.nbytes for piece in self.pieces)
-
-    @property
-    def failure(self) -> str:
-        """The beginning of the message if a step fails."""
-        return _failure(self.directory)
-
-    def discard(self) -> None:
-        """Remove what has been written, on rank 0; do nothing on others."""
-        if self.outline is not None:
-            self.outline.draft.discard()
-
-
-class _Offer(NamedTuple):
-    """What a rank says first of what it has to save.
-
-    Attributes:
-        token: that of the plan that it has kept; empty if it has none, or holds something else now.
-        described: the digest of what it holds.
-        digests: the digest of each section.
-        values: the values of the sections that it was asked for by that plan.
-        meta: on rank 0, the metadata, encoded.
-    """
-
-    token: str
-    described: str
-    digests: Mapping[str, str]
-    values: Mapping[str, Any]
-    meta: Any
-
-
-class Planner:
-    """Decides who writes what, in one save after the other. A plan holds as long as all ranks hold the same.
-
-    Attributes:
-        plans: how many plans it has made.
-    """
-
-    def __init__(self) -> None:
-        self.plans = 0
-        self._described = ""  # what this rank held when the last plan was made, as a digest
-        self._token = ""  # what all ranks held then
-        self._written = b""  # which of its pieces this rank writes, as bits
-        self._asked: Sequence[str] = ()  # the sections whose values come from it
-        self._tensors: Mapping[str, StoredTensor] = {}  # on rank 0
-
-    def plan(
-        self, directory: Location, state: Mapping[str, Any], meta: Mapping[str, Any], last_of: Location | None = None
-    ) -> Plan:
-        """Decide who writes what, and make the draft; see `save_state`.
-
-        **Collective**: every rank. **Cost**: an exchange of some hundred bytes for each rank; where a plan is made, one
-        more, of a box for each kind of tensor from every rank, and of the names from one rank.
-        """
-        failure = _failure(directory)
-        holding: list[Holding] = []
-        offers: list[_Offer] = []
-
-        def offer() -> _Offer:
-            holding.append(own := Holding(state, *get_dist_info()))
-            token = self._token if own.described == self._described else ""
-            values = {key: own.sections[key].values for key in self._asked} if token else {}
-            digests = {key: section.digest for key, section in own.sections.items()}
-            return _Offer(token, own.described, digests, values, encode(meta) if is_main_process() else None)
-
-        def answer(found: list[_Offer]) -> Sequence[tuple[Location | None, Any]]:
-            offers.extend(found)
-            try:
-                check_meta(offers[0].meta)
-            except ValueError as error:
-                raise ConfigError(f"metadata must have the form that readers expect, but {error}") from error
-            token = digest_of([one.described for one in offers])
-            if any(one.token != token for one in offers):
-                return [(None, asked) for asked in askings([one.digests for one in offers])]
-            return _begin(directory, last_of, offers, [one.values for one in offers], self._tensors)
-
-        def describe() -> tuple[Any, Any, Any]:
-            boxes = {key: section.boxes for key, section in holding[0].sections.items()}
-            asked = {key: holding[0].sections[key] for key in self._asked}
-            rows, values = ({key: getattr(one, what) for key, one in asked.items()} for what in ("rows", "values"))
-            return boxes, rows, values
-
-        def decide_all(found: list[tuple[Any, Any, Any]]) -> list[tuple[Location, Outline | None, str, bytes]]:
-            boxes, rows, values = zip(*found, strict=True)
-            self._tensors, written = decide([one.digests for one in offers], boxes, rows)
-            token = digest_of([one.described for one in offers])
-            begun = _begin(directory, last_of, offers, values, self._tensors)
-            return [(*one, token, bits) for one, bits in zip(begun, written, strict=True)]
-
-        path, rest = run_then_complete(failure, offer, answer)
-        if path is None:
-            self._token, self._described, self._asked = "", holding[0].described, rest
-            path, rest, self._token, self._written = run_then_complete(failure, describe, decide_all)
-            self.plans += 1
-        return Plan(directory, path, holding[0].written(self._written), rest)
 
 
 def save_state(
@@ -217,6 +85,159 @@ def save_state(
     write_and_publish((planner or Planner()).plan(directory, state, meta, last_of))
 
 
+class Outline(NamedTuple):
+    """What rank 0 knows of a checkpoint that is being written, besides what the ranks write.
+
+    Attributes:
+        directory: its path.
+        draft: where it is written before.
+        last_of: the folder whose last checkpoint it becomes.
+        meta: the metadata, encoded.
+        state: the state of all ranks, encoded.
+        tensors: how each tensor is stored, by name.
+    """
+
+    directory: Location
+    draft: Draft
+    last_of: Location | None
+    meta: Mapping[str, Any]
+    state: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+
+
+class Plan(NamedTuple):
+    """What one rank has to do for a save.
+
+    Attributes:
+        failure: the beginning of the message if a step fails.
+        path: the file that this rank writes.
+        pieces: what it writes there.
+        outline: on rank 0, what it publishes; None on the others.
+    """
+
+    failure: str
+    path: Location
+    pieces: Sequence[Piece]
+    outline: Outline | None
+
+    def discard(self) -> None:
+        """Remove what has been written, on rank 0; do nothing on others."""
+        if self.outline is not None:
+            self.outline.draft.discard()
+
+
+class _Offer(NamedTuple):
+    """What a rank says first of what it has to save.
+
+    Attributes:
+        plan_id: that of the plan that it has kept; empty if it has none, or holds something else now.
+        digest: the digest of what it holds.
+        digests: the digest of each section.
+        values: the values of the sections that it sends by that plan.
+        meta: on rank 0, the metadata, encoded.
+    """
+
+    plan_id: str
+    digest: str
+    digests: Mapping[str, str]
+    values: Mapping[str, Any]
+    meta: Any
+
+
+class Planner:
+    """Decides who writes what, in one save after the other. A plan holds as long as all ranks hold the same."""
+
+    def __init__(self) -> None:
+        self._digest = ""  # what this rank held when the last plan was made, as a digest
+        self._plan_id = ""  # what all ranks held then
+        self._written = b""  # which of its pieces this rank writes, as bits
+        self._own_keys: Sequence[str] = ()  # the sections whose values come from it
+        self._tensors: Mapping[str, StoredTensor] = {}  # on rank 0
+        self._has_warned = False  # of too little space
+
+    def plan(
+        self, directory: Location, state: Mapping[str, Any], meta: Mapping[str, Any], last_of: Location | None = None
+    ) -> Plan:
+        """Decide who writes what, and make the draft; see `save_state`.
+
+        **Collective**: every rank. **Cost**: an exchange of some hundred bytes for each rank; where a plan is made, one
+        more, of a box for each kind of tensor from every rank, and of the names from one rank.
+        """
+        failure = f"the checkpoint {directory} could not be written"
+        holding: list[Holding] = []
+        offers: list[_Offer] = []
+
+        def offer() -> _Offer:
+            holding.append(own := Holding(state, *get_dist_info()))
+            plan_id = self._plan_id if own.digest == self._digest else ""
+            values = {key: own.sections[key].values for key in self._own_keys} if plan_id else {}
+            digests = {key: section.digest for key, section in own.sections.items()}
+            return _Offer(plan_id, own.digest, digests, values, encode(meta) if is_main_process() else None)
+
+        def answer(found: list[_Offer]) -> Sequence[tuple[Location | None, Any]]:
+            offers.extend(found)
+            try:
+                check_meta(offers[0].meta)
+            except ValueError as error:
+                raise ConfigError(f"metadata must have the form that readers expect, but {error}") from error
+            plan_id = digest_of([one.digest for one in offers])
+            if any(one.plan_id != plan_id for one in offers):
+                return [(None, keys) for keys in keys_to_send([one.digests for one in offers])]
+            return self._begin(directory, last_of, offers, [one.values for one in offers])
+
+        def describe() -> tuple[Any, Any, Any]:
+            boxes = {key: section.boxes for key, section in holding[0].sections.items()}
+            own = {key: holding[0].sections[key] for key in self._own_keys}
+            rows, values = ({key: getattr(one, what) for key, one in own.items()} for what in ("rows", "values"))
+            return boxes, rows, values
+
+        def decide_all(found: list[tuple[Any, Any, Any]]) -> list[tuple[Location, Outline | None, str, bytes]]:
+            boxes, rows, values = zip(*found, strict=True)
+            self._tensors, written = decide([one.digests for one in offers], boxes, rows)
+            plan_id = digest_of([one.digest for one in offers])
+            begun = self._begin(directory, last_of, offers, values)
+            return [(*one, plan_id, bits) for one, bits in zip(begun, written, strict=True)]
+
+        path, rest = run_then_complete(failure, offer, answer)
+        if path is None:
+            self._plan_id, self._digest, self._own_keys = "", holding[0].digest, rest
+            path, rest, self._plan_id, self._written = run_then_complete(failure, describe, decide_all)
+        return Plan(failure, path, holding[0].written(self._written), rest)
+
+    def _begin(
+        self,
+        directory: Location,
+        last_of: Location | None,
+        offers: Sequence[_Offer],
+        values: Sequence[Mapping[str, Any]],
+    ) -> list[tuple[Location, Outline | None]]:
+        """On rank 0: make the draft. Return the file of each rank, and for rank 0 what it publishes."""
+        draft = make_draft(directory)
+        try:
+            outline = Outline(directory, draft, last_of, offers[0].meta, reduce(merge, values, {}), self._tensors)
+            self._warn_of_too_little_space(draft)
+        except BaseException:
+            draft.discard()
+            raise
+        return [
+            (draft.folder / f"rank_{rank}{draft.ending}", outline if rank == 0 else None) for rank in range(len(offers))
+        ]
+
+    def _warn_of_too_little_space(self, draft: Draft) -> None:
+        """Warn, once; a file system that compresses, or that lies on a server, may have space for more than it says."""
+        needed = sum(tensor.size for tensor in self._tensors.values())
+        if self._has_warned or isinstance(draft.folder, RemotePath):
+            return
+        if needed > (free := shutil.disk_usage(draft.folder).free):
+            self._has_warned = True
+            _logger.warning(
+                "%s bytes are needed for a checkpoint, but the disk of %s says that %s are free. If it becomes full, "
+                "the save fails: remove checkpoints (`lockstep checkpoints prune WORK_DIR --keep N`), keep fewer "
+                "(`max_keep_ckpts`), or write elsewhere (`out_dir`)",
+                f"{needed:,}", draft.folder.parent, f"{free:,}",
+            )  # fmt: skip
+
+
 def write_and_publish(plan: Plan, exchange: Exchange | None = None) -> None:
     """Do what is planned on every rank, with `exchange` between the ranks; leave nothing if that fails on one."""
     try:
@@ -235,17 +256,11 @@ def write_share(plan: Plan) -> dict[str, Any] | None:
     if not plan.pieces:
         return None
     pieces = sorted(plan.pieces, key=lambda piece: place_in_file(piece.dtype, piece.name))
-    header: dict[str, Any] = {}
-    end = 0
-    for piece in pieces:
-        header[_name_in_file(piece)] = _header_entry(piece, end)
-        end += piece.part.nbytes
     blocks = sum(-(-piece.part.nbytes // BLOCK) for piece in pieces)
-    last = end + CHECKSUM * blocks
-    header[_CHECKSUMS] = {"dtype": "U8", "shape": [blocks, CHECKSUM], "data_offsets": [end, last]}
-    head = header_bytes(header)
+    last = sum(piece.part.nbytes for piece in pieces) + CHECKSUM * blocks
+    head = header_bytes([*map(_header_entry, pieces), (_CHECKSUMS, "U8", (blocks, CHECKSUM), CHECKSUM * blocks)])
     checksums = _Checksums()
-    with _space_for(plan.size, plan.path), writing(plan.path, len(head) + last) as file:
+    with writing(plan.path, len(head) + last) as file:
         file.write(head)
         for piece in pieces:
             for band in _bands(piece.part):
@@ -266,7 +281,7 @@ def publish(plan: Plan, written: Sequence[dict[str, Any] | None]) -> list[None]:
         written: what `write_share` has returned on each rank.
     """
     assert plan.outline is not None, "rank 0 has one"
-    draft, last_of, meta, state, tensors = plan.outline
+    directory, draft, last_of, meta, state, tensors = plan.outline
     manifest = Manifest(
         written={
             "time": time.time(),
@@ -281,44 +296,26 @@ def publish(plan: Plan, written: Sequence[dict[str, Any] | None]) -> list[None]:
         tensors=tensors,
     )
     content = dump_manifest(manifest)
-    pointer = nullcontext() if last_of is None else pointing(last_of, plan.directory)
-    with _space_for(len(content), draft.folder / MANIFEST_FILE), pointer:
+    pointer = nullcontext() if last_of is None else pointing(last_of, directory)
+    with pointer:
         draft.publish(content, {name: file.size for name, file in manifest.files.items()})
     return [None] * len(written)
 
 
-def header_bytes(tensors: Mapping[str, Any]) -> bytes:
-    """Return the beginning of a file of safetensors, from the entry of each tensor."""
-    words = json.dumps({"__metadata__": {"format": "pt"}, **tensors}, separators=(",", ":")).encode()
+def header_bytes(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
+    """Return the beginning of a file of safetensors.
+
+    Args:
+        tensors: of each in its order, its name, what the format calls its dtype, its shape and number of bytes.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, dtype, shape, size in tensors:
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    words = json.dumps(header, separators=(",", ":")).encode()
     words += b" " * (-len(words) % 8)  # so that tensors are aligned
     return len(words).to_bytes(8, "little") + words
-
-
-def _failure(directory: Location) -> str:
-    return f"the checkpoint {directory} could not be written"
-
-
-def _begin(
-    directory: Location,
-    last_of: Location | None,
-    offers: Sequence[_Offer],
-    values: Sequence[Mapping[str, Any]],
-    tensors: Mapping[str, StoredTensor],
-) -> list[tuple[Location, Outline | None]]:
-    """On rank 0: make the draft. Return the file of each rank, and for rank 0 what it publishes."""
-    draft = make_draft(directory)
-    try:
-        if not isinstance(draft.folder, RemotePath):
-            needed, free = sum(tensor.size for tensor in tensors.values()), _free(draft.folder)
-            if needed > free:
-                raise _no_space(needed, free, draft.folder)
-    except BaseException:
-        draft.discard()
-        raise
-    outline = Outline(draft, last_of, offers[0].meta, reduce(merge, values, {}), tensors)
-    return [
-        (draft.folder / f"rank_{rank}{draft.ending}", outline if rank == 0 else None) for rank in range(len(offers))
-    ]
 
 
 class _Checksums:
@@ -357,8 +354,7 @@ def _bands(tensor: Tensor) -> Iterator[memoryview]:
         flat = tensor.resolve_conj().resolve_neg().reshape(-1)
         step = (_BAND if tensor.device.type == "cpu" else BLOCK) // tensor.element_size()
         for begin in range(0, len(flat), step):
-            array: Any = flat[begin : begin + step].cpu().view(torch.uint8).numpy()
-            yield memoryview(array)
+            yield bytes_of(flat[begin : begin + step].cpu())
     elif tensor.nbytes <= BLOCK or tensor.dim() == 1:
         yield from _bands(tensor.contiguous())
     else:
@@ -366,30 +362,6 @@ def _bands(tensor: Tensor) -> Iterator[memoryview]:
         for begin in range(0, len(tensor), rows):
             part = tensor[begin : begin + rows]
             yield from _bands(part[0] if len(part) == 1 else part)
-
-
-@contextmanager
-def _space_for(needed: int, path: Location) -> Iterator[None]:
-    """Say how many bytes are needed and free where the disk turns out to be full."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT) and not isinstance(path, RemotePath):
-            raise _no_space(needed, _free(path.parent), path) from error
-        raise
-
-
-def _no_space(needed: int, free: int, path: Location) -> OSError:
-    return OSError(
-        errno.ENOSPC,
-        f"{needed:,} bytes are needed, and {free:,} are free on its disk. Remove checkpoints (`lockstep checkpoints "
-        "prune WORK_DIR --keep N`), keep fewer (`max_keep_ckpts`), or write elsewhere (`out_dir`)",
-        str(path),
-    )
-
-
-def _free(folder: Path) -> int:
-    return shutil.disk_usage(folder).free
 
 
 def _name_in_file(piece: Piece) -> str:
@@ -400,8 +372,8 @@ def _name_in_file(piece: Piece) -> str:
     return f"{piece.name}[{','.join(ranges)}]"
 
 
-def _header_entry(piece: Piece, start: int) -> dict[str, Any]:
-    dtype, shape, offsets = piece.dtype, list(piece.part.shape), [start, start + piece.part.nbytes]
-    if dtype not in SAFETENSORS:
-        return {"dtype": "U8", "shape": [*shape, ITEM_SIZES[dtype]], "data_offsets": offsets}
-    return {"dtype": SAFETENSORS[dtype], "shape": shape, "data_offsets": offsets}
+def _header_entry(piece: Piece) -> tuple[str, str, Sequence[int], int]:
+    name, shape = _name_in_file(piece), tuple(piece.part.shape)
+    if piece.dtype not in SAFETENSORS:
+        return name, "U8", (*shape, ITEM_SIZES[piece.dtype]), piece.part.nbytes
+    return name, SAFETENSORS[piece.dtype], shape, piece.part.nbytes

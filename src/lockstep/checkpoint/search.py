@@ -1,83 +1,40 @@
-"""Which checkpoints there are in a folder, the newest first, and whether they are whole.
+"""Which checkpoints there are in a folder: the last one, which the pointer names, and all others, the newest first.
 
-This module does not import torch.
+The pointer is a file in the work_dir, or in a bucket in the folder that holds the folders of runs. This module does not
+import torch.
 """
 
 from __future__ import annotations
 
-import itertools
+import hashlib
 import os
 import re
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
 
+from lockstep.checkpoint.drafts import name_of_draft
 from lockstep.checkpoint.files import (
-    DAMAGED,
     MANIFEST_FILE,
     POINTER_FILE,
-    PlainFile,
     is_there,
     modified,
-    open_plainly,
+    read_plain_file,
     removed,
-    require_plain_file,
-    require_plain_files,
+    sync_folder,
+    write_durably,
 )
-from lockstep.checkpoint.manifest import OWN_FILES, Block, Manifest, contradiction, read_manifest
-from lockstep.checkpoint.pointer import read_pointer
-from lockstep.checkpoint.values import check_resumable_form
-from lockstep.errors import CheckpointError, ConfigError
+from lockstep.checkpoint.manifest import OWN_FILES, Manifest, read_manifest
+from lockstep.checkpoint.verifying import check, fault_found_by
+from lockstep.errors import ConfigError
 from lockstep.location import Location, RemotePath
 from lockstep.masking import printable
 
-
-@dataclass(frozen=True)
-class CheckpointFolder:
-    """A folder that is a checkpoint, or what is left of one.
-
-    Attributes:
-        directory: the folder.
-    """
-
-    directory: Location
-
-    @cached_property
-    def manifest(self) -> Manifest | None:
-        """The contents of its manifest; None if it is missing or unreadable."""
-        with suppress(ConfigError):
-            return read_manifest(self.directory)
-        return None
-
-    @property
-    def time(self) -> float:
-        """When it was written, in seconds since 1970."""
-        if self.manifest is not None:
-            return float(self.manifest.written["time"])
-        with suppress(OSError):  # a run is removing it just now
-            return max((modified(path) for path in self.directory.iterdir()), default=0.0)
-        return 0.0
+_MOST_BYTES = 2048  # of the pointer: a path in it must be one with the path of the work_dir before it
+_MOST_NAME = 255  # bytes of a folder's name
 
 
-def written_at(directory: Location) -> float:
-    """Return when a checkpoint was written, in seconds since 1970; 0 if there is none."""
-    return CheckpointFolder(directory).time
-
-
-def find_last_checkpoint(work_dir: Location) -> Location | None:
-    """Return the checkpoint that the pointer of `work_dir` names, or None if there is none or it is not complete.
-
-    Raises:
-        ConfigError: the pointer is damaged, or leads out of the work_dir.
-    """
-    directory = read_pointer(work_dir)
-    return directory if directory is not None and is_checkpoint(directory) else None
-
-
-def find_checkpoints(roots: Sequence[Location]) -> list[CheckpointFolder]:
+def find_checkpoints(roots: Sequence[Location]) -> list[Location]:
     """Return the checkpoints among these folders, the folders in them and those in these, the newest one first.
 
     No manifest is opened: the newest one is that whose manifest was written last, as its folder says. Links to folders
@@ -92,8 +49,7 @@ def find_checkpoints(roots: Sequence[Location]) -> list[CheckpointFolder]:
         found.update((folder, time) for folder, time in times.items() if time is not None)
         if depth < 2:
             level = [inner for folder, time in times.items() if time is None for inner in _folders_in(folder)]
-    ordered = sorted(found, key=lambda folder: (found[folder], _by_numbers(folder.name)), reverse=True)
-    return [CheckpointFolder(folder) for folder in ordered]
+    return sorted(found, key=lambda folder: (found[folder], _by_numbers(folder.name)), reverse=True)
 
 
 def candidates(work_dir: Location, roots: Sequence[Location] = ()) -> Iterator[tuple[Location, str | None]]:
@@ -107,21 +63,30 @@ def candidates(work_dir: Location, roots: Sequence[Location] = ()) -> Iterator[t
         work_dir: the work_dir.
         roots: further folders that hold its checkpoints.
     """
-    first: list[CheckpointFolder] = []
+    tried: list[Location] = []
     for root in (work_dir, *(root for root in roots if isinstance(root, RemotePath))):
         try:
             if (pointed := read_pointer(root, roots)) is not None:
-                first.append(CheckpointFolder(pointed))
+                tried.append(pointed)
         except ConfigError as error:
             yield root / POINTER_FILE, str(error)
-    if len(first) > 1:
-        first.sort(key=lambda one: one.time, reverse=True)
-    tried = [one.directory for one in first]
+    if len(tried) > 1:
+        tried.sort(key=written_at, reverse=True)
     for directory in tried:
         yield directory, fault_found_by(check, directory) if directory.is_dir() else str(removed(directory))
-    for other in find_checkpoints([work_dir, *roots]):
-        if other.directory not in tried:
-            yield other.directory, fault_found_by(check, other.directory)
+    for directory in find_checkpoints([work_dir, *roots]):
+        if directory not in tried:
+            yield directory, fault_found_by(check, directory)
+
+
+def find_last_checkpoint(work_dir: Location) -> Location | None:
+    """Return the checkpoint that the pointer of `work_dir` names, or None if there is none or it is not complete.
+
+    Raises:
+        ConfigError: the pointer is damaged, or leads out of the work_dir.
+    """
+    directory = read_pointer(work_dir)
+    return directory if directory is not None and is_checkpoint(directory) else None
 
 
 def is_checkpoint(directory: Location) -> bool:
@@ -129,142 +94,91 @@ def is_checkpoint(directory: Location) -> bool:
     return (directory / MANIFEST_FILE).is_file()
 
 
-def require_checkpoint(directory: Location) -> None:
-    """Check that a folder is a checkpoint.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if not is_there(directory / MANIFEST_FILE):
-        what = "has none" if directory.is_dir() else "does not exist"
-        if directory.is_file():
-            what = "is a file. Weights alone are loaded by `load_from` with resume=False"
-        raise ConfigError(f"a checkpoint must be a directory with {MANIFEST_FILE} in it, but {directory} {what}")
-
-
-def check(directory: Location) -> Manifest:
-    """Check a checkpoint's manifest, and that its files are there in their sizes; return the manifest.
-
-    Raises:
-        ConfigError: something is wrong; the message names the file.
-    """
-    require_checkpoint(directory)
-    manifest = read_manifest(directory)
-    require_plain_files(directory, {name: file.size for name, file in manifest.files.items()})
-    return manifest
-
-
-def fault_found_by(examine: Callable[[Location], object], directory: Location) -> str | None:
-    """Return what `check` or `verify` finds wrong with a checkpoint; None if nothing is wrong."""
-    try:
-        examine(directory)
-    except (ConfigError, OSError) as error:
-        return str(error)
+def readable_manifest(directory: Location) -> Manifest | None:
+    """Return the manifest of a checkpoint; None if it is missing or damaged."""
+    with suppress(ConfigError):
+        return read_manifest(directory)
     return None
 
 
-def verify(directory: Location) -> int:
-    """Compare all bytes of a checkpoint with their checksums, and return how many there are.
-
-    Raises:
-        ConfigError: a checksum differs, or something else is wrong; the message names the file.
-    """
-    return verify_share(directory, check(directory))
-
-
-def verify_share(directory: Location, manifest: Manifest, share: int = 0, shares: int = 1) -> int:
-    """Compare a part of the bytes of a checkpoint with their checksums, and return how many were compared.
-
-    Args:
-        directory: the checkpoint.
-        manifest: its manifest.
-        share: which part of it, from 0 on; ranks verify a part each.
-        shares: number of parts.
-
-    Raises:
-        ConfigError: a checksum differs; the message names the file.
-    """
-    ends = list(itertools.accumulate((file.size for file in manifest.files.values()), initial=0))
-    first, last = ends[-1] * share // shares, ends[-1] * (share + 1) // shares
-    compared = 0
-    for number, (begin, end) in enumerate(itertools.pairwise(ends)):
-        if begin >= last or end <= first:
-            continue
-        with closing(OpenFile(directory, manifest, number)) as file:
-            blocks = manifest.blocks_of(number, file.layout, file.checksums)
-            own = [block for block in blocks if first <= begin + block.start < last and block.size]
-            buffer = memoryview(bytearray(max((block.size for block in own), default=0)))
-            for block in own:
-                read_block(file.file, block, buffer[: block.size])
-        compared += sum(block.size for block in own)
-    return compared
+def written_at(directory: Location) -> float:
+    """Return when a checkpoint, or what is left of one, was written, in seconds since 1970; 0 if there is none."""
+    if (manifest := readable_manifest(directory)) is not None:
+        return float(manifest.written["time"])
+    with suppress(OSError):  # a run is removing it just now
+        return max((modified(path) for path in directory.iterdir()), default=0.0)
+    return 0.0
 
 
-class OpenFile:
-    """An open file of a checkpoint, of which it has been checked that it is what the manifest says, with its checksums.
+@contextmanager
+def pointing(root: Location, directory: Location) -> Iterator[None]:
+    """Make a checkpoint the last one of `root` when the block has ended; no space is needed for it any more by then.
+
+    The path is stored relative to the root, which may therefore be moved; a second line has its digest.
 
     Args:
+        root: the work_dir; for a checkpoint in a bucket, a folder there that it lies in.
         directory: the checkpoint.
-        manifest: its manifest.
-        number: the number of the file.
-
-    Attributes:
-        layout: where the parts lie in it.
-        checksums: those of its blocks.
-        file: the file.
-
-    Raises:
-        CheckpointError: the manifest contradicts itself, or the checksums are damaged.
     """
-
-    def __init__(self, directory: Location, manifest: Manifest, number: int) -> None:
-        name = manifest.file_names[number]
-        try:
-            self.layout = manifest.layout_of(number)
-        except ValueError as error:
-            raise contradiction(directory / MANIFEST_FILE, error) from error
-        size, block = manifest.files[name].size, manifest.last_block(number)
-        require_plain_file(directory / name, size)
-        self.file = open_plainly(directory / name, size)
-        buffer = bytearray(block.size)
-        try:
-            read_block(self.file, block, memoryview(buffer))
-        except BaseException:
-            self.file.close()
-            raise
-        self.checksums = bytes(buffer)
-
-    def close(self) -> None:
-        """Close the file."""
-        self.file.close()
-
-
-def read_block(file: PlainFile, block: Block, into: memoryview) -> None:
-    """Read a block into `into`, which has the block's size.
-
-    Raises:
-        CheckpointError: the bytes do not have its checksum.
-    """
-    file.seek(block.start)
-    if file.readinto(into) < block.size or zlib.crc32(into) != block.crc32:
-        raise CheckpointError(
-            f"{file.name} has wrong bytes between {block.start} and {block.start + block.size}: they do not have the "
-            f"checksum that they were saved with. {DAMAGED}"
-        )
-
-
-def check_resumable(directory: Location, manifest: Manifest) -> None:
-    """Check that a checkpoint with this manifest has what a run resumes from.
-
-    Raises:
-        CheckpointError: it lacks something, or has it in another form.
-    """
+    if isinstance(root, RemotePath):
+        assert isinstance(directory, RemotePath), "a pointer leads to where it lies itself"
+        yield
+        (root / POINTER_FILE).write_bytes(_content(str(directory.relative_to(root))))
+        return
+    draft = root / name_of_draft(POINTER_FILE)  # other runs in this work_dir save, too
     try:
-        check_resumable_form(manifest.meta, manifest.state)
-    except ValueError as error:
-        raise CheckpointError(
-            f"{directory} must have what a run saves, but {printable(str(error), lines=False)}. Do not resume from it"
-        ) from error
+        write_durably(draft, _content(os.path.relpath(str(directory), root)))
+        yield
+        draft.replace(root / POINTER_FILE)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    sync_folder(root)
+
+
+def read_pointer(root: Location, others: Sequence[Location] = ()) -> Location | None:
+    """Return what the pointer of `root` points to; None if there is no pointer.
+
+    Args:
+        root: the folder.
+        others: further folders that it may lead to.
+
+    Raises:
+        ConfigError: the pointer is damaged, or leads elsewhere.
+    """
+    pointer = root / POINTER_FILE
+    if not is_there(pointer):
+        return None
+    data = read_plain_file(pointer, most=_MOST_BYTES)
+    line = data.partition(b"\n")[0].decode(errors="replace")
+    is_path = max(len(part.encode()) for part in line.split("/")) <= _MOST_NAME and line == printable(line)
+    if not line or not is_path or data != _content(line):
+        raise ConfigError(f"{pointer} must hold the path of a checkpoint and its digest, but is damaged. Remove it")
+    if isinstance(root, RemotePath):
+        inner = PurePosixPath(line)
+        if not inner.is_absolute() and ".." not in inner.parts and "\\" not in line:
+            return root / inner
+    else:
+        directory = Path(os.path.normpath(root / line))
+        if any(_leads_into(directory, other) for other in (root, *others) if isinstance(other, Path)):
+            return directory
+    raise ConfigError(
+        f"{pointer} must lead to a checkpoint in {root}, but leads out of it, to {line}. To resume from there, "
+        "name it by `load_from`; if checkpoints are written there, by the `out_dir` of CheckpointHook"
+    )
+
+
+def _content(line: str) -> bytes:
+    """Return the content of a pointer: a path, and its digest."""
+    return f"{line}\nsha256 {hashlib.sha256(line.encode()).hexdigest()}\n".encode()
+
+
+def _leads_into(path: Path, root: Path) -> bool:
+    inside = Path(os.path.normpath(root))
+    try:
+        return path.is_relative_to(inside) and path.resolve().is_relative_to(inside.resolve())
+    except (OSError, RuntimeError):  # links that lead to one another
+        return False
 
 
 def _modified(folder: Location) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -10,7 +11,6 @@ from lockstep.errors import CheckpointError, ConfigError, DistError, caused_by, 
 
 T = TypeVar("T")
 U = TypeVar("U")
-_KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (CheckpointError, ConfigError, OSError)}
 
 
 class Failure(NamedTuple):
@@ -18,33 +18,47 @@ class Failure(NamedTuple):
 
     Attributes:
         rank: the rank.
-        kind: name of the error's class.
+        kind: name of the error's class; "" for any that all ranks raise as a DistError.
         text: its message.
-        errno: its number, if it is of the operating system.
+        number: `errno`, if the operating system has given one.
+        file: `filename` of such an error.
+        other_file: its `filename2`.
     """
 
     rank: int
     kind: str
     text: str
-    errno: int | None = None
+    number: int | None = None
+    file: str | None = None
+    other_file: str | None = None
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """Return why this rank failed."""
-        for name, kind in _KINDS.items():
-            if isinstance(error, kind):
-                return cls(get_rank(), name, message_of(error), getattr(error, "errno", None))
-        return cls(get_rank(), "", error_in_words(error))
+        rank = get_rank()
+        if isinstance(error, ConfigError):
+            kind = CheckpointError if isinstance(error, CheckpointError) else ConfigError
+            return cls(rank, kind.__name__, message_of(error))
+        if not isinstance(error, OSError):
+            return cls(rank, "", error_in_words(error))
+        kinds = (kind for kind in type(error).__mro__ if issubclass(kind, OSError) and kind.__module__ == "builtins")
+        name = next(kinds).__name__
+        if not isinstance(error.errno, int):
+            return cls(rank, name, message_of(error))
+        files = (None if file is None else str(file) for file in (error.filename, error.filename2))
+        return cls(rank, name, str(error.strerror), error.errno, *files)
 
     def raised(self, what: str) -> Exception:
         """Return the error to raise on every rank; `what` begins the message if that does not say it itself."""
-        kind = _KINDS.get(self.kind, DistError)
-        if issubclass(kind, ConfigError):
-            error: Exception = kind(f"{self.text} (rank {self.rank} of {get_world_size()})")
-        else:
-            error = kind(f"{what}: rank {self.rank}: {self.text}")
-        if isinstance(error, OSError):
-            error.errno = self.errno
+        kinds = {kind.__name__: kind for kind in (CheckpointError, ConfigError)}
+        text = f"{what}: rank {self.rank}: {self.text}"
+        error: Exception = DistError(text)
+        if self.kind in kinds:
+            error = kinds[self.kind](f"{self.text} (rank {self.rank} of {get_world_size()})")
+        elif self.number is not None:
+            error = getattr(builtins, self.kind)(self.number, text, self.file, None, self.other_file)
+        elif self.kind:
+            error = getattr(builtins, self.kind)(text)
         return caused_by(error, [self.rank])
 
 
@@ -56,6 +70,18 @@ class Exchange(Protocol):
 
     def scatter(self, values: Sequence[Any] | None) -> Any:
         """Return this rank's entry of the values that rank 0 gives."""
+
+
+class _Collectives:
+    """The exchange by collectives of the default group."""
+
+    def gather(self, value: Any) -> list[Any] | None:
+        return gather_object(value)
+
+    def scatter(self, values: Sequence[Any] | None) -> Any:
+        own: list[Any] = [None]
+        scatter_object_list(own, None if values is None else list(values))
+        return own[0]
 
 
 def run_then_complete(
@@ -79,31 +105,27 @@ def run_then_complete(
 
     Raises:
         ConfigError: a step on any rank raised one.
-        OSError: the same.
+        OSError: the same, of the same class, with its number and files.
         DistError: a step on any rank raised anything else.
+        BaseException: on the rank where it was raised, such as KeyboardInterrupt; on the others, DistError.
     """
+    exchange = exchange or _Collectives()
     result, error = _attempt(on_all)
-    outcome = (result, None if error is None else Failure.of(error))
-    outcomes = gather_object(outcome) if exchange is None else exchange.gather(outcome)
+    outcomes = exchange.gather((result, None if error is None else Failure.of(error)))
     replies: list[tuple[Any, Failure | None]] | None = None
     entries: Sequence[Any] | None = None
     if outcomes is not None:
-        failure = next((Failure(*failed) for _, failed in outcomes if failed is not None), None)
-        if failure is None:
+        failed = next((failed for _, failed in outcomes if failed is not None), None)
+        if failed is None:
             entries, error = _attempt(lambda: on_main([found for found, _ in outcomes]))
-            failure = None if error is None else Failure.of(error)
-        if failure is not None and undo is not None:
+            failed = None if error is None else Failure.of(error)
+        if failed is not None and undo is not None:
             undo()
         sent = [None] * len(outcomes) if entries is None else [None, *entries[1:]]
-        replies = [(entry, failure) for entry in sent]
-    if exchange is None:
-        own: list[Any] = [None]
-        scatter_object_list(own, replies)
-        entry, failed = own[0]
-    else:
-        entry, failed = exchange.scatter(replies)
+        replies = [(entry, failed) for entry in sent]
+    entry, failed = exchange.scatter(replies)
     if failed is not None:
-        raise Failure(*failed).raised(what) from error
+        raise _raised(Failure(*failed), what, error)  # an exchange may bring the values as a list
     return entry if entries is None else entries[0]  # type: ignore[no-any-return]
 
 
@@ -116,13 +138,22 @@ def on_all(what: str, step: Callable[[], T]) -> T:
     failures = all_gather_object(None if error is None else Failure.of(error))
     for failure in failures:
         if failure is not None:
-            raise failure.raised(what) from error
+            raise _raised(failure, what, error)
     return result  # type: ignore[no-any-return]
 
 
-def _attempt(step: Callable[[], T]) -> tuple[Any, Exception | None]:
-    """Return the result of a step, or None and its error."""
+def _attempt(step: Callable[[], T]) -> tuple[Any, BaseException | None]:
+    """Return the result of a step, or None and its error: also an interrupt, since the other ranks wait."""
     try:
         return step(), None
-    except Exception as error:
+    except BaseException as error:
         return None, error
+
+
+def _raised(failure: Failure, what: str, own: BaseException | None) -> BaseException:
+    """Return what this rank raises, whose own error is not hidden if it is an interrupt or an exit."""
+    if own is not None and not isinstance(own, Exception):
+        return own
+    error = failure.raised(what)
+    error.__cause__ = own
+    return error

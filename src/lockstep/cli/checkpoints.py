@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from contextlib import suppress
 from datetime import datetime
+from operator import itemgetter
 from typing import Annotated, Any
 
 import typer
@@ -16,9 +17,10 @@ from typer.core import TyperGroup
 from lockstep.checkpoint import find_checkpoints, remove, remove_dead_drafts, verify
 from lockstep.checkpoint.drafts import drafts_in, folder_of, is_owned
 from lockstep.checkpoint.files import sizes_in
-from lockstep.checkpoint.pointer import read_pointer
-from lockstep.checkpoint.search import CheckpointFolder, check, fault_found_by
+from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.search import read_pointer, readable_manifest, written_at
 from lockstep.checkpoint.values import decode, leaves, tagged
+from lockstep.checkpoint.verifying import check, fault_found_by
 from lockstep.errors import ConfigError, counted
 from lockstep.location import Location, locate
 from lockstep.masking import printable
@@ -83,14 +85,14 @@ def list_checkpoints(
         table.add_column(name, overflow="fold")
     for name in ("epoch", "iter", "ranks", "model", "optimizer", "all"):
         table.add_column(name, justify="right")
-    for one in found:
-        fault = fault_found_by(verify if verify_all else check, one.directory)
+    for one, time in found.items():
+        fault = fault_found_by(verify if verify_all else check, one)
         if fault is not None:
             faults.append(fault)
-        name = _relative(one.directory, root) + (" (last)" if one.directory == last else "")
-        whole = "no" if fault else "yes" if verify_all and one.manifest else "not verified"
-        strategy, *numbers = _columns_of(one)
-        written = f"{datetime.fromtimestamp(one.time):%Y-%m-%d %H:%M}"
+        name = _relative(one, root) + (" (last)" if one == last else "")
+        whole = "no" if fault else "yes" if verify_all else "not verified"
+        strategy, *numbers = _columns_of(one, readable_manifest(one))
+        written = f"{datetime.fromtimestamp(time):%Y-%m-%d %H:%M}"
         table.add_row(*map(_cell, [name, written, strategy, whole, *numbers]))
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     console.print(table)
@@ -145,7 +147,7 @@ def prune(
     root = locate(directory)
     found = _find_or_refuse(root)
     last, _ = _read_last(root)
-    regular = [one.directory for one in found if not one.directory.name.startswith("best_")]
+    regular = [one for one in found if not one.name.startswith("best_")]
     whole = [path for path in regular if fault_found_by(check, path) is None]
     if not whole:
         raise ConfigError(f"{directory} must hold a whole checkpoint to be pruned, but holds none")
@@ -172,8 +174,8 @@ def _cell(value: object) -> str:
     return escape(printable(str(value), lines=False))
 
 
-def _find_or_refuse(directory: Location) -> list[CheckpointFolder]:
-    """Return the checkpoints in a folder, the newest one first by what each says itself, however it was copied.
+def _find_or_refuse(directory: Location) -> dict[Location, float]:
+    """Return the checkpoints in a folder, and when each was written, as it says itself, the newest one first.
 
     Raises:
         ConfigError: there are none, and no drafts either.
@@ -182,7 +184,8 @@ def _find_or_refuse(directory: Location) -> list[CheckpointFolder]:
         raise ConfigError(
             f"`DIR` must be a folder, but {directory} {'is a file' if directory.exists() else 'does not exist'}"
         )
-    found = sorted(find_checkpoints([directory]), key=lambda one: one.time, reverse=True)
+    times = [(written_at(one), one) for one in find_checkpoints([directory])]
+    found = {one: time for time, one in sorted(times, key=itemgetter(0), reverse=True)}
     if not found and not any(drafts_in(directory)):
         raise ConfigError(f"`DIR` must hold checkpoints, or folders of runs that do, but {directory} has none")
     return found
@@ -196,11 +199,10 @@ def _read_last(directory: Location) -> tuple[Location | None, list[str]]:
         return None, [str(error)]
 
 
-def _columns_of(found: CheckpointFolder) -> list[str]:
+def _columns_of(directory: Location, manifest: Manifest | None) -> list[str]:
     """Return strategy, epoch, iteration, ranks, and the bytes of the model, of the optimizer and of all."""
-    manifest = found.manifest
     if manifest is None:
-        return [*[""] * 6, decimal(sum(sizes_in(found.directory).values()))]
+        return [*[""] * 6, decimal(sum(sizes_in(directory).values()))]
     meta = _decode_meta(manifest.meta)
     sizes: Counter[str] = Counter()
     for name, tensor in manifest.tensors.items():

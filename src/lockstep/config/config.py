@@ -11,7 +11,6 @@ from importlib import import_module
 from importlib.machinery import PathFinder
 from os import PathLike
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import yaml
@@ -26,8 +25,7 @@ from lockstep.errors import ConfigError
 from lockstep.masking import mask_text, mask_value
 
 _logger = logging.getLogger(__name__)
-_SLOTS = ("_filename", "_option_keys", "_text")
-_RESERVED = ("filename", "text", "pretty_text")
+_SLOTS = ("_filename", "_option_keys", "_source", "_text")
 
 
 class Config(ConfigDict):
@@ -39,7 +37,7 @@ class Config(ConfigDict):
         text: the text of that file, preceded by the texts of its bases.
 
     Raises:
-        ConfigError: a key is one of ``filename``, ``text``, ``pretty_text``.
+        ConfigError: a key is the name of one of the attributes and methods here, as ``text`` and ``dump``.
 
     Example:
         >>> cfg = Config(dict(model=dict(type="ToyNet", depths=[2, 2])))
@@ -58,6 +56,7 @@ class Config(ConfigDict):
             raise TypeError(f"`cfg_dict` must be a dict, but is {type(cfg_dict).__name__}")
         self._option_keys: frozenset[str] = frozenset()
         self._filename = None if filename is None else str(filename)
+        self._source: ConfigSource | None = None  # the files as they were when they were read
         self._text = text
         super().__init__(cfg_dict or {})
 
@@ -110,29 +109,11 @@ class Config(ConfigDict):
         if not trusted:
             refuse_code(source)
         cfg = cls(source.values(), filename=path, text=source.text())
+        cfg._source = source
         if import_custom_modules:
             with importable(path.parent):
                 import_custom(cfg)
         return cfg
-
-    @classmethod
-    def fromstring(cls, cfg_str: str, file_format: str, *, trusted: bool = False) -> Self:
-        """Read a config from the text of a file.
-
-        Args:
-            cfg_str: the text.
-            file_format: the suffix of such a file, such as `".py"`.
-            trusted: see `fromfile`.
-
-        Example:
-            >>> Config.fromstring("lr = 0.1", ".py").lr
-            0.1
-        """
-        with TemporaryDirectory() as folder:
-            file = Path(folder) / f"config{file_format}"
-            file.write_text(cfg_str, encoding="utf-8")
-            cfg = cls.fromfile(file, trusted=trusted)
-        return cls(cfg, text=cfg_str)  # without the name of the file, which no longer exists
 
     @property
     def filename(self) -> str | None:
@@ -151,9 +132,8 @@ class Config(ConfigDict):
 
     @property
     def intermediate_keys(self) -> set[str]:
-        """The keys that only serve the config files, such as `batch_size = 8` for later lines; read from the files."""
-        source = self._source()
-        return set() if source is None else source.intermediate_keys()
+        """The keys that only serve the config files, such as `batch_size = 8` for later lines."""
+        return set() if self._source is None else self._source.intermediate_keys()
 
     def where(self, key: str) -> str:
         """Return where a dotted key, or its nearest parent key, was set, in words for a message.
@@ -162,8 +142,7 @@ class Config(ConfigDict):
         """
         if any(f"{key}.".startswith(f"{option}.") for option in self._option_keys):
             return "an option"
-        source = self._source()
-        return "" if source is None else source.where(key)
+        return "" if self._source is None else self._source.where(key)
 
     def dump(self, file: str | PathLike[str] | None = None) -> str:
         """Return the config as text, and write it to `file`, whose suffix chooses the format.
@@ -197,7 +176,7 @@ class Config(ConfigDict):
             '***'
         """
         copied = type(self)(mask_value(self.to_dict()), self.filename, mask_text(self.text))
-        copied._option_keys = self._option_keys
+        copied._option_keys, copied._source = self._option_keys, self._source
         return copied
 
     def merge_from_dict(self, options: Mapping[str, Any], allow_list_keys: bool = True) -> None:
@@ -219,17 +198,11 @@ class Config(ConfigDict):
             set_dotted(merged, key, value)
         for key, value in merged.items():
             self[key] = value  # assigned, not merged, so that keys that `_delete_` removes are gone
-        self._option_keys |= options.keys()
-
-    def _source(self) -> ConfigSource | None:
-        try:
-            return None if self._filename is None else ConfigSource.read(Path(self._filename))
-        except (OSError, ConfigError):  # the file or one of its bases was moved or removed
-            return None
+        self._option_keys = self._option_keys.union(options)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if key in _RESERVED:
-            raise ConfigError(f"`{key}` cannot be a key: it is an attribute of Config itself")
+            raise ConfigError(f"`{key}` cannot be a key: it is an attribute of Config itself. Call it otherwise")
         super().__setitem__(key, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -240,6 +213,9 @@ class Config(ConfigDict):
 
     def __repr__(self) -> str:
         return f"Config({self.filename or ''}): {super().__repr__()}"
+
+
+_RESERVED = frozenset(name for name in vars(Config) if not name.startswith("_"))
 
 
 def import_custom(cfg: Config) -> None:
@@ -302,9 +278,9 @@ class ResolvedConfig:
         if a file does more than import and assign, since each process then needs those effects.
         """
         source, without_source = source_form(cfg)
-        if without_source or cfg.filename is None:
+        if without_source or cfg.filename is None or cfg._source is None:
             return None
-        files = ConfigSource.read(Path(cfg.filename)).files()
+        files = cfg._source.files()
         imports: dict[str, None] = {}
         for file in files:
             if (statements := file.imports()) is None:

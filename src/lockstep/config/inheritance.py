@@ -95,6 +95,9 @@ class ConfigSource:
         except FileNotFoundError as error:
             raise children[-1].error(base.named_by, f"names a file that is missing: {error}", base.line) from error
 
+    def __deepcopy__(self, memo: object) -> ConfigSource:
+        return self  # nothing of it changes
+
     def files(self) -> list[ConfigFile]:
         """Return all files, bases first."""
         return [*(file for _, source in self.bases for file in source.files()), self.file]

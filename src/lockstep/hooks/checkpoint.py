@@ -70,6 +70,7 @@ class CheckpointHook(Hook):
     """
 
     priority = "VERY_LOW"
+    writes_checkpoints = True
 
     interval: int | None = None
     by_epoch: bool | None = None

@@ -63,10 +63,13 @@ class Hook:
         priority: a name from `PRIORITIES`, or a number: hooks with lower numbers are called first. Hooks of equal
             priority are called in the order of registration.
         main_only: the hook exists on rank 0 alone. It must not take part in collectives.
+        writes_checkpoints: it writes them into `out_dir/WORK_DIR` if its attribute `out_dir` is not None, so that a run
+            that resumes looks for them there, too.
     """
 
     priority: str | int = "NORMAL"
     main_only: ClassVar[bool] = False
+    writes_checkpoints: ClassVar[bool] = False
 
     def before_run(self, runner: Run) -> None:
         """Act before everything else."""

@@ -332,8 +332,8 @@ def optimizer_options(run: TrainRun, *, reads_device: bool) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     wrapper = run.optim_wrapper
-    for part in wrapper.values() if isinstance(wrapper, OptimWrapperDict) else [wrapper]:
-        kind = type(part.optimizer).__name__
+    for name, part in wrapper.items() if isinstance(wrapper, OptimWrapperDict) else [("", wrapper)]:
+        kind = type(part.optimizer).__name__ + (f" `{name}`" if name else "")
         found[f"`accumulative_counts` of the wrapper of {kind}"] = str(part.accumulative_counts)
         found[f"`clip_grad` of the wrapper of {kind}"] = _text(part.clip_grad, reads_device)
         for number, group in enumerate(part.param_groups):

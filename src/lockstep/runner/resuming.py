@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,19 +14,20 @@ from torch import Tensor
 
 from lockstep.checkpoint import candidates, load_state, remove_dead_drafts, written_at
 from lockstep.checkpoint.files import DAMAGED, is_there
-from lockstep.checkpoint.loading import Stored
-from lockstep.checkpoint.search import check, check_resumable, verify_share
+from lockstep.checkpoint.loading import AS_SAVED, Stored
 from lockstep.checkpoint.together import on_all
+from lockstep.checkpoint.verifying import check, check_resumable, verify_share
 from lockstep.dataset import Position
 from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.dist import all_gather_object, get_dist_info, get_rank, run_on_main
-from lockstep.errors import CheckpointError, ConfigError, LockstepError, counted, listed
+from lockstep.errors import CheckpointError, ConfigError, LockstepError, counted
 from lockstep.launch.worker import RESUME_SINCE
 from lockstep.location import Location, RemotePath, locate
 from lockstep.model import unwrap_model
-from lockstep.optim.constructor import param_sites
 from lockstep.optim.scheduler import FormulaScheduler
+from lockstep.registry import HOOKS, in_default_scope
 from lockstep.runner.arguments import RunnerArguments
+from lockstep.runner.build import default_hooks
 from lockstep.runner.options import ResumedOptions
 from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import seed_all
@@ -37,17 +38,25 @@ _SEARCHES = 3  # at most, while other runs remove what is found
 _logger = logging.getLogger(__name__)
 
 
-def checkpoint_folders(args: RunnerArguments) -> list[Location]:
-    """Return the work_dir, and the folders outside of it, some in a bucket, in which its checkpoint hooks write."""
+def checkpoint_folders(args: RunnerArguments, hooks: Iterable[Any] = ()) -> list[Location]:
+    """Return the work_dir, and the folders outside of it, some in a bucket, in which hooks write checkpoints.
+
+    Args:
+        args: the arguments of the Runner.
+        hooks: hooks, and configs of hooks, besides those of the arguments.
+    """
     work_dir = Path(args.work_dir)
-    hooks = [("", hook) for hook in args.custom_hooks or ()]
-    outside: list[Location] = []
-    for key, hook in [*(args.default_hooks or {}).items(), *hooks]:
-        options = hook if isinstance(hook, Mapping) else {"type": type(hook).__name__, **getattr(hook, "__dict__", {})}
-        kind = options.get("type", "CheckpointHook" if key == "checkpoint" else None)
-        if kind in ("CheckpointHook", "mmengine.CheckpointHook") and options.get("out_dir") is not None:
-            outside.append(locate(options["out_dir"]) / work_dir.name)
-    return [work_dir, *outside]
+    places: list[Location] = [work_dir]
+    for hook in [*default_hooks(args.default_hooks, None), *(args.custom_hooks or ()), *hooks]:
+        is_config = isinstance(hook, Mapping)
+        kind = hook.get("type") if is_config else type(hook)
+        if isinstance(kind, str):
+            with in_default_scope(args.default_scope):
+                kind = HOOKS.get(kind)
+        if getattr(kind, "writes_checkpoints", False):
+            out_dir = hook.get("out_dir", getattr(kind, "out_dir", None)) if is_config else hook.out_dir
+            places += [] if out_dir is None else [locate(out_dir) / work_dir.name]
+    return list(dict.fromkeys(places))
 
 
 def check_writable(folders: Sequence[Location]) -> None:
@@ -101,12 +110,15 @@ def find_resumption(
     **Collective**: every rank; rank 0 looks.
 
     Raises:
-        ConfigError: on every rank, if `load_from` is not a checkpoint, or if there are some and none is whole.
+        CheckpointError: on every rank, if `load_from` is not a checkpoint, or if there are some and none is whole.
     """
     began = os.environ.get(RESUME_SINCE)
     if began is not None:
         found, faults = _newest(folders, since=float(began))
-        if found is not None or not asked:
+        if found is None and faults and (load_from is not None or not asked):
+            # The user wants another beginning than a checkpoint of this job, so that nothing else would speak of these.
+            raise _none_is_whole("ranks that start again must find a whole checkpoint of their job", folders, faults)
+        if found is not None:
             return found, faults
     if not asked:
         return None, []
@@ -117,13 +129,16 @@ def find_resumption(
         return found, []
     found, faults = _newest(folders)
     if found is None and faults:
-        places = " or ".join(map(str, folders))
-        raise CheckpointError(
-            f"resume=True must find a whole checkpoint in {places}, but none of those there is: "
-            f"{' / '.join(fault.removesuffix(f'. {DAMAGED}') for fault in faults)}. Copy one of them again, or start "
-            "anew without resume"
-        )
+        raise _none_is_whole("resume=True must find a whole checkpoint", folders, faults)
     return found, faults
+
+
+def _none_is_whole(wanted: str, folders: Sequence[Location], faults: Sequence[str]) -> CheckpointError:
+    return CheckpointError(
+        f"{wanted} in {' or '.join(map(str, folders))}, but none of those there is: "
+        f"{' / '.join(fault.removesuffix(f'. {DAMAGED}') for fault in faults)}. Copy one of them again, or start "
+        "a new job without resume"
+    )
 
 
 def _newest(
@@ -143,13 +158,9 @@ def _newest(
             if fault is None:
                 return found, list(passed.values())
             passed[directory] = fault
-        if not run_on_main(partial(_is_one_gone, [*passed])):
-            break  # else another run has removed it, and written a newer one before
+        if run_on_main(partial(all, map(is_there, [*passed]))):
+            break  # else another run has removed one, and written a newer one before
     return None, list(passed.values())
-
-
-def _is_one_gone(directories: Sequence[Location]) -> bool:
-    return not all(map(is_there, directories))
 
 
 def _opened(directory: Location) -> tuple[Stored | None, str | None]:
@@ -189,10 +200,8 @@ def resume_run(run: TrainRun) -> None:
         places = dict.fromkeys([str(run.work_dir), str(run.checkpoint_dir.parent)])
         _logger.info("no checkpoint to resume from in %s: training begins anew", " or ".join(places))
     passed: dict[Location, str] = {}
-    faults = list(run.skipped)
+    _log_passed(run.skipped)
     while (stored := run.stored) is not None:
-        for fault in faults:
-            _logger.warning("not resumed from: %s", fault)
         resizable = {f"model.{name}" for name in sized_on_loading(unwrap_model(run.model))}
         try:
             restore_run(run, stored.meta, partial(load_state, stored, resizable=resizable), stored.directory)
@@ -200,14 +209,20 @@ def resume_run(run: TrainRun) -> None:
             return
         except CheckpointError as error:
             passed[stored.directory] = str(error)
-            other = None
+            other, faults = None, list[str]()
             if run.args.resume and run.args.load_from is None:
-                other, faults = _newest(checkpoint_folders(run.args), without=passed)
+                other, faults = _newest(checkpoint_folders(run.args, run.hooks), without=passed)
             if other is None:
+                _log_passed(faults)
                 raise
-            faults.insert(0, str(error))
+            _log_passed([str(error), *faults])
             stored.forget()
             run.stored = other
+
+
+def _log_passed(faults: Sequence[str]) -> None:
+    for fault in faults:
+        _logger.warning("not resumed from: %s", fault)
 
 
 def restore_run(
@@ -237,8 +252,6 @@ def restore_run(
         options = ResumedOptions(run, meta, own_groups, saved_groups, origin)
         options.load_schedules()
     strategy.load_state(state["model"], state.get("optimizer"))
-    if own_groups is not None:
-        _log_new_parameters(run, own_groups, state["optimizer"], origin)
     with _restored(origin, "a scale of losses"):
         run.optim_wrapper.load_extra_state(meta.get("optim_wrapper", {}))
     position = meta["position"]
@@ -249,15 +262,15 @@ def restore_run(
         _compare_data(run, position, begin, origin)
     with _restored(origin, "options of the optimizer"):
         options.apply()
-    into = position["batches"] if loop.max_epochs is not None else 0
-    if run.val_loop is not None and (meta.get("validated_iter") or 0) >= meta["iter"] - into:
+    done = position["batches"] if loop.max_epochs is not None else 0  # batches of the epoch
+    if run.val_loop is not None and (meta.get("validated_iter") or 0) >= meta["iter"] - done:
         run.val_loop.at_iter = loop.epoch_begin if loop.max_epochs is not None else loop.iter
     if own is None and "world_size" in meta:
         _restart_random_state(run, saved_by=meta["world_size"])
     run.saving.saved_iter = loop.iter
     run.call_hook("after_load_checkpoint", checkpoint={**state, "meta": meta})
-    into, total = position["samples"], position["total"]
-    where = f", {into}{f' of {total}' if total else ''} {position['unit']} into the epoch" if into else ""
+    seen, total = position["samples"], position["total"]
+    where = f", {seen}{f' of {total}' if total else ''} {position['unit']} into the epoch" if seen else ""
     _logger.info("resumed from %s: epoch %d, iter %d%s", origin, loop.epoch, loop.iter, where)
 
 
@@ -290,7 +303,7 @@ def _read_state(
     del wanted["meta"]
     holder = meta["position"]["held_by"]
     if needed := {run.rank if has_own else holder, holder} - {None}:
-        wanted["ranks"] = {str(rank): () for rank in needed}
+        wanted["ranks"] = dict.fromkeys(map(str, needed), AS_SAVED)
     state = load(wanted, strategy.optim_template() if "optimizer" in wanted else {})
     for name, value in state["model"].items():
         if isinstance(wanted["model"].get(name), Tensor) and not isinstance(value, Tensor):
@@ -351,7 +364,8 @@ def _compare_data(run: TrainRun, position: Mapping[str, Any], begin: Position, d
             "the global batch has %d %s now, and had %d", order.global_batch, order.unit, position["global_batch"]
         )
     if loop.max_epochs is not None and loop.epoch_length and loop.epoch_end is not None:
-        _shift_schedules(run, loop.epoch * loop.epoch_length + loop.epoch_length - loop.epoch_end + loop.iter)
+        left = loop.epoch_end - loop.iter
+        _shift_schedules(run, (loop.epoch + 1) * loop.epoch_length - left)
 
 
 def _shift_schedules(run: TrainRun, regular: int) -> None:
@@ -386,19 +400,6 @@ def _shift_schedules(run: TrainRun, regular: int) -> None:
         f"{' and '.join(shifted)} go on at the same part of the run" if shifted else "No schedule spans the run",
         loop.iter + 1,
     )  # fmt: skip
-
-
-def _log_new_parameters(
-    run: TrainRun, groups: list[Mapping[str, Any]], saved: Mapping[str, Any], directory: Location
-) -> None:
-    """Log which parameters in `groups` have no optimizer state in the checkpoint, and so begin with a new one."""
-    known = saved["state"] or {name for group in saved["param_groups"] for name in group["params"]}
-    frozen = {site.name for site in param_sites(run.model) if not site.parameter.requires_grad}
-    new = [name for group in groups for name in group["params"] if name not in known and name not in frozen]
-    if new:
-        _logger.info(
-            "%s has no state of the optimizer for %s, whose state begins anew", directory, listed(map(repr, new))
-        )
 
 
 def _restart_random_state(run: TrainRun, saved_by: int) -> None:

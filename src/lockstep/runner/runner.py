@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 from torch import nn
 
 from lockstep.dataset import DataShard, agree_on_shard
-from lockstep.dist import run_on_main
 from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
 from lockstep.evaluator.metric import Predictions
@@ -296,7 +295,11 @@ class Runner(_AttributesOfRun):
     @property
     def best_checkpoint(self) -> Location | None:
         """The best checkpoint by the first metric of `save_best`, of the last run in the work_dir that has kept one."""
-        return best_checkpoint_in(resuming.checkpoint_folders(self.args))
+        return best_checkpoint_in(resuming.checkpoint_folders(self.args, self._hooks))
+
+    @property
+    def _hooks(self) -> list[Any]:
+        return [hook for hook, _ in self._custom_hooks]
 
     def register_hook(self, hook: Hook | Mapping[str, Any], priority: str | int | None = None) -> None:
         """Add a hook; a `priority` overrides its own. If a run exists, the hook is called from then on."""
@@ -356,10 +359,10 @@ class Runner(_AttributesOfRun):
         began = perf_counter()
         space = self._workspace
         if space is None:
-            space = start.open_workspace(self.args, self._load_from, self.message_hub, trains=trains)
+            space = start.open_workspace(self.args, self._load_from, self.message_hub, self._hooks, trains=trains)
             self._workspace = space
         elif trains and not space.trains:
-            start.let_train(space, self._load_from)
+            start.let_train(space, self._load_from, self._hooks)
         self.message_hub.make_current()
         with start.logging_to_folder(space):
             failed = True
@@ -437,8 +440,7 @@ class Runner(_AttributesOfRun):
             raise ConfigError(f"`{mode}_dataloader` must be given to {verb}, but is None")
         with self._running(f"{verb.removesuffix('e')}ed") as space:
             if checkpoint is not None:
-                found = run_on_main(lambda: start.find_best(self.args)) if checkpoint == "best" else checkpoint
-                self.load_checkpoint(str(found), strict=True)
+                self.load_checkpoint(checkpoint, strict=True)
             run = self._run
             if run is None:
                 _, parts = self._prepare(space, *self._strategy_and_model(training=False))

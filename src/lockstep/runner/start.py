@@ -8,7 +8,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -54,15 +54,22 @@ _logger = logging.getLogger(__name__)
 
 
 def open_workspace(
-    args: RunnerArguments, load_from: Weights | None, message_hub: MessageHub, *, trains: bool
+    args: RunnerArguments,
+    load_from: Weights | None,
+    message_hub: MessageHub,
+    hooks: Iterable[Any] = (),
+    *,
+    trains: bool,
 ) -> Workspace:
     """Join the other ranks, find the checkpoint to resume from, seed, and create the run's folder.
+
+    The `hooks` are those that were registered.
 
     **Collective**: every rank of the job.
     """
     join_ranks(args.launcher, args.env_cfg)
     rank, world_size = get_dist_info()
-    folders = resuming.checkpoint_folders(args)
+    folders = resuming.checkpoint_folders(args, hooks)
     if trains:
         resuming.check_writable(folders)
     resuming.clear_drafts(folders if trains else folders[:1])  # first of all: they may fill the disk
@@ -92,12 +99,12 @@ def open_workspace(
     )
 
 
-def let_train(space: Workspace, load_from: Weights | None) -> None:
+def let_train(space: Workspace, load_from: Weights | None, hooks: Iterable[Any] = ()) -> None:
     """Do what a training needs in addition in a workspace that an evaluation has opened.
 
     **Collective**: every rank of the job.
     """
-    args, folders = space.args, resuming.checkpoint_folders(space.args)
+    args, folders = space.args, resuming.checkpoint_folders(space.args, hooks)
     resuming.check_writable(folders)
     resuming.clear_drafts(folders[1:])
     if not args.resume:  # else it has been looked for
@@ -126,13 +133,13 @@ def logging_to_folder(space: Workspace) -> Iterator[None]:
         yield
 
 
-def find_best(args: RunnerArguments) -> Location:
-    """Return the best checkpoint in the work_dir; see `Runner.best_checkpoint`.
+def find_best(args: RunnerArguments, hooks: Iterable[Any] = ()) -> Location:
+    """Return the best checkpoint in the work_dir; see `Runner.best_checkpoint`. The `hooks` were registered.
 
     Raises:
         ConfigError: there is none.
     """
-    best = best_checkpoint_in(resuming.checkpoint_folders(args))
+    best = best_checkpoint_in(resuming.checkpoint_folders(args, hooks))
     if best is None:
         raise ConfigError(
             f"`checkpoint` must be 'best' only where a run has kept its best one, but none in {args.work_dir} has. "

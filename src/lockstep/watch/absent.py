@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,6 +29,7 @@ from lockstep.watch.diagnosis import (
 from lockstep.watch.interrupt import let_graphs_be_captured
 from lockstep.watch.main_thread import is_waiting
 
+_logger = logging.getLogger("lockstep.dist")
 _SECONDS_TO_CONFIRM = 0.5  # after which ranks that wait for each other are asked again
 
 
@@ -73,7 +75,7 @@ class AbsentSearch:
         comm: the group.
         calls: its record on this rank.
         number: that of the call.
-        is_unfinished: this rank is still in the call. If it leaves it meanwhile, nobody is absent.
+        in_call: this rank is still in the call. If it leaves it meanwhile, nobody is absent.
         is_lost: a device has lost the connection to a rank, so that it is one that is gone or does not answer. Others
             may be behind, because hosts run ahead of their devices by different numbers of calls.
     """
@@ -82,38 +84,42 @@ class AbsentSearch:
     comm: Comm
     calls: Calls
     number: int
-    is_unfinished: bool = False
+    in_call: bool = False
     is_lost: bool = False
 
     @property
     def has_left(self) -> bool:
         """Whether this rank was in the call, and has left it since."""
-        return self.is_unfinished and self.calls.unfinished()[0] != self.number
+        return self.in_call and self.calls.unfinished()[0] != self.number
 
-    def in_time(self) -> list[Absent]:
+    def find(self) -> list[Absent]:
         """Return who is absent from a call that has failed, or what the system knows, if the store is silent.
 
         Where the network is gone, it is silent for a quarter of an hour.
         """
         watch = self.watch
         watch.looks_for_others = True
-        answers: list[list[Absent]] = []
+        found: Future[list[Absent]] = Future()
 
         def find() -> None:
             let_graphs_be_captured()
-            with suppress(Exception):  # the store may be gone
-                answers.append(self.ask_once())
+            try:
+                found.set_result(self.find_by_one_rank())
+            except Exception as error:
+                found.set_exception(error)
 
         if not watch.is_cut_off:
-            finding = threading.Thread(target=find, name="lockstep-find-absent", daemon=True)
-            finding.start()
-            finding.join(self._seconds_to_find + 0.4)
-            if answers:
-                return answers[0]
-            watch.cut_off()
+            threading.Thread(target=find, name="lockstep-find-absent", daemon=True).start()
+            try:
+                # A rank may begin to ask by itself when it has waited for another one's answer in vain.
+                return found.result(self._seconds_to_find + watch.board.seconds_to_answer + 0.4)
+            except (TimeoutError, RuntimeError):  # torch's stores raise RuntimeError and its subclasses
+                watch.cut_off()
+            except Exception:
+                _logger.exception("who is absent from a call could not be found out")
         return self._known_to_be_gone()
 
-    def ask_once(self) -> list[Absent]:
+    def find_by_one_rank(self) -> list[Absent]:
         """Ask who is absent from a call that has failed, on one of the ranks in it; wait for its answer on the others.
 
         The answer is the same for all of them, because they are in the same call, or have lost the same rank. So

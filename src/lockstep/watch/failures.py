@@ -79,7 +79,7 @@ def _absent(comm: Comm) -> tuple[list[Absent], bool]:
     watch, calls = current_watch(), comm.calls
     if watch is None or calls is None or not comm.group_name:
         return [], False
-    return AbsentSearch(watch, comm, calls, calls.number).in_time(), watch.is_cut_off
+    return AbsentSearch(watch, comm, calls, calls.number).find(), watch.is_cut_off
 
 
 @contextmanager

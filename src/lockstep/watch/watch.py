@@ -233,7 +233,7 @@ class Watch:
     def _lost_on_device(self, comm: Comm, calls: Calls, word: str) -> DistError:
         """Return the error of a group whose device has lost a rank."""
         number = calls.number  # the main thread may go on
-        lost = [one._replace(has_ended=True) for one in AbsentSearch(self, comm, calls, number, is_lost=True).in_time()]
+        lost = [one._replace(has_ended=True) for one in AbsentSearch(self, comm, calls, number, is_lost=True).find()]
         detail = f"The backend of the device has met an error ({word})."
         is_gone = word != "TIMEOUT"
         return absence(comm, lost, detail, number=number, is_gone=is_gone, is_cut_off=self.is_cut_off)
@@ -245,7 +245,7 @@ class Watch:
             return
         name, seconds = comm.group_name, time.monotonic() - since
         if self._is_overdue(comm, seconds):
-            absent = AbsentSearch(self, comm, calls, number, is_unfinished=True).in_time()
+            absent = AbsentSearch(self, comm, calls, number, in_call=True).find()
             detail = f"It has not ended for {seconds:.0f} s."
             error = absence(comm, absent, detail, number=number, is_cut_off=self.is_cut_off)
             if calls.unfinished()[0] == number:  # the main thread may have raised the backend's error meanwhile
@@ -260,7 +260,7 @@ class Watch:
             return
         self._waits[name] = (since, 2 * look if seconds >= look else look, 2 * beat if warns else beat)
         if self._is_first_to_look(name, [calls.resets, number, due]):
-            absent = AbsentSearch(self, comm, calls, number, is_unfinished=True).ask()
+            absent = AbsentSearch(self, comm, calls, number, in_call=True).ask()
             if warns and absent and calls.failure is None and calls.unfinished()[0] == number:
                 who = ranks_in_words([one.rank for one in absent])
                 text = f"{who} of {comm.name} in {calls.call(number)}\n{lines_of(absent)}"

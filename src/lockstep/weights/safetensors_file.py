@@ -34,6 +34,7 @@ from lockstep.checkpoint.saving import SAFETENSORS, header_bytes
 from lockstep.errors import ConfigError, listed
 from lockstep.location import Location, read_into, size_of, write_bytes
 from lockstep.masking import printable
+from lockstep.transport.moving import bytes_of
 
 _NAMES = {getattr(torch, dtype): name for dtype, name in SAFETENSORS.items()}
 _NAMES |= {torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64"}
@@ -156,33 +157,18 @@ def write_header(file: IO[bytes], tensors: Mapping[str, TensorInfo]) -> None:
     Raises:
         ConfigError: the format has no such dtype.
     """
-    header: dict[str, Any] = {}
-    begin = 0
     for name, info in tensors.items():
         if info.dtype not in _NAMES:
             raise ConfigError(
                 f"`{name}` must have a dtype that safetensors files can hold, but has {info.dtype}. Export to torch"
             )
-        end = begin + info.nbytes
-        header[name] = {"dtype": _NAMES[info.dtype], "shape": list(info.shape), "data_offsets": [begin, end]}
-        begin = end
-    file.write(header_bytes(header))
+    file.write(header_bytes((name, _NAMES[info.dtype], info.shape, info.nbytes) for name, info in tensors.items()))
 
 
 def write_tensor(file: IO[bytes], tensor: Tensor) -> None:
     """Write the bytes of the next tensor."""
     if tensor.numel():
         write_bytes(file, bytes_of(tensor.detach().to("cpu").contiguous()))
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor in CPU memory, which are not copied.
-
-    Example:
-        >>> bytes_of(torch.tensor([1.0], dtype=torch.bfloat16)).tolist()
-        [128, 63]
-    """
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def read_size(size: int | str, argument: str = "max_shard_size") -> int:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import find_checkpoints, find_last_checkpoint, is_checkpoint, read_meta
+from lockstep.checkpoint import find_checkpoints, find_last_checkpoint, is_checkpoint, read_meta, written_at
 from lockstep.errors import ConfigError, listed
 from lockstep.location import Location, locate, size_of
 from lockstep.weights.safetensors_file import SafetensorsFile, TensorInfo
@@ -110,10 +110,8 @@ def find_checkpoint(location: Location) -> Location | None:
     last = find_last_checkpoint(location)
     if last is not None:
         return last
-    saved = [one for one in find_checkpoints([location]) if one.directory.parent == location]
-    complete = [one for one in saved if is_checkpoint(one.directory)]
-    latest = max(complete, key=lambda one: (read_meta(one.directory).get("iter", 0), one.time), default=None)
-    return None if latest is None else latest.directory
+    complete = [one for one in find_checkpoints([location]) if one.parent == location and is_checkpoint(one)]
+    return max(complete, key=lambda one: (read_meta(one).get("iter", 0), written_at(one)), default=None)
 
 
 def best_checkpoint_in(roots: Sequence[Location]) -> Location | None:
@@ -123,10 +121,10 @@ def best_checkpoint_in(roots: Sequence[Location]) -> Location | None:
     """
     for one in find_checkpoints(roots):
         with suppress(ConfigError):  # it is damaged, or another process removes it
-            kept = read_meta(one.directory).get("checkpoint_hook", {}).get("best", {})
+            kept = read_meta(one).get("checkpoint_hook", {}).get("best", {})
             for path in (str(best["path"]) for best in kept.values()):
                 *_, run, name = PurePosixPath(path).parts
-                for place in (locate(path), one.directory.parent.parent / run / name):  # moved with its work_dir
+                for place in (locate(path), one.parent.parent / run / name):  # moved with its work_dir
                     if is_checkpoint(place):
                         return place
     return None

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from difflib import unified_diff
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import lockstep.config
@@ -96,6 +97,25 @@ class Config(lockstep.config.Config):
             more = f". See {old['reference']}" if "reference" in old else ""
             warnings.warn(says + more, DeprecationWarning, stacklevel=2)
         return cfg
+
+    @classmethod
+    def fromstring(cls, cfg_str: str, file_format: str, *, trusted: bool = False) -> Self:
+        """Read a config from the text of a file, by the rules of `fromfile`.
+
+        Args:
+            cfg_str: the text.
+            file_format: the suffix of such a file, such as `".py"`.
+            trusted: see `fromfile`.
+
+        Example:
+            >>> Config.fromstring("lr = 0.1", ".py").lr
+            0.1
+        """
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / f"config{file_format}"
+            file.write_text(cfg_str, encoding="utf-8")
+            cfg = cls.fromfile(file, trusted=trusted)
+        return cls(cfg, text=cfg_str)  # without the name of the file, which no longer exists
 
     def merge_from_dict(self, options: Mapping[str, Any], allow_list_keys: bool = True) -> None:
         """Set values by dotted keys; see `lockstep.config.Config.merge_from_dict`."""
