@@ -106,6 +106,20 @@ def test_a_session_without_steps_warns_once(tmp_path):
     assert log_of(tmp_path).count(STEPLESS) == 1
 
 
+@ranks(1, 2)
+def test_a_step_without_a_backward_pass_of_the_session_is_refused(tmp_path):
+    session = Session(tmp_path, log_level="ERROR")
+    model = nn.Linear(2, 1)
+    model, optimizer, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    before = model.weight.detach().clone()
+    next(session.epochs(1))
+    x, y = next(iter(batches))
+    nn.functional.mse_loss(model(x), y).backward()
+    with pytest.raises(RuntimeError, match=r"the step of SGD must follow a backward pass of the session.*rank \d of"):
+        optimizer.step()
+    assert torch.equal(before, model.weight)
+
+
 def test_a_complete_session_says_so_and_warns_of_no_missing_steps(tmp_path):
     for resume in (False, True):
         session = Session(tmp_path, resume=resume)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.hooks import Hook
 from lockstep.runner import Runner, load_checkpoint
 from lockstep.testing import ranks
 
@@ -112,3 +113,41 @@ def test_the_weights_of_a_compiled_inner_module_are_loaded_both_ways(tmp_path: P
         torch.save(source.state_dict(), tmp_path / "weights.pth")
         load_checkpoint(target, tmp_path / "weights.pth", strict=True)
         assert torch.equal(target[2].weight, source[2].weight)
+
+
+class Counting(Hook):
+    """Saves what it has counted, in several kinds of values."""
+
+    count = 0
+    got: Any = None
+
+    def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+        self.count += 1
+
+    def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["count"] = self.count
+        checkpoint["more"] = {"tensor": torch.arange(3), "word": "x", "none": None, "list": [1, torch.ones(1)]}
+
+    def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        self.got = checkpoint["count"], checkpoint.get("more")
+
+
+@ranks(1, 2)
+def test_what_a_hook_adds_comes_back_without_asking(tmp_path: Path) -> None:
+    trained(nn.Linear(3, 3), tmp_path, 1, custom_hooks=[hook := Counting()])
+    trained(nn.Linear(3, 3), tmp_path, 2, custom_hooks=[later := Counting()], resume=True)
+    count, more = later.got
+    assert count == hook.count
+    assert (more["word"], more["none"]) == ("x", None)
+    assert torch.equal(more["tensor"], torch.arange(3))
+    assert more["list"][1].item() == 1
+
+
+def test_what_is_too_large_for_every_rank_is_left_out_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(nn.Linear(3, 3), tmp_path, 1, custom_hooks=[Counting()])
+    monkeypatch.setattr("lockstep.runner.resuming._MOST_UNASKED", 20)
+    trained(nn.Linear(3, 3), tmp_path, 2, custom_hooks=[later := Counting()], resume=True)
+    assert later.got == (4, None)
+    assert "`more` (0 MiB) is not loaded: no hook asks for it in before_load_checkpoint" in capsys.readouterr().out

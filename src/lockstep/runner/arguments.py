@@ -211,6 +211,14 @@ _FOREIGN_NAMES = {
     **dict.fromkeys(("logger", "loggers", "trackers"), "`visualizer`"),
     **dict.fromkeys(("criterion", "loss_fn", "loss_function"), "`loss`"),
     **dict.fromkeys(("evaluator", "evaluators", "metrics"), "`val_evaluator` or `test_evaluator`"),
+    **dict.fromkeys(
+        ("accumulate_grad_batches", "gradient_accumulation_steps"),
+        "`accumulative_counts`, which a Runner has in `optim_wrapper`",
+    ),
+    **dict.fromkeys(
+        ("grad_clip", "gradient_clip_val", "max_grad_norm"), "`clip_grad`, which a Runner has in `optim_wrapper`"
+    ),
+    **dict.fromkeys(("mixed_precision", "precision"), "`amp`; in a Runner, an AmpOptimWrapper as `optim_wrapper`"),
     "resume_from": "`load_from`, with `resume=True`",
 }
 

@@ -146,17 +146,20 @@ class Hook:
         self._after_iter(runner, batch_idx, data_batch, outputs, mode="test")
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
-        """Act before a checkpoint is written: add tensors to `checkpoint` and JSON values to `checkpoint["meta"]`."""
+        """Act before a checkpoint is written: add what must outlive a resume to `checkpoint`.
+
+        It may be tensors, arrays of numpy, numbers, strings and None, in dicts and lists, under a name of the hook's.
+        """
 
     def before_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Act before training resumes from a checkpoint; so far only `checkpoint["meta"]` has been read.
 
-        To get back what `before_save_checkpoint` added, put tensors with the same names and shapes into `checkpoint`.
-        They are filled from the checkpoint.
+        What `before_save_checkpoint` added comes back whole, in CPU memory, if its tensors have at most 256 MiB. Larger
+        ones, or shards, are filled in place: put tensors with the same names and shapes into `checkpoint`.
         """
 
     def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
-        """Act when training resumes from a checkpoint; `checkpoint["meta"]` is what was saved."""
+        """Act when training resumes from a checkpoint, which has what `before_save_checkpoint` added."""
 
     def after_load_weights(self, runner: Run) -> None:
         """Act when weights have been loaded into the model of a run that has been built, such as the best ones."""

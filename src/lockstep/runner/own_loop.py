@@ -255,6 +255,19 @@ class OwnLoop(TrainLoop):
                 raise
             self.runner.logger.error("%s, asked for by save(), could not be saved: %s", names, fault)
 
+    def refuse_steps_alone(self, optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
+        """Raise an error where the user's code steps an optimizer after backward passes of its own.
+
+        Such gradients are neither weighted by samples, nor divided by the batches of a window, nor unscaled.
+        """
+        has_closure = len(arguments) > 1 or bool(options)  # the first one is the optimizer
+        if self._is_stepping and not has_closure and self.runner.optim_wrapper.inner_count == self._backward_passes:
+            raise RuntimeError(
+                f"the step of {type(optimizer).__name__} must follow a backward pass of the session, but this iteration has "
+                f"made none (rank {self.runner.rank} of {self.runner.world_size}). Call session.step(loss), in "
+                "place of loss.backward(), optimizer.step() and optimizer.zero_grad()"
+            )
+
     def _warn_of_missing_steps(self, where: str) -> None:
         """Warn, once, if iterations have made no backward pass through the optim wrapper."""
         count = self.runner.optim_wrapper.inner_count

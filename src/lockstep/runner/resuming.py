@@ -8,13 +8,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
 from lockstep.checkpoint import candidates, load_state, remove_dead_drafts, written_at
 from lockstep.checkpoint.files import DAMAGED, is_there
-from lockstep.checkpoint.loading import AS_SAVED, Stored
+from lockstep.checkpoint.loading import AS_SAVED, OPTIMIZER, Stored
 from lockstep.checkpoint.together import on_all
 from lockstep.checkpoint.verifying import check, check_resumable, verify_share
 from lockstep.dataset import Position
@@ -34,6 +35,7 @@ from lockstep.runner.seeds import seed_all
 from lockstep.weights import Weights, checkpoint_at, sized_on_loading
 
 _MOST_STEPS = 2**60
+_MOST_UNASKED = 2**28  # bytes
 _SEARCHES = 3  # at most, while other runs remove what is found
 _logger = logging.getLogger(__name__)
 
@@ -204,7 +206,8 @@ def resume_run(run: TrainRun) -> None:
     while (stored := run.stored) is not None:
         resizable = {f"model.{name}" for name in sized_on_loading(unwrap_model(run.model))}
         try:
-            restore_run(run, stored.meta, partial(load_state, stored, resizable=resizable), stored.directory)
+            load = partial(load_state, stored, resizable=resizable)
+            restore_run(run, stored.meta, load, stored.directory, added=_added_by_hooks(stored))
             stored.forget()
             return
         except CheckpointError as error:
@@ -220,13 +223,26 @@ def resume_run(run: TrainRun) -> None:
             run.stored = other
 
 
+def _added_by_hooks(stored: Stored) -> dict[str, int]:
+    """Return what hooks have added to a checkpoint, by name, and how many bytes its tensors have."""
+    sizes = dict.fromkeys(stored.manifest.state.keys() - {"model", OPTIMIZER, "ranks"}, 0)
+    for name, tensor in stored.manifest.tensors.items():
+        if (part := name.partition(".")[0]) in sizes:
+            sizes[part] += tensor.size
+    return dict(sorted(sizes.items()))
+
+
 def _log_passed(faults: Sequence[str]) -> None:
     for fault in faults:
         _logger.warning("not resumed from: %s", fault)
 
 
 def restore_run(
-    run: TrainRun, meta: dict[str, Any], load: Callable[[dict[str, Any], Any], dict[str, Any]], origin: Location
+    run: TrainRun,
+    meta: dict[str, Any],
+    load: Callable[[dict[str, Any], Any], dict[str, Any]],
+    origin: Location,
+    added: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
     """Restore a built run to a state, whatever it is read from.
 
@@ -235,13 +251,16 @@ def restore_run(
         meta: the metadata, as `Saving` writes them. Without `world_size`, random numbers go on from the seed.
         load: returns the tensors that are wanted, read from there; as `load_state`, without its first argument.
         origin: where the state is from, for messages.
+        added: what hooks have added to it, and the bytes of its tensors. If no hook says where these belong, they are
+            loaded whole, unless they are too large for every rank to hold: as an average of the weights, whose hook has
+            gone.
 
     **Collective**: every rank.
     """
     strategy, loop = run.strategy, run.train_loop
     # Ranks that now compute on the same samples must not continue with different random states.
     has_own = (meta.get("rank_states"), meta.get("data_shares")) == (run.world_size, run.data_shard.size)
-    wanted, state = _read_state(run, meta, load, origin, has_own=has_own)
+    wanted, state = _read_state(run, meta, load, origin, added, has_own=has_own)
     ranks = {int(rank): item for rank, item in state.pop("ranks", {}).items()}
     own = ranks[run.rank] if has_own else None
     if own is not None:
@@ -279,6 +298,7 @@ def _read_state(
     meta: dict[str, Any],
     load: Callable[[dict[str, Any], Any], dict[str, Any]],
     origin: Location,
+    added: Mapping[str, int],
     *,
     has_own: bool,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -289,6 +309,7 @@ def _read_state(
         meta: the metadata.
         load: returns the tensors that are wanted.
         origin: where the state is from, for messages.
+        added: what hooks have added; see `restore_run`.
         has_own: whether this rank goes on with the random state, and in the data, of the rank of its number.
 
     **Collective**: every rank.
@@ -301,6 +322,11 @@ def _read_state(
         _logger.warning("%s was saved without the optimizer's state, which begins anew", origin)
     run.call_hook("before_load_checkpoint", checkpoint=wanted)
     del wanted["meta"]
+    for name, size in added.items():
+        if size <= _MOST_UNASKED or name in wanted:
+            wanted.setdefault(name, AS_SAVED)
+        else:
+            _logger.info("`%s` (%d MiB) is not loaded: no hook asks for it in before_load_checkpoint", name, size >> 20)
     holder = meta["position"]["held_by"]
     if needed := {run.rank if has_own else holder, holder} - {None}:
         wanted["ranks"] = dict.fromkeys(map(str, needed), AS_SAVED)

@@ -231,6 +231,9 @@ class Session:
         assert isinstance(run.train_loop, OwnLoop)
         self._loop = run.train_loop
         self._closing.push(self._loop.save_at_close)
+        for one in run.optim_wrapper.optimizers:
+            if isinstance(one, torch.optim.Optimizer):  # not an engine's own
+                one.register_step_pre_hook(self._loop.refuse_steps_alone)
         # While threads can still be started: an `atexit` function comes too late to write a checkpoint. There is no
         # public way (Python 3.11 to 3.14).
         threading._register_atexit(partial(_close_at_exit, weakref.ref(self), os.getpid()))  # type: ignore[attr-defined]
