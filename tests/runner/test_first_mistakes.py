@@ -113,7 +113,8 @@ def test_a_step_without_a_backward_pass_of_the_session_is_refused(tmp_path):
     model, optimizer, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
     before = model.weight.detach().clone()
     next(session.epochs(1))
-    x, y = next(iter(batches))
+    turns = iter(batches)
+    x, y = next(turns)
     nn.functional.mse_loss(model(x), y).backward()
     with pytest.raises(RuntimeError, match=r"the step of SGD must follow a backward pass of the session.*rank \d of"):
         optimizer.step()
