@@ -263,9 +263,9 @@ class OwnLoop(TrainLoop):
         has_closure = len(arguments) > 1 or bool(options)  # the first one is the optimizer
         if self._is_stepping and not has_closure and self.runner.optim_wrapper.inner_count == self._backward_passes:
             raise RuntimeError(
-                f"the step of {type(optimizer).__name__} must follow a backward pass of the session, but in this iteration "
-                f"there was none (rank {self.runner.rank} of {self.runner.world_size}). Call session.step(loss), in "
-                "place of loss.backward(), optimizer.step() and optimizer.zero_grad()"
+                f"the step of {type(optimizer).__name__} must follow a backward pass of the session, but this "
+                f"iteration has had none (rank {self.runner.rank} of {self.runner.world_size}). Call "
+                "session.step(loss), in place of loss.backward(), optimizer.step() and optimizer.zero_grad()"
             )
 
     def _warn_of_missing_steps(self, where: str) -> None:
