@@ -40,6 +40,12 @@ def test_a_rank_that_was_killed_comes_before_those_that_missed_it(number):
     assert ledger.exit_code == 128 + number
 
 
+def test_an_abort_by_itself_says_how_calls_that_differ_are_named():
+    text = Ledger([ended(0, -signal.SIGABRT, 10.0), raised(1, "PeerError", 10.2, follows="gone")]).describe()
+    assert text.startswith("rank 0 was ended by SIGABRT")
+    assert "LOCKSTEP_CHECK=always compares each call" in text
+
+
 def test_an_abort_is_the_answer_to_an_error_elsewhere():
     text = Ledger([ended(0, -signal.SIGABRT, 10.2), raised(1, "ValueError", 10.0)]).describe()
     assert text.startswith("rank 1 raised ValueError")

@@ -30,6 +30,10 @@ from lockstep.launch.worker import rank_log
 from lockstep.masking import printable
 
 # Signals that end a rank from outside, or after a crash. An abort may follow the failure of another rank.
+_ABORTED = (
+    "On the CPU, gloo ends a process so that gets more bytes than it expects, as where ranks make calls that differ. "
+    "LOCKSTEP_CHECK=always compares each call of lockstep's before it runs, and names both lines."
+)
 _DEADLY = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 # Other ranks may report that a process is gone before the launcher learns of its end.
 _SECONDS_TO_LEARN_OF_END = 0.5
@@ -241,6 +245,8 @@ class Ledger:
             parts.append("It did not end by itself, so the launcher killed it.")
         if culprit.own_report is None and culprit.own_status == -signal.SIGKILL:
             parts.append(self._memory)
+        if culprit.own_report is None and culprit.own_status == -signal.SIGABRT:
+            parts.append(_ABORTED)
         after = [words for record in self._records if record not in self._culprits and (words := _consequence(record))]
         if after:
             parts.append(f"After it: {'; '.join(after)}.")
