@@ -168,8 +168,10 @@ def _of_data(dataset: Any) -> dict[str, str]:
         found.update(_of_data(dataset.dataset))
     if is_plain(lengths := getattr(dataset, "lengths", None)):
         found["the `lengths` of the dataset"] = digest(lengths)
-    is_held = isinstance(dataset, TensorDataset | Tensor | np.ndarray | list | tuple) and len(dataset)
-    if is_held and is_plain(ends := [dataset[0], dataset[-1]]):
+    # Of a TensorDataset its tensors: items of a subclass may be drawn at random.
+    held = dataset.tensors if isinstance(dataset, TensorDataset) else (dataset,)
+    is_held = isinstance(held[0], Tensor | np.ndarray | list | tuple) and len(held[0])
+    if is_held and is_plain(ends := [each[index] for each in held for index in (0, -1)]):
         found[f"the first and last items of the {type(dataset).__name__}"] = digest(ends)
     return found
 

@@ -440,7 +440,10 @@ class Runner(_AttributesOfRun):
             raise ConfigError(f"`{mode}_dataloader` must be given to {verb}, but is None")
         with self._running(f"{verb.removesuffix('e')}ed") as space:
             if checkpoint is not None:
-                self.load_checkpoint(checkpoint, strict=True)
+                found = (
+                    run_on_main(lambda: start.find_best(self.args, self._hooks)) if checkpoint == "best" else checkpoint
+                )
+                self.load_checkpoint(str(found), strict=True)
             run = self._run
             if run is None:
                 _, parts = self._prepare(space, *self._strategy_and_model(training=False))
