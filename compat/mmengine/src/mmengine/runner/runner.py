@@ -27,6 +27,7 @@ from lockstep.runner.run import AnyTrainLoop, Run, TrainRun, Workspace
 from lockstep.strategy import Strategy, build_strategy
 from lockstep.weights import find_checkpoint
 from mmengine.config import Config
+from mmengine.dist.utils import prefer_launcher
 from mmengine.registry import RUNNERS, init_default_scope
 from mmengine.runner.building import BuildsParts
 from mmengine.runner.checkpoint import REVISE_KEYS, _load_checkpoint, _load_checkpoint_to_model
@@ -112,7 +113,7 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         env_cfg: the processes' environment.
         log_processor: has no effect.
         log_level: the lowest level of messages.
-        visualizer: where records and images go.
+        visualizer: where records and images go; by default a `Visualizer` that writes to the run's folder.
         default_scope: the registry in which names are looked up first, from now on.
         randomness: the seed; `diff_rank_seed=True` lets ranks draw different random numbers.
         experiment_name: begins the name of the run's folder.
@@ -163,9 +164,12 @@ class Runner(BuildsParts, lockstep.runner.Runner):
             given["model"] = {"data_preprocessor": data_preprocessor, **model}
             given["data_preprocessor"] = None
         given["cfg"] = Config({}) if cfg is None else cfg
+        if visualizer is None:
+            given["visualizer"] = {"type": "mmengine.Visualizer", "vis_backends": [{"type": "LocalVisBackend"}]}
         given["env_cfg"] = env_cfg = _with_backend(env_cfg)
         # As in MMEngine, all ranks draw the same random numbers unless told otherwise.
         given["randomness"] = {"diff_rank_seed": False, **(randomness or {})}
+        prefer_launcher(launcher)
         start.join_ranks(launcher, env_cfg)
         self._file: MMEngineFile | None = None
         if resume and (path := file_to_resume(load_from, work_dir)) is not None:
@@ -174,6 +178,7 @@ class Runner(BuildsParts, lockstep.runner.Runner):
             if (randomness or {}).get("seed") is None and self._file.seed is not None:
                 given["randomness"] |= {"seed": self._file.seed}
         super().__init__(**given, **{"resume_options": "checkpoint", **others})
+        self.message_hub.make_current()
         self._unprepared: tuple[Strategy, nn.Module] | None = None
         self._early_hooks: HookList | None = None
         if default_scope is not None:
