@@ -18,6 +18,7 @@ import lockstep.runner
 from lockstep.dataset import DataShard, build_dataloader
 from lockstep.dist import get_rank
 from lockstep.location import locate
+from lockstep.model import unwrap_model
 from lockstep.registry import in_default_scope
 from lockstep.runner import build, start
 from lockstep.runner.arguments import DEFAULT_HOOKS
@@ -25,7 +26,7 @@ from lockstep.runner.hook import HookList
 from lockstep.runner.loops import DEFAULT_INTERVAL
 from lockstep.runner.run import AnyTrainLoop, Run, TrainRun, Workspace
 from lockstep.strategy import Strategy, build_strategy
-from lockstep.weights import find_checkpoint
+from lockstep.weights import find_checkpoint, load_weights
 from mmengine.config import Config
 from mmengine.dist.utils import prefer_launcher
 from mmengine.registry import RUNNERS, init_default_scope
@@ -33,8 +34,8 @@ from mmengine.runner.building import BuildsParts
 from mmengine.runner.checkpoint import REVISE_KEYS, _load_checkpoint, _load_checkpoint_to_model
 from mmengine.runner.data import as_mmengine
 from mmengine.runner.exporting import read_as_file
-from mmengine.runner.loops import build_train_loop
-from mmengine.runner.resuming import MMEngineFile, file_to_resume
+from mmengine.runner.loops import CountsOwnBatches, build_train_loop
+from mmengine.runner.resuming import MMEngineFile, file_to_resume, shown_to_hooks
 from mmengine.runner.saved import KEY, restore_hub, with_mmengines_keys
 
 __all__ = ["FlexibleRunner", "Runner"]
@@ -77,8 +78,14 @@ class _TrainRun(_SeenByHooks, TrainRun):
         if fn_name == "before_load_checkpoint":
             for name in checkpoint["meta"].get(KEY, {}).get("parts", ()):
                 checkpoint.setdefault(name, None)  # asks for what hooks have added, whatever it is
-        if fn_name == "after_load_checkpoint" and (own := checkpoint["meta"].get(KEY)):
-            restore_hub(self, own["log_scalars"], own["runtime_info"])
+        if fn_name == "after_load_checkpoint" and "model" in checkpoint:
+            meta = checkpoint["meta"]
+            if own := meta.get(KEY):
+                restore_hub(self, own["log_scalars"], own["runtime_info"])
+            checkpoint["state_dict"] = checkpoint["model"]
+            meta |= {key: checkpoint.pop(key) for key in ("dataset_meta",) if key in checkpoint}
+        if fn_name == "after_train_iter" and isinstance(self.train_loop, CountsOwnBatches):
+            self.train_loop.note_own_batch(kwargs.get("data_batch"))
         super().call_hook(fn_name, **kwargs)
 
 
@@ -179,6 +186,8 @@ class Runner(BuildsParts, lockstep.runner.Runner):
                 given["randomness"] |= {"seed": self._file.seed}
         super().__init__(**given, **{"resume_options": "checkpoint", **others})
         self.message_hub.make_current()
+        if self._load_from is not None:
+            self._load_from = self._load_from._replace(strict=False)
         self._unprepared: tuple[Strategy, nn.Module] | None = None
         self._early_hooks: HookList | None = None
         if default_scope is not None:
@@ -280,7 +289,7 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         self,
         filename: str | Path,
         map_location: Any = "cpu",
-        strict: bool | None = None,
+        strict: bool = False,
         revise_keys: Sequence[tuple[str, str]] = REVISE_KEYS,
     ) -> Any:
         """Load weights now, and return all that the checkpoint holds; see `lockstep.runner.Runner.load_checkpoint`.
@@ -291,7 +300,7 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         checkpoint = _load_checkpoint(filename, map_location) if folder is None else read_as_file(folder)
         super().load_checkpoint(filename, map_location, strict, revise_keys)
         if self._run is None:
-            _load_checkpoint_to_model(self.model, checkpoint, bool(strict), None, revise_keys)
+            _load_checkpoint_to_model(self.model, checkpoint, strict, None, revise_keys)
         return checkpoint
 
     def load_or_resume(self) -> None:
@@ -364,7 +373,12 @@ class Runner(BuildsParts, lockstep.runner.Runner):
 
     def _hook_and_load(self, run: Run) -> None:
         is_new = run is not self._run
+        weights, self._load_from = self._load_from, None
         super()._hook_and_load(run)
+        self._load_from = weights
+        if is_new and weights is not None and run.stored is None and not self.args.resume:
+            with shown_to_hooks(run, weights) as shown:
+                load_weights(run.strategy, unwrap_model(run.model), shown, training=isinstance(run, TrainRun))
         if is_new and self._file is not None and isinstance(run, TrainRun):
             self._file.restore(run)
             self._file = None
