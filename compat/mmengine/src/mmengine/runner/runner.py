@@ -173,6 +173,7 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         given["cfg"] = Config({}) if cfg is None else cfg
         if visualizer is None:
             given["visualizer"] = {"type": "mmengine.Visualizer", "vis_backends": [{"type": "LocalVisBackend"}]}
+        given["default_hooks"] = {"runtime_info": {"type": "mmengine.RuntimeInfoHook"}, **(default_hooks or {})}
         given["env_cfg"] = env_cfg = _with_backend(env_cfg)
         # As in MMEngine, all ranks draw the same random numbers unless told otherwise.
         given["randomness"] = {"diff_rank_seed": False, **(randomness or {})}
