@@ -105,6 +105,7 @@ def test_accumulation_over_batch_norm_and_resuming_inside_a_window_are_said(capl
         ({"accumulative_counts": 0}, ValueError, "at least 1, but is 0"),
         ({"clip_grad": 1.0}, TypeError, r"dict\(max_norm=1.0\)"),
         ({"clip_grad": {"norm": 1.0}}, ValueError, "'max_norm', but has only"),
+        ({"clip_grad": {"max_norm": 1.0, "norm_typ": 1}}, ValueError, "did you mean `norm_type`"),
         ({"clip_grad": {"type": "global", "max_norm": 1}}, ValueError, "'norm' or 'value'"),
     ],
 )

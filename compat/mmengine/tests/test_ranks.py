@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
-import pytest
 import torch
 from documented.toys import Accuracy, Net, Points, training_only
 
@@ -15,8 +15,6 @@ from lockstep.dist import get_rank
 from lockstep.testing import ranks
 from mmengine.registry import LOOPS
 from mmengine.runner import Runner, ValLoop
-
-pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Counted(Accuracy):
@@ -51,26 +49,28 @@ class SeveralSets(ValLoop):
 
 
 def data(size, batch_size=2):
-    return dict(
-        dataset=Points(size), batch_size=batch_size, sampler=dict(type="DefaultSampler", shuffle=False),
-        collate_fn=dict(type="default_collate"),
-    )  # fmt: skip
+    return {
+        "dataset": Points(size), "batch_size": batch_size, "sampler": {"type": "DefaultSampler", "shuffle": False},
+        "collate_fn": {"type": "default_collate"},
+    }  # fmt: skip
 
 
 @ranks(2)
 def test_a_validation_of_several_sets(tmp_path: Path) -> None:
+    warnings.simplefilter("ignore")  # of torch, when it imports its optimizers
     torch.manual_seed(0)
-    more = [(data(6), dict(type=Counted, prefix="second")), (data(4), dict(type=Accuracy, prefix="third"))]
+    more = [(data(6), {"type": Counted, "prefix": "second"}), (data(4), {"type": Accuracy, "prefix": "third"})]
     runner = Runner(
         **training_only(
             tmp_path,
             model=Net(),
             train_dataloader=data(12),
             val_dataloader=data(8),
-            val_evaluator=dict(type=Counted, prefix="first"),
-            val_cfg=dict(type="SeveralSets", more=more),
+            val_evaluator={"type": Counted, "prefix": "first"},
+            val_cfg={"type": "SeveralSets", "more": more},
             launcher="pytorch",
-            default_hooks=dict(checkpoint=dict(type="CheckpointHook", save_best="third/accuracy", rule="greater")),
+            visualizer=[],  # OpenCV, which draws, changes the environment
+            default_hooks={"checkpoint": {"type": "CheckpointHook", "save_best": "third/accuracy", "rule": "greater"}},
         )
     )
     runner.train()
@@ -94,7 +94,15 @@ print("local", os.environ["LOCAL_RANK"], "rank", get_rank())
 def test_slurm_says_the_local_rank(tmp_path: Path) -> None:
     tasks = []
     for task in range(2):
-        slurm = dict(PROCID=task, LOCALID=task, NTASKS=2, NNODES=1, NODEID=0, STEP_ID=0, JOB_ID=os.getpid())
+        slurm = {
+            "PROCID": task,
+            "LOCALID": task,
+            "NTASKS": 2,
+            "NNODES": 1,
+            "NODEID": 0,
+            "STEP_ID": 0,
+            "JOB_ID": os.getpid(),
+        }
         environ = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
         environ |= {f"SLURM_{key}": str(value) for key, value in slurm.items()}
         environ |= {"SLURM_TASKS_PER_NODE": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_NODELIST": "localhost"}

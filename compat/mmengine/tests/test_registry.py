@@ -130,9 +130,9 @@ def test_names_that_the_default_scope_lacks_are_mmengines_before_lockstep_s():
     init_default_scope("toys")  # which has no registry of visualizers and samplers
     assert lockstep.registry.VISUALIZERS["Visualizer"].__module__.startswith("mmengine")
     assert lockstep.registry.DATA_SAMPLERS["InfiniteSampler"].__module__.startswith("mmengine")
-    with pytest.raises(KeyError, match="scope `toys`.*ToyNet"):
+    with pytest.raises(KeyError, match=r"scope `toys`.*ToyNet"):
         MODELS.build({"type": "ToyNett"})
-    with pytest.raises(KeyError, match="scope `toys`.*ToyNet"):
+    with pytest.raises(KeyError, match=r"scope `toys`.*ToyNet"):
         lockstep.registry.MODELS.build({"type": "ToyNett"})
 
 

@@ -203,9 +203,10 @@ class Registry:
             raise TypeError(f"`key` must be a str, but is {key!r} of {type(key).__name__}")
         scope, dot, name = key.partition(".")
         if not dot:
-            scopes = (scope for scope in (_default_scope, _base_scope) if scope is not None)
-            found = next((one for one in (self._find_in_scope(scope, key) for scope in scopes) if one is not None), None)
-            return self._find(key) if found is None else found
+            for preferred in (_default_scope, _base_scope):
+                if preferred is not None and (found := self._find_in_scope(preferred, key)) is not None:
+                    return found
+            return self._find(key)
         if (found := self._find_in_scope(scope, name)) is not None:
             return found
         imported = _import_entry(key)  # may import the package that creates the scope

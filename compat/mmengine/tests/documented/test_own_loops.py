@@ -13,7 +13,15 @@ from environments import LOCKSTEP
 from mmengine.config import Config
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import HOOKS, LOOPS, MODELS, Registry
-from mmengine.runner import BaseLoop, EpochBasedTrainLoop, IterBasedTrainLoop, Runner, TestLoop, ValLoop, load_checkpoint
+from mmengine.runner import (
+    BaseLoop,
+    EpochBasedTrainLoop,
+    IterBasedTrainLoop,
+    Runner,
+    TestLoop,
+    ValLoop,
+    load_checkpoint,
+)
 from mmengine.runner.loops import _InfiniteDataloaderIterator
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -14,11 +14,12 @@ __all__ = ["RuntimeInfoHook"]
 
 @HOOKS.register_module()
 class RuntimeInfoHook(lockstep.hooks.RuntimeInfoHook):
-    """Put metrics and learning rates, such as `train/lr`, into the message hub; see `lockstep.hooks.RuntimeInfoHook`."""
+    """Put metrics, and learning rates as `train/lr`, into the message hub; see `lockstep.hooks.RuntimeInfoHook`."""
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Put the learning rates of the iteration into the message hub."""
-        if any(isinstance(group["lr"], Tensor) and not group["lr"].is_cpu for group in runner.optim_wrapper.param_groups):
+        rates = [group["lr"] for group in runner.optim_wrapper.param_groups]
+        if any(isinstance(rate, Tensor) and not rate.is_cpu for rate in rates):
             return  # reading one would wait for the device in every iteration
-        for name, rates in runner.optim_wrapper.get_lr().items():
-            runner.message_hub.update_scalar(f"train/{name}", rates[0])
+        for name, own in runner.optim_wrapper.get_lr().items():
+            runner.message_hub.update_scalar(f"train/{name}", own[0])

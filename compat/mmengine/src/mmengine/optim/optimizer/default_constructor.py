@@ -35,7 +35,8 @@ class DefaultOptimWrapperConstructor(lockstep.optim.DefaultOptimWrapperConstruct
             used = {key: options for key, options in custom.items() if any(key in name for name in names)}
             if unused := [repr(key) for key in custom if key not in used]:
                 _logger.warning(
-                    "`paramwise_cfg['custom_keys']`: part of no parameter's name, so without effect: %s", ", ".join(unused)
+                    "`paramwise_cfg['custom_keys']`: part of no parameter's name, so without effect: %s",
+                    ", ".join(unused),
                 )
             self.paramwise_cfg = {**self.paramwise_cfg, "custom_keys": used}
         super().add_params(params, module, prefix, is_dcn_module)
