@@ -290,7 +290,7 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         self,
         filename: str | Path,
         map_location: Any = "cpu",
-        strict: bool = False,
+        strict: bool | None = False,
         revise_keys: Sequence[tuple[str, str]] = REVISE_KEYS,
     ) -> Any:
         """Load weights now, and return all that the checkpoint holds; see `lockstep.runner.Runner.load_checkpoint`.
@@ -301,7 +301,7 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         checkpoint = _load_checkpoint(filename, map_location) if folder is None else read_as_file(folder)
         super().load_checkpoint(filename, map_location, strict, revise_keys)
         if self._run is None:
-            _load_checkpoint_to_model(self.model, checkpoint, strict, None, revise_keys)
+            _load_checkpoint_to_model(self.model, checkpoint, bool(strict), None, revise_keys)
         return checkpoint
 
     def load_or_resume(self) -> None:

@@ -83,13 +83,13 @@ def with_mmengines_keys(run: TrainRun, checkpoint: dict[str, Any]) -> Iterator[N
 def _mmengines_meta(run: TrainRun) -> dict[str, Any]:
     """Return what the metadata of MMEngine's file hold beside the progress."""
     cfg = run.args.cfg
-    dataset = getattr(run.train_dataloader, "dataset", None)
+    metainfo = getattr(getattr(run.train_dataloader, "dataset", None), "metainfo", None)
     return {
         "cfg": cfg.masked().pretty_text if isinstance(cfg, Config) else mask_text(getattr(cfg, "pretty_text", "")),
         "experiment_name": run.run_dir.name,
         "time": time.strftime("%Y%m%d_%H%M%S"),
         "mmengine_version": __version__,
-        **({_DATASET: _savable(dataset.metainfo)} if isinstance(getattr(dataset, "metainfo", None), Mapping) else {}),
+        **({_DATASET: _savable(metainfo)} if isinstance(metainfo, Mapping) else {}),
     }
 
 
