@@ -111,5 +111,10 @@ def test_slurm_says_the_local_rank(tmp_path: Path) -> None:
         environ["PYTHONPATH"] = os.pathsep.join(paths)
         command = [sys.executable, "-c", _TASK]
         tasks.append(subprocess.Popen(command, env=environ, cwd=tmp_path, text=True, stdout=subprocess.PIPE))
-    said = [task.communicate(timeout=300)[0].split() for task in tasks]
+    try:
+        said = [task.communicate(timeout=200)[0].split() for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+            task.wait()
     assert said == [["local", str(task), "rank", str(task)] for task in range(2)]
