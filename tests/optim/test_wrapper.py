@@ -106,6 +106,7 @@ def test_accumulation_over_batch_norm_and_resuming_inside_a_window_are_said(capl
         ({"clip_grad": 1.0}, TypeError, r"dict\(max_norm=1.0\)"),
         ({"clip_grad": {"norm": 1.0}}, ConfigError, "`max_norm`, but has only"),
         ({"clip_grad": {"max_nrm": 1.0}}, ConfigError, "did you mean `max_norm` by `max_nrm`"),
+        ({"clip_grad": {"max_norm": 1.0, "norm_typ": 1}}, ConfigError, "did you mean `norm_type`"),
         ({"clip_grad": {"type": "global", "max_norm": 1}}, ValueError, "'norm' or 'value'"),
     ],
 )

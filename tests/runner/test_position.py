@@ -275,7 +275,7 @@ def test_a_cosine_over_the_run_goes_on_at_the_same_part_and_a_warm_up_counts_on(
     assert first.rates | {i: second.rates[i] for i in range(6, 12)} == {i: whole.rates[i] for i in range(12)}
     log = log_of(tmp_path)
     assert "the global batch has 4 samples now, and had 2" in log
-    assert "epoch 1 ends after iteration 9, and the run after 21. CosineAnnealingLR go on at the same part" in log
+    assert "epoch 1 ends after iteration 9, and the run after 21. CosineAnnealingLR goes on at the same part" in log
     state = read_meta(next(tmp_path.glob("*/iter_21")))["param_schedulers"]
     assert [one["count"] for one in state] == [21, 18]  # 18 is the length of a run on two ranks
 

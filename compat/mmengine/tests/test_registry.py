@@ -9,7 +9,6 @@ import torch
 
 import lockstep.registry
 from mmengine.registry import MODELS, DefaultScope, Registry, build_from_cfg, init_default_scope
-from mmengine.registry.default_scope import OWN
 from mmengine.utils import ManagerMixin
 
 
@@ -18,7 +17,7 @@ def _scopes():
     before = lockstep.registry.default_scope()
     known = dict(DefaultScope._instance_dict)
     DefaultScope._instance_dict.clear()
-    lockstep.registry.init_default_scope(OWN)
+    lockstep.registry.init_default_scope(None)
     yield
     DefaultScope._instance_dict.clear()
     DefaultScope._instance_dict.update(known)
@@ -124,6 +123,17 @@ def test_lockstep_finds_what_is_registered_here_and_the_other_way_round():
         pass
 
     assert isinstance(MODELS.build({"type": "OfLockstep"}), OfLockstep)
+
+
+def test_names_that_the_default_scope_lacks_are_mmengines_before_lockstep_s():
+    Registry("model", parent=MODELS, scope="toys").register_module("ToyNet", module=torch.nn.ReLU)
+    init_default_scope("toys")  # which has no registry of visualizers and samplers
+    assert lockstep.registry.VISUALIZERS["Visualizer"].__module__.startswith("mmengine")
+    assert lockstep.registry.DATA_SAMPLERS["InfiniteSampler"].__module__.startswith("mmengine")
+    with pytest.raises(KeyError, match=r"scope `toys`.*ToyNet"):
+        MODELS.build({"type": "ToyNett"})
+    with pytest.raises(KeyError, match=r"scope `toys`.*ToyNet"):
+        lockstep.registry.MODELS.build({"type": "ToyNett"})
 
 
 @pytest.mark.parametrize(

@@ -151,10 +151,12 @@ def test_checkpoints_are_written_as_files_too(cfg, tmp_path):
     content = torch.load(tmp_path / "epoch_2.pth", weights_only=True)
     assert content["meta"]["epoch"] == 2
     destroy_dist()
-    longer = {**cfg, "train_cfg": {"by_epoch": True, "max_epochs": 3}, "resume": True}
+    named = {"checkpoint": {**hook, "filename_tmpl": "epoch_{}.pth"}}
+    longer = {**cfg, "train_cfg": {"by_epoch": True, "max_epochs": 3}, "resume": True, "default_hooks": named}
     resumed = Runner.from_cfg(longer)
     resumed.train()
     assert resumed.run.resume_from is not None  # from the checkpoint, which says more than the file
+    assert {"epoch_3.pth"} == {*names_in(tmp_path)} - {"epoch_2.pth", "last_checkpoint"}
     destroy_dist()
     from_file = Runner.from_cfg({**longer, "load_from": str(tmp_path / "epoch_2.pth")})
     from_file.train()

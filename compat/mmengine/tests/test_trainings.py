@@ -67,7 +67,7 @@ def test_a_classifier_has_the_losses_of_mmengine_and_each_resumes_from_the_other
     lockstep.weights.export_checkpoint(folder / "ours", folder / "weights.pth", "torch")
     script = f"""
 from mmengine.runner.checkpoint import _load_checkpoint
-answers["names"] = sorted(_load_checkpoint({str(folder / "weights.pth")!r}, map_location="cpu")["state_dict"])
+answers["names"] = sorted(_load_checkpoint({str(folder / "weights.pth")!r}, map_location="cpu"))
 """
     weights = CheckpointLoader.load_checkpoint(file)["state_dict"]
     assert run(REFERENCE, script, folder)["names"] == sorted(weights)

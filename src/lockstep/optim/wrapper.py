@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.dist import all_reduce
-from lockstep.errors import require_count, require_key, wrong_type
+from lockstep.errors import require_count, require_key, require_known, wrong_type
 from lockstep.groups import this_rank
 from lockstep.model import ModelWrapper
 from lockstep.model.norm import BATCH_NORMS
@@ -401,8 +401,13 @@ def _checked_clipping(clip_grad: Mapping[str, Any] | None) -> dict[str, Any] | N
     if not isinstance(clip_grad, Mapping):
         raise TypeError(f"`clip_grad` must be a dict such as dict(max_norm=1.0) or None, but is {clip_grad!r}")
     kwargs = {"type": "norm", **clip_grad}
-    needed = {"norm": "max_norm", "value": "clip_value"}.get(kwargs["type"])
-    if needed is None:
+    ways: dict[Any, tuple[str, Callable[..., Any]]] = {
+        "norm": ("max_norm", clip_by_norm),
+        "value": ("clip_value", clip_by_value),
+    }
+    if kwargs["type"] not in ways:
         raise ValueError(f"`clip_grad['type']` must be 'norm' or 'value', but is {kwargs['type']!r}")
+    needed, clip = ways[kwargs["type"]]
     require_key("clip_grad", clip_grad, needed)
+    require_known("clip_grad", clip_grad, {"type", *inspect.signature(clip).parameters} - {"params"})
     return kwargs

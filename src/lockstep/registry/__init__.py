@@ -29,6 +29,7 @@ from lockstep.registry.registry import (
     Registry,
     default_scope,
     in_default_scope,
+    init_base_scope,
     init_default_scope,
     is_registered,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "Registry",
     "default_scope",
     "in_default_scope",
+    "init_base_scope",
     "init_default_scope",
     "is_registered",
 ]

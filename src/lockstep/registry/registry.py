@@ -22,6 +22,7 @@ Names: TypeAlias = str | list[str] | tuple[str, ...] | None
 SCOPE = "_scope_"
 """The key of a config that names the scope in which it is built."""
 _default_scope: str | None = None
+_base_scope: str | None = None
 _registries: WeakSet[Registry] = WeakSet()
 
 
@@ -202,8 +203,10 @@ class Registry:
             raise TypeError(f"`key` must be a str, but is {key!r} of {type(key).__name__}")
         scope, dot, name = key.partition(".")
         if not dot:
-            found = None if _default_scope is None else self._find_in_scope(_default_scope, key)
-            return self._find(key) if found is None else found
+            for preferred in (_default_scope, _base_scope):
+                if preferred is not None and (found := self._find_in_scope(preferred, key)) is not None:
+                    return found
+            return self._find(key)
         if (found := self._find_in_scope(scope, name)) is not None:
             return found
         imported = _import_entry(key)  # may import the package that creates the scope
@@ -219,7 +222,8 @@ class Registry:
     def suggest(self, key: str) -> str:
         """Return, in words, where a `key` that `get` did not find was looked up, and the nearest name there."""
         module, _, name = key.rpartition(".")
-        scoped = next((other for other in self.root._family() if other.scope == module != self.scope), None)
+        looked_in = module or _default_scope
+        scoped = next((other for other in self.root._family() if other.scope == looked_in != self.scope), None)
         if scoped is not None:
             return scoped.suggest(name)
         if module in sys.modules:
@@ -319,6 +323,15 @@ def init_default_scope(scope: str | None) -> None:
     """
     global _default_scope
     _default_scope = scope
+
+
+def init_base_scope(scope: str) -> None:
+    """Make every registry look up names, after the default scope, in the registry of its family with this scope.
+
+    It is for a distribution whose names come before lockstep's, whatever the default scope is.
+    """
+    global _base_scope
+    _base_scope = scope
 
 
 def default_scope() -> str | None:

@@ -302,13 +302,27 @@ def default_hooks(changes: Mapping[str, Any] | None, interval: int | None) -> li
     items: dict[str, Any] = {**DEFAULT_HOOKS}
     if interval is not None:
         items["checkpoint"] = {**items["checkpoint"], "by_epoch": False, "interval": interval}
-    for name, given in (changes or {}).items():
+    changes = changes or {}
+    for name, given in changes.items():
         if (says := default_hook_fault(name, given)) is not None:
             raise ConfigError(f"`default_hooks[{name!r}]` {says}")
         if isinstance(given, Mapping) and "type" not in given:
             given = {**items[name], **given}
+        elif name not in DEFAULT_HOOKS and (same := _default_of_same_type(given, changes)) is not None:
+            _logger.warning(
+                "`default_hooks[%r]` is a further hook beside the default one of its type, `%s`, and both act. Name it "
+                "`%s` to change that one",
+                name, same, same,
+            )  # fmt: skip
         items[name] = given
     return [item for item in items.values() if item is not None]
+
+
+def _default_of_same_type(given: Any, changes: Mapping[str, Any]) -> str | None:
+    """Return the name of the default hook of the type of `given` that `changes` leave as it is, if there is one."""
+    kind = given.get("type") if isinstance(given, Mapping) else type(given)
+    named = str(getattr(kind, "__name__", kind)).rpartition(".")[2]
+    return next((name for name, hook in DEFAULT_HOOKS.items() if hook["type"] == named and name not in changes), None)
 
 
 def build_visualizer(visualizer: Any, rank: int) -> Visualizers:

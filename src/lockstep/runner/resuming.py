@@ -423,7 +423,9 @@ def _shift_schedules(run: TrainRun, regular: int) -> None:
         "with this global batch, epoch %d ends after iteration %d, and the run after %d. %s; a schedule that counts "
         "iterations and has an end of its own goes on with iteration %d",
         loop.epoch + 1, loop.epoch_end, loop.max_iters,
-        f"{' and '.join(shifted)} go on at the same part of the run" if shifted else "No schedule spans the run",
+        f"{' and '.join(shifted)} {'goes' if len(shifted) == 1 else 'go'} on at the same part of the run"
+        if shifted
+        else "No schedule spans the run",
         loop.iter + 1,
     )  # fmt: skip
 

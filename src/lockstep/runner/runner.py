@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 from torch import nn
 
 from lockstep.dataset import DataShard, agree_on_shard
+from lockstep.dist import run_on_main
 from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
 from lockstep.evaluator.metric import Predictions

@@ -347,10 +347,10 @@ def test_options_of_the_command_line(given, value):
 def test_several_options_at_once(write):
     parser = argparse.ArgumentParser()
     parser.add_argument("--cfg-options", nargs="+", action=DictAction)
-    args = parser.parse_args(["--cfg-options", "test_dict.key1=changed", "test_int=3"])
+    args = parser.parse_args(["--cfg-options", "test_dict.key1=changed", "test_int=3", 'test_list="[(4,5),6]"'])
     cfg = read(write(learn__py=LEARN))
     cfg.merge_from_dict(args.cfg_options)
-    assert (cfg.test_dict.key1, cfg.test_int) == ("changed", 3)
+    assert (cfg.test_dict.key1, cfg.test_int, cfg.test_list) == ("changed", 3, [(4, 5), 6])
 
 
 # Dumps and comparisons.

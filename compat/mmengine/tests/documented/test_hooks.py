@@ -80,6 +80,7 @@ def test_what_hooks_are_given(tmp_path):
 
         def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
             seen.setdefault("after", (batch_idx, sorted(outputs), runner.iter, runner.epoch))
+            assert runner.message_hub.get_scalar("train/lr").current() == runner.optim_wrapper.get_lr()["lr"][0]
 
         def after_val_iter(self, runner, batch_idx, data_batch=None, outputs=None):
             seen.setdefault("val", (batch_idx, len(outputs)))

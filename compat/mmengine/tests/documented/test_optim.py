@@ -284,7 +284,11 @@ def test_rates_by_name():
     cfg = dict(
         optimizer=dict(type="SGD", lr=0.01, weight_decay=0.0001),
         paramwise_cfg=dict(
-            custom_keys={"backbone.conv0": dict(lr_mult=0, decay_mult=0), "backbone": dict(lr_mult=1, decay_mult=10)}
+            custom_keys={
+                "backbone.conv0": dict(lr_mult=0, decay_mult=0),
+                "backbone": dict(lr_mult=1, decay_mult=10),
+                ".absolute_pos_embed": dict(decay_mult=0),  # which other models have
+            }
         ),
     )
     wrapper = build_optim_wrapper(net, cfg)

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import pytest
 import torch
-from documented.toys import Net, arguments, training_only
+from documented.toys import Net, arguments, loader, training_only
 from environments import LOCKSTEP
 
+from mmengine.config import Config
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import HOOKS, LOOPS, MODELS, Registry
-from mmengine.runner import BaseLoop, EpochBasedTrainLoop, IterBasedTrainLoop, Runner, TestLoop, ValLoop
+from mmengine.runner import (
+    BaseLoop,
+    EpochBasedTrainLoop,
+    IterBasedTrainLoop,
+    Runner,
+    TestLoop,
+    ValLoop,
+    load_checkpoint,
+)
 from mmengine.runner.loops import _InfiniteDataloaderIterator
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -100,12 +112,22 @@ class OnlyALoop(BaseLoop):
 
 @pytest.mark.parametrize("kind", ["OwnIter", "MoreIter", "OwnEpoch", "OwnRun", "OnlyALoop"])
 def test_a_loop_of_ones_own_trains_as_the_plain_one(tmp_path, kind):
-    plain, _ = trained(tmp_path / "plain")
+    plain, plain_runner = trained(tmp_path / "plain")
     own, runner = trained(tmp_path / "own", train_cfg=dict(type=kind, max_epochs=2))
     assert own.found == plain.found
     assert len(own.found) == 6
     assert own.points == plain.points
     assert (runner.epoch, runner.iter) == (2, 6)
+    if LOCKSTEP:
+        assert recorded(runner) == recorded(plain_runner)
+
+
+def recorded(runner):
+    """Return the losses in a run's records."""
+    lines = (runner.run_dir / "metrics.jsonl").read_text().splitlines()
+    records = [one for one in map(json.loads, lines) if one["mode"] == "train"]
+    assert all(one["samples_per_second"] > 0 for one in records)
+    return [round(one["loss"], 5) for one in records]
 
 
 def test_a_loop_of_ones_own_resumes(tmp_path):
@@ -215,13 +237,16 @@ class Change(Hook):
         assert len(checkpoint["param_schedulers"]) == 1
         assert {"log_scalars", "runtime_info"} <= set(checkpoint["message_hub"])
         checkpoint["state_dict"]["layers.0.bias"] = torch.full((8,), 4.5)
+        checkpoint["meta"]["own"] = [checkpoint["meta"]["dataset_meta"]["classes"][0]]
 
 
 def test_checkpoint_hooks_that_users_change(tmp_path):
     hooks = dict(checkpoint=dict(type="OwnCheckpoints", interval=1))
     schedule = dict(type="MultiStepLR", milestones=[1])
-    given = dict(custom_hooks=[Change()], default_hooks=hooks, param_scheduler=schedule)
-    trained(tmp_path, **given)
+    data = loader()
+    data.dataset.metainfo["scale"] = np.arange(3.0)
+    given = dict(custom_hooks=[Change()], default_hooks=hooks, param_scheduler=schedule, train_dataloader=data)
+    trained(tmp_path, cfg=Config(dict(width=8)), **given)
     assert OwnCheckpoints.saved == 2
     saved = next(tmp_path.glob("*/epoch_2" if LOCKSTEP else "epoch_2.pth"))
     runner = Runner(**training_only(tmp_path / "other", model=Net()))
@@ -229,6 +254,12 @@ def test_checkpoint_hooks_that_users_change(tmp_path):
     assert checkpoint["state_dict"]["layers.0.bias"].tolist() == [4.5] * 8
     assert checkpoint["meta"]["epoch"] == 2
     assert runner.model.layers[0].bias.tolist() == [4.5] * 8
+    meta = load_checkpoint(Net(), str(saved))["meta"]
+    assert meta["own"] == ["below"]
+    assert meta["dataset_meta"]["classes"] == ("below", "above")
+    assert meta["dataset_meta"]["scale"].tolist() == [0, 1, 2]
+    assert "width = 8" in meta["cfg"]
+    assert {"time", "experiment_name", "epoch", "iter"} <= meta.keys()
 
 
 def test_what_hooks_add_to_a_checkpoint_comes_back(tmp_path):
@@ -240,6 +271,8 @@ def test_what_hooks_add_to_a_checkpoint_comes_back(tmp_path):
 
         def after_load_checkpoint(self, runner, checkpoint):
             loaded.append(checkpoint["kept"])
+            assert "layers.0.bias" in checkpoint["state_dict"]
+            assert "classes" in checkpoint["meta"]["dataset_meta"]
 
     hooks = dict(checkpoint=dict(type="CheckpointHook", interval=1))
     trained(tmp_path, custom_hooks=[Keep()], default_hooks=hooks)

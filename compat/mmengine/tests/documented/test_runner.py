@@ -16,6 +16,7 @@ from mmengine.config import Config
 from mmengine.dataset import DefaultSampler
 from mmengine.evaluator import Evaluator
 from mmengine.hooks import Hook
+from mmengine.logging import MessageHub
 from mmengine.model import BaseModel, ImgDataPreprocessor
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import DATASETS, LOOPS, METRICS, MODELS, RUNNERS
@@ -338,6 +339,19 @@ def test_weights_are_loaded_before_training(tmp_path):
     )
     runner.train()
     assert torch.equal(runner.model.state_dict()["layers.0.weight"], model.state_dict()["layers.0.weight"])
+
+    class Change(Hook):
+        def after_load_checkpoint(self, runner, checkpoint):
+            checkpoint["state_dict"]["layers.0.bias"] = torch.full((8,), 4.5)
+
+    state = {**model.state_dict(), "unknown": torch.ones(2), "layers.2.weight": torch.ones(5, 8)}
+    del state["layers.2.bias"]
+    torch.save({"state_dict": state, "meta": {}}, tmp_path / "part.pth")
+    runner = Runner(**arguments(tmp_path, load_from=str(tmp_path / "part.pth"), custom_hooks=[Change()]))
+    assert MessageHub.get_current_instance() is runner.message_hub
+    runner.test()  # with the weights that fit
+    assert torch.equal(runner.model.state_dict()["layers.0.weight"], model.state_dict()["layers.0.weight"])
+    assert runner.model.layers[0].bias.tolist() == [4.5] * 8
 
 
 def test_a_training_resumes(tmp_path):

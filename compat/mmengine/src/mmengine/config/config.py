@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import unified_diff
@@ -18,11 +19,20 @@ from lockstep.errors import ConfigError
 
 __all__ = ["Config", "ConfigDict", "DictAction", "read_base"]
 
+_QUOTED = re.compile(r"""^([^=]+)=\s*(["'])((?:(?!\2).)*)\2\s*$""")
 _SUFFIXES = (".py", ".json", ".yaml", ".yml")
 
 
 class DictAction(lockstep.config.DictAction):
-    """An argparse action that collects ``key=value`` in a dict; see `lockstep.config.DictAction`."""
+    """An argparse action that collects ``key=value`` in a dict; see `lockstep.config.DictAction`.
+
+    A value that is in quotes as a whole is read without them, as in MMEngine.
+    """
+
+    def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, option_string: Any = None) -> None:
+        """Add the values of one occurrence of the option to those of earlier ones."""
+        given = [values] if isinstance(values, str) else values or ()
+        super().__call__(parser, namespace, [_QUOTED.sub(r"\1=\3", one) for one in given], option_string)
 
     @staticmethod
     def _parse_iterable(val: str) -> Any:

@@ -10,13 +10,13 @@ from lockstep.hooks import (
     IterTimerHook,
     ParamSchedulerHook,
     ProfilerHook,
-    RuntimeInfoHook,
     SyncBuffersHook,
 )
 from mmengine.hooks.checkpoint_hook import CheckpointHook
 from mmengine.hooks.ema_hook import EMAHook
 from mmengine.hooks.logger_hook import LoggerHook
 from mmengine.hooks.naive_visualization_hook import NaiveVisualizationHook
+from mmengine.hooks.runtime_info_hook import RuntimeInfoHook
 from mmengine.hooks.test_time_aug_hook import PrepareTTAHook
 
 __all__ = [

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lockstep.hooks
@@ -61,7 +62,7 @@ class CheckpointHook(lockstep.hooks.CheckpointHook):
         super()._write(runner, name, end_with_file, **how)
 
     def _write_file(self, runner: TrainRun, name: str) -> None:
-        file = runner.work_dir / f"{name}.pth"
+        file = _file_of(runner, name)
         try:
             export_checkpoint(self._folder(runner) / name, file)
         except OSError as error:
@@ -70,5 +71,9 @@ class CheckpointHook(lockstep.hooks.CheckpointHook):
             _logger.warning("%s could not be written, and training goes on without it: %s", file, error)
         self._files = [*(one for one in self._files if one != name), name]
         for old in [one for one in self._files if not is_checkpoint(self._folder(runner) / one)]:
-            (runner.work_dir / f"{old}.pth").unlink(missing_ok=True)
+            _file_of(runner, old).unlink(missing_ok=True)
             self._files.remove(old)
+
+
+def _file_of(runner: TrainRun, name: str) -> Path:
+    return runner.work_dir / f"{name.removesuffix('.pth')}.pth"

@@ -45,7 +45,7 @@ class EMAHook(lockstep.hooks.EMAHook):
 def _for_mmengines_form(method: Callable[..., None]) -> Callable[..., None]:
     @wraps(method)
     def load(self: EMAHook, runner: Run, checkpoint: dict[str, Any]) -> None:
-        if "state_dict" in checkpoint:
+        if "model" not in checkpoint:
             method(self, runner, checkpoint)
         else:
             lockstep.hooks.EMAHook.after_load_checkpoint(self, runner, checkpoint)  # type: ignore[arg-type]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from lockstep.registry import default_scope as _default_scope
-from lockstep.registry import init_default_scope as _set_default_scope
+from lockstep.registry import init_base_scope as _init_base_scope
 from mmengine.registry.build_functions import (
     build_from_cfg,
     build_model_from_cfg,
     build_runner_from_cfg,
     build_scheduler_from_cfg,
 )
-from mmengine.registry.default_scope import OWN, DefaultScope
+from mmengine.registry.default_scope import DefaultScope
 from mmengine.registry.registry import Registry
 from mmengine.registry.root import (
     DATA_SAMPLERS,
@@ -74,5 +73,4 @@ __all__ = [
     "traverse_registry_tree",
 ]
 
-if _default_scope() is None:
-    _set_default_scope(OWN)
+_init_base_scope("mmengine")

@@ -10,10 +10,6 @@ from lockstep.registry import default_scope, in_default_scope
 from lockstep.registry import init_default_scope as set_default_scope
 from mmengine.utils.manager import ManagerMixin
 
-OWN = "mmengine"
-"""The scope of MMEngine's own registries. It is the default scope from their import on, so that lockstep finds what is
-registered in them; to MMEngine's code, that is no default scope."""
-
 
 class DefaultScope(ManagerMixin):
     """A default scope by name; the one that was created last is in force, as lockstep's.
@@ -39,7 +35,7 @@ class DefaultScope(ManagerMixin):
     def get_current_instance(cls) -> Self | None:  # type: ignore[override]  # None: MMEngine says so, too
         """Return the instance of the scope in force, or None if there is no default scope."""
         scope = default_scope()
-        if scope is None or (scope == OWN and not cls._instance_dict):
+        if scope is None:
             return None
         instance: Self
         for instance in reversed(cls._instance_dict.values()):

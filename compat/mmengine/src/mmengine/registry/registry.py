@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from lockstep import registry as core
 from lockstep.registry.registry import Entry, Names
 from lockstep.registry.signatures import construct
-from mmengine.registry.default_scope import OWN, DefaultScope
+from mmengine.registry.default_scope import DefaultScope
 from mmengine.utils.manager import ManagerMixin
 
 _EntryT = TypeVar("_EntryT", bound=Entry)
@@ -156,7 +156,7 @@ class Registry(core.Registry):
 @contextmanager
 def _switched(registry: core.Registry, scope: str | None) -> Iterator[core.Registry]:
     with DefaultScope.overwrite_default_scope(scope):
-        if scope is None and (scope := core.default_scope()) in (None, OWN):
+        if scope is None and (scope := core.default_scope()) is None:
             yield registry  # whose parents lead to those of MMEngine anyway
             return
         if isinstance(registry, Registry):

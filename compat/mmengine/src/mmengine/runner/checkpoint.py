@@ -24,6 +24,7 @@ from lockstep.model import unwrap_model
 from lockstep.weights import find_checkpoint
 from mmengine import fileio
 from mmengine.logging import HistoryBuffer, print_log
+from mmengine.runner.saved import file_meta
 
 _Logger: TypeAlias = logging.Logger | str | None
 _Loader: TypeAlias = Callable[..., Any]
@@ -139,12 +140,13 @@ class Unread:
 
 
 def load_from_local(filename: str, map_location: Any = None) -> Any:
-    """Return what a file on the disk holds, or the weights of a checkpoint folder."""
+    """Return what a file on the disk holds, or the weights and metadata of a checkpoint folder."""
     path = Path(filename).expanduser()
     if path.is_dir() and (folder := find_checkpoint(path)) is not None:
         names = list(read_infos(folder, "model"))
         state = OrderedDict(read_tensors(folder, "model", names))
-        return {"state_dict": {name: value.to(map_location or "cpu") for name, value in state.items()}, "meta": {}}
+        weights = {name: value.to(map_location or "cpu") for name, value in state.items()}
+        return {"state_dict": weights, "meta": file_meta(folder)}
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint `{filename}`")
     if path.suffix == ".safetensors":

@@ -17,8 +17,7 @@ from lockstep.location import Location, locate
 from lockstep.weights import find_checkpoint
 from mmengine.logging import HistoryBuffer
 from mmengine.runner.checkpoint import save_checkpoint
-from mmengine.runner.saved import KEY, regrouped
-from mmengine.version import __version__
+from mmengine.runner.saved import KEY, file_meta, regrouped
 
 __all__ = ["export_checkpoint", "read_as_file"]
 
@@ -58,11 +57,7 @@ def read_as_file(folder: Location) -> dict[str, Any]:
     own = meta.get(KEY, {})
     state = OrderedDict(_tensors(folder, "model"))
     content: dict[str, Any] = {
-        "meta": {
-            **{key: meta[key] for key in ("epoch", "iter", "seed")},
-            "experiment_name": folder.parent.name,
-            "mmengine_version": __version__,
-        },
+        "meta": file_meta(folder),
         "state_dict": state,
         "message_hub": {
             "log_scalars": OrderedDict(
@@ -72,7 +67,7 @@ def read_as_file(folder: Location) -> dict[str, Any]:
             "resumed_keys": OrderedDict(),
         },
     }
-    if parts := own.get("parts"):  # that hooks have added
+    if parts := [name for name in own.get("parts", ()) if name not in content["meta"]]:  # that hooks have added
         content |= load_state(folder, dict.fromkeys(parts), {})
     if meta.get("ema", {}).get("steps"):
         trained = {**state, **_tensors(folder, "ema")}

@@ -40,12 +40,22 @@ def own_methods(loop: Any, *names: str) -> list[str]:
     return found
 
 
-class _OpenTrainLoop(TrainLoop):
+class CountsOwnBatches(TrainLoop):
+    """A training loop in which a user's code may fetch the batches and call the hooks."""
+
+    _batch: Batch | None = None  # the one that the loop has fetched
+
+    def note_own_batch(self, batch: Any) -> None:
+        """Count the samples of a batch with which the user's code has trained, for the records."""
+        if self._batch is None:
+            self.samples = 1 if batch is None else batch_size_of(batch)
+
+
+class _OpenTrainLoop(CountsOwnBatches):
     """A training loop with the methods and attributes that a subclass may override or use in MMEngine."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._batch: Batch | None = None
         self._own = own_methods(self, "run", "run_epoch", "run_iter")
 
     @property
@@ -258,7 +268,7 @@ class _InfiniteDataloaderIterator:
         raise no_batches(self._dataloader)
 
 
-class _LoopAround(TrainLoop):
+class _LoopAround(CountsOwnBatches):
     """A training loop of a user's that is no `TrainLoop`, as the run, its hooks and its checkpoints know one.
 
     Args:

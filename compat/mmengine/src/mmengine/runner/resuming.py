@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -15,13 +17,14 @@ from torch import Tensor
 
 from lockstep.dist import run_on_main
 from lockstep.errors import ConfigError, listed
-from lockstep.hooks import CheckpointHook
+from lockstep.hooks import CheckpointHook, EMAHook
 from lockstep.location import locate
 from lockstep.optim import OptimWrapper, OptimWrapperDict
 from lockstep.runner.resuming import restore_run
-from lockstep.runner.run import TrainRun
-from lockstep.weights import find_checkpoint
+from lockstep.runner.run import Run, TrainRun
+from lockstep.weights import Weights, find_checkpoint
 from mmengine.runner.checkpoint import CheckpointLoader, Unread
+from mmengine.runner.exporting import read_as_file
 from mmengine.runner.saved import parameter_names, regrouped, restore_hub
 
 __all__ = ["MMEngineFile", "file_to_resume"]
@@ -57,6 +60,35 @@ def _look_for_file(load_from: str | Path | None, work_dir: Path) -> str | None:
         return None
     # MMEngine writes where the file was; the work_dir may have moved since.
     return next((str(one) for one in (named, work_dir / named.name) if one.is_file()), None)
+
+
+@contextmanager
+def shown_to_hooks(run: Run, weights: Weights) -> Iterator[Weights]:
+    """Show a checkpoint to the user's hooks before its weights are loaded, and give the weights that are left.
+
+    They are the given ones if no hook of the user's has `after_load_checkpoint`, or if there is no checkpoint but a
+    folder of another library's.
+    """
+    own = [hook for hook in run.hooks if _is_own(hook)]
+    folder = find_checkpoint(weights.path)
+    if not own or (folder is None and Path(str(weights.path)).is_dir()):
+        yield weights
+        return
+    content = CheckpointLoader.load_checkpoint(str(weights.path), "cpu") if folder is None else read_as_file(folder)
+    if "state_dict" not in content:
+        content = {"state_dict": content, "meta": {}}
+    for hook in own:
+        hook.after_load_checkpoint(run, content)
+    with TemporaryDirectory() as place:
+        file = Path(place, "weights.pth")
+        torch.save({"state_dict": content["state_dict"]}, file)
+        yield weights._replace(path=file)
+
+
+def _is_own(hook: Any) -> bool:
+    # What averages weights restores them by itself.
+    module = getattr(getattr(hook, "after_load_checkpoint", None), "__module__", "lockstep")
+    return not isinstance(hook, EMAHook) and module.partition(".")[0] not in ("lockstep", "mmengine")
 
 
 class MMEngineFile:
@@ -95,6 +127,7 @@ class MMEngineFile:
         """
         self._restore_hub(run)
         meta = {
+            **self._meta,  # for hooks
             "epoch": self._meta["epoch"],
             "iter": self._meta["iter"],
             "seed": run.seed,

@@ -18,6 +18,7 @@ import lockstep.runner
 from lockstep.dataset import DataShard, build_dataloader
 from lockstep.dist import get_rank
 from lockstep.location import locate
+from lockstep.model import unwrap_model
 from lockstep.registry import in_default_scope
 from lockstep.runner import build, start
 from lockstep.runner.arguments import DEFAULT_HOOKS
@@ -25,15 +26,16 @@ from lockstep.runner.hook import HookList
 from lockstep.runner.loops import DEFAULT_INTERVAL
 from lockstep.runner.run import AnyTrainLoop, Run, TrainRun, Workspace
 from lockstep.strategy import Strategy, build_strategy
-from lockstep.weights import find_checkpoint
+from lockstep.weights import find_checkpoint, load_weights
 from mmengine.config import Config
+from mmengine.dist.utils import prefer_launcher
 from mmengine.registry import RUNNERS, init_default_scope
 from mmengine.runner.building import BuildsParts
 from mmengine.runner.checkpoint import REVISE_KEYS, _load_checkpoint, _load_checkpoint_to_model
 from mmengine.runner.data import as_mmengine
 from mmengine.runner.exporting import read_as_file
-from mmengine.runner.loops import build_train_loop
-from mmengine.runner.resuming import MMEngineFile, file_to_resume
+from mmengine.runner.loops import CountsOwnBatches, build_train_loop
+from mmengine.runner.resuming import MMEngineFile, file_to_resume, shown_to_hooks
 from mmengine.runner.saved import KEY, restore_hub, with_mmengines_keys
 
 __all__ = ["FlexibleRunner", "Runner"]
@@ -76,8 +78,14 @@ class _TrainRun(_SeenByHooks, TrainRun):
         if fn_name == "before_load_checkpoint":
             for name in checkpoint["meta"].get(KEY, {}).get("parts", ()):
                 checkpoint.setdefault(name, None)  # asks for what hooks have added, whatever it is
-        if fn_name == "after_load_checkpoint" and (own := checkpoint["meta"].get(KEY)):
-            restore_hub(self, own["log_scalars"], own["runtime_info"])
+        if fn_name == "after_load_checkpoint" and "model" in checkpoint:
+            meta = checkpoint["meta"]
+            if own := meta.get(KEY):
+                restore_hub(self, own["log_scalars"], own["runtime_info"])
+            checkpoint["state_dict"] = checkpoint["model"]
+            meta |= {key: checkpoint.pop(key) for key in ("dataset_meta",) if key in checkpoint}
+        if fn_name == "after_train_iter" and isinstance(self.train_loop, CountsOwnBatches):
+            self.train_loop.note_own_batch(kwargs.get("data_batch"))
         super().call_hook(fn_name, **kwargs)
 
 
@@ -112,7 +120,7 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         env_cfg: the processes' environment.
         log_processor: has no effect.
         log_level: the lowest level of messages.
-        visualizer: where records and images go.
+        visualizer: where records and images go; by default a `Visualizer` that writes to the run's folder.
         default_scope: the registry in which names are looked up first, from now on.
         randomness: the seed; `diff_rank_seed=True` lets ranks draw different random numbers.
         experiment_name: begins the name of the run's folder.
@@ -163,9 +171,13 @@ class Runner(BuildsParts, lockstep.runner.Runner):
             given["model"] = {"data_preprocessor": data_preprocessor, **model}
             given["data_preprocessor"] = None
         given["cfg"] = Config({}) if cfg is None else cfg
+        if visualizer is None:
+            given["visualizer"] = {"type": "mmengine.Visualizer", "vis_backends": [{"type": "LocalVisBackend"}]}
+        given["default_hooks"] = {"runtime_info": {"type": "mmengine.RuntimeInfoHook"}, **(default_hooks or {})}
         given["env_cfg"] = env_cfg = _with_backend(env_cfg)
         # As in MMEngine, all ranks draw the same random numbers unless told otherwise.
         given["randomness"] = {"diff_rank_seed": False, **(randomness or {})}
+        prefer_launcher(launcher)
         start.join_ranks(launcher, env_cfg)
         self._file: MMEngineFile | None = None
         if resume and (path := file_to_resume(load_from, work_dir)) is not None:
@@ -174,6 +186,9 @@ class Runner(BuildsParts, lockstep.runner.Runner):
             if (randomness or {}).get("seed") is None and self._file.seed is not None:
                 given["randomness"] |= {"seed": self._file.seed}
         super().__init__(**given, **{"resume_options": "checkpoint", **others})
+        self.message_hub.make_current()
+        if self._load_from is not None:
+            self._load_from = self._load_from._replace(strict=False)
         self._unprepared: tuple[Strategy, nn.Module] | None = None
         self._early_hooks: HookList | None = None
         if default_scope is not None:
@@ -275,7 +290,7 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         self,
         filename: str | Path,
         map_location: Any = "cpu",
-        strict: bool | None = None,
+        strict: bool | None = False,
         revise_keys: Sequence[tuple[str, str]] = REVISE_KEYS,
     ) -> Any:
         """Load weights now, and return all that the checkpoint holds; see `lockstep.runner.Runner.load_checkpoint`.
@@ -359,7 +374,12 @@ class Runner(BuildsParts, lockstep.runner.Runner):
 
     def _hook_and_load(self, run: Run) -> None:
         is_new = run is not self._run
+        weights, self._load_from = self._load_from, None
         super()._hook_and_load(run)
+        self._load_from = weights
+        if is_new and weights is not None and run.stored is None and not self.args.resume:
+            with shown_to_hooks(run, weights) as shown:
+                load_weights(run.strategy, unwrap_model(run.model), shown, training=isinstance(run, TrainRun))
         if is_new and self._file is not None and isinstance(run, TrainRun):
             self._file.restore(run)
             self._file = None

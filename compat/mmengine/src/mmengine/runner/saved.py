@@ -5,18 +5,27 @@ While a checkpoint is made, hooks also find its parts under MMEngine's keys.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from lockstep.checkpoint import load_state, read_meta
 from lockstep.checkpoint.values import encode
+from lockstep.config import Config
 from lockstep.errors import ConfigError
+from lockstep.location import Location
+from lockstep.masking import mask_text
 from lockstep.optim.constructor import param_sites
 from lockstep.runner.run import TrainRun
 from mmengine.logging import HistoryBuffer
+from mmengine.version import __version__
 
-__all__ = ["KEY", "parameter_names", "regrouped", "restore_hub", "with_mmengines_keys"]
+__all__ = ["KEY", "file_meta", "parameter_names", "regrouped", "restore_hub", "with_mmengines_keys"]
+
+_logger = logging.getLogger(__name__)
 
 KEY = "mmengine"
 """Where a checkpoint's metadata hold it."""
@@ -25,6 +34,10 @@ KEY = "mmengine"
 _OWN = ("train/samples", "amounts/")
 # Parts of a checkpoint that lockstep's hooks add, and ask for by themselves.
 _OWN_PARTS = ("ema",)
+# What lockstep's hooks add to the metadata.
+_OWN_META = ("checkpoint_hook", "early_stopping", "ema", "param_scheduler_hook")
+# A part of its own, because it may hold arrays, which metadata can't.
+_DATASET = "dataset_meta"
 # What a schedule of MMEngine keeps of each parameter group.
 _BY_GROUP = ("base_values", "_last_value", "min_values")
 
@@ -33,9 +46,12 @@ _BY_GROUP = ("base_values", "_last_value", "min_values")
 def with_mmengines_keys(run: TrainRun, checkpoint: dict[str, Any]) -> Iterator[None]:
     """Give a checkpoint that is being made the keys `state_dict`, `param_schedulers` and `message_hub`, for hooks.
 
-    What they put there instead is saved, and so are other keys that they add. `message_hub` has MMEngine's form.
+    What they put there instead is saved, and so are other keys that they add, there and in `meta`, which also has
+    MMEngine's keys. `message_hub` has MMEngine's form.
     """
     meta, model, known = checkpoint["meta"], checkpoint["model"], {*checkpoint, *_OWN_PARTS}
+    known_meta = {*meta, *_OWN_META, _DATASET}
+    meta |= _mmengines_meta(run)
     hub = OrderedDict(
         log_scalars=OrderedDict(
             (key, HistoryBuffer(*history.data))
@@ -53,12 +69,50 @@ def with_mmengines_keys(run: TrainRun, checkpoint: dict[str, Any]) -> Iterator[N
     if (given := checkpoint.pop("param_schedulers")) is not schedules:
         meta["param_schedulers"] = given
     hub = checkpoint.pop("message_hub")
+    if _DATASET in meta:
+        checkpoint[_DATASET] = meta.pop(_DATASET)
     meta[KEY] = {
+        "meta": [name for name in meta if name not in known_meta],
         "log_scalars": {key: history.data[0].tolist() for key, history in hub["log_scalars"].items()},
         "runtime_info": dict(hub["runtime_info"]),
         "own_groups": _own_groups(run),
         "parts": [name for name in checkpoint if name not in known],
     }
+
+
+def _mmengines_meta(run: TrainRun) -> dict[str, Any]:
+    """Return what the metadata of MMEngine's file hold beside the progress."""
+    cfg = run.args.cfg
+    metainfo = getattr(getattr(run.train_dataloader, "dataset", None), "metainfo", None)
+    return {
+        "cfg": cfg.masked().pretty_text if isinstance(cfg, Config) else mask_text(getattr(cfg, "pretty_text", "")),
+        "experiment_name": run.run_dir.name,
+        "time": time.strftime("%Y%m%d_%H%M%S"),
+        "mmengine_version": __version__,
+        **({_DATASET: _savable(metainfo)} if isinstance(metainfo, Mapping) else {}),
+    }
+
+
+def _savable(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those items that a checkpoint can hold, and say which it can't."""
+    kept = {}
+    for key, value in values.items():
+        try:
+            encode(value, (), {})
+            kept[key] = value
+        except ConfigError as error:
+            _logger.warning("`dataset_meta[%r]` is not saved in checkpoints: %s", key, error)
+    return kept
+
+
+def file_meta(folder: Location) -> dict[str, Any]:
+    """Return the metadata of a checkpoint as MMEngine's file has them."""
+    meta = read_meta(folder)
+    own = meta.get(KEY, {})
+    found = {key: meta[key] for key in ("epoch", "iter", "seed", *own.get("meta", ()))}
+    if _DATASET in own.get("parts", ()):
+        found |= load_state(folder, {_DATASET: None}, {})
+    return {"experiment_name": folder.parent.name, "mmengine_version": __version__, **found}
 
 
 def _infos(run: TrainRun) -> Iterator[tuple[str, Any]]:

@@ -6,12 +6,12 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lockstep.optim import (
     AmpOptimWrapper,
-    DefaultOptimWrapperConstructor,
     OptimWrapper,
     OptimWrapperDict,
     build_optim_wrapper,
 )
 from mmengine.optim.optimizer.apex_optimizer_wrapper import ApexOptimWrapper
+from mmengine.optim.optimizer.default_constructor import DefaultOptimWrapperConstructor
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
 
 OPTIMIZERS.register_module(module=ZeroRedundancyOptimizer)
