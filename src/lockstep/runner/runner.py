@@ -441,10 +441,9 @@ class Runner(_AttributesOfRun):
             raise ConfigError(f"`{mode}_dataloader` must be given to {verb}, but is None")
         with self._running(f"{verb.removesuffix('e')}ed") as space:
             if checkpoint is not None:
-                found = (
-                    run_on_main(lambda: start.find_best(self.args, self._hooks)) if checkpoint == "best" else checkpoint
-                )
-                self.load_checkpoint(str(found), strict=True)
+                if checkpoint == "best":
+                    checkpoint = str(run_on_main(lambda: start.find_best(self.args, self._hooks)))
+                self.load_checkpoint(checkpoint, strict=True)
             run = self._run
             if run is None:
                 _, parts = self._prepare(space, *self._strategy_and_model(training=False))
