@@ -85,7 +85,10 @@ def test_old_ones_are_removed_when_asked(work_dir: Path):
 
 def test_the_only_whole_one_is_not_removed_for_damaged_ones(work_dir: Path):
     (work_dir / RUN / "epoch_3" / "rank_0.safetensors").unlink()
-    (work_dir / RUN / "epoch_2" / "manifest.json").write_text("{")
+    data = work_dir / RUN / "epoch_2" / "rank_0.safetensors"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1  # only its checksum tells
+    data.write_bytes(content)
     code, _ = called("prune", work_dir, "--keep", 1, "--yes")
     assert code == 0
     # epoch_3 is the last one, and stays for whoever wants to look at it.

@@ -434,3 +434,14 @@ def test_transforms_come_from_their_registry_and_may_drop_a_sample():
     assert repr(Compose([len])) == "Compose(<built-in function len>)"
     with pytest.raises(TypeError, match="`transforms` must hold functions and config dicts, but hold 3"):
         Compose([3])
+
+
+@pytest.mark.parametrize("as_config", [False, True])
+@ranks(2)
+def test_a_distributed_sampler_repeats_nothing_in_evaluation(as_config: bool) -> None:
+    dataset = TensorDataset(torch.arange(5))
+    sampler = torch.utils.data.DistributedSampler(dataset, shuffle=False)
+    given = {"dataset": dataset, "batch_size": 2, "sampler": sampler}
+    loader = build_dataloader(given if as_config else DataLoader(**given), seed=0, evaluation=True)
+    seen = [int(x) for (batch,) in loader for x in batch]
+    assert sorted(x for one in all_gather_object(seen) for x in one) == [0, 1, 2, 3, 4]

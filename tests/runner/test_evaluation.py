@@ -305,3 +305,11 @@ def test_another_training_in_the_work_dir_is_told(tmp_path: Path):
     logs = [(each.run_dir / "log.txt").read_text() for each in (second, third)]
     says = f"another training goes on in this work_dir: that of {first.run_dir}"
     assert [says in log for log in logs] == [True, False]
+
+
+@ranks(2)
+def test_weights_that_a_validation_leaves_gathered_are_not_said_to_be_left_out(tmp_path: Path) -> None:
+    data = {"dataset": pairs(), "batch_size": 4}
+    options: dict[str, Any] = {"val_dataloader": data, "loss": nn.CrossEntropyLoss(), "strategy": "fsdp"}
+    make(Scores(), tmp_path, train_cfg={"max_epochs": 2}, **options).train()
+    assert not any("never updates" in log.read_text() for log in tmp_path.glob("*/log*.txt"))

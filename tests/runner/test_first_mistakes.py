@@ -121,6 +121,23 @@ def test_a_step_without_a_backward_pass_of_the_session_is_refused(tmp_path):
     assert torch.equal(before, model.weight)
 
 
+@ranks(1, 2)
+def test_a_step_or_a_clearing_within_a_window_is_refused(tmp_path):
+    session = Session(tmp_path, log_level="ERROR", accumulative_counts=2)
+    model = nn.Linear(2, 1)
+    model, optimizer, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    for _ in session.epochs(1):
+        for x, y in batches:
+            session.step(nn.functional.mse_loss(model(x), y))
+            for spoils in (optimizer.step, optimizer.zero_grad):
+                if session.is_update:
+                    spoils()  # nothing is left after the update
+                    continue
+                with pytest.raises(RuntimeError, match=r"a window of accumulation, but comes within one"):
+                    spoils()
+    assert session.iter == len(batches)
+
+
 def test_a_complete_session_says_so_and_warns_of_no_missing_steps(tmp_path):
     for resume in (False, True):
         session = Session(tmp_path, resume=resume)

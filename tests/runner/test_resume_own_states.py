@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint import read_meta
 from lockstep.hooks import Hook
 from lockstep.runner import Runner, load_checkpoint
 from lockstep.testing import ranks
@@ -151,3 +152,20 @@ def test_what_is_too_large_for_every_rank_is_left_out_and_said(
     trained(nn.Linear(3, 3), tmp_path, 2, custom_hooks=[later := Counting()], resume=True)
     assert later.got == (4, None)
     assert "`more` (0 MiB) is not loaded: no hook asks for it in before_load_checkpoint" in capsys.readouterr().out
+
+
+class SavesAfterThird(Hook):
+    def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+        if runner.iter == 2:
+            runner.save_checkpoint("third")
+
+
+@ranks(1, 2)
+def test_what_a_hook_saves_after_an_iteration_counts_it(tmp_path: Path) -> None:
+    whole = trained(nn.Linear(3, 3), tmp_path / "whole", 2, custom_hooks=[SavesAfterThird()], randomness={"seed": 1})
+    third = whole.run_dir / "third"
+    assert read_meta(third)["iter"] == 3
+    options: Any = {"load_from": str(third), "resume": True, "randomness": {"seed": 1}}
+    again = trained(nn.Linear(3, 3), tmp_path / "again", 2, **options)
+    for one, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other)

@@ -125,6 +125,16 @@ def read_tensors(directory: Location, part: str, names: Iterable[str]) -> Iterat
             yield name, read_whole(stored, tensors[name])
 
 
+def read_part(directory: Location, part: str) -> Any:
+    """Return what a checkpoint has under `part`, as it was saved, in CPU memory. No collective: this process reads all.
+
+    Raises:
+        ConfigError: the directory is not a checkpoint, is damaged, or has no such part.
+    """
+    with closing(open_checkpoint(directory)) as stored:
+        return _Load(stored, {}, ()).run({part: AS_SAVED})[part]
+
+
 def read_whole(stored: Stored, name: str) -> Tensor:
     """Return a tensor of a checkpoint, whole and in CPU memory."""
     whole = _empty(stored.manifest.tensors[name])

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from contextlib import suppress
 from datetime import datetime
+from itertools import islice
 from operator import itemgetter
 from typing import Annotated, Any
 
@@ -142,16 +143,17 @@ def prune(
 ) -> None:
     """Remove all checkpoints but the N newest whole ones, and what interrupted saves have left.
 
-    The best ones by a metric (best_...) and the last one of the work dir are kept in addition.
+    All bytes of those that are kept are compared with their checksums first. The best ones by a metric (best_...) and
+    the last one of the work dir are kept in addition.
     """
     root = locate(directory)
     found = _find_or_refuse(root)
     last, _ = _read_last(root)
     regular = [one for one in found if not one.name.startswith("best_")]
-    whole = [path for path in regular if fault_found_by(check, path) is None]
+    whole = list(islice((path for path in regular if fault_found_by(verify, path) is None), keep))
     if not whole:
         raise ConfigError(f"{directory} must hold a whole checkpoint to be pruned, but holds none")
-    kept = {*whole[:keep], last}
+    kept = {*whole, last}
     to_remove = [path for path in regular if path not in kept]
     drafts = [draft for draft in drafts_in(root) if not is_owned(draft)]
     for path in [*to_remove, *drafts]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -280,6 +281,8 @@ class _SamplerBuilder(NamedTuple):
     def _sharded(self, sampler: Any, *, round_up: bool, batch_size: int = 1) -> Any:
         if self.split is False:
             return sampler
+        if self.evaluation and is_torchs(sampler, DistributedSampler):  # it repeats samples to fill up
+            sampler = SequentialSampler(self.dataset)
         if isinstance(sampler, ShardingSampler):
             self._check_alike(None)
         elif self.split is True or not is_rank_aware(sampler):
@@ -366,6 +369,9 @@ def shard_loader(loader: Any, seed: int, evaluation: bool, shard: tuple[int, int
 
     **Collective**: every rank.
     """
+    if evaluation and is_torchs(getattr(loader, "sampler", None), DistributedSampler):
+        _logger.info("%s: its DistributedSampler, which repeats samples to fill up, does not draw", _describe(loader))
+        loader = with_sampler(loader, SequentialSampler(loader.dataset))
     left = _reason_to_leave(loader, evaluation, shard)
     if left is None:
         return _sharded(loader, seed, evaluation, shard)

@@ -16,6 +16,7 @@ from lockstep.groups import resolve
 from lockstep.launch.worker import iteration_reporter
 from lockstep.model import train_step_of, unwrap_model
 from lockstep.model.compiling import begin_compiled_step
+from lockstep.model.shards import reshard
 from lockstep.model.steps import values_to_log
 from lockstep.model.wrapper import note_no_backward
 from lockstep.registry import LOOPS
@@ -83,6 +84,7 @@ class TrainLoop(ABC):
         self.stop_training = False
         self._left_out: set[str] = set()
         self._has_begun = False
+        self.is_ending_iter = False
 
     @abstractmethod
     def run(self) -> None:
@@ -140,6 +142,7 @@ class TrainLoop(ABC):
         self._tell_iteration(self.iter)
         runner.model.train()
         runner.set_optimizer_mode(training=True)
+        reshard(unwrap_model(runner.model))  # a validation leaves FSDP's outermost weights gathered, as other tensors
         names = [
             name for name in runner.optim_wrapper.left_out(unwrap_model(runner.model)) if name not in self._left_out
         ]
@@ -201,7 +204,9 @@ class TrainLoop(ABC):
         runner = self.runner
         if runner.optim_wrapper.inner_count == self._backward_passes:
             note_no_backward(resolve(None))
+        self.is_ending_iter = True  # it counts in checkpoints that hooks save now
         runner.hooks.call("after_train_iter", runner, batch_idx=batch_idx, data_batch=batch.data, outputs=outputs)
+        self.is_ending_iter = False
         self.iter += 1
         self._tell_iteration(self.iter)
         runner.saving.collect()

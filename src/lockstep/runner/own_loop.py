@@ -69,10 +69,11 @@ class OwnLoop(TrainLoop):
         self._values: dict[str, Any] = {}
         self._is_open = False  # within an epoch
         self._is_stepping = False
+        self._is_evaluating = False
         self._is_uncounted = False  # an iteration has begun, and has not ended: the user's code may have left it
         self._iterated = False  # since the last look at the count of backward passes
         self._counted = 0
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_gather = False
         self._counts_before: dict[str, Any] = {}  # of an epoch that is complete, but has not ended
         self._to_save: list[tuple[str | None, bool]] = []  # names, and whether in the background
 
@@ -181,6 +182,7 @@ class OwnLoop(TrainLoop):
         may_stop = not self._is_stepping  # in the midst of an iteration nothing can be saved
         run = self.runner
         with run.saving.at_stop(), random_state_kept(), run.evaluated(), self._weights_to_evaluate(), context:
+            self._is_evaluating = True
             for batch in EvenBatches(loader).iterate():
                 if may_stop:
                     self.runner.agreement.stop_if_asked()
@@ -188,7 +190,16 @@ class OwnLoop(TrainLoop):
                 moved = move_to_device(self.runner.prefetch(batch.data), device)
                 begin_compiled_step()
                 yield moved
-        self.counts = True
+        self.counts, self._is_evaluating = True, False
+
+    def warn_of_gather(self) -> None:
+        """Warn, once, if rows are gathered that no loader of this session has given."""
+        if not (self._is_stepping or self._is_evaluating or self._has_warned_of_gather):
+            self._has_warned_of_gather = True
+            self.runner.logger.warning(
+                "gather() was called outside of a pass through a loader of the session. If each rank has gone through "
+                "all samples, each is gathered once for every rank: hand the loader to prepare_evaluation()"
+            )
 
     @contextmanager
     def _weights_to_evaluate(self) -> Iterator[None]:
@@ -255,18 +266,36 @@ class OwnLoop(TrainLoop):
                 raise
             self.runner.logger.error("%s, asked for by save(), could not be saved: %s", names, fault)
 
-    def refuse_steps_alone(self, optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
-        """Raise an error where the user's code steps an optimizer after backward passes of its own.
+    def guard(self, wrapper: OptimWrapper) -> None:
+        """Let an optimizer raise an error where code of the user's own steps it, or clears it, within a window.
 
-        Such gradients are neither weighted by samples, nor divided by the batches of a window, nor unscaled.
+        Gradients of passes around the session are neither weighted by samples, nor divided by the batches of a window,
+        nor unscaled; a step or a `zero_grad` within a window takes part of its gradients away.
         """
-        has_closure = len(arguments) > 1 or bool(options)  # the first one is the optimizer
-        if self._is_stepping and not has_closure and self.runner.optim_wrapper.inner_count == self._backward_passes:
+        instead = "in place of loss.backward(), optimizer.step() and optimizer.zero_grad()"
+
+        def refuse(what: str, why: str) -> None:
             raise RuntimeError(
-                f"the step of {type(optimizer).__name__} must follow a backward pass of the session, but this "
-                f"iteration has had none (rank {self.runner.rank} of {self.runner.world_size}). Call "
-                "session.step(loss), in place of loss.backward(), optimizer.step() and optimizer.zero_grad()"
+                f"the {what} of {type(wrapper.optimizer).__name__} {why} (rank {self.runner.rank} of "
+                f"{self.runner.world_size}). Call session.step(loss), {instead}"
             )
+
+        def before_step(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
+            has_closure = len(arguments) > 1 or bool(options)  # the first one is the optimizer
+            if not self._is_stepping or has_closure:
+                return
+            if self.runner.optim_wrapper.inner_count == self._backward_passes:
+                refuse("step", "must follow a backward pass of the session, but this iteration has had none")
+            if not wrapper.should_update():
+                refuse("step", "must end a window of accumulation, but comes within one")
+
+        def zero_grad(**options: Any) -> None:
+            if self._is_stepping and wrapper.inner_count and not wrapper.should_update():
+                refuse("zero_grad", "must follow the end of a window of accumulation, but comes within one")
+            clear(**options)
+
+        clear, wrapper.zero_grad = wrapper.zero_grad, zero_grad  # type: ignore[method-assign]
+        wrapper.optimizer.register_step_pre_hook(before_step)
 
     def _warn_of_missing_steps(self, where: str) -> None:
         """Warn, once, if iterations have made no backward pass through the optim wrapper."""

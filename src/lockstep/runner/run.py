@@ -432,7 +432,7 @@ class TrainRun(Run):
         save_optimizer: bool = True,
         save_param_scheduler: bool = True,
         meta: Mapping[str, Any] | None = None,
-        by_epoch: bool = True,
+        by_epoch: bool | None = None,
         async_save: bool = False,
         on_save_error: Literal["raise", "warn"] = "raise",
         when_ended: Callable[[bool], None] | None = None,
@@ -449,7 +449,8 @@ class TrainRun(Run):
             save_optimizer: save the optimizer's state; a run that resumes without it starts with a new optimizer state.
             save_param_scheduler: from MMEngine; has no effect, because schedulers are always saved.
             meta: further entries of what `lockstep.checkpoint.read_meta` returns; plain values.
-            by_epoch: whether an epoch is ending; else an iteration is ending, and counts as complete.
+            by_epoch: whether an epoch is ending; False if an iteration is ending, and counts as complete; None if that
+                is so in `after_train_iter` alone.
             async_save: return as soon as each rank has copied its part, and write the copy while training goes on.
                 The next save, and the end of the training, wait until this one is complete.
             on_save_error: `"raise"` if the checkpoint can't be written; `"warn"` to go on without it. An asynchronous
@@ -467,7 +468,9 @@ class TrainRun(Run):
             directory = place / filename
         else:
             directory = self.run_dir / place if isinstance(place, Path) else place
-        epochs, iterations = self._complete(by_epoch=by_epoch)
+        epochs, iterations = self._complete(
+            not getattr(self.train_loop, "is_ending_iter", False) if by_epoch is None else by_epoch
+        )
         epoch = epochs if epoch is None else epoch
         iteration = iterations if iteration is None else iteration
         self.saving.save(
@@ -476,7 +479,7 @@ class TrainRun(Run):
         )  # fmt: skip
         return directory
 
-    def _complete(self, *, by_epoch: bool) -> tuple[int, int]:
+    def _complete(self, by_epoch: bool) -> tuple[int, int]:
         """Return how many epochs and iterations are complete, at the end of an epoch or else of an iteration."""
         if not by_epoch:
             return self.epoch, self.iter + 1

@@ -22,7 +22,7 @@ from lockstep.device import get_device
 from lockstep.dist import all_gather, get_dist_info
 from lockstep.model import unwrap_model
 from lockstep.model.steps import parse_losses
-from lockstep.optim import OptimWrapper
+from lockstep.optim import OptimWrapper, OptimWrapperDict
 from lockstep.runner.arguments import ARGUMENTS, unknown_argument
 from lockstep.runner.data_workers import let_workers_outlive_signals
 from lockstep.runner.own_loop import OwnLoop
@@ -231,9 +231,10 @@ class Session:
         assert isinstance(run.train_loop, OwnLoop)
         self._loop = run.train_loop
         self._closing.push(self._loop.save_at_close)
-        for one in run.optim_wrapper.optimizers:
-            if isinstance(one, torch.optim.Optimizer):  # not an engine's own
-                one.register_step_pre_hook(self._loop.refuse_steps_alone)
+        several = run.optim_wrapper.values() if isinstance(run.optim_wrapper, OptimWrapperDict) else [run.optim_wrapper]
+        for one in several:
+            if isinstance(one.optimizer, torch.optim.Optimizer):  # not an engine's own
+                self._loop.guard(one)
         # While threads can still be started: an `atexit` function comes too late to write a checkpoint. There is no
         # public way (Python 3.11 to 3.14).
         threading._register_atexit(partial(_close_at_exit, weakref.ref(self), os.getpid()))  # type: ignore[attr-defined]
@@ -366,6 +367,7 @@ class Session:
                 "gather() takes tensors with one row per sample, but they have "
                 f"{', '.join(str(len(x)) for x in tensors)} rows (rank {self.rank} of {self.world_size})"
             )
+        self._prepared().warn_of_gather()
         sends = self._prepared().counts and self.run.data_shard.is_first
         parts = [all_gather(x if sends else x[:0]) for x in tensors]
         order = _order_of([len(part) for part in parts[0]], tensors[0].device) if parts else None

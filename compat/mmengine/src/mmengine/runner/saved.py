@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lockstep.checkpoint import load_state, read_meta
+from lockstep.checkpoint import read_meta
+from lockstep.checkpoint.loading import read_part
 from lockstep.checkpoint.values import encode
 from lockstep.config import Config
 from lockstep.errors import ConfigError
@@ -111,7 +112,7 @@ def file_meta(folder: Location) -> dict[str, Any]:
     own = meta.get(KEY, {})
     found = {key: meta[key] for key in ("epoch", "iter", "seed", *own.get("meta", ()))}
     if _DATASET in own.get("parts", ()):
-        found |= load_state(folder, {_DATASET: None}, {})
+        found[_DATASET] = read_part(folder, _DATASET)
     return {"experiment_name": folder.parent.name, "mmengine_version": __version__, **found}
 
 
