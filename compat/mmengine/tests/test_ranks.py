@@ -13,6 +13,7 @@ from documented.toys import Accuracy, Net, Points, training_only
 
 from lockstep.dist import get_rank
 from lockstep.testing import ranks
+from mmengine.hooks import Hook
 from mmengine.registry import LOOPS
 from mmengine.runner import Runner, ValLoop
 
@@ -80,6 +81,34 @@ def test_a_validation_of_several_sets(tmp_path: Path) -> None:
     assert runner.message_hub.get_scalar("val/second/samples").current() == 6
     if get_rank() == 0:
         assert list(tmp_path.glob("*/best_third_accuracy*"))
+
+
+class Noted(Hook):
+    """Notes what hooks get when a run resumes."""
+
+    keys = frozenset[str]()
+
+    def after_load_checkpoint(self, runner, checkpoint):
+        self.keys = frozenset(checkpoint)
+
+
+@ranks(2)
+def test_two_ranks_write_a_file_and_resume(tmp_path: Path) -> None:
+    warnings.simplefilter("ignore")
+    hook = {"type": "CheckpointHook", "interval": 1, "as_files": True}
+    options = {
+        "train_dataloader": data(8),
+        "launcher": "pytorch",
+        "visualizer": [],
+        "default_hooks": {"checkpoint": hook},
+    }
+    Runner(**training_only(tmp_path, model=Net(), **options)).train()
+    if get_rank() == 0:
+        content = torch.load(next(tmp_path.glob("epoch_*.pth")), weights_only=False)
+        assert {"state_dict", "optimizer", "meta", "message_hub"} <= content.keys()
+    runner = Runner(**training_only(tmp_path, model=Net(), resume=True, custom_hooks=[noted := Noted()], **options))
+    runner.train()
+    assert {"state_dict", "message_hub", "param_schedulers"} <= noted.keys
 
 
 _TASK = """

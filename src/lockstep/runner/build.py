@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.dataset import DataShard, build_dataloader
 from lockstep.dist import get_world_size
-from lockstep.errors import ConfigError, require_key
+from lockstep.errors import ConfigError, nearest, require_key
 from lockstep.evaluator import Evaluator, LossMetric
 from lockstep.model import (
     BaseModule,
@@ -308,7 +308,7 @@ def default_hooks(changes: Mapping[str, Any] | None, interval: int | None) -> li
             raise ConfigError(f"`default_hooks[{name!r}]` {says}")
         if isinstance(given, Mapping) and "type" not in given:
             given = {**items[name], **given}
-        elif name not in DEFAULT_HOOKS and (same := _default_of_same_type(given, changes)) is not None:
+        elif name not in DEFAULT_HOOKS and (same := _default_of_same_type(name, given, changes)) is not None:
             _logger.warning(
                 "`default_hooks[%r]` is a further hook beside the default one of its type, `%s`, and both act. Name it "
                 "`%s` to change that one",
@@ -318,11 +318,15 @@ def default_hooks(changes: Mapping[str, Any] | None, interval: int | None) -> li
     return [item for item in items.values() if item is not None]
 
 
-def _default_of_same_type(given: Any, changes: Mapping[str, Any]) -> str | None:
-    """Return the name of the default hook of the type of `given` that `changes` leave as it is, if there is one."""
+def _default_of_same_type(name: str, given: Any, changes: Mapping[str, Any]) -> str | None:
+    """Return the name of the default hook of the type of `given`, if it is probably the one that is meant.
+
+    So it is if `changes` leave that one as it is, or its name is almost that of the given one.
+    """
     kind = given.get("type") if isinstance(given, Mapping) else type(given)
     named = str(getattr(kind, "__name__", kind)).rpartition(".")[2]
-    return next((name for name, hook in DEFAULT_HOOKS.items() if hook["type"] == named and name not in changes), None)
+    same = [one for one, hook in DEFAULT_HOOKS.items() if hook["type"] == named]
+    return next((one for one in same if one not in changes or nearest(name, [one])), None)
 
 
 def build_visualizer(visualizer: Any, rank: int) -> Visualizers:

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint import load_state, read_infos, read_meta, read_tensors
+from lockstep.checkpoint import read_infos, read_meta, read_tensors
+from lockstep.checkpoint.loading import read_part
 from lockstep.errors import ConfigError, listed
 from lockstep.location import Location, locate
 from lockstep.weights import find_checkpoint
-from mmengine.logging import HistoryBuffer
 from mmengine.runner.checkpoint import save_checkpoint
-from mmengine.runner.saved import KEY, file_meta, regrouped
+from mmengine.runner.saved import KEY, file_meta, regrouped, saved_hub
 
 __all__ = ["export_checkpoint", "read_as_file"]
 
@@ -59,16 +59,10 @@ def read_as_file(folder: Location) -> dict[str, Any]:
     content: dict[str, Any] = {
         "meta": file_meta(folder),
         "state_dict": state,
-        "message_hub": {
-            "log_scalars": OrderedDict(
-                (key, HistoryBuffer(values, [1] * len(values))) for key, values in own.get("log_scalars", {}).items()
-            ),
-            "runtime_info": OrderedDict(own.get("runtime_info", {})),
-            "resumed_keys": OrderedDict(),
-        },
+        "message_hub": saved_hub(own),
     }
     if parts := [name for name in own.get("parts", ()) if name not in content["meta"]]:  # that hooks have added
-        content |= load_state(folder, dict.fromkeys(parts), {})
+        content |= {part: read_part(folder, part) for part in parts}
     if meta.get("ema", {}).get("steps"):
         trained = {**state, **_tensors(folder, "ema")}
         content["ema_state_dict"] = OrderedDict(
@@ -84,7 +78,7 @@ def read_as_file(folder: Location) -> dict[str, Any]:
     else:
         groups = None
         if meta.get("has_optimizer", True):
-            saved = load_state(folder, {"optimizer": {}}, {})["optimizer"]
+            saved = read_part(folder, "optimizer")
             alone = own.get("own_groups", [*state] if len(saved["param_groups"]) > 1 else [])
             content["optimizer"], groups = _by_number(saved, alone)
         content["param_schedulers"] = [_schedule(regrouped(one, groups)) for one in meta["param_schedulers"]]

@@ -36,7 +36,7 @@ from mmengine.runner.data import as_mmengine
 from mmengine.runner.exporting import read_as_file
 from mmengine.runner.loops import CountsOwnBatches, build_train_loop
 from mmengine.runner.resuming import MMEngineFile, file_to_resume, shown_to_hooks
-from mmengine.runner.saved import KEY, restore_hub, with_mmengines_keys
+from mmengine.runner.saved import KEY, restore_hub, saved_hub, with_mmengines_keys
 
 __all__ = ["FlexibleRunner", "Runner"]
 
@@ -83,6 +83,8 @@ class _TrainRun(_SeenByHooks, TrainRun):
             if own := meta.get(KEY):
                 restore_hub(self, own["log_scalars"], own["runtime_info"])
             checkpoint["state_dict"] = checkpoint["model"]
+            checkpoint.setdefault("param_schedulers", meta.get("param_schedulers"))
+            checkpoint.setdefault("message_hub", saved_hub(meta.get(KEY, {})))
             meta |= {key: checkpoint.pop(key) for key in ("dataset_meta",) if key in checkpoint}
         if fn_name == "after_train_iter" and isinstance(self.train_loop, CountsOwnBatches):
             self.train_loop.note_own_batch(kwargs.get("data_batch"))

@@ -24,7 +24,7 @@ from lockstep.runner.run import TrainRun
 from mmengine.logging import HistoryBuffer
 from mmengine.version import __version__
 
-__all__ = ["KEY", "file_meta", "parameter_names", "regrouped", "restore_hub", "with_mmengines_keys"]
+__all__ = ["KEY", "file_meta", "parameter_names", "regrouped", "restore_hub", "saved_hub", "with_mmengines_keys"]
 
 _logger = logging.getLogger(__name__)
 
@@ -114,6 +114,16 @@ def file_meta(folder: Location) -> dict[str, Any]:
     if _DATASET in own.get("parts", ()):
         found[_DATASET] = read_part(folder, _DATASET)
     return {"experiment_name": folder.parent.name, "mmengine_version": __version__, **found}
+
+
+def saved_hub(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the message hub in the form of MMEngine's file; `own` is what the metadata have under `KEY`."""
+    histories = own.get("log_scalars", {}).items()
+    return {
+        "log_scalars": OrderedDict((key, HistoryBuffer(values, [1] * len(values))) for key, values in histories),
+        "runtime_info": OrderedDict(own.get("runtime_info", {})),
+        "resumed_keys": OrderedDict(),
+    }
 
 
 def _infos(run: TrainRun) -> Iterator[tuple[str, Any]]:
