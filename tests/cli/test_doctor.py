@@ -13,6 +13,9 @@ from textwrap import dedent
 
 import pytest
 
+from lockstep.cli.doctor import Doctor
+from lockstep.cli.doctor.finding import Finding
+
 DOCTOR = (sys.executable, "-m", "lockstep", "doctor", "--json")
 _OF_LAUNCHERS = (
     "RANK",
@@ -218,3 +221,15 @@ def test_tables_have_each_finding_and_remedy(lockstep):
     assert "over 2 ranks" in out
     assert f"{2 * cores} threads of 2 ranks on " in out
     assert "Set OMP_NUM_THREADS=" in out
+
+
+def test_what_a_rank_finds_otherwise_than_its_launcher_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = [Finding("host", "vm (127.0.0.1)"), Finding("cores", "2")]
+    found = [
+        Finding("host", "MASTER_ADDR, 127.0.0.1, is 127.0.0.1 here", "fault", "Set it.", ranks=(0,)),
+        Finding("cores", "2", ranks=(0, 1)),
+    ]
+    Doctor()._print(found, 2, shown)
+    printed = capsys.readouterr().out
+    assert "MASTER_ADDR, 127.0.0.1, is 127.0.0.1 here" in printed
+    assert "cores" not in printed

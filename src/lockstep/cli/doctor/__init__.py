@@ -96,11 +96,10 @@ class Doctor(RankOptions):
         if self.json_:
             print(as_json(found, world_size))
             return
-        known = {finding.name for finding in shown}
-        others = [
-            one for one in found if one.ranks and one.status != "ok" and (one.name not in known or 0 not in one.ranks)
-        ]
-        common = [one for one in found if not one.ranks or (0 in one.ranks and one.name not in known)]
+        names, known = {one.name for one in shown}, {(one.name, one.status) for one in shown}
+        bad = [one for one in found if one.ranks and one.status != "ok"]
+        others = [one for one in bad if (one.name, one.status) not in known or 0 not in one.ranks]
+        common = [one for one in found if not one.ranks or (0 in one.ranks and one.name not in names)]
         print_table(f"over {world_size} ranks", [*(one for one in others if one not in common), *common], world_size)
 
     def _end(self, findings: Sequence[Finding], *, prints: bool = True) -> None:
