@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import read_meta
+from lockstep.dist import get_rank
 from lockstep.hooks import Hook
 from lockstep.runner import Runner, load_checkpoint
 from lockstep.testing import ranks
@@ -169,3 +170,17 @@ def test_what_a_hook_saves_after_an_iteration_counts_it(tmp_path: Path) -> None:
     again = trained(nn.Linear(3, 3), tmp_path / "again", 2, **options)
     for one, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@ranks(2)
+def test_the_log_of_each_rank_says_why_a_run_has_failed(tmp_path: Path) -> None:
+    class Fails(Hook):
+        def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+            raise ValueError("no such thing: password=hunter2")
+
+    with pytest.raises(ValueError, match="no such thing"):
+        trained(nn.Linear(3, 3), tmp_path, 1, custom_hooks=[Fails()])
+    name = "log.txt" if get_rank() == 0 else "log_rank1.txt"
+    log = next(tmp_path.glob(f"*/{name}")).read_text()
+    assert "ValueError: no such thing" in log
+    assert "hunter2" not in log

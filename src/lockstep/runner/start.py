@@ -368,7 +368,10 @@ def describe_ranks(world_size: int, device: str) -> str:
 
 
 def add_notes(error: Exception, run: Run | Workspace) -> None:
-    """Add to an error that ends a run how far that was, and what workers of its data have to do with it."""
+    """Add to an error that ends a run how far that was, and what workers of its data have to do with it; log it.
+
+    The terminal has it from Python, or from the launcher. The file of this rank's log is what remains of it.
+    """
     done = run.iter if isinstance(run, Run) else 0
     file = getattr(run.cfg, "filename", None)
     config = "" if file is None else f", config {file}"
@@ -376,6 +379,7 @@ def add_notes(error: Exception, run: Run | Workspace) -> None:
     args = run.args
     if (note := note_on_workers(error, args.train_dataloader, args.val_dataloader, args.test_dataloader)) is not None:
         error.add_note(note)
+    _logger.log(logging.DEBUG if run.rank == 0 else logging.WARNING, "the run has failed:", exc_info=error)
 
 
 def print_summary(run: Run, what: str, seconds: float) -> None:
