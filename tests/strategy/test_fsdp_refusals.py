@@ -111,3 +111,10 @@ def test_sparse_gradients_are_refused():
     with pytest.raises(ConfigError, match=r"`words.sparse` must be False under FSDP.* or use strategy 'ddp'"):
         FSDPStrategy().prepare(Words(sparse=True))
     FSDPStrategy(ignored_modules=[]).prepare(Words(sparse=False), optimizer("AdamW"))
+
+
+@ranks(2)
+def test_a_module_that_ddp_has_wrapped_is_refused():
+    wrapped = nn.parallel.DistributedDataParallel(Net())
+    with pytest.raises(ConfigError, match=r"must not be wrapped in DistributedDataParallel.*rank \d of 2"):
+        FSDPStrategy().prepare(wrapped, optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.1}})

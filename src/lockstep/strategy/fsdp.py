@@ -7,11 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, Adafactor, Optimizer, Rprop
 
 from lockstep.dataset.random_state import sync_random_state
 from lockstep.device import get_device
 from lockstep.errors import ConfigError
+from lockstep.groups import this_rank
 from lockstep.model import ModelWrapper, checkpoint_activations, is_model_wrapper, unwrap_model
 from lockstep.model.fsdp import MMFullyShardedDataParallel
 from lockstep.model.fsdp.units import choose_units
@@ -74,8 +76,13 @@ class FSDPStrategy(NativeStrategy):
 
         Raises:
             ConfigError: the given optimizer already has a state, or has parameters of another model, or cannot update
-                shards correctly; see `_check_optimizer` and `check_by_trial`.
+                shards correctly; see `_check_optimizer` and `check_by_trial`. Or the model is wrapped by DDP.
         """
+        if isinstance(model, DistributedDataParallel):
+            raise ConfigError(
+                f"`model` must not be wrapped in {type(model).__name__} under FSDPStrategy, which would then shard "
+                f"nothing ({this_rank()}). Hand in the module itself"
+            )
         # By id: references to the tensors would keep the whole model in memory while it is sharded.
         names = {id(parameter): name for name, parameter in unwrap_model(model).named_parameters()}
         model, wrapper = super().parallelize(model, optim_wrapper)
