@@ -108,7 +108,8 @@ def refuse_sparse_gradients(model: nn.Module, where: str, ignored: Collection[nn
 def checkpoint_activations(model: nn.Module, check: Check) -> list[str]:
     """Make parts of a model store only their inputs for the backward pass, and recompute their activations.
 
-    Each part's `forward` is replaced in place; names of parameters and classes do not change.
+    Each part's `forward` is replaced in place; names of parameters and classes do not change. Models of transformers
+    then keep no cache of keys and values, as with their own checkpointing.
 
     Args:
         model: the model, before it is sharded.
@@ -130,6 +131,10 @@ def checkpoint_activations(model: nn.Module, check: Check) -> list[str]:
     for name in names:
         part = model.get_submodule(name)
         part.forward = partial(checkpoint, part.forward, use_reentrant=False)
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", False) is True:  # of transformers: recomputation would fill the cache twice
+            config.use_cache = False
     if not names:
         raise ValueError(
             "`check` must accept at least one module, but accepts none of those in "

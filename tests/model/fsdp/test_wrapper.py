@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -476,6 +477,13 @@ def test_what_is_to_be_computed_again_is_found_or_missed_by_name():
         checkpoint_activations(seeded(), lambda module: False)
     with pytest.raises(ValueError, match="`check` must name classes of modules in Net, but names 'Blok'"):
         checkpoint_activations(seeded(), ["Blok"])
+
+
+def test_what_is_computed_again_keeps_no_cache():
+    net = seeded()
+    net.config = SimpleNamespace(use_cache=True)  # as models of transformers have
+    checkpoint_activations(net, [Block])
+    assert not net.config.use_cache
 
 
 @ranks(1, fresh=True)
