@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -132,7 +132,7 @@ def checkpoint_activations(model: nn.Module, check: Check) -> list[str]:
         part = model.get_submodule(name)
         part.forward = partial(checkpoint, part.forward, use_reentrant=False)
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False) is True:  # of transformers: recomputation would fill the cache twice
             config.use_cache = False
     if not names:
