@@ -3,8 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-# Bytecode is made when a module is first imported: for all of torch, in each environment, it would take 20 s.
-INSTALL := -m pip install --quiet --no-compile --constraint constraints.txt
+INSTALL := -m pip install --quiet --constraint constraints.txt
 
 # Tests start hundreds of processes: without Python's bytecode beside the source, each would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -82,7 +81,7 @@ test-colossalai: .venv-colossalai/.ready  ## the ColossalAI strategy, in an envi
 	$(PYTHON) -m venv .venv-colossalai
 	.venv-colossalai/bin/python $(INSTALL) --editable '.[testing]' hypothesis \
 		--requirement requirements/colossalai-imports.txt --requirement requirements/models-colossalai.txt
-	.venv-colossalai/bin/python -m pip install --quiet --no-compile --no-deps --requirement requirements/colossalai.txt
+	.venv-colossalai/bin/python -m pip install --quiet --no-deps --requirement requirements/colossalai.txt
 	@touch $@
 
 # Aim is built for Python 3.11 and 3.12 only.
@@ -191,7 +190,7 @@ test-data-packages: .venv-data/.ready  ## data sets and streams of other package
 .venv-data/.ready: pyproject.toml constraints.txt requirements/data.txt
 	$(PYTHON) -m venv .venv-data
 	.venv-data/bin/python $(INSTALL) hypothesis --editable '.[testing]' --requirement requirements/data.txt
-	.venv-data/bin/python -m pip install --quiet --no-compile --no-deps mosaicml-streaming==0.13.0 litdata==0.2.76
+	.venv-data/bin/python -m pip install --quiet --no-deps mosaicml-streaming==0.13.0 litdata==0.2.76
 	@touch $@
 
 .PHONY: test-huggingface
@@ -229,14 +228,14 @@ mmengine-models: $(MMENGINE)  ## one model of each family of seven packages, bes
 	$(PYTHON) -m venv .venv-mmengine
 	.venv-mmengine/bin/python $(INSTALL) --editable '.[testing]' --editable compat/mmengine \
 		--requirement requirements/mmengine.txt
-	.venv-mmengine/bin/python -m pip install --quiet --no-compile --no-deps --requirement requirements/mmengine-packages.txt
+	.venv-mmengine/bin/python -m pip install --quiet --no-deps --requirement requirements/mmengine-packages.txt
 	@touch $@
 
 .venv-mmengine-reference/.ready: constraints.txt requirements/mmengine.txt requirements/mmengine-packages.txt
 	$(PYTHON) -m venv .venv-mmengine-reference
 	.venv-mmengine-reference/bin/python $(INSTALL) --requirement constraints.txt \
 		--requirement requirements/mmengine.txt
-	.venv-mmengine-reference/bin/python -m pip install --quiet --no-compile --no-deps mmengine==0.10.7 \
+	.venv-mmengine-reference/bin/python -m pip install --quiet --no-deps mmengine==0.10.7 \
 		--requirement requirements/mmengine-packages.txt
 	@touch $@
 

@@ -352,7 +352,10 @@ def test_a_second_hook_of_the_type_of_a_default_one_is_told(caplog):
     assert [hook["type"] for hook in default_hooks(misspelt, None)].count("CheckpointHook") == 2
     assert "Name it `checkpoint`" in caplog.text
     caplog.clear()
-    default_hooks({**misspelt, "checkpoint": {"interval": 2}}, None)  # on purpose
+    default_hooks({**misspelt, "checkpoint": {"interval": 2}}, None)
+    assert "Name it `checkpoint`" in caplog.text
+    caplog.clear()
+    default_hooks({"each_iteration": misspelt["chekpoint"], "checkpoint": {"interval": 2}}, None)  # on purpose
     default_hooks({"own": {"type": "EMAHook"}}, None)
     assert not caplog.records
 
