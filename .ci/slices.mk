@@ -88,7 +88,7 @@ SLICE_COLOSSALAI := tests/engines/colossalai/test_parity.py::test_losses_and_glo
 SLICE_MODELS := --rows "Llama, GQA" GAN "clamped weights" --columns single DDP-2 FSDP-2 ZeRO-3 "ColossalAI ZeRO-1"
 SLICE_PARITY := --out work_dirs/parity.md DDP-2 FSDP-2 "DeepSpeed 2" "ColossalAI zero1"
 SLICE_RESUME := --rows DDP-2 FSDP-3 --loops "by epoch" --ranks 1 2
-SLICE_DOCS := tests/pages -k "first-steps or own-loop or checkpoints or public_name or markup"
+SLICE_DOCS := tests/pages -k "first-steps or own-loop or checkpoints or public_name or markup or messages"
 
 # On two ranks without workers; the splitting over workers is also tested without the packages, in `make test`.
 SLICE_DATA_PACKAGES := -k "2-0"
