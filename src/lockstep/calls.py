@@ -33,7 +33,7 @@ _Key: TypeAlias = tuple[Any, ...]
 
 
 class _Owners(dict[str, str]):
-    """Whose a file is, by path: "caller", "dist", "lockstep" or "". A look-up takes a third of comparing paths."""
+    """Whose a file is, by path: "caller", "dist", "lockstep" or "". A look-up is three times as fast."""
 
     def __missing__(self, file: str) -> str:
         if file.startswith(_LOCKSTEP):

@@ -436,12 +436,16 @@ def test_transforms_come_from_their_registry_and_may_drop_a_sample():
         Compose([3])
 
 
-@pytest.mark.parametrize("as_config", [False, True])
+@pytest.mark.parametrize("given_as", ["sampler", "config", "batch sampler"])
 @ranks(2)
-def test_a_distributed_sampler_repeats_nothing_in_evaluation(as_config: bool) -> None:
+def test_a_distributed_sampler_repeats_nothing_in_evaluation(given_as: str) -> None:
     dataset = TensorDataset(torch.arange(5))
-    sampler = torch.utils.data.DistributedSampler(dataset, shuffle=False)
-    given = {"dataset": dataset, "batch_size": 2, "sampler": sampler}
-    loader = build_dataloader(given if as_config else DataLoader(**given), seed=0, evaluation=True)
+    sampler = DistributedSampler(dataset, shuffle=False)
+    given: Any = {"dataset": dataset, "batch_size": 2, "sampler": sampler}
+    if given_as == "batch sampler":
+        given = DataLoader(dataset, batch_sampler=BatchSampler(sampler, 2, drop_last=False))
+    elif given_as == "sampler":
+        given = DataLoader(**given)
+    loader = build_dataloader(given, seed=0, evaluation=True)
     seen = [int(x) for (batch,) in loader for x in batch]
     assert sorted(x for one in all_gather_object(seen) for x in one) == [0, 1, 2, 3, 4]

@@ -281,8 +281,8 @@ class _SamplerBuilder(NamedTuple):
     def _sharded(self, sampler: Any, *, round_up: bool, batch_size: int = 1) -> Any:
         if self.split is False:
             return sampler
-        if self.evaluation and is_torchs(sampler, DistributedSampler):  # it repeats samples to fill up
-            sampler = SequentialSampler(self.dataset)
+        if self.evaluation:
+            sampler = _without_padding(sampler)
         if isinstance(sampler, ShardingSampler):
             self._check_alike(None)
         elif self.split is True or not is_rank_aware(sampler):
@@ -294,6 +294,11 @@ class _SamplerBuilder(NamedTuple):
     def _check_alike(self, sampler: Any) -> None:
         if get_world_size() > 1 and (differing := differing_parts(self.dataset, sampler)):
             raise _parts_differ(differing, "say `split=False`")
+
+
+def _without_padding(sampler: Any) -> Any:
+    """Return what draws in an evaluation: in place of torch's sampler that repeats samples to fill up, all, once."""
+    return SequentialSampler(sampler.dataset) if is_torchs(sampler, DistributedSampler) else sampler
 
 
 def _parts_differ(names: list[str], how_to_say: str) -> ConfigError:
@@ -369,9 +374,10 @@ def shard_loader(loader: Any, seed: int, evaluation: bool, shard: tuple[int, int
 
     **Collective**: every rank.
     """
-    if evaluation and is_torchs(getattr(loader, "sampler", None), DistributedSampler):
+    sampler, _ = drawn_from(loader)
+    if evaluation and (plain := _without_padding(sampler)) is not sampler:
         _logger.info("%s: its DistributedSampler, which repeats samples to fill up, does not draw", _describe(loader))
-        loader = with_sampler(loader, SequentialSampler(loader.dataset))
+        loader = with_sampler(loader, plain)
     left = _reason_to_leave(loader, evaluation, shard)
     if left is None:
         return _sharded(loader, seed, evaluation, shard)

@@ -31,8 +31,8 @@ from lockstep.masking import printable
 
 # Signals that end a rank from outside, or after a crash. An abort may follow the failure of another rank.
 _ABORTED = (
-    "On the CPU, gloo ends a process so that gets more bytes than it expects, as where ranks make calls that differ. "
-    "LOCKSTEP_CHECK=always compares each call of lockstep's before it runs, and names both lines."
+    "By SIGABRT gloo, on the CPU, ends a process that gets more bytes than it expects: ranks may have made calls that "
+    "differ. LOCKSTEP_CHECK=always compares each call of lockstep's before it runs, and names both lines."
 )
 _DEADLY = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 # Other ranks may report that a process is gone before the launcher learns of its end.

@@ -46,6 +46,7 @@ class TrainLoop(ABC):
             and others have not.
         batch_size_of: returns what a batch counts for; None for its number of samples.
         stop_training: set it to end the training after the present epoch or iteration.
+        is_ending_iter: whether `after_train_iter` is being called: the iteration is done, but not in `iter` yet.
     """
 
     max_epochs: int | None

@@ -182,7 +182,6 @@ class OwnLoop(TrainLoop):
         may_stop = not self._is_stepping  # in the midst of an iteration nothing can be saved
         run = self.runner
         with run.saving.at_stop(), random_state_kept(), run.evaluated(), self._weights_to_evaluate(), context:
-            self._is_evaluating = True
             for batch in EvenBatches(loader).iterate():
                 if may_stop:
                     self.runner.agreement.stop_if_asked()
@@ -190,7 +189,6 @@ class OwnLoop(TrainLoop):
                 moved = move_to_device(self.runner.prefetch(batch.data), device)
                 begin_compiled_step()
                 yield moved
-        self.counts, self._is_evaluating = True, False
 
     def warn_of_gather(self) -> None:
         """Warn, once, if rows are gathered that no loader of this session has given."""
@@ -206,9 +204,11 @@ class OwnLoop(TrainLoop):
         """Let hooks give the model what a Runner validates, such as averaged weights, for one pass."""
         self.runner.call_hook("before_val")
         self.runner.call_hook("before_val_epoch")
+        self._is_evaluating = True
         try:
             yield
         finally:
+            self.counts, self._is_evaluating = True, False
             self.runner.call_hook("after_val")
 
     def log(self, values: Mapping[str, Any]) -> None:

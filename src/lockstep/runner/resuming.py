@@ -323,8 +323,10 @@ def _read_state(
     run.call_hook("before_load_checkpoint", checkpoint=wanted)
     del wanted["meta"]
     for name, size in added.items():
-        if size <= _MOST_UNASKED or name in wanted:
-            wanted.setdefault(name, AS_SAVED)
+        if name in wanted:
+            continue  # a hook has said where it belongs
+        if size <= _MOST_UNASKED:
+            wanted[name] = AS_SAVED
         else:
             _logger.info("`%s` (%d MiB) is not loaded: no hook asks for it in before_load_checkpoint", name, size >> 20)
     holder = meta["position"]["held_by"]

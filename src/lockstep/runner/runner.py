@@ -371,7 +371,7 @@ class Runner(_AttributesOfRun):
                 yield space
                 failed = False
             except Exception as error:
-                start.add_notes(error, self._run or space)
+                start.note_failure(error, self._run or space)
                 raise
             finally:
                 (self._run or space).close(failed=failed)

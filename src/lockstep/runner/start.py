@@ -367,7 +367,7 @@ def describe_ranks(world_size: int, device: str) -> str:
     return f"{world_size} ranks on {device} over {get_backend()}"
 
 
-def add_notes(error: Exception, run: Run | Workspace) -> None:
+def note_failure(error: Exception, run: Run | Workspace) -> None:
     """Add to an error that ends a run how far that was, and what workers of its data have to do with it; log it.
 
     The terminal has it from Python, or from the launcher. The file of this rank's log is what remains of it.
