@@ -26,7 +26,7 @@ SLICE_LAYOUTS := tests/model/fsdp/test_wrapper.py::test_no_sync_reduces_nothing_
 	tests/strategy/test_optim_state.py::test_other_strategies_find_as_few_states_as_were_saved
 
 # Each launcher once, two hosts, the commands, a signal, a search, an example, a first line before torch is loaded.
-SLICE_JOBS := tests/benchmarks/test_benchmarks.py tests/benchmarks/test_scale.py tests/launch/test_ledger.py \
+SLICE_JOBS := tests/benchmarks/test_benchmarks.py tests/launch/test_ledger.py \
 	tests/launch/test_launch.py::test_a_failure_is_told_once_with_the_rank_and_its_traceback \
 	tests/launch/test_launch.py::test_a_killed_rank_is_replaced \
 	tests/launch/test_launch.py::test_no_rank_outlives_the_job \
@@ -41,8 +41,8 @@ SLICE_JOBS := tests/benchmarks/test_benchmarks.py tests/benchmarks/test_scale.py
 	tests/cli/test_export.py::test_what_is_written_is_said \
 	tests/cli/test_searches.py::test_two_ranks_search_a_rate_together \
 	tests/examples/test_examples.py::test_a_hook_and_a_metric_of_ones_own \
-	tests/runner/test_preemption.py::test_a_signal_to_one_rank_stops_all_after_the_same_iteration \
-	tests/runner/test_preemption.py::test_a_session_stops_and_goes_on \
+	"tests/runner/test_preemption.py::test_a_signal_to_one_rank_stops_all_after_the_same_iteration[fsdp-1]" \
+	"tests/runner/test_preemption.py::test_a_session_stops_and_goes_on[2-when2]" \
 	tests/runner/test_failing_ranks.py::test_a_job_that_fails_says_why_and_ends \
 	tests/runner/test_data_workers.py::test_a_rank_whose_worker_fails_in_a_validation_ends_by_itself
 
