@@ -42,10 +42,6 @@ def broadcast(
 def broadcast(
     data: Tensor = ..., src: int = ..., group: GroupLike = ..., *, async_op: Literal[True], tensor: Tensor = ...
 ) -> Handle: ...
-@overload
-def broadcast(
-    data: Tensor = ..., src: int = ..., group: GroupLike = ..., async_op: bool = ..., *, tensor: Tensor = ...
-) -> Handle | None: ...
 def broadcast(
     data: Tensor = NOT_GIVEN,
     src: int = 0,
@@ -121,15 +117,6 @@ def all_to_all(
     *,
     sync_grads: Literal[True],
 ) -> list[Tensor]: ...
-@overload
-def all_to_all(
-    output_tensor_list: Sequence[Tensor],
-    input_tensor_list: Sequence[Tensor],
-    group: GroupLike = ...,
-    async_op: bool = ...,
-    *,
-    sync_grads: bool = ...,
-) -> Handle | list[Tensor] | None: ...
 def all_to_all(
     output_tensor_list: Sequence[Tensor],
     input_tensor_list: Sequence[Tensor],
@@ -242,8 +229,6 @@ def _start_all_to_all(
 def barrier(group: GroupLike = ..., async_op: Literal[False] = ...) -> None: ...
 @overload
 def barrier(group: GroupLike = ..., *, async_op: Literal[True]) -> Handle: ...
-@overload
-def barrier(group: GroupLike = ..., async_op: bool = ...) -> Handle | None: ...
 def barrier(group: GroupLike = None, async_op: bool = False) -> Handle | None:
     """Wait until the host of every rank of the group has reached this call; devices are not waited for.
 

@@ -178,16 +178,6 @@ def gather(
     async_op: Literal[True],
     tensor: Tensor = ...,
 ) -> Handle: ...
-@overload
-def gather(
-    data: Tensor = ...,
-    gather_list: Sequence[Tensor] | None = ...,
-    dst: int = ...,
-    group: GroupLike = ...,
-    async_op: bool = ...,
-    *,
-    tensor: Tensor = ...,
-) -> list[Tensor] | Handle | None: ...
 def gather(  # type: ignore[misc]  # the overloads share their places, not their names
     data: Tensor = NOT_GIVEN,
     gather_list: Sequence[Tensor] | Integral | int | None = None,
@@ -262,14 +252,6 @@ def scatter(
     *,
     async_op: Literal[True],
 ) -> Handle: ...
-@overload
-def scatter(
-    tensor: Tensor,
-    scatter_list: Sequence[Tensor] | None = ...,
-    src: int = ...,
-    group: GroupLike = ...,
-    async_op: bool = ...,
-) -> Handle | None: ...
 def scatter(
     tensor: Tensor,
     scatter_list: Sequence[Tensor] | None = None,

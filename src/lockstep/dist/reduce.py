@@ -61,16 +61,6 @@ def all_reduce(
     sync_grads: Literal[True],
     tensor: Tensor = ...,
 ) -> Tensor: ...
-@overload
-def all_reduce(
-    data: Tensor = ...,
-    op: OpLike = ...,
-    group: GroupLike = ...,
-    async_op: bool = ...,
-    *,
-    sync_grads: bool = ...,
-    tensor: Tensor = ...,
-) -> Handle | Tensor | None: ...
 def all_reduce(
     data: Tensor = NOT_GIVEN,
     op: OpLike = "sum",
@@ -156,16 +146,6 @@ def reduce(
     async_op: Literal[True],
     tensor: Tensor = ...,
 ) -> Handle: ...
-@overload
-def reduce(
-    data: Tensor = ...,
-    dst: int = ...,
-    op: OpLike = ...,
-    group: GroupLike = ...,
-    async_op: bool = ...,
-    *,
-    tensor: Tensor = ...,
-) -> Handle | None: ...
 def reduce(
     data: Tensor = NOT_GIVEN,
     dst: int = 0,
@@ -262,16 +242,6 @@ def reduce_scatter(
     *,
     sync_grads: Literal[True],
 ) -> Tensor: ...
-@overload
-def reduce_scatter(
-    output: Tensor,
-    input_list: Sequence[Tensor],
-    op: OpLike = ...,
-    group: GroupLike = ...,
-    async_op: bool = ...,
-    *,
-    sync_grads: bool = ...,
-) -> Handle | Tensor | None: ...
 def reduce_scatter(
     output: Tensor,
     input_list: Sequence[Tensor],
