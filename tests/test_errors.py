@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 
 import pytest
 
@@ -17,6 +18,7 @@ from lockstep.errors import (
     PeerError,
     Preempted,
     RegistryError,
+    place_of,
 )
 
 ERRORS = [
@@ -40,3 +42,14 @@ def test_a_copy_has_the_message_the_attributes_and_the_notes(
     twin = twin_of(error)
     assert type(twin) is type(error)
     assert (str(twin), twin.args, vars(twin)) == (str(error), error.args, vars(error))
+
+
+def test_no_line_of_lockstep_is_a_place_even_where_it_is_the_main_module() -> None:
+    names = {"__name__": "__main__", "__spec__": ModuleSpec("lockstep.cli.rank", None)}
+    for own, place in (({}, "mine.py:1"), (names, "")):
+        try:
+            exec(compile("1 / 0", "mine.py", "exec"), {"__name__": "__main__", **own})
+        except ZeroDivisionError as error:
+            trace = error.__traceback__
+            assert trace is not None
+            assert place_of(trace.tb_next) == place

@@ -196,7 +196,8 @@ def place_of(trace: TracebackType | None) -> str:
     """Return the innermost line of a traceback outside of lockstep, torch and Python, as ``FILE:LINE``, or ""."""
     place = ""
     for frame, line in walk_tb(trace):
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        spec = frame.f_globals.get("__spec__")  # of `python -m`, whose module is named __main__
+        package = str(getattr(spec, "name", None) or frame.f_globals.get("__name__", "")).partition(".")[0]
         if package not in ("lockstep", "torch") and package not in sys.stdlib_module_names:
             place = f"{os.path.basename(frame.f_code.co_filename)}:{line}"
     return place
