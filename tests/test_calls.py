@@ -7,22 +7,33 @@ import os
 import threading
 from typing import Any
 
+import pytest
+
 import lockstep
 from lockstep.calls import Calls
 
-LOOP = """def loop():
+PLAIN = """def loop():
     collective()
 def collective():
     check_call()
 """
+IN_A_BLOCK = """from contextlib import contextmanager
+def loop():
+    with block(): pass
+@contextmanager
+def block():
+    check_call()
+    yield
+"""
 
 
-def test_a_call_that_no_line_of_a_user_has_made_is_that_of_lockstep() -> None:
+@pytest.mark.parametrize(("loop", "line"), [(PLAIN, 2), (IN_A_BLOCK, 3)])
+def test_a_call_that_no_line_of_a_user_has_made_is_that_of_lockstep(loop: str, line: int) -> None:
     calls, done = Calls(), threading.Event()
     names: dict[str, Any] = {"check_call": lambda: calls.add("barrier", ()), "done": done.set}
-    exec(compile(LOOP, os.path.join(os.path.dirname(lockstep.__file__), "made_up.py"), "exec"), names)
+    exec(compile(loop, os.path.join(os.path.dirname(lockstep.__file__), "made_up.py"), "exec"), names)
     # As in `python -m lockstep`, the outermost frame is Python's own.
     exec(compile("def begin():\n    loop()\n    done()", "<frozen runpy>", "exec"), names)
     _thread.start_new_thread(names["begin"], ())
     assert done.wait(10)
-    assert calls.call(1).site.endswith("made_up.py:2")
+    assert calls.call(1).site.endswith(f"made_up.py:{line}")

@@ -135,15 +135,17 @@ class Calls:
             detail: what may differ between ranks.
         """
         function = sys._getframe(2)  # after `check_call`
-        own = frame = function.f_back or function  # called by no Python code, such as atexit
+        frame = function.f_back or function  # called by no Python code, such as atexit
+        own = None
         # Which function of lockstep makes a call is compared, too: objects that it exchanges for different reasons must
         # not be taken for each other.
         user = "" if _owners[function.f_code.co_filename] == "dist" else None
         while (owner := _owners[frame.f_code.co_filename]) != "caller":
             if owner == "lockstep" and user == "":
                 user = frame.f_code.co_qualname
+            own = own or (frame if owner else None)
             if frame.f_back is None:  # as in `python -m lockstep`: the line of lockstep's that has made the call
-                frame = own
+                frame = own or function
                 break
             frame = frame.f_back
         # The hash of a code object takes long; a kind keeps the object, so that no other gets its id.
