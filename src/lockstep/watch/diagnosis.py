@@ -48,6 +48,12 @@ class Absent(NamedTuple):
     cause: str
 
 
+_ON_ALL_RANKS = (
+    "If one of these lines is under a condition such as `if rank == 0`, take it out of it: saving, logging and "
+    "evaluating communicate, and are called on every rank"
+)
+
+
 def records_of(comm: Comm, states: Mapping[int, State | None]) -> dict[int, Record]:
     """Return the calls of a group's ranks, by rank in the group, as far as they have answered."""
     name, found = comm.group_name, {}
@@ -67,18 +73,21 @@ def described(comm: Comm, records: Mapping[int, Record], ended: Collection[int])
             f"ranks of {comm.name} must make the same calls, but they differ, earlier than in the last {kept}, which "
             "are kept. LOCKSTEP_CHECK=always finds the first difference"
         )
-    lines, fingerprints = {}, dict[int, int | None]()
+    lines, sites, fingerprints = {}, set[str](), dict[int, int | None]()
     left = [rank for rank, record in records.items() if rank in ended and record.call(number) is None]
     for rank, record in records.items():
         call = record.call(number)
         fingerprints[rank] = None if call is None else call.fingerprint
         if call is not None:
             lines[rank] = str(call)
+            sites.add(call.site)
         else:
             does = "has ended" if rank in ended else "has not called anything more"
             last = f", after {record.call(record.number)}" if record.number else ""
             lines[rank] = f"{does}{last}"
     text = f"ranks of {comm.name} must make the same call, but their call {number} differs:\n{grouped(lines)}"
+    if len(sites) > 1:
+        text += f"\n{_ON_ALL_RANKS}"
     failed = [comm.ranks[rank] for rank in left or unlike_most(fingerprints)]
     return CollectiveMismatchError(text, failed_ranks=failed)
 
