@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -269,7 +269,7 @@ class Run(Workspace):
         return type(unwrap_model(self.model)).__name__
 
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
-        """Call every hook at a point; see `lockstep.hooks.Hook`."""
+        """Call every hook at a point; see `lockstep.hooks.Hook`. Any other name is a point of your own hooks' methods."""
         self.hooks.call(fn_name, self, **kwargs)
 
     def register_hook(self, hook: Any, priority: str | int | None = None) -> None:
@@ -326,9 +326,10 @@ class Run(Workspace):
 
     def close(self, *, failed: bool) -> None:
         """Close hooks, visualizers, records, and data loaders, whose workers end; which after an error might hang."""
-        self.hooks.close()
-        self.visualizer.close(failed=failed)
-        super().close(failed=failed)
+        with ExitStack() as stack:  # from the last to the first, also where one of them fails
+            stack.callback(super().close, failed=failed)
+            stack.callback(self.visualizer.close, failed=failed)
+            stack.callback(self.hooks.close)
         if not failed:
             for loader in self._dataloaders():
                 if getattr(loader, "persistent_workers", False):  # as garbage, they would take 10 s each (torch 2.13)
