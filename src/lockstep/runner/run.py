@@ -269,7 +269,10 @@ class Run(Workspace):
         return type(unwrap_model(self.model)).__name__
 
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
-        """Call every hook at a point; see `lockstep.hooks.Hook`. Any other name is a point of your own hooks' methods."""
+        """Call every hook at a point; see `lockstep.hooks.Hook`.
+
+        Another name is a point of your own: the hooks that have a method of this name are called.
+        """
         self.hooks.call(fn_name, self, **kwargs)
 
     def register_hook(self, hook: Any, priority: str | int | None = None) -> None:
