@@ -307,6 +307,11 @@ class Run(Workspace):
                 raise ConfigError("`ema` must be True only beside EMAHook, but there is no average of weights")
             if ema is False and trained is not None:
                 state = {**state, **trained}
+        elif ema is not None:
+            raise ConfigError(
+                f"`ema` must be None in a run that does not train, and has loaded one kind of weights, but is {ema}. "
+                "Use lockstep export, which has both kinds of a checkpoint"
+            )
         save_pretrained(unwrap_model(self.model), state, save_directory, options)
 
     def tell_hub(self) -> None:
