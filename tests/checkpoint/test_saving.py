@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
 from collections import OrderedDict
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,9 +20,9 @@ from hypothesis import strategies as st
 
 from lockstep.checkpoint import layout, load_state, read_meta, read_shapes, save_state, verify
 from lockstep.checkpoint.manifest import BLOCK, ITEM_SIZES
-from lockstep.checkpoint.values import decode, encode
+from lockstep.checkpoint.values import NUMBER, decode, encode
 from lockstep.dist import get_rank, get_world_size
-from lockstep.errors import ConfigError, DistError
+from lockstep.errors import CollectiveTimeoutError, ConfigError, DistError
 from lockstep.testing import ranks
 
 PLAIN = st.recursive(
@@ -50,10 +51,18 @@ def test_what_json_does_not_have_is_kept():
     assert type(back["numpy"]) is float
 
 
+def test_arrays_of_another_byte_order_and_the_largest_number_are_kept():
+    tensors: dict[str, torch.Tensor] = {}
+    encode({"swapped": numpy.array([[1.5, 2.0]], dtype=">f8")[:, ::-1]}, tensors=tensors)
+    assert tensors["swapped"].tolist() == [[2.0, 1.5]]
+    assert NUMBER.fits(-sys.float_info.max)
+    assert not NUMBER.fits(10**400)
+
+
 @ranks(1, 2)
 @pytest.mark.parametrize(
     "value",
-    [{1, 2}, object(), b"bytes", Path("x"), torch.device("cpu"), numpy.array(["a"])],
+    [{1, 2}, object(), b"bytes", Path("x"), torch.device("cpu"), numpy.array(["a"]), numpy.zeros(2, numpy.longdouble)],
     ids=lambda value: type(value).__name__,
 )
 def test_what_is_no_plain_value_is_refused_by_name_on_every_rank(value: Any, tmp_path: Path):
@@ -67,9 +76,10 @@ def test_what_is_no_plain_value_is_refused_by_name_on_every_rank(value: Any, tmp
 
 
 @ranks(2)
-def test_a_tensor_that_one_rank_cannot_give_is_an_error_on_every_rank(tmp_path: Path):
-    lost = patch.object(layout, "pieces_of", side_effect=RuntimeError("it is lost"))
-    says = r"state could not be written: rank 1: RuntimeError: it is lost"
+@pytest.mark.parametrize("kind", [RuntimeError, CollectiveTimeoutError])  # the latter is an OSError, too
+def test_a_tensor_that_one_rank_cannot_give_is_an_error_on_every_rank(kind: type[Exception], tmp_path: Path):
+    lost = patch.object(layout, "pieces_of", side_effect=kind("it is lost"))
+    says = rf"state could not be written: rank 1: {kind.__name__}: it is lost"
     with lost if get_rank() == 1 else nullcontext(), pytest.raises(DistError, match=says):
         save_state(tmp_path / "state", {"model": {"w": torch.ones(2)}}, {})
     assert list(tmp_path.iterdir()) == []

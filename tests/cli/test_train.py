@@ -185,6 +185,7 @@ def test_bad_input_that_only_ranks_can_find_is_told_once(lockstep):
         (["--nproc", "0"], 2, "--nproc"),
         (["--node-rank", "1"], 2, "Give --nnodes and --rdzv"),
         (["--cfg-options", "lr", "0.1"], 2, "--cfg-options must be followed by KEY=VALUE"),
+        (["--cfg-options"], 2, "--cfg-options must be followed by KEY=VALUE"),
         (["--launcher", "torch"], 2, "'torch' is not one of"),
     ],
 )

@@ -9,6 +9,7 @@ import pickle
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -73,6 +74,13 @@ def test_a_failure_leaves_the_trace_until_then(tmp_path: Path):
     assert backward_passes(runner.run_dir / "profile" / "trace_rank0_iter2.json") == 2
 
 
+def test_a_trace_that_cannot_be_written_does_not_hide_why_the_run_failed(tmp_path: Path):
+    runner = make_runner(tmp_path, [ProfilerHook(json_trace_path="log.txt/trace.json"), Fail()])
+    with pytest.raises(RuntimeError, match="no"):
+        runner.train()
+    assert "the trace of operators can't be written: " in (runner.run_dir / "log.txt").read_text()
+
+
 def test_traces_go_elsewhere_if_asked(tmp_path: Path):
     seen: list[int] = []
     run_dir = run_dir_of(tmp_path, [ProfilerHook(on_trace_ready=lambda profiler: seen.append(len(profiler.events())))])
@@ -82,6 +90,13 @@ def test_traces_go_elsewhere_if_asked(tmp_path: Path):
     assert "Self CPU time total" in (run_dir / "log.txt").read_text()
     run_dir = run_dir_of(tmp_path, [ProfilerHook(on_trace_ready={"type": "tb_trace", "dir_name": "tb"})])
     assert [path.name.split(".")[0] for path in (run_dir / "tb").iterdir()] == ["rank0"]
+
+
+@ranks(2)
+def test_a_table_is_made_on_rank_0_alone(tmp_path: Path):
+    with patch.object(profiling.profile, "key_averages") as made:
+        make_runner(tmp_path, [ProfilerHook(on_trace_ready={"type": "log_trace"})]).train()
+    assert made.called == (get_rank() == 0)
 
 
 def run_dir_of(work_dir: Path, hooks: list[Hook]) -> Path:

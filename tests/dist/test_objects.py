@@ -373,6 +373,11 @@ def test_an_object_that_cannot_be_loaded_is_an_error_where_it_arrives(way: Way) 
 # --- wrong calls
 
 
+def test_a_list_to_fill_without_an_object_is_refused() -> None:
+    with pytest.raises(TypeError, match="must be given `obj`, this rank's object, with `object_list`"):
+        all_gather_object(object_list=[None])
+
+
 @ranks(2)
 def test_a_list_without_a_place_for_each_rank_is_an_error_on_every_rank() -> None:
     right, wrong = [None] * 2, [None] * 3

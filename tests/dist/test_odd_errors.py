@@ -24,9 +24,7 @@ from lockstep.dist import (
     run_on_main,
     scatter_object_list,
 )
-from lockstep.dist.consistency import fail_together
 from lockstep.errors import DistError, error_in_words, message_of, with_causes
-from lockstep.groups import resolve
 from lockstep.testing import ranks
 
 
@@ -83,7 +81,6 @@ def broken(rank: int) -> torch.Tensor:
 ON_RANK_0: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     "run_on_main": (lambda: run_on_main(refuse), MuteError),
     "run_on_main, result": (lambda: run_on_main(MuteError), TypeError),
-    "fail_together": (lambda: in_block(lambda: fail_together(resolve())), MuteError),
     "main_process_first": (lambda: in_block(main_process_first), MuteError),
     "all_gather_object": (lambda: all_gather_object(MuteError() if get_rank() == 0 else 1), TypeError),
     "all_gather_object, exits": (

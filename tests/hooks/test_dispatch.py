@@ -59,16 +59,71 @@ class Misspelt(Hook):
 
     def after_zzz(self) -> None: ...
 
+    def after_train_batch(self, runner) -> None: ...
+
+    def on_train_batch_end(self, *args) -> None: ...
+
+    def on_validation_end(self, *args) -> None: ...
+
+    def on_fit_start(self, *args) -> None: ...
+
+    def on_save_checkpoint(self, *args) -> None: ...
+
+    def on_our_own_start(self) -> None: ...
+
 
 def test_methods_that_nobody_calls_are_told(tmp_path: Path):
     runner = make_runner(tmp_path, [Misspelt()], train_cfg={"max_epochs": 1})
     runner.train()
     log = (runner.run_dir / "log.txt").read_text()
-    assert (
-        "`after_train_itr` of Misspelt is not a hook point, and is never called: did you mean `after_train_iter`" in log
-    )
+    for name, meant in [
+        ("after_train_itr", "after_train_iter"),
+        ("after_train_batch", "after_train_iter"),
+        ("on_train_batch_end", "after_train_iter"),
+        ("on_validation_end", "after_val_epoch"),
+        ("on_fit_start", "before_train"),
+        ("on_save_checkpoint", "before_save_checkpoint"),
+    ]:
+        assert f"`{name}` of Misspelt is not a hook point, and no run calls it: did you mean `{meant}`?" in log
     assert "`before_epoch` of Misspelt" in log
+    assert "on_our_own_start" not in log
     assert "after_zzz" not in log
+
+
+class OfItsOwnPoint(Hook):
+    """Calls hooks at a point of the project's own, and can't be closed."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def after_train_epoch(self, runner) -> None:
+        runner.call_hook("my_point", what=runner.epoch)
+        runner.call_hook("my_other_point")
+
+    def my_point(self, runner, what: int) -> None:
+        self.seen.append(what)
+
+    def close(self) -> None:
+        self.seen.append("closed")
+        raise OSError("it can't be closed")
+
+
+class Failing(Hook):
+    def before_train(self, runner) -> None:
+        raise ValueError("the run's own")
+
+
+def test_a_project_has_points_of_its_own_and_a_hook_that_fails_to_close_leaves_none_open(tmp_path: Path):
+    first, second = OfItsOwnPoint(), OfItsOwnPoint()
+    runner = make_runner(tmp_path, [first, second], train_cfg={"max_epochs": 1})
+    with pytest.raises(OSError, match="it can't be closed"):
+        runner.train()
+    assert first.seen == second.seen == [0, 0, "closed"]
+    assert runner.run.records._file is None
+    failing = make_runner(tmp_path, [OfItsOwnPoint(), Failing()])
+    with pytest.raises(ValueError, match="the run's own"):  # not the error of a hook that can't be closed
+        failing.train()
+    assert "not everything can be closed: OSError: it can't be closed" in (failing.run_dir / "log.txt").read_text()
 
 
 def test_hooks_can_be_looked_through_and_get_a_priority(tmp_path: Path):

@@ -62,6 +62,9 @@ def test_iterations_stop_as_epochs_do(tmp_path: Path):
     runner.train()
     assert runner.iter == 9
     reason = "training stops early: accuracy is not better than 3 by more than 0.1 after 2 validations"
+    runner.val_evaluator.metrics[0].values.append(0.0)
+    runner.val()  # after the training: nothing stops any more
+    assert (runner.run_dir / "log.txt").read_text().count(reason.partition(":")[0]) == 1
     assert reason in (runner.run_dir / "log.txt").read_text()
 
 
@@ -85,7 +88,7 @@ def test_a_metric_that_a_later_validation_lacks_is_told_or_refused(tmp_path: Pat
     runner = make_runner(tmp_path, [EarlyStoppingHook("accuracy", patience=1)], Sometimes([9.0, 1.0]))
     runner.train()
     assert runner.epoch == 2
-    says = "`monitor` must be one of the metrics other, but is 'accuracy'"
+    says = "`monitor` must be a metric of each validation, but is 'accuracy'. This one has: other"
     assert says in (runner.run_dir / "log.txt").read_text()
     with pytest.raises(ConfigError, match=says):
         make_runner(tmp_path, [EarlyStoppingHook("accuracy", strict=True)], Sometimes([9.0, 1.0])).train()

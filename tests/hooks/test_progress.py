@@ -9,17 +9,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from lockstep.hooks.progress import LiveDisplay, PlainDisplay, ProgressHook, _rates
-
-
-def test_lines_come_no_more_often_than_asked():
-    console = Console(file=StringIO(), width=80)
-    display = PlainDisplay(console, period_seconds=60)
-    display.begin("epoch 1/2", None)
-    for done in range(5):
-        display.show(done, ["loss 1"])
-    display.close()
-    assert console.file.getvalue() == ""
+from lockstep.hooks.progress import LiveDisplay, ProgressHook, _rates
 
 
 def test_a_live_bar_can_be_shown_again_after_it_was_closed():

@@ -46,7 +46,7 @@ def test_a_rank_that_the_kernel_kills_for_lack_of_memory_is_named_with_the_reaso
     code, _, err = scripts.run(script, "--nproc", "2", before=enter)
     assert code == 137
     assert "error: rank 1 was ended by SIGKILL" in err
-    assert "ran out of memory: the kernel has killed 1 of the machine's processes meanwhile" in err
+    assert "A lack of memory may be the cause: the kernel has killed 1 of this machine's processes for it" in err
 
 
 def test_a_kill_is_not_taken_for_lack_of_memory():

@@ -21,6 +21,7 @@ from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
 from lockstep.launch.worker import RESUME_SINCE
 from lockstep.model import BaseModel
+from lockstep.runner.evaluation_loops import ValLoop
 from lockstep.testing import ranks
 from lockstep.weights import export_checkpoint
 
@@ -176,6 +177,13 @@ def test_sets_of_a_list_have_numbers_and_one_evaluator_for_all_or_one_each(tmp_p
     assert one["0/accuracy"] != one["1/accuracy"]
     assert [*several] == ["0/accuracy", "0/loss", "1/b/accuracy", "1/loss"]
     assert [*several.values()] == [*one.values()]
+    runner = make(Scores(), tmp_path, **given, val_evaluator=each)
+    runner.val()
+    for few in ([Evaluator(accuracy)], {"0": Evaluator(accuracy)}):
+        with pytest.raises(
+            ConfigError, match=r"`evaluator` of ValLoop must have one for each loader, but lacks \['1'\]"
+        ):
+            ValLoop(runner.run, sets, few)
 
 
 class Parts(Scores):

@@ -112,6 +112,13 @@ def test_a_fault_of_one_rank_is_told_as_the_cause(case, strategy, tmp_path: Path
     assert "(rank 1 of 2, after" in cause.detail
 
 
+class Unwritable:
+    """A config of another library."""
+
+    def dump(self, file: Path) -> None:
+        raise OSError("no config can be written")
+
+
 # Faults that every rank learns of before one of them goes on.
 SHARED: dict[str, tuple[dict[str, Any], str]] = {
     "nan": ({"model": Net(nan=True)}, "the loss must be finite, but is not in iteration 1"),
@@ -127,6 +134,7 @@ SHARED: dict[str, tuple[dict[str, Any], str]] = {
         {"work_dir": "/proc/nowhere"},
         "`work_dir` must be a folder that can be created and written to, but /proc/nowhere",
     ),
+    "config": ({"cfg": Unwritable()}, "no config can be written"),
 }
 
 

@@ -327,7 +327,9 @@ def shown_on(console: Console, hook: ProgressHook, runner: Runner) -> str:
     hooks.call("before_train", runner)
     hooks.call("before_train_epoch", runner)
     runner.train_loop.iter = 6
-    hooks.call("after_train_iter", runner, batch_idx=2, data_batch=None, outputs=None)
+    hook._due = 0.0
+    for index in (1, 2):  # the loss is begun to be read in one iteration, and shown in the next
+        hooks.call("after_train_iter", runner, batch_idx=index, data_batch=None, outputs=None)
     hooks.close()
     return console.file.getvalue()
 
@@ -348,6 +350,13 @@ def test_a_log_shows_plain_lines(tmp_path: Path):
     shown = shown_on(console, ProgressHook(period_seconds=0), runner)
     assert re.fullmatch(r"epoch 2/4  3/4  loss \d\.\d{4}  ETA 0:00:00  [\d,]+ samples/s\n", shown)
     assert "\x1b" not in shown
+
+
+def test_the_line_of_an_epoch_shows_the_metrics_of_its_own_validation(tmp_path: Path):
+    runner = train(tmp_path, metric=Scripted("a  b", [0.25, 0.5]), train_cfg={"max_epochs": 4, "val_interval": 2})
+    log = (runner.run_dir / "log.txt").read_text()
+    lines = [line for line in log.splitlines() if re.search(r"epoch \d/4 .*loss", line)]
+    assert [re.findall(r"val/a  b \S+", line) for line in lines] == [[], ["val/a  b 0.25"], [], ["val/a  b 0.5"]]
 
 
 def test_an_epoch_that_was_resumed_in_its_middle_says_over_what_its_means_are(tmp_path: Path):

@@ -210,3 +210,9 @@ def test_validating_after_training_goes_on_in_the_same_places(tmp_path: Path):
     steps = [line["step"] for line in lines_of(runner.run_dir / "scalars.jsonl") if "val/accuracy" in line]
     assert steps == [12, 24, 24]
     assert (runner.run_dir / "environment.json").read_text() == written
+
+
+def test_a_link_to_nothing_is_no_folder_for_runs(tmp_path: Path):
+    (tmp_path / "work").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"`work_dir` must be a folder that can be created .* File exists"):
+        make(tmp_path).train()

@@ -22,6 +22,7 @@ from lockstep.evaluator import BaseMetric
 from lockstep.hooks import EMAHook, Hook
 from lockstep.model import MMFullyShardedDataParallel, train_step
 from lockstep.model.shards import gather_full
+from lockstep.model.tensor_parallel_plan import read_plan
 from lockstep.runner import Runner
 from lockstep.strategy import DDPStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
 from lockstep.testing import ranks, run_ranks
@@ -336,6 +337,13 @@ def test_a_sampler_that_deals_otherwise_is_refused(tmp_path: Path):
 def test_what_does_not_fit_is_refused_by_name_on_all_ranks(request_: Any, says: str):
     with pytest.raises(ConfigError, match=says):
         FSDPStrategy(tensor_parallel=request_).prepare(Heads(norm=False))
+
+
+def test_patterns_may_give_one_layer_equal_styles():
+    plan = {"*.attn.q": ColwiseParallel(), "blocks.0.*.q": ColwiseParallel()}
+    assert "blocks.0.attn.q" in read_plan(Heads(), plan)
+    with pytest.raises(ConfigError, match="in one way"):
+        read_plan(Heads(), plan | {"blocks.0.*.q": ColwiseParallel(output_layouts=Replicate())})
 
 
 @ranks(2)

@@ -124,6 +124,10 @@ def test_without_an_average_none_is_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="`ema` must be True only beside EMAHook"):
         runner.save_pretrained(tmp_path / "out", ema=True)
     assert not (tmp_path / "out").exists()
+    evaluating = Runner(runner.model, tmp_path, val_dataloader=runner.train_dataloader)
+    evaluating.val()
+    with pytest.raises(ConfigError, match="`ema` must be None in a run that does not train"):
+        evaluating.save_pretrained(tmp_path / "out", ema=True)
 
 
 def test_a_session_saves_its_models(tmp_path: Path) -> None:

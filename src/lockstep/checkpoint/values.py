@@ -59,8 +59,11 @@ def encode(value: Any, path: Path = (), tensors: dict[str, Tensor] | None = None
     if tensors is not None and torch is not None:
         if isinstance(value, torch.Tensor):
             return {"$tensor": _put(value, path, tensors)}
-        if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
-            return {"$array": _put(torch.from_numpy(value.copy()), path, tensors)}
+        # torch has neither long doubles nor other byte orders.
+        is_array = numpy is not None and isinstance(value, numpy.ndarray)
+        if is_array and value.dtype.kind in "biuf" and value.itemsize <= 8:
+            native = value.astype(value.dtype.newbyteorder("="), order="C")
+            return {"$array": _put(torch.from_numpy(native), path, tensors)}
     if numpy is not None and isinstance(value, numpy.generic):
         value = value.item()
     match value:
@@ -305,7 +308,7 @@ def _is_plain_name(name: object) -> bool:
 
 
 def _is_number(node: Any) -> bool:
-    return type(node) in (int, float) and abs(node) < 1e308 and math.isfinite(node)
+    return type(node) in (int, float) and abs(node) <= sys.float_info.max
 
 
 def _is_option(node: Any) -> bool:

@@ -158,10 +158,11 @@ class CfgOptionsCommand(TyperCommand):
         takes_value = _options(self)
         repeated: list[str] = []
         rest = iter(args)
+        needs = f"{_CFG_OPTIONS} must be followed by KEY=VALUE, as in train_cfg.max_epochs=3"
         before = ""
         for arg in rest:
             if before == _CFG_OPTIONS and not _ASSIGNMENT.match(arg) and not ctx.resilient_parsing:
-                ctx.fail(f"{_CFG_OPTIONS} must be followed by KEY=VALUE, as in train_cfg.max_epochs=3, but by {arg!r}")
+                ctx.fail(f"{needs}, but by {arg!r}")
             before = arg
             if arg == "--":
                 repeated += [arg, *rest]
@@ -169,6 +170,8 @@ class CfgOptionsCommand(TyperCommand):
                 repeated += [_CFG_OPTIONS, arg]
             elif arg != _CFG_OPTIONS:  # the values that follow are recognised by their own form
                 repeated += [arg, *islice(rest, takes_value.get(arg, False))]
+        if before == _CFG_OPTIONS and not ctx.resilient_parsing:
+            ctx.fail(f"{needs}, but is the last word")
         return super().parse_args(ctx, repeated)
 
 

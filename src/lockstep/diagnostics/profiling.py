@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile, supported_activities, tens
 from torch.profiler import schedule as make_schedule
 
 from lockstep.device import get_device
-from lockstep.errors import ConfigError, require_count, require_one_of, with_causes
+from lockstep.errors import ConfigError, error_in_words, require_count, require_one_of, with_causes
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook, require_epochs
 from lockstep.runner.run import Run, TrainRun
@@ -79,6 +79,8 @@ class ProfilerHook(Hook):
             require_one_of("on_trace_ready['type']", given.get("type"), ("log_trace", "tb_trace"))
         self._activities = _activities(self.activity_with_cpu, self.activity_with_cuda)
         self._schedule = None if self.schedule is None else make_schedule(**self.schedule)
+        # Only cycles warn; and each such block lets warnings that have been shown once be shown again.
+        self._without_warning = nullcontext if self._schedule is None else _no_warning_of_cycles
         self._profiler: profile | None = None
         self._done = 0
         self._iteration = 0
@@ -96,7 +98,7 @@ class ProfilerHook(Hook):
             with_stack=self.with_stack,
             with_flops=self.with_flops,
         )
-        with _no_warning_of_cycles():
+        with self._without_warning():
             profiler.start()
         self._profiler = profiler
 
@@ -105,7 +107,7 @@ class ProfilerHook(Hook):
         if self._profiler is None:
             return
         self._iteration = runner.iter + 1
-        with _no_warning_of_cycles():
+        with self._without_warning():
             self._profiler.step()
         if not self.by_epoch:
             self._count_towards_end()
@@ -133,13 +135,16 @@ class ProfilerHook(Hook):
     def _handler(self, runner: Run) -> TraceHandler:
         given = self.on_trace_ready
         if given is None:
-            return lambda profiler: self._write(profiler, runner)
+            return _logging_failures(lambda profiler: self._write(profiler, runner))
         if not isinstance(given, Mapping):
             return given
         if given["type"] == "tb_trace":
             folder = runner.run_dir / given.get("dir_name", "tensorboard_traces")
-            handler: TraceHandler = tensorboard_trace_handler(str(folder), worker_name=f"rank{runner.rank}")
-            return handler
+            return _logging_failures(
+                lambda profiler: tensorboard_trace_handler(str(folder), worker_name=f"rank{runner.rank}")(profiler)
+            )
+        if runner.rank != 0:
+            return lambda _: None
         options = {"sort_by": "self_cpu_time_total", "row_limit": 20, **given}
         del options["type"]
         return lambda profiler: runner.logger.info("%s", profiler.key_averages().table(**options))
@@ -152,6 +157,18 @@ class ProfilerHook(Hook):
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))
         runner.logger.info("a trace of all operators is at %s", path)
+
+
+def _logging_failures(handler: TraceHandler) -> TraceHandler:
+    """Return a handler that neither ends a training, nor hides why it ended, if its trace can't be written."""
+
+    def handle(profiler: profile) -> None:
+        try:
+            handler(profiler)
+        except (OSError, RuntimeError) as error:
+            _logger.warning("the trace of operators can't be written: %s", error_in_words(error))
+
+    return handle
 
 
 @contextmanager

@@ -134,21 +134,6 @@ def report_invalid_arguments(name: str, comm: Comm) -> AbstractContextManager[No
 
 
 @contextmanager
-def fail_together(comm: Comm) -> Iterator[None]:
-    """Run a block on every rank; if it raises on one rank, all ranks raise.
-
-    The block itself must not call collectives.
-
-    **Collective**: every rank. **Raises**: a failing rank raises its own error; the others raise PeerError, which names
-    the first failing rank.
-    """
-    check_call("fail_together", comm, compares=False)
-    with report_failure(comm, BaseException):
-        yield
-    exchange(comm)
-
-
-@contextmanager
 def main_process_first(group: GroupLike = None) -> Iterator[None]:
     """Let rank 0 run a block before the others do, for instance to download a file that they then find in the cache.
 

@@ -68,7 +68,9 @@ def all_gather_object(
     """
     if object_list is NOT_GIVEN and data is NOT_GIVEN:
         data, obj = either("data", data, "obj", obj), NOT_GIVEN
-    is_filling = object_list is not NOT_GIVEN and obj is not NOT_GIVEN
+    is_filling = object_list is not NOT_GIVEN
+    if is_filling and obj is NOT_GIVEN:
+        raise TypeError("`all_gather_object` must be given `obj`, this rank's object, with `object_list`")
     data = either("data", data, "object_list", object_list)
     if not is_filling and _is_short(data, obj, group):
         comm = resolve(group if obj is NOT_GIVEN else obj)

@@ -57,19 +57,28 @@ class EarlyStoppingHook(Hook):
         self.wait_count = 0
         self._has_warned = False
         self._has_seen = False
+        self._is_training = False
 
     def before_train(self, runner: TrainRun) -> None:
         """Raise an error for a metric that there won't be."""
         check_metrics("monitor", [self.monitor], runner)
+        self._is_training = True
+
+    def close(self) -> None:
+        """Pass over the validations that come after the training."""
+        self._is_training = False
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Compare the metric with the best one so far."""
-        if not isinstance(runner, TrainRun):  # a validation without training
+        if not self._is_training:  # a validation without training, or after it
             return
-        if self.monitor not in (metrics or {}):
+        assert isinstance(runner, TrainRun)
+        metrics = metrics or {}
+        if self.monitor not in metrics:
             if not self._has_seen:
-                raise unknown_metric("monitor", self.monitor, metrics or {})
-            known = f"`monitor` must be one of the metrics {', '.join(metrics or {})}, but is {self.monitor!r}"
+                raise unknown_metric("monitor", self.monitor, metrics)
+            names = ", ".join(metrics) or "none"
+            known = f"`monitor` must be a metric of each validation, but is {self.monitor!r}. This one has: {names}"
             if self.strict:
                 raise ConfigError(f"{known}. Give strict=False to pass over validations without it")
             if not self._has_warned:
@@ -77,7 +86,7 @@ class EarlyStoppingHook(Hook):
             self._has_warned = True
             return
         self._has_seen = True
-        reason = self._reason_to_stop(float((metrics or {})[self.monitor]))
+        reason = self._reason_to_stop(float(metrics[self.monitor]))
         if reason is not None:
             runner.train_loop.stop_training = True
             runner.logger.info("training stops early: %s %s", self.monitor, reason)
@@ -105,7 +114,7 @@ class EarlyStoppingHook(Hook):
             return f"is {value}"
         if self.stopping_threshold is not None and self._gain(value, self.stopping_threshold) > 0:
             return f"is {value:g}, better than {self.stopping_threshold:g}"
-        is_first = not math.isnan(value) and (self.best is None or math.isnan(self.best))
+        is_first = not math.isnan(value) and self.best is None
         if is_first or (self.best is not None and self._gain(value, self.best) > self.min_delta):
             self.best, self.wait_count = value, 0
             return None

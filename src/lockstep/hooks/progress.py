@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from time import perf_counter
 from typing import Any, ClassVar
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from lockstep.evaluator import format_metrics
+from lockstep.logging import start_reading
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
@@ -25,7 +26,8 @@ class ProgressHook(Hook):
 
     It shows the loss, the time left of the whole training, the samples per second of all ranks, tokens per second and
     MFU if they are recorded, and the latest metrics of a validation, as `val/NAME`. A terminal that is too narrow shows
-    the first of these. Each epoch leaves one line. During an epoch, the loss is that of rank 0.
+    the first of these. Each epoch leaves one line. During an epoch, the loss is that of rank 0, up to the iteration
+    before.
 
     Args:
         period_seconds: time between two lines if there is no terminal.
@@ -45,6 +47,7 @@ class ProgressHook(Hook):
         self._epoch_line: tuple[list[str], list[str]] | None = None  # what stands before its metrics, and after them
         self._metrics: list[str] = []
         self._values: list[str] = []
+        self._losses: Callable[[], list[float]] | None = None  # on their way to the host, to be drawn
 
     def before_train(self, runner: TrainRun) -> None:
         """Start the clock of the whole training."""
@@ -64,9 +67,14 @@ class ProgressHook(Hook):
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Draw the bar, a few times per second."""
-        if perf_counter() >= self._due:
-            self._values = self._training_values(runner)
+        if self._losses is not None:
+            self._values = self._training_values(runner, self._losses())
+            self._losses = None
             self._show(batch_idx + 1 if runner.max_epochs is not None else runner.iter + 1)
+        if self._is_due():
+            # They are drawn an iteration later: to read them now would let the host wait for the device.
+            losses = runner.message_hub.log_scalars.get("train/loss")
+            self._losses = start_reading([] if losses is None else losses.tail(_WINDOW))
 
     def after_train_epoch(self, runner: TrainRun) -> None:
         """Prepare the line of the epoch; its metrics may follow."""
@@ -89,7 +97,7 @@ class ProgressHook(Hook):
 
     def after_val_iter(self, runner: Run, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Draw the bar, a few times per second."""
-        if perf_counter() >= self._due:
+        if self._is_due():
             self._show(batch_idx + 1)
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
@@ -97,10 +105,10 @@ class ProgressHook(Hook):
         names = sorted(metrics or {}, key="loss".__ne__)  # the loss first, beside that of training
         units = {} if runner.val_loop is None else runner.val_loop.units
         units = {f"val/{name}": unit for name, unit in units.items()}
-        shown = format_metrics({f"val/{name}": (metrics or {})[name] for name in names}, units)
-        self._metrics = shown.split("  ") if shown else []
+        shown = [format_metrics({f"val/{name}": (metrics or {})[name]}, units) for name in names]
+        self._metrics = [metric for metric in shown if metric]
         if self._epoch_line:
-            self._print_epoch_line(runner)
+            self._print_epoch_line(runner, self._metrics)
             return
         runner.logger.info("  ".join([f"validation at iter {runner.iter}", *self._metrics]))
         if runner.max_epochs is None and self._started:
@@ -119,24 +127,31 @@ class ProgressHook(Hook):
             live = console.is_terminal and console.file.isatty()
             self._display = LiveDisplay(console) if live else PlainDisplay(console, self._period_seconds)
         self._display.begin(label, total)
-        self._due = 0.0
+        self._due = perf_counter() + self._display.period_seconds
+        self._losses = None
 
     def _show(self, done: int) -> None:
         if self._display is not None:
-            self._due = perf_counter() + self._display.period_seconds
             self._display.show(done, self._values)
 
-    def _print_epoch_line(self, runner: Run) -> None:
+    def _is_due(self) -> bool:
+        """Return whether the display is due again, and from then on count its period anew."""
+        if self._display is None or perf_counter() < self._due:
+            return False
+        self._due = perf_counter() + self._display.period_seconds
+        return True
+
+    def _print_epoch_line(self, runner: Run, metrics: Sequence[str] = ()) -> None:
         if self._epoch_line is not None:
             (before, after), self._epoch_line = self._epoch_line, None
-            runner.logger.info("  ".join([*before, *self._metrics, *after]))
+            runner.logger.info("  ".join([*before, *metrics, *after]))
 
-    def _training_values(self, runner: TrainRun) -> list[str]:
+    def _training_values(self, runner: TrainRun, losses: Sequence[float]) -> list[str]:
         """Return what is shown beside the bar, the most important first."""
         scalars = runner.message_hub.log_scalars
         mean_seconds = (perf_counter() - self._started) / (runner.iter + 1 - self._first_iter)
         left_seconds = mean_seconds * (runner.max_iters - runner.iter - 1)
-        values = _loss(scalars["train/loss"].mean(_WINDOW) if "train/loss" in scalars else None)
+        values = _loss(sum(losses) / len(losses) if losses else None)
         values.append(f"ETA {timedelta(seconds=round(left_seconds))}")
         if "train/time" in scalars:
             # The ranks get equal numbers of samples, so this rank's number stands for all.
@@ -217,7 +232,7 @@ class LiveDisplay:
 
 
 class PlainDisplay:
-    """Progress as plain lines at intervals, for a log that is read afterwards.
+    """Progress as plain lines, for a log that is read afterwards.
 
     Args:
         console: where the lines go.
@@ -229,22 +244,17 @@ class PlainDisplay:
         self._console = console
         self._label = ""
         self._total: int | None = None
-        self._last_line = perf_counter()
 
     def begin(self, label: str, total: int | None) -> None:
         """Set the label and the total of the lines that follow."""
         self._label = label
         self._total = total
-        self._last_line = perf_counter()
 
     def show(self, done: int, values: Sequence[str]) -> None:
-        """Print a line if `period_seconds` have passed since the last one."""
-        now = perf_counter()
-        if now - self._last_line >= self.period_seconds:
-            self._last_line = now
-            of_total = "" if self._total is None else f"/{self._total}"
-            line = "  ".join([self._label, f"{done}{of_total}", *values])
-            self._console.print(line, markup=False, soft_wrap=True)
+        """Print a line."""
+        of_total = "" if self._total is None else f"/{self._total}"
+        line = "  ".join([self._label, f"{done}{of_total}", *values])
+        self._console.print(line, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Do nothing: printed lines stay."""

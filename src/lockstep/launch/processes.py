@@ -208,9 +208,8 @@ class OomKills:
             return "The launcher did not send it. Where nobody else did, the machine may have run out of memory."
         if now > before:
             return (
-                "The machine, or the job's share of it, ran out of memory: the kernel has killed "
-                f"{now - before} of the machine's processes meanwhile. Try a smaller batch, fewer data loader "
-                "workers, or more memory."
+                f"A lack of memory may be the cause: the kernel has killed {now - before} of this machine's processes "
+                "for it meanwhile. Try a smaller batch, fewer data loader workers, or more memory."
             )
         return "The launcher did not send it, nor did the kernel for lack of memory: somebody else did."
 

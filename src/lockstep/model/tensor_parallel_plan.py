@@ -89,7 +89,7 @@ def read_plan(model: nn.Module, plan: Mapping[str, Any] | None) -> dict[str, Par
             )
         for name in matches:
             before = chosen.setdefault(name, (pattern, style))
-            if before[1] != style:
+            if not _are_equal(before[1], style):
                 raise ConfigError(
                     f"`tensor_parallel` must split `{name}` in one way, but says {before[1]!r} by {before[0]!r} and "
                     f"{style!r} by {pattern!r}"
@@ -97,6 +97,12 @@ def read_plan(model: nn.Module, plan: Mapping[str, Any] | None) -> dict[str, Par
     layers = {layer: choice for name, choice in chosen.items() for layer, choice in _layers(model, name, choice)}
     read = {name: _read_style(pattern, style, model.get_submodule(name)) for name, (pattern, style) in layers.items()}
     return {name: style for name, style in read.items() if style is not None}
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, ParallelStyle) and type(one) is type(other):  # torch compares them by identity
+        return vars(one) == vars(other)
+    return bool(one == other)
 
 
 def owner_of_layer(model: nn.Module, name: str) -> nn.Module:

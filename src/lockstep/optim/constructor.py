@@ -103,9 +103,10 @@ class Paramwise:
         require_known("paramwise_cfg", cfg, PARAMWISE_KEYS)
         self._mult = {key: _number(key, cfg[key]) for key in _MULTIPLIERS if cfg.get(key) is not None}
         self._base = base
-        self._custom = {
-            key: self._read_custom(key, options, known) for key, options in (cfg.get("custom_keys") or {}).items()
-        }
+        custom = cfg.get("custom_keys") or {}
+        if not isinstance(custom, Mapping):
+            raise ConfigError(f"`custom_keys` must be a dict such as {{'head': dict(lr_mult=10)}}, but is {custom!r}")
+        self._custom = {key: self._read_custom(key, options, known) for key, options in custom.items()}
         # The longest key wins; among keys of one length, the first in alphabetical order.
         self._keys = sorted(sorted(self._custom), key=len, reverse=True)
 
@@ -194,7 +195,7 @@ def _parts(name: str) -> list[str]:
 
 
 def _number(key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:  # nor NaN
         raise ConfigError(f"`{key}` must be a number of at least 0, but is {value!r}")
     return value
 

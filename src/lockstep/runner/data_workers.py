@@ -6,7 +6,7 @@ import atexit
 import multiprocessing
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from multiprocessing import active_children
 from multiprocessing.util import Finalize
@@ -15,15 +15,15 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lockstep.errors import message_of
-
 _SECONDS_TO_END = (0.1, 0.5, 1.0)  # of workers, after a SIGTERM each
 
 
-def let_workers_outlive_signals(loader: Any) -> None:
-    """Let the workers of a `DataLoader` outlive a signal that is sent to all processes of a job, as Slurm does."""
+def let_workers_outlive_signals(loader: Any, names: Iterable[str]) -> None:
+    """Let the workers of a `DataLoader` outlive signals that are sent to all processes of a job, as Slurm does."""
     if isinstance(loader, DataLoader) and getattr(loader.worker_init_fn, "func", None) is not _init_worker:
-        loader.worker_init_fn = partial(_init_worker, loader.worker_init_fn)
+        # An unknown name is refused where the training begins.
+        numbers = tuple(number for name, number in signal.Signals.__members__.items() if name in names)
+        loader.worker_init_fn = partial(_init_worker, loader.worker_init_fn, numbers)
 
 
 @cache
@@ -52,28 +52,6 @@ def refuse_script_imported_by_worker() -> None:
         )
 
 
-def note_on_workers(error: BaseException, *loaders: Any) -> str | None:
-    """Return what to add to an error that says only that a worker has ended, where workers import the script.
-
-    Args:
-        error: any error.
-        *loaders: the data loaders in use.
-    """
-    text = message_of(error)
-    is_gone = "DataLoader worker" in text and "exited unexpectedly" in text
-    if not is_gone or all(map(_forks, loaders)):
-        return None
-    return (
-        "The worker's own error is written above. Workers that are started by spawn or forkserver import the script: "
-        "the lines that train must be under `if __name__ == '__main__':`"
-    )
-
-
-def _forks(loader: Any) -> bool:
-    context = getattr(loader, "multiprocessing_context", None) or multiprocessing
-    return getattr(loader, "num_workers", 0) == 0 or context.get_start_method() == "fork"
-
-
 def _end_workers() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error for a worker that a signal ends
     for patience in _SECONDS_TO_END:
@@ -85,10 +63,9 @@ def _end_workers() -> None:
             process.join(max(0.0, deadline - time.monotonic()))
 
 
-def _init_worker(worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
-    for number in (signal.SIGINT, signal.SIGUSR1):  # also a terminal sends Ctrl-C to all processes
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _ignore_first)
+def _init_worker(worker_init_fn: Callable[[int], None] | None, numbers: Iterable[int], worker: int) -> None:
+    for number in {signal.SIGINT, *numbers}:  # a terminal sends Ctrl-C to all processes
+        signal.signal(number, _ignore_first if number == signal.SIGTERM else signal.SIG_IGN)
     if worker_init_fn is not None:
         worker_init_fn(worker)
 

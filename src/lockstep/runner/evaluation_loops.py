@@ -86,14 +86,20 @@ class EvalLoop:
         loaders, given = named_loaders(self.dataloader), self.evaluator
         if isinstance(given, list | tuple):
             given = {str(index): evaluator for index, evaluator in enumerate(given)}
+        if isinstance(given, Mapping) and (missing := [name for name in loaders if name not in given]):
+            raise ConfigError(
+                f"`evaluator` of {type(self).__name__} must have one for each loader, but lacks {missing}. Give one "
+                "for each, or a single one for all"
+            )
         self.sets = [
             EvalSet(loader, given[name] if isinstance(given, Mapping) else given, f"{name}/" if name else "")
             for name, loader in loaders.items()
         ]
         rank, size = self.runner.rank, self.runner.world_size
         for one in self.sets:
-            is_dealt = isinstance(drawn_from(one.dataloader)[0], ShardingSampler)  # from the same dataset on all ranks
-            if isinstance(one.dataset, Sized) and len(one.dataset) == 0 and (size == 1 or is_dealt):
+            # Each rank's part is of a dataset that all ranks have.
+            is_shared = isinstance(drawn_from(one.dataloader)[0], ShardingSampler)
+            if isinstance(one.dataset, Sized) and len(one.dataset) == 0 and (size == 1 or is_shared):
                 which = f"['{one.prefix[:-1]}']" if one.prefix else ""
                 raise ConfigError(
                     f"`{self.mode}_dataloader{which}` must have samples, but its dataset has none (rank {rank} of "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import ExitStack
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
@@ -233,6 +235,7 @@ def require_epochs(runner: TrainRun, example: str) -> None:
 
 
 POINTS = tuple(name for name in vars(Hook) if name.startswith(("before_", "after_")))
+_CALLBACK = re.compile("on_(fit|train|val|test)(_epoch|_iter)?_(start|end)")  # of Lightning, in the words of `POINTS`
 # The method for all modes that a point calls if a hook does not override the point.
 _FOR_ALL_MODES = {
     f"{when}_{mode}_{what}": f"_{when}_{what}"
@@ -283,11 +286,14 @@ class HookList:
         }
 
     def call(self, point: str, run: Run, **kwargs: Any) -> None:
-        """Call every hook that acts at `point`.
+        """Call every hook that acts at `point`, which may be a method of a project's own hooks.
 
         An error in a hook is raised with a note that names the hook, the point and the rank.
         """
-        for method in self._calls[point]:
+        methods = self._calls.get(point)
+        if methods is None:
+            methods = [getattr(hook, point) for hook in self.hooks if hasattr(hook, point)]
+        for method in methods:
             try:
                 method(run, **kwargs)
             except Exception as error:
@@ -296,9 +302,10 @@ class HookList:
                 raise
 
     def close(self) -> None:
-        """Let every hook release what it holds."""
-        for hook in self.hooks:
-            hook.close()
+        """Let every hook release what it holds, also where that fails for another one."""
+        with ExitStack() as stack:
+            for hook in reversed(self.hooks):
+                stack.callback(hook.close)
 
 
 def _build_hook(item: Any) -> Hook:
@@ -321,10 +328,23 @@ def _acts_at(hook: Hook, point: str) -> bool:
 
 def _warn_of_misspelt_points(hook: Hook) -> None:
     for name in dir(type(hook)):
-        if name.startswith(("before_", "after_")) and name not in POINTS:
-            for meant in get_close_matches(name, POINTS, n=1, cutoff=0.8):
-                _logger.warning("`%s` of %s is not a hook point, and is never called: did you mean `%s`?",
-                                name, type(hook).__name__, meant)  # fmt: skip
+        if name not in POINTS and (meant := _point_meant(name)) is not None:
+            _logger.warning("`%s` of %s is not a hook point, and no run calls it: did you mean `%s`?",
+                            name, type(hook).__name__, meant)  # fmt: skip
+
+
+def _point_meant(name: str) -> str | None:
+    """Return the hook point that a method's name means, if it is misspelt, or Lightning's name of a callback."""
+    name = re.sub("batch|step", "iter", name).replace("validation", "val")
+    if name.startswith(("before_", "after_")):
+        return next(iter(get_close_matches(name, POINTS, n=1, cutoff=0.8)), None)
+    callback = _CALLBACK.fullmatch(name)
+    if callback is None:
+        return {"on_save_checkpoint": "before_save_checkpoint", "on_load_checkpoint": "after_load_checkpoint"}.get(name)
+    mode, what, when = callback.groups("")
+    # The metrics are those of the epoch.
+    point = "train" + what if mode in ("fit", "train") else f"{mode}{what or '_epoch'}"
+    return f"{'before' if when == 'start' else 'after'}_{point}"
 
 
 def _priority_of(hook: Hook) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -269,7 +269,10 @@ class Run(Workspace):
         return type(unwrap_model(self.model)).__name__
 
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
-        """Call every hook at a point; see `lockstep.hooks.Hook`."""
+        """Call every hook at a point; see `lockstep.hooks.Hook`.
+
+        Another name is a point of your own: the hooks that have a method of this name are called.
+        """
         self.hooks.call(fn_name, self, **kwargs)
 
     def register_hook(self, hook: Any, priority: str | int | None = None) -> None:
@@ -304,6 +307,11 @@ class Run(Workspace):
                 raise ConfigError("`ema` must be True only beside EMAHook, but there is no average of weights")
             if ema is False and trained is not None:
                 state = {**state, **trained}
+        elif ema is not None:
+            raise ConfigError(
+                f"`ema` must be None in a run that does not train, and has loaded one kind of weights, but is {ema}. "
+                "Use lockstep export, which has both kinds of a checkpoint"
+            )
         save_pretrained(unwrap_model(self.model), state, save_directory, options)
 
     def tell_hub(self) -> None:
@@ -326,9 +334,10 @@ class Run(Workspace):
 
     def close(self, *, failed: bool) -> None:
         """Close hooks, visualizers, records, and data loaders, whose workers end; which after an error might hang."""
-        self.hooks.close()
-        self.visualizer.close(failed=failed)
-        super().close(failed=failed)
+        with ExitStack() as stack:  # from the last to the first, also where one of them fails
+            stack.callback(super().close, failed=failed)
+            stack.callback(self.visualizer.close, failed=failed)
+            stack.callback(self.hooks.close)
         if not failed:
             for loader in self._dataloaders():
                 if getattr(loader, "persistent_workers", False):  # as garbage, they would take 10 s each (torch 2.13)

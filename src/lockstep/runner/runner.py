@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.dataset import DataShard, agree_on_shard
 from lockstep.dist import run_on_main
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, error_in_words
 from lockstep.evaluator import Evaluator
 from lockstep.evaluator.metric import Predictions
 from lockstep.location import Location, locate, require_disk
@@ -374,7 +374,13 @@ class Runner(_AttributesOfRun):
                 start.note_failure(error, self._run or space)
                 raise
             finally:
-                (self._run or space).close(failed=failed)
+                try:
+                    (self._run or space).close(failed=failed)
+                except Exception as error:
+                    if not failed:
+                        raise
+                    # The error that ended the run is raised.
+                    self.logger.warning("not everything can be closed: %s", error_in_words(error))
             start.print_summary(self.run, what, perf_counter() - began)
 
     def _check_can_train(self, verb: str) -> None:

@@ -40,7 +40,7 @@ from lockstep.registry import in_default_scope
 from lockstep.registry.signatures import Arguments
 from lockstep.runner import resuming
 from lockstep.runner.arguments import MATMUL_PRECISIONS, RunnerArguments, checked_keys
-from lockstep.runner.data_workers import note_on_workers, refuse_script_imported_by_worker
+from lockstep.runner.data_workers import refuse_script_imported_by_worker
 from lockstep.runner.preemption import stopping_at
 from lockstep.runner.run import Run, TrainRun, Workspace
 from lockstep.runner.seeds import set_randomness
@@ -79,8 +79,7 @@ def open_workspace(
     work_dir = Path(args.work_dir)
     run_dir = make_run_dir(work_dir, args.experiment_name, folders[1:] if trains else ())
     seed = set_randomness(resuming.randomness_of(args.randomness, stored))
-    if rank == 0:
-        save_config(args.cfg, run_dir)
+    run_on_main(lambda: save_config(args.cfg, run_dir))
     return Workspace(
         args=args,
         cfg=args.cfg,
@@ -183,7 +182,7 @@ def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
         del arguments["backend"]
     init_dist(cast(LauncherName, launcher), **arguments)  # which it checks
     if lacks_gpu and is_main_process():
-        _logger.warning("`env_cfg.dist_cfg.backend` is nccl, which needs a GPU, and there is none: the ranks use gloo")
+        _logger.warning("`env_cfg.dist_cfg.backend` is nccl, which needs a GPU, and there is none: it is left out")
 
 
 def _allow_files(count: int) -> None:
@@ -300,10 +299,14 @@ def make_folder(folder: Path, *, anew: bool = False) -> None:
     except OSError as error:
         if anew and isinstance(error, FileExistsError):
             raise
-        raise ConfigError(
-            f"`work_dir` must be a folder that can be created and written to, but {folder} cannot be created: {error}. "
-            "Choose another folder, for instance with --work-dir, or change its permissions"
-        ) from error
+        raise _cannot_create(folder, error) from error
+
+
+def _cannot_create(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"`work_dir` must be a folder that can be created and written to, but {folder} cannot be created: {error}. "
+        "Choose another folder, for instance with --work-dir, or change its permissions"
+    )
 
 
 def _new_folder(parent: Path, name: str, others: Sequence[Location]) -> Path:
@@ -312,8 +315,12 @@ def _new_folder(parent: Path, name: str, others: Sequence[Location]) -> Path:
         folder = parent / (name if attempt == 0 else f"{name}_{attempt}")
         if any((other / folder.name).exists() for other in others):
             continue
-        with suppress(FileExistsError):
+        try:
             make_folder(folder, anew=True)
+        except FileExistsError as error:
+            if not parent.is_dir():  # a symbolic link to nothing
+                raise _cannot_create(parent, error) from error
+        else:
             return folder
     raise FileExistsError(f"{parent / name} and a thousand like it exist already")
 
@@ -368,7 +375,7 @@ def describe_ranks(world_size: int, device: str) -> str:
 
 
 def note_failure(error: Exception, run: Run | Workspace) -> None:
-    """Add to an error that ends a run how far that was, and what workers of its data have to do with it; log it.
+    """Add to an error that ends a run how far that was; log it.
 
     The terminal has it from Python, or from the launcher. The file of this rank's log is what remains of it.
     """
@@ -376,9 +383,6 @@ def note_failure(error: Exception, run: Run | Workspace) -> None:
     file = getattr(run.cfg, "filename", None)
     config = "" if file is None else f", config {file}"
     error.add_note(f"(rank {run.rank} of {run.world_size}, after {done} iterations{config})")
-    args = run.args
-    if (note := note_on_workers(error, args.train_dataloader, args.val_dataloader, args.test_dataloader)) is not None:
-        error.add_note(note)
     _logger.log(logging.DEBUG if run.rank == 0 else logging.WARNING, "the run has failed:", exc_info=error)
 
 
