@@ -90,7 +90,9 @@ def test_every_rank_learns_what_each_called() -> None:
                 rf"  {who}: {re.escape(call)} at \S*test_consistency\.py:\d+"
                 for who, call in (("rank 0", first), (OTHERS[get_world_size()], others))
             )
-            assert re.search(rf"their call \d+ differs:\n{table}\nIf one of these lines is under a condition", str(raised.value))
+            assert re.search(
+                rf"their call \d+ differs:\n{table}\nIf one of these lines is under a condition", str(raised.value)
+            )
             assert_group_works()
     finally:
         check_collectives("off")
