@@ -97,6 +97,7 @@ class Calls:
         running: the last call that runs on a device, or is asynchronous: its number, when it began, and what tells
             whether it is complete; None if there is none.
         event: what marks the last call on a device that gave no `Work`; made at the first one.
+        device_index: number of the device on which calls run; None if none did yet.
         inside: name of the block that this rank runs while the others wait for it; "" outside.
         began: when the last call began.
         failure: the error that says why this group can't be used further; None if it can.
@@ -104,8 +105,8 @@ class Calls:
     """
 
     __slots__ = (
-        "_kinds", "_recent", "_seen", "began", "digest", "event", "failure", "has_failed", "inside", "number",
-        "resets", "running", "since", "waiting",
+        "_kinds", "_recent", "_seen", "began", "device_index", "digest", "event", "failure", "has_failed", "inside",
+        "number", "resets", "running", "since", "waiting",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -115,6 +116,7 @@ class Calls:
         self.waiting, self.since, self.began = 0, 0.0, 0.0
         self.inside = ""
         self.event: torch.Event | None = None
+        self.device_index: int | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -176,7 +178,9 @@ class Calls:
         if running is None:
             return False
         last = running[2]
-        with contextlib.suppress(RuntimeError):  # a call that has failed is told by whoever waits for it
+        # In a thread that has no device yet, a question would make a context on the first one.
+        with contextlib.suppress(RuntimeError), torch.accelerator.device_index(self.device_index):
+            # A call that has failed is told by whoever waits for it.
             if not (last.query() if isinstance(last, torch.Event) else last.is_completed()):
                 return True
         if self.running is running:

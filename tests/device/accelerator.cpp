@@ -21,6 +21,12 @@ namespace {
 const c10::DeviceIndex kDevices = std::getenv("SIM_DEVICES") ? std::atoi(std::getenv("SIM_DEVICES")) : 4;
 constexpr c10::StreamId kPooled = 4;
 thread_local c10::DeviceIndex current = 0;
+thread_local bool has_device = false;
+
+c10::DeviceIndex exchange(c10::DeviceIndex index) {
+  has_device = true;
+  return std::exchange(current, index);
+}
 thread_local std::array<c10::StreamId, 64> current_streams{};
 
 std::mutex counting;
@@ -83,11 +89,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   static constexpr c10::DeviceType static_type = kSim;
   c10::DeviceType type() const override { return kSim; }
   c10::Device exchangeDevice(c10::Device device) const override {
-    return {kSim, std::exchange(current, device.index())};
+    return {kSim, exchange(device.index())};
   }
   c10::Device getDevice() const override { return {kSim, current}; }
-  void setDevice(c10::Device device) const override { current = device.index(); }
-  void uncheckedSetDevice(c10::Device device) const noexcept override { current = device.index(); }
+  void setDevice(c10::Device device) const override { exchange(device.index()); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override { exchange(device.index()); }
   c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
 
   c10::Stream getStream(c10::Device device) const override { return current_stream(indexed(device)); }
@@ -128,6 +134,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event != nullptr) stream_of(stream).wait_for(mark(event));
   }
   bool queryEvent(void* event) const override {
+    note_query();
     bool is_past = event == nullptr || is_reached(mark(event));
     if (is_past) arrive();
     return is_past;
@@ -176,9 +183,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   c10::DeviceIndex deviceCount() const override { return kDevices; }
   c10::DeviceIndex getCurrentDevice() const override { return current; }
-  void setCurrentDevice(c10::DeviceIndex index) const override { current = index; }
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override { return std::exchange(current, index); }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return std::exchange(current, index); }
+  void setCurrentDevice(c10::DeviceIndex index) const override { exchange(index); }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override { return exchange(index); }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return exchange(index); }
 };
 Hooks hooks;
 
@@ -229,6 +236,10 @@ std::map<std::string, int64_t> counts() {
 }
 
 c10::DeviceIndex current_device() { return current; }
+
+void note_query() {
+  if (!has_device) count("queries without a device");
+}
 
 c10::Allocator* allocator() { return &memory; }
 

@@ -22,6 +22,8 @@ at::Tensor on_host(const at::Tensor& tensor);
 void spoil(const at::Tensor& on_host);
 
 c10::DeviceIndex current_device();  // of this thread
+// Count a question to a device, by a thread that was never given one: CUDA would make a context on the first device.
+void note_query();
 c10::Allocator* allocator();
 
 // A stream, by what torch knows of it.

@@ -60,6 +60,10 @@ def test_each_rank_has_its_own_device_and_the_cpu_a_backend(found: Any) -> None:
     assert [rank["backends"] for rank in found[1]] == [["simccl", BACKENDS[found[0]]]] * 2
 
 
+def test_no_thread_asks_a_device_in_the_context_of_another(found: Any) -> None:
+    assert [rank["queries without a device"] for rank in found[1]] == [0, 0]
+
+
 def test_a_backend_that_is_named_has_gloo_beside_it(start: Start, tmp_path: Path) -> None:
     assert [rank["backends"] for rank in launch(start, tmp_path, 2, "job.py", "named")] == [["simccl", BESIDE]] * 2
 

@@ -70,7 +70,10 @@ struct Queued final : c10d::Work {
     c10::StreamGuard guard(stream);
     future_->markCompleted(c10::IValue(outputs));  // what waits for it waits in its stream
   }
-  bool isCompleted() override { return is_reached(end_); }
+  bool isCompleted() override {
+    note_query();
+    return is_reached(end_);
+  }
   bool isSuccess() const override { return !*aborted_; }
   bool wait(Milliseconds timeout) override {
     refuse_if(*aborted_, rank_);

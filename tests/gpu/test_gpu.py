@@ -164,7 +164,7 @@ def test_a_thread_may_ask_events_while_a_graph_is_captured():
 
     def ask() -> None:
         while not ends.wait(0.001):
-            let_graphs_be_captured()
+            let_graphs_be_captured(0)
             answers.append(event.query())
 
     (thread := Thread(target=ask)).start()

@@ -62,6 +62,16 @@ def test_means_of_numbers_and_the_first_ranks_counts():
     average_buffers([])
 
 
+@ranks(3)
+def test_buffers_that_are_equal_on_all_ranks_stay_as_they_are():
+    torch.manual_seed(0)
+    buffers = [torch.randn(1000), torch.randn(100).bfloat16(), torch.full((3,), torch.finfo(torch.float32).min)]
+    buffers += [torch.tensor([-torch.inf, 1.0]), torch.randn(10, dtype=torch.complex64)]
+    before = [buffer.clone() for buffer in buffers]
+    average_buffers(buffers)
+    assert all(map(torch.equal, buffers, before))
+
+
 @ranks(2)
 def test_means_of_buffers_that_tensor_parallelism_has_replicated():
     mesh = init_device_mesh("cpu", (2,))

@@ -14,15 +14,18 @@ from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
 
+_WITHOUT_FLOAT64 = ("mps", "npu")  # in torch or in its collectives
+
 
 @HOOKS.register_module()
 class SyncBuffersHook(Hook):
     """Average the model's buffers over ranks before each validation, test and checkpoint.
 
     During an epoch, the running statistics of BatchNorm depend on each rank's own samples, but all ranks must validate
-    and save the same model. Integer buffers are copied from rank 0.
+    and save the same model. All floating buffers are averaged, and the others are copied from rank 0. Buffers that are
+    equal on all ranks, such as a table of frequencies, stay as they are, bit for bit.
 
-    **Cost**: one all_reduce for each dtype, and one broadcast_tree.
+    **Cost**: one all_reduce of float64, and one broadcast_tree.
     """
 
     def before_val_epoch(self, runner: Run) -> None:
@@ -55,7 +58,17 @@ def average_buffers(buffers: Iterable[Tensor]) -> None:
     for buffer in map(own_shard, buffers):  # tensor parallelism makes DTensors of some, which each rank has whole
         (floating if buffer.is_floating_point() or buffer.is_complex() else whole).append(buffer)
     if floating:
-        all_reduce_params(floating, op="mean")
+        # The mean of equal numbers must be that number. In their own dtype, a sum over 3 ranks is rounded, or infinite.
+        wide = [buffer.to(_wider(buffer)) for buffer in floating]
+        all_reduce_params(wide, op="mean")
+        for buffer, mean in zip(floating, wide, strict=True):
+            buffer.copy_(mean)
     if whole:
         for buffer, value in zip(whole, broadcast_tree(whole), strict=True):
             buffer.copy_(value)
+
+
+def _wider(buffer: Tensor) -> torch.dtype:
+    if buffer.is_complex():
+        return torch.complex128
+    return torch.float32 if buffer.device.type in _WITHOUT_FLOAT64 else torch.float64

@@ -147,4 +147,6 @@ def note_running(comm: Comm, device: torch.device, work: Work | None = None) -> 
             calls.event = torch.Event(stream.device)
         calls.event.record(stream)
         last = calls.event
+    if device.type != "cpu":
+        calls.device_index = torch.accelerator.current_device_index() if device.index is None else device.index
     calls.running = (calls.number, monotonic(), last)

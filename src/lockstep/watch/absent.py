@@ -102,7 +102,7 @@ class AbsentSearch:
         found: Future[list[Absent]] = Future()
 
         def find() -> None:
-            let_graphs_be_captured()
+            let_graphs_be_captured(self.calls.device_index)
             try:
                 found.set_result(self.find_by_one_rank())
             except Exception as error:

@@ -75,12 +75,17 @@ def groups_in_error() -> dict[ProcessGroup, str]:
     return found
 
 
-def let_graphs_be_captured() -> None:
+def let_graphs_be_captured(device_index: int | None) -> None:
     """Let this thread query CUDA events while another one captures a graph. Without this, a query ends the capture.
 
     Call it before each query. It changes a mode of the thread in CUDA's runtime, for which torch has no function.
+
+    Args:
+        device_index: the device on which calls run, which becomes the thread's own: else CUDA would make a context on
+            the first one, of half a gigabyte for each rank of the machine. None if there were no calls on a device yet.
     """
-    if torch.version.cuda is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if device_index is not None and torch.version.cuda is not None:
+        torch.accelerator.set_device_index(device_index)
         with suppress(OSError, AttributeError):  # the runtime library has another name
             runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
             runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))

@@ -167,9 +167,10 @@ class Watch:
 
     def _run(self) -> None:
         while not self.stopping.wait(self.board.tick):
-            let_graphs_be_captured()
             self._look_at_main_thread()
             try:
+                indices = [calls.device_index for _, calls in recorded_groups()]
+                let_graphs_be_captured(next((index for index in indices if index is not None), None))
                 if not self.is_cut_off:
                     self._look_at_store()
                 self.look_at_devices()
