@@ -84,7 +84,10 @@ def test_methods_that_nobody_calls_are_told(tmp_path: Path):
         ("on_fit_start", "before_train"),
         ("on_save_checkpoint", "before_save_checkpoint"),
     ]:
-        assert f"`{name}` of Misspelt is not a hook point, and no run calls it: did you mean `{meant}`?" in log
+        assert (
+            f"`{name}` of Misspelt is not a hook point, which only your own `call_hook` calls: did you mean `{meant}`?"
+            in log
+        )
     assert "`before_epoch` of Misspelt" in log
     assert "on_our_own_start" not in log
     assert "after_zzz" not in log

@@ -7,15 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from lockstep.dist import all_gather_object, gather_object, get_rank, get_world_size, scatter_object_list
-from lockstep.errors import (
-    CheckpointError,
-    ConfigError,
-    DistError,
-    LockstepError,
-    caused_by,
-    error_in_words,
-    message_of,
-)
+from lockstep.errors import CheckpointError, ConfigError, DistError, caused_by, error_in_words, message_of
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -47,7 +39,7 @@ class Failure(NamedTuple):
         if isinstance(error, ConfigError):
             kind = CheckpointError if isinstance(error, CheckpointError) else ConfigError
             return cls(rank, kind.__name__, message_of(error))
-        if not isinstance(error, OSError) or isinstance(error, LockstepError):  # such as CollectiveTimeoutError
+        if not isinstance(error, OSError) or isinstance(error, DistError):  # such as CollectiveTimeoutError
             return cls(rank, "", error_in_words(error))
         kinds = (kind for kind in type(error).__mro__ if issubclass(kind, OSError) and kind.__module__ == "builtins")
         name = next(kinds).__name__

@@ -329,7 +329,7 @@ def _acts_at(hook: Hook, point: str) -> bool:
 def _warn_of_misspelt_points(hook: Hook) -> None:
     for name in dir(type(hook)):
         if name not in POINTS and (meant := _point_meant(name)) is not None:
-            _logger.warning("`%s` of %s is not a hook point, and no run calls it: did you mean `%s`?",
+            _logger.warning("`%s` of %s is not a hook point, which only your own `call_hook` calls: did you mean `%s`?",
                             name, type(hook).__name__, meant)  # fmt: skip
 
 
