@@ -40,7 +40,7 @@ BIT_OPS = frozenset({"band", "bor", "bxor"})
 """The bitwise reductions."""
 _MISSING_OPS = {"gloo": frozenset[str](), "mpi": frozenset({"mean"}), "nccl": BIT_OPS}
 _PERHAPS_MISSING_OPS = BIT_OPS | {"mean"}
-_SECONDS_FOR_WATCH = timedelta(seconds=10)
+_FOR_WATCH = timedelta(minutes=1)
 _SECONDS_FOR_THREADS = 0.005
 
 
@@ -145,9 +145,10 @@ def backend_timeout(timeout: timedelta, is_of_device: bool) -> timedelta:
     """Return the timeout of torch's own group.
 
     NCCL and other backends of devices end the process at their timeout. It is longer than lockstep's, so that the watch
-    can raise an error first.
+    can raise an error first: it counts from the last call that the host has queued, which may be seconds after the one
+    that hangs, and it asks thousands of ranks in some twenty seconds.
     """
-    return timeout + _SECONDS_FOR_WATCH if is_of_device else timeout
+    return timeout + _FOR_WATCH if is_of_device else timeout
 
 
 def resolve(group: GroupLike = None) -> Comm:
