@@ -42,9 +42,9 @@ def loader() -> DataLoader[Any]:
 
 
 def train(folder: Path, model: Any = None, **options: Any) -> None:
-    options = {"loss": nn.MSELoss(), "train_cfg": {"max_epochs": 1}, **options}
     wrapper = {"optimizer": {"type": "SGD", "lr": 0.1}}
-    Runner(model or nn.Linear(2, 1), folder, train_dataloader=loader(), optim_wrapper=wrapper, **options).train()
+    options = {"loss": nn.MSELoss(), "train_cfg": {"max_epochs": 1}, "optim_wrapper": wrapper, **options}
+    Runner(model or nn.Linear(2, 1), folder, train_dataloader=loader(), **options).train()
 
 
 def log_of(folder: Path) -> str:
@@ -104,6 +104,38 @@ def test_a_session_without_steps_warns_once(tmp_path):
         for x, y in batches:
             nn.functional.mse_loss(model(x), y)
     assert log_of(tmp_path).count(STEPLESS) == 1
+
+
+def test_a_session_that_steps_in_some_iterations_alone_warns_once(tmp_path):
+    session = Session(tmp_path)
+    model = nn.Linear(2, 1)
+    model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    for _ in session.epochs(3):
+        for index, (x, y) in enumerate(batches):
+            loss = nn.functional.mse_loss(model(x), y)
+            if (index + 1) % 2 == 0:  # as one accumulates by hand
+                session.step(loss)
+    assert log_of(tmp_path).count("2 of 4 iterations have made no call of session.step(loss)") == 1
+    assert STEPLESS not in log_of(tmp_path)
+
+
+class OnlyReturns(nn.Linear):
+    """Returns its loss, as Lightning's training_step does, and leaves the step to whoever calls it."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        return {"loss": nn.functional.mse_loss(self(data[0]), data[1])}
+
+
+@ranks(1, 2)
+def test_a_train_step_that_only_returns_its_loss_is_told(tmp_path):
+    told = "3 iterations have made no backward pass, so that nothing is trained. `train_step` of OnlyReturns must call"
+    train(tmp_path, OnlyReturns(2, 1), loss=None, train_cfg={"max_epochs": 3})
+    assert log_of(tmp_path).count(told) == 1
+
+
+def test_the_optimizer_of_a_lightning_module_is_told_beside_a_loss(tmp_path):
+    train(tmp_path, Lit(), optim_wrapper=None)
+    assert LIGHTNING in log_of(tmp_path)
 
 
 @ranks(1, 2)

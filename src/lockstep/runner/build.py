@@ -81,12 +81,12 @@ def build_model(args: RunnerArguments, strategy: Strategy) -> nn.Module:
     if args.data_preprocessor is not None and not has_own:
         preprocessor = _build_module("data_preprocessor", args.data_preprocessor, type="BaseDataPreprocessor")
         unwrap_model(built).data_preprocessor = preprocessor
+    if args.train_dataloader is not None and (args.loss is None or args.optim_wrapper is None):
+        _tell_of_lightning_steps(unwrap_model(built))
     if args.loss is not None:
         OutsideLoss(MODELS.build(args.loss) if isinstance(args.loss, Mapping) else args.loss).attach(
             unwrap_model(built)
         )
-    elif args.train_dataloader is not None:
-        _tell_of_lightning_steps(unwrap_model(built))
     if args.channels_last:
         if not strategy.keeps_memory_format:
             raise ConfigError(

@@ -27,6 +27,8 @@ from lockstep.runner.uneven_inputs import Batch, EvenBatches, buffers_kept
 
 CountSamples: TypeAlias = Callable[[Any], int]
 
+_MOST_WITHOUT = 3  # iterations at the beginning, none of which makes a backward pass
+
 DEFAULT_INTERVAL = 1000
 """Iterations from one validation to the next, and from one checkpoint to the next, where epochs are not counted."""
 NO_BATCHES = "`train_dataloader` must yield at least one batch per pass, but yields none"
@@ -86,6 +88,7 @@ class TrainLoop(ABC):
         self._left_out: set[str] = set()
         self._has_begun = False
         self.is_ending_iter = False
+        self.iters_with_backward = self.iters_without = 0  # since the training began or resumed
 
     @abstractmethod
     def run(self) -> None:
@@ -192,6 +195,12 @@ class TrainLoop(ABC):
         with nullcontext() if batch.is_own else buffers_kept(runner.model):
             outputs = self._step(moved, runner.optim_wrapper)
         self._end_iter(batch_idx, batch, values_to_log(outputs))
+        if self.iters_without == _MOST_WITHOUT and not self.iters_with_backward:
+            runner.logger.warning(
+                "%d iterations have made no backward pass, so that nothing is trained. `train_step` of %s must call "
+                "optim_wrapper.update_params(loss); losses that it only returns are recorded",
+                _MOST_WITHOUT, type(unwrap_model(runner.model)).__name__,
+            )  # fmt: skip
 
     def _begin_iter(self, batch_idx: int, batch: Batch) -> None:
         runner = self.runner
@@ -205,6 +214,9 @@ class TrainLoop(ABC):
         runner = self.runner
         if runner.optim_wrapper.inner_count == self._backward_passes:
             note_no_backward(resolve(None))
+            self.iters_without += 1
+        else:
+            self.iters_with_backward += 1
         self.is_ending_iter = True  # it counts in checkpoints that hooks save now
         runner.hooks.call("after_train_iter", runner, batch_idx=batch_idx, data_batch=batch.data, outputs=outputs)
         self.is_ending_iter = False

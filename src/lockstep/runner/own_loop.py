@@ -300,6 +300,14 @@ class OwnLoop(TrainLoop):
     def _warn_of_missing_steps(self, where: str) -> None:
         """Warn, once, if iterations have made no backward pass through the optim wrapper."""
         count = self.runner.optim_wrapper.inner_count
+        stepped, without = self.iters_with_backward, self.iters_without
+        if 0 < stepped <= without and not self._has_warned:
+            self._has_warned = True
+            self.runner.logger.warning(
+                "%d of %d iterations have made no call of session.step(loss), so that their batches count for nothing. "
+                "To accumulate, give the Session accumulative_counts=..., and call it in each iteration",
+                without, stepped + without,
+            )  # fmt: skip
         if self._iterated and count == self._counted and not self._has_warned:
             self._has_warned = True
             self.runner.logger.warning(
