@@ -522,8 +522,31 @@ def test_a_loop_that_makes_its_data_itself_is_counted_recorded_saved_and_resumed
     _, rest = without_data(tmp_path / "parts", 7, resume=True)
     assert list(rest) == [4, 5, 6]
     assert first | rest == whole
-    with pytest.raises(ConfigError, match="a loop without a loader has no epochs"):
+    with pytest.raises(ConfigError, match="epochs must be those of a data loader, but none was handed in"):
         next(session.epochs(1))
+
+
+def test_names_of_accelerate_are_told_what_to_do_instead(tmp_path):
+    session = Session(tmp_path, log_level="ERROR")
+    with pytest.raises(AttributeError, match=r"no attribute 'backward'\. Instead: session\.step\(loss\)"):
+        session.backward(torch.ones(1))
+    with pytest.raises(AttributeError, match="no attribute 'prepar': did you mean `prepare`"):
+        _ = session.prepar
+    assert not hasattr(session, "nothing_like_it")
+
+
+@pytest.mark.parametrize("is_handed_in", [False, True])
+def test_a_scheduler_that_is_not_handed_in_is_told(tmp_path, is_handed_in):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    session = Session(tmp_path)
+    session.prepare(model, optimizer, schedulers=[schedule] if is_handed_in else [])
+    told = (
+        "SGD has a scheduler that is not handed to prepare(..., schedulers=...)"
+        in (session.run_dir / "log.txt").read_text()
+    )
+    assert told is not is_handed_in
 
 
 def test_what_is_no_scheduler_is_refused(tmp_path):

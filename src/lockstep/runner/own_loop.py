@@ -85,9 +85,14 @@ class OwnLoop(TrainLoop):
         """Yield the epochs that are left."""
         run = self.runner
         if self.max_epochs is None:
+            if not self.has_data:
+                raise ConfigError(
+                    "epochs must be those of a data loader, but none was handed in. Call prepare(model, optimizer, "
+                    "dataloader), or count iterations: session.iterations(count)"
+                )
             raise ConfigError(
                 f"the loader must have a length to be counted in epochs, but {type(self.dataloader).__name__} has "
-                "none, and a loop without a loader has no epochs. Use `for batch in session.iterations(count)`"
+                "none. Use `for batch in session.iterations(count)`"
             )
         self.max_epochs, self.max_iters = count, max(self.iter, self._iters_until(count))
         run.optim_wrapper.initialize_count_status(run.model, self.iter, self.max_iters)

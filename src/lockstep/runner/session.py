@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lockstep.dataset import build_dataloader
 from lockstep.device import get_device
 from lockstep.dist import all_gather, get_dist_info
+from lockstep.errors import did_you_mean
 from lockstep.model import unwrap_model
 from lockstep.model.steps import parse_losses
 from lockstep.optim import OptimWrapper, OptimWrapperDict
@@ -223,6 +224,8 @@ class Session:
                     f"`schedulers` must have state_dict() and load_state_dict(), but has {one!r} of type "
                     f"{type(one).__name__}. Make them over your optimizer before prepare(), as in StepLR(optimizer, 10)"
                 )
+        # As torch's schedulers note it, before the run makes any of its own.
+        is_scheduled = isinstance(optimizer, Optimizer) and "initial_lr" in optimizer.param_groups[0]
         hooks = {"param_scheduler": None, **(self._options.get("default_hooks") or {})}
         options = {**self._options, "default_hooks": hooks}
         data = _NO_DATA if dataloader is None else dataloader
@@ -230,6 +233,12 @@ class Session:
         run = self._closing.enter_context(runner.training(self._make_loop, schedules))
         assert isinstance(run.train_loop, OwnLoop)
         self._loop = run.train_loop
+        if is_scheduled and not schedules:
+            run.logger.warning(
+                "%s has a scheduler that is not handed to prepare(..., schedulers=...): its position is not saved, so "
+                "that a session that resumes begins it anew",
+                type(optimizer).__name__,
+            )
         self._closing.push(self._loop.save_at_close)
         several = run.optim_wrapper.values() if isinstance(run.optim_wrapper, OptimWrapperDict) else [run.optim_wrapper]
         for one in several:
@@ -242,6 +251,13 @@ class Session:
             self._loop.has_data = False
             return unwrap_model(run.model), run.optim_wrapper
         return unwrap_model(run.model), run.optim_wrapper, PreparedLoader(run.train_dataloader, self._loop.batches)
+
+    if not TYPE_CHECKING:  # type checkers would take any name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            instead = _OF_ACCELERATE.get(name)
+            remedy = did_you_mean(name, dir(type(self))) if instead is None else f". Instead: {instead}"
+            raise AttributeError(f"a Session has no attribute {name!r}{remedy}", name=name, obj=self)
 
     def prepare_evaluation(self, dataloader: Any) -> PreparedLoader:
         """Return a loader of this rank's share of the data, in their order and each sample once, for `gather`.
@@ -460,6 +476,24 @@ _DONE_OTHERWISE = {
         _EVALUATION
     ): "validate by a loop of your own over prepare_evaluation(dataloader), and record by log_metrics()",
     frozenset({"data_preprocessor", "log_processor"}): "prepare batches, and average what you log(), in the loop",
+}
+# Attributes of an Accelerator, and what to do instead.
+_OF_ACCELERATE = {
+    "backward": "session.step(loss), which also steps the optimizer and clears the gradients",
+    "accumulate": "Session(accumulative_counts=...), and session.step(loss) in each iteration",
+    "autocast": "Session(amp='bfloat16')",
+    "clip_grad_norm_": "Session(clip_grad=dict(max_norm=...))",
+    "gather_for_metrics": "session.gather(...) over a loader of session.prepare_evaluation(...)",
+    "is_main_process": "session.is_main",
+    "load_state": "Session(resume=True)",
+    "num_processes": "session.world_size",
+    "print": "if session.is_main: print(...)",
+    "process_index": "session.rank",
+    "save_state": "session.save()",
+    "skip_first_batches": "Session(resume=True), which goes on within an epoch",
+    "sync_gradients": "session.is_update",
+    "unwrap_model": "the model that prepare() returns, which is your own module",
+    "wait_for_everyone": "lockstep.dist.barrier()",
 }
 _KNOWN = ARGUMENTS.keys() - frozenset().union(*_DONE_OTHERWISE)
 _KNOWN |= {"accumulative_counts", "batch_size_of", "clip_grad", "amp"}
