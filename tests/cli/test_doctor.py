@@ -164,6 +164,15 @@ def test_ranks_that_cannot_meet():
     waits = {**alone, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     _, found = look("--timeout", "3", env=waits)
     assert f"nobody answers at 127.0.0.1:{port}" in found["port"]["text"]
+    told, found = look("--timeout", "3", "--nnodes", "2", "--rdzv", f"127.0.0.1:{port}")
+    assert (told["world_size"], found["meeting"]["status"]) == (2, "fault")
+    assert found["meeting"]["text"].startswith("node 1 did not come within 3 s")
+    env = {**os.environ, **alone, "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+    done = subprocess.run(
+        [*DOCTOR, "--timeout", "3"], env=env, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "rank 1 of 2: the ranks cannot meet" in done.stderr
 
 
 @pytest.fixture

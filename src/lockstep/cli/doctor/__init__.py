@@ -18,7 +18,7 @@ from lockstep.cli.doctor import machine
 from lockstep.cli.doctor.finding import Finding, as_json, print_table, run_checks, worst
 from lockstep.cli.jobs import check_ranks_found
 from lockstep.cli.options import RankOptions, print_error
-from lockstep.errors import ConfigError, LockstepError, counted
+from lockstep.errors import ConfigError, LaunchError, LockstepError, counted
 from lockstep.launch import launch
 from lockstep.topology import Topology, topology_if_known
 
@@ -36,7 +36,9 @@ class Doctor(RankOptions):
     """
 
     json_: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False
-    timeout: Annotated[int, typer.Option(min=1, metavar="SECONDS", help="How long ranks wait for each other.")] = 60
+    timeout: Annotated[
+        int, typer.Option(min=1, metavar="SECONDS", help="How long ranks, and machines, wait for each other.")
+    ] = 60
 
     def run(self) -> None:
         """Look, and print what was found."""
@@ -72,6 +74,8 @@ class Doctor(RankOptions):
                 print_table(f"rank {at.rank} of {at.world_size}", [*(one for one in own if one.status != "ok"), met])
             elif at.rank == 0:
                 print(as_json([*own, met], at.world_size))
+            else:  # the first rank of a node may have met nobody, or not be there at all
+                print_error(ConfigError(f"rank {at.rank} of {at.world_size}: {met.text}"))
             raise typer.Exit(1) from None
         if at.rank == 0:
             self._print(found, at.world_size, shown=own)
@@ -80,10 +84,16 @@ class Doctor(RankOptions):
 
     def _start_ranks(self, own: Sequence[Finding]) -> None:
         """Start ranks that look together, and print what they have found on node 0."""
+        spec = self.job_spec()
         with TemporaryDirectory(prefix="lockstep-") as folder:
             file = Path(folder, "found.json")
             payload = json.dumps({"job": "Doctor", "file": str(file), "timeout": self.timeout})
-            launch(["-m", "lockstep.cli.rank"], self.job_spec(), payload=payload)
+            try:
+                launch(["-m", "lockstep.cli.rank"], spec, payload=payload, rdzv_timeout_seconds=self.timeout)
+            except LaunchError as error:
+                if self.json_:
+                    print(as_json([*own, Finding("meeting", str(error), "fault")], spec.nproc * spec.nnodes))
+                raise
             if self.node_rank != 0:  # rank 0 has written the file on node 0
                 return
             known = json.loads(file.read_text(encoding="utf-8"))
