@@ -326,8 +326,8 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
             now = time.monotonic()
             if now > deadline:
                 raise rendezvous.RendezvousTimeoutError(
-                    f"{what} did not come within {deadline - begun:.0f} s; start it, and check that `--rdzv` is the same "
-                    "on all nodes and can be reached from there"
+                    f"{what} did not come within {deadline - begun:.0f} s; start it, and check that `--rdzv` is the "
+                    "same on all nodes and can be reached from there"
                 )
             if not said and now > begun + _PATIENCE_SECONDS:
                 said = True
