@@ -23,6 +23,7 @@ from lockstep.launch import launch
 from lockstep.topology import Topology, topology_if_known
 
 _TITLE = "lockstep doctor"
+_GLOO = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,11 @@ class Doctor(RankOptions):
             self._look_over_ranks(at)
             return
         own = _own_findings(os.environ)
+        if spec.nnodes > 1:
+            port = Finding(
+                "port", f"{spec.endpoint()[1]} (--rdzv), where node 0 listens", facts={"port": spec.endpoint()[1]}
+            )
+            own = [port if one.name == "port" else one for one in own]
         if not self.json_:
             print_table(_TITLE, own)
         if spec.nproc > 1 or spec.nnodes > 1:
@@ -87,7 +93,9 @@ class Doctor(RankOptions):
         spec = self.job_spec()
         with TemporaryDirectory(prefix="lockstep-") as folder:
             file = Path(folder, "found.json")
-            payload = json.dumps({"job": "Doctor", "file": str(file), "timeout": self.timeout})
+            payload = json.dumps(
+                {"job": "Doctor", "file": str(file), "timeout": self.timeout, "gloo": os.environ.get(_GLOO)}
+            )
             try:
                 launch(["-m", "lockstep.cli.rank"], spec, payload=payload, rdzv_timeout_seconds=self.timeout)
             except LaunchError as error:
@@ -143,7 +151,9 @@ def findings_over_ranks(own: Sequence[Finding], timeout: float) -> list[Finding]
 
 def look_as_rank(asked: Mapping[str, Any]) -> None:
     """Look as a rank that `lockstep doctor` has started; rank 0 writes what was found to the file that it was told."""
-    found = findings_over_ranks(_own_findings(os.environ), asked["timeout"])
+    # What the launcher has set is not the user's to unset.
+    env = {name: value for name, value in os.environ.items() if name != _GLOO or asked["gloo"] is not None}
+    found = findings_over_ranks(_own_findings(env), asked["timeout"])
     at = topology_if_known(os.environ)
     if at.rank == 0:
         Path(asked["file"]).write_text(as_json(found, at.world_size), encoding="utf-8")
