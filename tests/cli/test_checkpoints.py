@@ -89,8 +89,11 @@ def test_the_only_whole_one_is_not_removed_for_damaged_ones(work_dir: Path):
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1  # only its checksum tells
     data.write_bytes(content)
-    code, _ = called("prune", work_dir, "--keep", 1, "--yes")
-    assert code == 0
+    code, shown = called("prune", work_dir, "--keep", 1, "--yes")
+    assert code == 1
+    assert "fault: " in shown
+    assert "epoch_3" in shown
+    assert "It is the last one, and is kept" in shown
     # epoch_3 is the last one, and stays for whoever wants to look at it.
     assert sorted(path.name for path in (work_dir / RUN).glob("epoch_*")) == ["epoch_1", "epoch_3"]
     (work_dir / RUN / "epoch_1" / "manifest.json").unlink()

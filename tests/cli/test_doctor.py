@@ -143,6 +143,26 @@ def test_a_host_name_that_does_not_resolve():
     assert "does not resolve" in found["host"]["text"]
 
 
+def test_two_nodes_on_one_machine():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        rdzv = f"127.0.0.1:{server.getsockname()[1]}"
+    words = ("--timeout", "60", "--nnodes", "2", "--rdzv", rdzv)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
+    other = subprocess.Popen([*DOCTOR, *words, "--node-rank", "1"], env=env, stdout=subprocess.DEVNULL)
+    _, found = look(*words)
+    other.wait(timeout=60)
+    assert found["interfaces"]["status"] == "ok"  # the launcher has chosen it
+    assert "is 127.0.0.1 here, which no other node reaches" in found["host"]["text"]
+
+
+@pytest.mark.parametrize(("rank", "missing"), [("0", "SLURM_JOB_NODELIST"), ("1", "SLURM_STEP_ID")])
+def test_variables_of_slurm_that_are_missing(rank, missing):
+    env = {"SLURM_PROCID": rank, "SLURM_NTASKS": "2", "SLURM_LOCALID": rank, "SLURM_NODEID": "0"}
+    _, found = look(env=env)
+    assert found["launcher"]["status"] == "fault"
+    assert missing in found["launcher"]["text"]
+
+
 def test_an_interface_that_is_down():
     needs_root("unshare", "--net", "ip", "link")
     make = 'ip link set lo up; ip link add no-cable type veth peer name other; exec "$@"'
@@ -164,6 +184,16 @@ def test_ranks_that_cannot_meet():
     waits = {**alone, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     _, found = look("--timeout", "3", env=waits)
     assert f"nobody answers at 127.0.0.1:{port}" in found["port"]["text"]
+    told, found = look("--timeout", "3", "--nnodes", "2", "--rdzv", f"127.0.0.1:{port}")
+    assert (told["world_size"], found["meeting"]["status"]) == (2, "fault")
+    assert found["meeting"]["text"].startswith("node 1 did not come within 3 s")
+    assert found["port"]["text"] == f"{port} (--rdzv), where node 0 listens"
+    env = {**os.environ, **alone, "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+    done = subprocess.run(
+        [*DOCTOR, "--timeout", "3"], env=env, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "rank 1 of 2: the ranks cannot meet" in done.stderr
 
 
 @pytest.fixture

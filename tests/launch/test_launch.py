@@ -252,6 +252,7 @@ def test_a_second_interrupt_ends_a_rank_that_is_deaf_to_the_first(scripts):
     assert any("once more" in line for line in iter(job.stderr.readline, ""))
     job.send_signal(signal.SIGINT)
     assert job.wait(timeout=40) == 130  # within the grace of 60 seconds
+    assert "rank 0 had not ended and had to be killed (a second Ctrl-C)" in job.stderr.read()
 
 
 def test_the_first_rank_keeps_the_terminal_and_the_others_write_to_logs(scripts):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -90,6 +91,12 @@ def test_a_rank_that_left_with_0_is_blamed_only_by_those_that_missed_it():
     assert ledger.exit_code == 1
     assert Ledger([raised(0, "ValueError", 10.0), ended(1, 0, 5.0)]).culprit == 0
     assert Ledger([gone, ended(1, 0, 10.4), ended(2, 7, 10.2)]).culprit == 2
+    differs = raised(0, "CollectiveMismatchError", 10.0)
+    left = raised(1, "CollectiveMismatchError", 10.1)
+    left.report = replace(left.report, at_exit=True)
+    assert Ledger([differs, left]).describe().startswith("rank 1 exited with code 0 (pid 101) while other ranks went")
+    differs.report = replace(differs.report, at_exit=True)  # both have ended, after different calls
+    assert Ledger([differs, left]).describe().startswith("rank 0 raised CollectiveMismatchError (pid 100).")
 
 
 def test_of_ranks_that_all_follow_the_one_that_most_name_comes_first():

@@ -177,6 +177,14 @@ def test_a_taken_port_is_told(node, rdzv):
     taken = socket.create_server((LOOPBACK, int(rdzv.rpartition(":")[2])))
     with taken, pytest.raises(RendezvousConnectionError, match=f"listen at {rdzv}: Address already in use. Another"):
         node(0).next_rendezvous()
+    said = []
+    # It answers nothing, and torch alone would wait for ever.
+    taken = socket.create_server((LOOPBACK, int(rdzv.rpartition(":")[2])))
+    says = f"node 0 at {rdzv} .something listens there, .* did not come"
+    with taken, pytest.raises(RendezvousTimeoutError, match=says):
+        node(1, seconds=6.0, say=said.append).next_rendezvous()
+    assert said
+    assert "another program?" in said[0]
 
 
 def meet(*nodes):

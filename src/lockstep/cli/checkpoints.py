@@ -144,16 +144,20 @@ def prune(
     """Remove all checkpoints but the N newest whole ones, and what interrupted saves have left.
 
     All bytes of those that are kept are compared with their checksums first. The best ones by a metric (best_...) and
-    the last one of the work dir are kept in addition.
+    the last one of the work dir are kept in addition; if that one is damaged, it is named, and the exit code is 1.
     """
     root = locate(directory)
     found = _find_or_refuse(root)
-    last, _ = _read_last(root)
+    last, faults = _read_last(root)
     regular = [one for one in found if not one.name.startswith("best_")]
     whole = list(islice((path for path in regular if fault_found_by(verify, path) is None), keep))
     if not whole:
         raise ConfigError(f"{directory} must hold a whole checkpoint to be pruned, but holds none")
     kept = {*whole, last}
+    if last is not None and last not in whole and (fault := fault_found_by(verify, last)) is not None:
+        faults.append(f"{fault}. It is the last one, and is kept")
+    for fault in faults:
+        print(printable(f"fault: {fault}", lines=False))
     to_remove = [path for path in regular if path not in kept]
     drafts = [draft for draft in drafts_in(root) if not is_owned(draft)]
     for path in [*to_remove, *drafts]:
@@ -161,12 +165,14 @@ def prune(
         print(printable(f"{_relative(path, root)}  {decimal(size)}", lines=False))
     if not (to_remove or drafts):
         print("there is nothing to remove")
-        return
+        raise typer.Exit(1 if faults else 0)
     if not yes and not typer.confirm(f"Remove {'these' if len(to_remove) + len(drafts) > 1 else 'this'}?"):
         raise typer.Exit(1)
     for path in to_remove:
         remove(path)
     remove_dead_drafts([root])
+    if faults:
+        raise typer.Exit(1)
 
 
 def _cell(value: object) -> str:

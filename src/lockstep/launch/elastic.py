@@ -92,17 +92,19 @@ def run_ranks(
     except SignalException as error:
         if trains and not (agent.has_trained or agent.has_failed) and error.sigval in (signal.SIGINT, *STOP_SIGNALS):
             rendezvous.give_up(Preempted.EXIT_CODE)
+            again = "Start the job again" + (" with --resume" if rendezvous.attempt > 0 else "")
             raise LaunchError(
                 f"{error.sigval.name} came before the first iteration was complete, so that there is nothing to save: "
-                f"all ranks were stopped. Start the job again (exit code {Preempted.EXIT_CODE})",
+                f"all ranks were stopped. {again} (exit code {Preempted.EXIT_CODE})",
                 exit_code=Preempted.EXIT_CODE,
             ) from None
         # The ranks have ended; now raise the signal again for its usual effect on this process.
         killed_note = ""
         if agent.killed:
+            why = "a second Ctrl-C" if agent.is_pressed else f"--grace-seconds {grace_seconds}"
             killed_note = (
-                f"; rank {', '.join(map(str, agent.killed))} did not end and had to be killed (--grace-seconds "
-                f"{grace_seconds}), so that a training resumes from the checkpoint before"
+                f"; rank {', '.join(map(str, agent.killed))} had not ended and had to be killed ({why}), so that a "
+                "training resumes from the checkpoint before"
             )
         if agent.has_failed:
             say(agent.describe())
@@ -153,6 +155,7 @@ class _Agent(LocalElasticAgent):
         self.has_trained = False  # whether a rank had trained when a signal stopped the job
         self.has_failed = False  # whether a rank had failed then
         self.killed: list[int] = []  # those that did not end then
+        self.is_pressed = False  # whether Ctrl-C was pressed a second time
         self.ledger: Ledger
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
@@ -259,17 +262,18 @@ class _Agent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:  # as torch calls it
         failed = self._setup.failing.exists()
-        if death_sig == signal.SIGINT:
-            say("stopping all ranks; a training saves first. Ctrl-C once more does not wait for them")
         if not failed:
             _ignore(*STOP_SIGNALS, signal.SIGHUP)  # a second signal must not interrupt the saving, only Ctrl-C
         if self._processes is not None:
             try:
+                if death_sig == signal.SIGINT:
+                    say("stopping all ranks; a training saves first. Ctrl-C once more does not wait for them")
                 self._processes.send(death_sig)
                 self._processes.wait(_SECONDS_TO_END if failed else self._grace_seconds)
                 if not failed:
                     _ignore(signal.SIGINT)  # all have ended for good: nothing to interrupt
             except SignalException:  # Ctrl-C once more
+                self.is_pressed = True
                 say("killing all ranks")
                 self._kill(seconds=0.0)
             else:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.errors import Preempted
+from lockstep.errors import CollectiveMismatchError, Preempted
 from lockstep.launch.worker import rank_log
 from lockstep.masking import printable
 
@@ -55,6 +55,7 @@ class Report:
         place: the line of the script, as ``FILE:LINE``, or "".
         follows: "gone" or "late" if the error says only that another rank is gone, or did not come in time.
         failed_ranks: the ranks that have caused it, as far as the error says so.
+        at_exit: whether the script had ended without an error before.
     """
 
     kind: str
@@ -64,6 +65,7 @@ class Report:
     place: str = ""
     follows: Literal["gone", "late"] | None = None
     failed_ranks: Sequence[int] = ()
+    at_exit: bool = False
 
     @classmethod
     def read(cls, path: str | Path) -> Report | None:
@@ -79,6 +81,7 @@ class Report:
                 place=printable(str(extra.get("place", "")), lines=False),
                 follows=extra.get("follows"),
                 failed_ranks=tuple(extra.get("failed_ranks", ())),
+                at_exit=bool(extra.get("at_exit", False)),
             )
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -146,6 +149,11 @@ class RankRecord:
     def has_left(self) -> bool:
         """Whether the rank has ended with exit code 0."""
         return self.own_report is None and self.own_status == 0
+
+    @property
+    def ended_script(self) -> bool:
+        """Whether the rank's script had ended without an error before the rank reported one, or ended."""
+        return self.has_left or (self.own_report is not None and self.own_report.at_exit)
 
     @property
     def has_failed(self) -> bool:
@@ -256,9 +264,10 @@ class Ledger:
 
     def _headline(self) -> str:
         culprit, *more = self._culprits
-        if culprit.has_failed:
+        left_early = culprit.ended_script and not all(record.ended_script for record in self._records)
+        if culprit.has_failed and not left_early:
             return f"rank {culprit.rank} {_ending(culprit)} (pid {culprit.pid})."
-        if culprit.has_left:
+        if culprit.has_left or left_early:
             return (
                 f"rank {culprit.rank} exited with code 0 (pid {culprit.pid}) while other ranks went on. All ranks must "
                 "make the same collective calls: does each get the same number of batches?"
@@ -291,7 +300,10 @@ def seconds_to_await_cause(records: Sequence[RankRecord]) -> float:
 def _culprits(records: Sequence[RankRecord], whole_job: bool) -> list[RankRecord]:
     """Return the rank that caused the failures, or several if it is one of them; `records` are in order."""
     if own := [record for record in records if record.failed_itself]:
-        return own[:1]
+        is_missed = own[0].own_report is not None and own[0].own_report.kind == CollectiveMismatchError.__name__
+        # Ranks that go on notice that one has left, and may say so before it does itself.
+        left = [record for record in records if record.ended_script] if is_missed else []
+        return (left or own)[:1]
     if stopped := [record for record in records if record.is_stopped]:
         return stopped[:1]
     failed = [record for record in records if record.has_failed]

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from torch.distributed.elastic import rendezvous
@@ -19,6 +20,7 @@ from lockstep.launch.job import JobSpec, answers, listener
 _POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 5.0  # then print what is missing
 _SECONDS_TO_READ = 1.0
+_STORE_TIMEOUT = timedelta(minutes=5)  # of one request; torch's own
 _SECONDS_PER_BEAT = 1.0
 _SECONDS_UNTIL_LOST = 10.0  # without a heartbeat
 _SECONDS_UNTIL_LOST_AT_THE_END = 60.0  # when this node has nothing else to do, and to leave would end the others
@@ -165,7 +167,18 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
                 ) from error
         node_0 = f"node 0 at {self._job.rdzv}"
         self._wait(lambda: "" if answers(self._host, self._port, timeout_seconds=1.0) else node_0, deadline)
-        return self._connect()
+        found: list[TCPStore] = []
+
+        def connect() -> None:
+            with suppress(DistError):
+                found.append(self._connect(timeout=timedelta(seconds=max(1.0, deadline - time.monotonic()))))
+
+        # In a thread, as torch waits in C++ for ever where another program has the port and says nothing (torch 2.13).
+        threading.Thread(target=connect, name="lockstep-connect", daemon=True).start()
+        other = f"{node_0} (something listens there, but does not answer as a job does: another program?)"
+        self._wait(lambda: "" if found else other, deadline)
+        found[0].set_timeout(_STORE_TIMEOUT)
+        return found[0]
 
     def _serve(self, port: int) -> TCPStore:
         sock = listener(self._host, port)
@@ -177,8 +190,8 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
             raise
         return TCPStore(self._host, port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach())
 
-    def _connect(self) -> TCPStore:
-        return TCPStore(self._host, self._port, is_master=False, wait_for_workers=False)
+    def _connect(self, timeout: timedelta = _STORE_TIMEOUT) -> TCPStore:
+        return TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=timeout)
 
     def _join(self, store: TCPStore, deadline: float) -> tuple[PrefixStore, int]:
         """Begin the next attempt in which this node takes part; return its store, and the port of its ranks' store."""
@@ -313,8 +326,8 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
             now = time.monotonic()
             if now > deadline:
                 raise rendezvous.RendezvousTimeoutError(
-                    f"{what} did not come within {deadline - begun:.0f} s; start it, and check that `rdzv` is the same "
-                    "on all nodes and can be reached from there"
+                    f"{what} did not come within {deadline - begun:.0f} s; start it, and check that `--rdzv` is the "
+                    "same on all nodes and can be reached from there"
                 )
             if not said and now > begun + _PATIENCE_SECONDS:
                 said = True

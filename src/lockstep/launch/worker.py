@@ -89,9 +89,12 @@ def main(argv: list[str]) -> None:
     sys.excepthook = _record_or_show
     try:
         _run(target)
+        _mark_left()
     except SystemExit as error:
         if error.code not in (None, 0):
             _record(error)
+        else:
+            _mark_left()
         if isinstance(error, Preempted):
             end_soon(Preempted.EXIT_CODE)
         raise
@@ -233,6 +236,15 @@ def _call(packed: str) -> None:
     function()
 
 
+def _mark_left() -> None:
+    """Note that the script has ended without an error: what is raised after that is raised at exit."""
+    global _has_left
+    _has_left = True
+
+
+_has_left = False
+
+
 def _record(error: BaseException) -> bool:
     """Write an error to the agent's file; return whether the agent has given one."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -242,9 +254,16 @@ def _record(error: BaseException) -> bool:
     extra: dict[str, object] = {"timestamp": str(int(now)), "time": now, "type": kind, "exitcode": _exit_code(error)}
     try:
         place, follows, ranks = place_of(error.__traceback__), _follows(error), _failed_ranks(error)
-        shown = None if isinstance(error, (SystemExit, *INPUT_ERRORS)) else _without_launcher(error.__traceback__)
+        is_told = _has_left or isinstance(error, (SystemExit, *INPUT_ERRORS))
+        shown = None if is_told else _without_launcher(error.__traceback__)
         stack, message = mask_text(_formatted(error.with_traceback(shown))), mask_text(error_in_words(error))
-        extra |= {"py_callstack": stack, "follows": follows, "place": place, "failed_ranks": ranks}
+        extra |= {
+            "py_callstack": stack,
+            "follows": follows,
+            "place": place,
+            "failed_ranks": ranks,
+            "at_exit": _has_left,
+        }
     except Exception as second:  # an error's attributes may be functions of the user's
         message = f"{kind}, which can't be shown: {type(second).__name__} in {place_of(second.__traceback__)}"
         extra["py_callstack"] = message

@@ -18,11 +18,12 @@ from lockstep.cli.doctor import machine
 from lockstep.cli.doctor.finding import Finding, as_json, print_table, run_checks, worst
 from lockstep.cli.jobs import check_ranks_found
 from lockstep.cli.options import RankOptions, print_error
-from lockstep.errors import ConfigError, LockstepError, counted
+from lockstep.errors import ConfigError, LaunchError, LockstepError, counted
 from lockstep.launch import launch
 from lockstep.topology import Topology, topology_if_known
 
 _TITLE = "lockstep doctor"
+_GLOO = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,9 @@ class Doctor(RankOptions):
     """
 
     json_: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False
-    timeout: Annotated[int, typer.Option(min=1, metavar="SECONDS", help="How long ranks wait for each other.")] = 60
+    timeout: Annotated[
+        int, typer.Option(min=1, metavar="SECONDS", help="How long ranks, and machines, wait for each other.")
+    ] = 60
 
     def run(self) -> None:
         """Look, and print what was found."""
@@ -47,6 +50,11 @@ class Doctor(RankOptions):
             self._look_over_ranks(at)
             return
         own = _own_findings(os.environ)
+        if spec.nnodes > 1:
+            port = Finding(
+                "port", f"{spec.endpoint()[1]} (--rdzv), where node 0 listens", facts={"port": spec.endpoint()[1]}
+            )
+            own = [port if one.name == "port" else one for one in own]
         if not self.json_:
             print_table(_TITLE, own)
         if spec.nproc > 1 or spec.nnodes > 1:
@@ -72,6 +80,8 @@ class Doctor(RankOptions):
                 print_table(f"rank {at.rank} of {at.world_size}", [*(one for one in own if one.status != "ok"), met])
             elif at.rank == 0:
                 print(as_json([*own, met], at.world_size))
+            else:  # the first rank of a node may have met nobody, or not be there at all
+                print_error(ConfigError(f"rank {at.rank} of {at.world_size}: {met.text}"))
             raise typer.Exit(1) from None
         if at.rank == 0:
             self._print(found, at.world_size, shown=own)
@@ -80,10 +90,18 @@ class Doctor(RankOptions):
 
     def _start_ranks(self, own: Sequence[Finding]) -> None:
         """Start ranks that look together, and print what they have found on node 0."""
+        spec = self.job_spec()
         with TemporaryDirectory(prefix="lockstep-") as folder:
             file = Path(folder, "found.json")
-            payload = json.dumps({"job": "Doctor", "file": str(file), "timeout": self.timeout})
-            launch(["-m", "lockstep.cli.rank"], self.job_spec(), payload=payload)
+            payload = json.dumps(
+                {"job": "Doctor", "file": str(file), "timeout": self.timeout, "gloo": os.environ.get(_GLOO)}
+            )
+            try:
+                launch(["-m", "lockstep.cli.rank"], spec, payload=payload, rdzv_timeout_seconds=self.timeout)
+            except LaunchError as error:
+                if self.json_:
+                    print(as_json([*own, Finding("meeting", str(error), "fault")], spec.nproc * spec.nnodes))
+                raise
             if self.node_rank != 0:  # rank 0 has written the file on node 0
                 return
             known = json.loads(file.read_text(encoding="utf-8"))
@@ -133,7 +151,9 @@ def findings_over_ranks(own: Sequence[Finding], timeout: float) -> list[Finding]
 
 def look_as_rank(asked: Mapping[str, Any]) -> None:
     """Look as a rank that `lockstep doctor` has started; rank 0 writes what was found to the file that it was told."""
-    found = findings_over_ranks(_own_findings(os.environ), asked["timeout"])
+    # What the launcher has set is not the user's to unset.
+    env = {name: value for name, value in os.environ.items() if name != _GLOO or asked["gloo"] is not None}
+    found = findings_over_ranks(_own_findings(env), asked["timeout"])
     at = topology_if_known(os.environ)
     if at.rank == 0:
         Path(asked["file"]).write_text(as_json(found, at.world_size), encoding="utf-8")

@@ -61,6 +61,11 @@ def installed(package: str) -> str:
 def launcher(env: Mapping[str, str]) -> Finding:
     """Find out what started this process."""
     found = infer_launcher(env)
+    if found == "none" and (lacking := _lacking_of_slurm(env)):
+        text = f"none, although SLURM_PROCID is {env['SLURM_PROCID']}: what Slurm sets beside it is missing: "
+        text += ", ".join(lacking)
+        remedy = "Pass on all of Slurm's variables (a container, sudo or ssh may drop some), or unset SLURM_PROCID."
+        return Finding("launcher", text, "fault", remedy, {"launcher": "none"})
     if found == "none":
         return Finding("launcher", "none: lockstep starts its own ranks", facts={"launcher": "none"})
     try:
@@ -69,6 +74,14 @@ def launcher(env: Mapping[str, str]) -> Finding:
         return Finding("launcher", f"contradictory: {error}", "fault")
     text = f"{found}: rank {at.rank} of {at.world_size}, node {at.node_rank} of {at.num_nodes}"
     return Finding("launcher", text, facts={"launcher": found, "world_size": at.world_size, "nodes": at.num_nodes})
+
+
+def _lacking_of_slurm(env: Mapping[str, str]) -> list[str]:
+    """Return the variables that Slurm sets where it sets SLURM_PROCID, but that are missing."""
+    needed = ["SLURM_JOB_NODELIST"]
+    if env.get("SLURM_PROCID") != "0":  # the body of an sbatch script has 0, and is no task of a step
+        needed += ["SLURM_STEP_ID", "SLURM_STEP_TASKS_PER_NODE"]
+    return [name for name in needed if name not in env] if "SLURM_PROCID" in env else []
 
 
 def variables(env: Mapping[str, str]) -> Finding:
