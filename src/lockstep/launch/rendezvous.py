@@ -170,8 +170,11 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         found: list[TCPStore] = []
 
         def connect() -> None:
-            with suppress(DistError):
-                found.append(self._connect(timeout=timedelta(seconds=max(1.0, deadline - time.monotonic()))))
+            while not found and (left := deadline - time.monotonic()) > 0:
+                with suppress(DistError):
+                    found.append(self._connect(timeout=timedelta(seconds=max(1.0, left))))
+                    return
+                time.sleep(_POLL_SECONDS)
 
         # In a thread, as torch waits in C++ for ever where another program has the port and says nothing (torch 2.13).
         threading.Thread(target=connect, name="lockstep-connect", daemon=True).start()
