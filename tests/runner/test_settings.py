@@ -185,3 +185,4 @@ def test_the_message_hub_tells_where_the_run_is(tmp_path: Path):
     runner.train()
     assert seen == [(0, 0, 2, 4), (0, 1, 2, 4), (1, 2, 2, 4), (1, 3, 2, 4)]
     assert runner.message_hub.get_scalar("val/accuracy/top2").current() == 100.0
+    assert runner.message_hub.get_scalar("train/lr").current() == runner.optim_wrapper.get_lr()["lr"][0]

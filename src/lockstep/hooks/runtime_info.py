@@ -1,23 +1,34 @@
-"""A hook that puts the metrics of a run into the message hub."""
+"""A hook that puts the metrics and learning rates of a run into the message hub."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
-from lockstep.runner.run import Run
+from lockstep.runner.run import Run, TrainRun
 
 
 @HOOKS.register_module()
 class RuntimeInfoHook(Hook):
-    """Put the metrics of each validation and test into the message hub, as scalars such as `val/accuracy`.
+    """Put metrics, as scalars such as `val/accuracy`, and learning rates, as `train/lr`, into the message hub.
 
-    The other values that MMEngine's hook of this name provides are there without this hook: the infos `epoch`, `iter`,
-    `max_epochs`, `max_iters` and `dataset_meta`, losses and times. Learning rates are in the records.
+    A rate is that of the iteration. One that is a tensor on a device is left out, because to read it would wait for the
+    device in each iteration. The other values that MMEngine's hook of this name provides are there without this hook:
+    the infos `epoch`, `iter`, `max_epochs`, `max_iters` and `dataset_meta`, losses and times.
     """
 
     priority = "VERY_HIGH"
+
+    def before_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None) -> None:
+        """Put the learning rates of the iteration into the message hub."""
+        rates = [group["lr"] for group in runner.optim_wrapper.param_groups]
+        if any(isinstance(rate, Tensor) and not rate.is_cpu for rate in rates):
+            return
+        for name, own in runner.optim_wrapper.get_lr().items():
+            runner.message_hub.update_scalar(f"train/{name}", own[0])
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Put the metrics of a validation into the message hub."""

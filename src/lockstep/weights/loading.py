@@ -38,11 +38,18 @@ class Weights(NamedTuple):
             is False for a model that is to be trained, else True.
         revise_keys: patterns in the names of the weights, and their replacements. The default ones apply only to names
             that the model does not have.
+        given: what the user named, where `path` is a copy of it.
     """
 
     path: Location
     strict: bool | None = None
     revise_keys: Sequence[tuple[str, str]] = REVISE_KEYS
+    given: Location | None = None
+
+    @property
+    def shown(self) -> Location:
+        """What messages name."""
+        return self.path if self.given is None else self.given
 
 
 def load_weights(strategy: Strategy, core: nn.Module, weights: Weights, *, training: bool) -> None:
@@ -63,7 +70,7 @@ def load_weights(strategy: Strategy, core: nn.Module, weights: Weights, *, train
     """
     strict = not training if weights.strict is None else weights.strict
     strategy.load_state(_filled(core, strategy.model_state(), weights, strict=strict))
-    _logger.info("loaded the weights of %s", weights.path)
+    _logger.info("loaded the weights of %s", weights.shown)
 
 
 def load_checkpoint(
@@ -132,7 +139,7 @@ def _filled(core: nn.Module, own: Mapping[str, Any], weights: Weights, *, strict
     else:
         assert source is not None
         read = {name: own[name] for name in fitting}
-        _read(read, source, origins, weights.path)
+        _read(read, source, origins, weights.shown)
     # A weight that is tied to a loaded one has its values, too.
     twins = ((name, next((twin for twin in ties.get(name, ()) if twin in read), None)) for name in own)
     return {**own, **{name: read[twin] for name, twin in twins if twin is not None}, **read}
@@ -188,11 +195,11 @@ def _renamed(stored: Mapping[str, Any], weights: Weights, own: Mapping[str, Any]
     if any(name in own for name in origins):
         return origins
     if prefix := _missing_prefix(own, origins):
-        _logger.info("the names in %s lack the prefix `%s` of the model's: it is added", weights.path, prefix)
+        _logger.info("the names in %s lack the prefix `%s` of the model's: it is added", weights.shown, prefix)
         return {prefix + name: origin for name, origin in origins.items()}
     if prefix := _missing_prefix(origins, own):
         _logger.info(
-            "the names in %s have the prefix `%s`, which the model's lack: it is left out", weights.path, prefix
+            "the names in %s have the prefix `%s`, which the model's lack: it is left out", weights.shown, prefix
         )
         return {name.removeprefix(prefix): origin for name, origin in origins.items()}
     return origins
@@ -237,13 +244,13 @@ def _fitting(
     summary = "; ".join(f"{what}: {listed(names, most=8)}" for what, names in faults.items() if names)
     if summary and (strict or not fitting):
         raise ConfigError(
-            f"the weights in {weights.path} do not fit the model ({summary})"
+            f"the weights in {weights.shown} do not fit the model ({summary})"
             + ("" if fitting else f". {_OF_ANOTHER_SIZE if differ else _OF_OTHER_NAMES}")
         )
     if summary:
         _logger.warning(
             "some of the weights in %s do not fit the model (%s). The other %d are loaded",
-            weights.path, summary, len(fitting),
+            weights.shown, summary, len(fitting),
         )  # fmt: skip
     return fitting
 

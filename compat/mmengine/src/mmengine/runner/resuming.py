@@ -82,7 +82,7 @@ def shown_to_hooks(run: Run, weights: Weights) -> Iterator[Weights]:
     with TemporaryDirectory() as place:
         file = Path(place, "weights.pth")
         torch.save({"state_dict": content["state_dict"]}, file)
-        yield weights._replace(path=file)
+        yield weights._replace(path=file, given=weights.path)
 
 
 def _is_own(hook: Any) -> bool:
