@@ -106,6 +106,16 @@ def test_a_longer_training_has_the_rates_of_one_that_was_that_long_from_the_begi
     assert not log or "the config has changed the schedules, which hold from here on" in log
 
 
+def test_a_longer_training_changes_no_schedule_that_says_when_it_ends(tmp_path):
+    schedules = [
+        {"type": "LinearLR", "start_factor": 0.1, "by_epoch": False, "end": 3},
+        {"type": "CosineAnnealingLR", "begin": 1, "end": 4, "convert_to_iter_based": True},
+    ]
+    train(tmp_path, 2, ADAM, schedules)
+    _, _, log = train(tmp_path, 4, ADAM, schedules, resume=True)
+    assert "the optimizer's options and schedules go on as they were saved: the config has the same" in log
+
+
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
 @ranks(1, 2)
 def test_options_that_the_config_changes_hold(tmp_path, strategy):
