@@ -443,6 +443,8 @@ def test_wrong_options_are_refused_before_anything_is_made(tmp_path):
         Session(tmp_path, val_dataloader=[], val_cfg={})
     with pytest.raises(TypeError, match="takes no log_processor: prepare batches, and average"):
         Session(tmp_path, log_processor={})
+    with pytest.raises(TypeError, match=r"takes no max_epochs: the loop goes through session\.epochs\(count\)"):
+        Session(tmp_path, max_epochs=3)
     with pytest.raises(TypeError, match="a Session has no argument `sed`"):
         Session(tmp_path, sed=3)
     assert not list(tmp_path.iterdir())

@@ -219,7 +219,29 @@ _FOREIGN_NAMES = {
         ("grad_clip", "gradient_clip_val", "max_grad_norm"), "`clip_grad`, which a Runner has in `optim_wrapper`"
     ),
     **dict.fromkeys(("mixed_precision", "precision"), "`amp`; in a Runner, an AmpOptimWrapper as `optim_wrapper`"),
-    "resume_from": "`load_from`, with `resume=True`",
+    **dict.fromkeys(("ckpt_path", "resume_from", "resume_from_checkpoint"), "`load_from`, with `resume=True`"),
+    **dict.fromkeys(
+        ("accelerator", "devices", "num_nodes", "num_processes"),
+        "given to the launcher: lockstep launch --nproc N SCRIPT",
+    ),
+    **dict.fromkeys(
+        ("check_val_every_n_epoch", "eval_steps", "val_check_interval"), "`val_interval`, a key of `train_cfg`"
+    ),
+    **dict.fromkeys(("default_root_dir", "output_dir"), "`work_dir`"),
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "`max_epochs`, a key of `train_cfg`"),
+    **dict.fromkeys(
+        ("fast_dev_run", "limit_train_batches", "limit_val_batches", "overfit_batches"),
+        "`num_batch_per_epoch` in a data loader's config",
+    ),
+    **dict.fromkeys(
+        ("log_every_n_steps", "logging_steps"), "`interval` of LoggerHook: default_hooks=dict(logger=dict(interval=N))"
+    ),
+    "benchmark": "`cudnn_benchmark`, a key of `env_cfg`",
+    "enable_progress_bar": "default_hooks=dict(progress=None)",
+    "max_steps": "`max_iters`, a key of `train_cfg`",
+    "num_sanity_val_steps": "runner.val() before runner.train()",
+    "profiler": "a ProfilerHook in `custom_hooks`",
+    "sync_batchnorm": "`sync_bn`, a key of a config; or convert the model by torch's SyncBatchNorm",
 }
 
 

@@ -473,6 +473,9 @@ _DONE_OTHERWISE = {
         {"model", "optim_wrapper", "train_dataloader", "train_cfg", "param_scheduler", "loss", "cfg"}
     ): "hand in the model, its optimizer and the data by prepare(model, optimizer, dataloader)",
     frozenset(
+        {"by_epoch", "epochs", "max_epochs", "max_iters", "max_steps", "num_epochs"}
+    ): "the loop goes through session.epochs(count) or session.iterations(count)",
+    frozenset(
         _EVALUATION
     ): "validate by a loop of your own over prepare_evaluation(dataloader), and record by log_metrics()",
     frozenset({"data_preprocessor", "log_processor"}): "prepare batches, and average what you log(), in the loop",
