@@ -244,6 +244,39 @@ _FOREIGN_NAMES = {
     "sync_batchnorm": "`sync_bn`, a key of a config; or convert the model by torch's SyncBatchNorm",
 }
 
+_EVALUATION = {f"{mode}_{name}" for mode in ("val", "test") for name in ("dataloader", "evaluator", "cfg")}
+# Arguments of a Runner that a Session has not, and what to do instead.
+DONE_OTHERWISE_IN_SESSION = {
+    frozenset(
+        {"model", "optim_wrapper", "train_dataloader", "train_cfg", "param_scheduler", "loss", "cfg"}
+    ): "hand in the model, its optimizer and the data by prepare(model, optimizer, dataloader)",
+    frozenset(
+        {"by_epoch", "epochs", "max_epochs", "max_iters", "max_steps", "num_epochs"}
+    ): "the loop goes through session.epochs(count) or session.iterations(count)",
+    frozenset(
+        _EVALUATION
+    ): "validate by a loop of your own over prepare_evaluation(dataloader), and record by log_metrics()",
+    frozenset({"data_preprocessor", "log_processor"}): "prepare batches, and average what you log(), in the loop",
+}
+# Attributes of an Accelerator, and what to do instead.
+INSTEAD_OF_ACCELERATE = {
+    "backward": "session.step(loss), which also steps the optimizer and clears the gradients",
+    "accumulate": "Session(accumulative_counts=...), and session.step(loss) in each iteration",
+    "autocast": "Session(amp='bfloat16')",
+    "clip_grad_norm_": "Session(clip_grad=dict(max_norm=...))",
+    "gather_for_metrics": "session.gather(...) over a loader of session.prepare_evaluation(...)",
+    "is_main_process": "session.is_main",
+    "load_state": "Session(resume=True)",
+    "num_processes": "session.world_size",
+    "print": "if session.is_main: print(...)",
+    "process_index": "session.rank",
+    "save_state": "session.save()",
+    "skip_first_batches": "Session(resume=True), which goes on within an epoch",
+    "sync_gradients": "session.is_update",
+    "unwrap_model": "the model that prepare() returns, which is your own module",
+    "wait_for_everyone": "lockstep.dist.barrier()",
+}
+
 
 def unknown_argument(
     names: Iterable[str], owner: str = "Runner", known: Collection[str] | None = None

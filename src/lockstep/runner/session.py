@@ -24,7 +24,12 @@ from lockstep.errors import did_you_mean
 from lockstep.model import unwrap_model
 from lockstep.model.steps import parse_losses
 from lockstep.optim import OptimWrapper, OptimWrapperDict
-from lockstep.runner.arguments import ARGUMENTS, unknown_argument
+from lockstep.runner.arguments import (
+    ARGUMENTS,
+    DONE_OTHERWISE_IN_SESSION,
+    INSTEAD_OF_ACCELERATE,
+    unknown_argument,
+)
 from lockstep.runner.data_workers import let_workers_outlive_signals
 from lockstep.runner.own_loop import OwnLoop
 from lockstep.runner.run import TrainRun
@@ -104,7 +109,7 @@ class Session:
         load_from: str | Path | None = None,
         **options: Any,
     ) -> None:
-        for taken, instead in _DONE_OTHERWISE.items():
+        for taken, instead in DONE_OTHERWISE_IN_SESSION.items():
             if given := sorted(options.keys() & taken):
                 raise TypeError(f"Session() takes no {', '.join(given)}: {instead}")
         if (unknown := unknown_argument(options, "Session", _KNOWN)) is not None:
@@ -255,7 +260,7 @@ class Session:
     if not TYPE_CHECKING:  # type checkers would take any name for an attribute
 
         def __getattr__(self, name: str) -> Any:
-            instead = _OF_ACCELERATE.get(name)
+            instead = INSTEAD_OF_ACCELERATE.get(name)
             remedy = did_you_mean(name, dir(type(self))) if instead is None else f". Instead: {instead}"
             raise AttributeError(f"a Session has no attribute {name!r}{remedy}", name=name, obj=self)
 
@@ -466,39 +471,7 @@ class Parts(nn.ModuleDict):
 
 
 _NO_DATA: Mapping[str, Any] = {"dataset": range(1), "sampler": {"type": "InfiniteSampler", "shuffle": False}}
-_EVALUATION = {f"{mode}_{name}" for mode in ("val", "test") for name in ("dataloader", "evaluator", "cfg")}
-# Arguments of a Runner that a Session has not, and what to do instead.
-_DONE_OTHERWISE = {
-    frozenset(
-        {"model", "optim_wrapper", "train_dataloader", "train_cfg", "param_scheduler", "loss", "cfg"}
-    ): "hand in the model, its optimizer and the data by prepare(model, optimizer, dataloader)",
-    frozenset(
-        {"by_epoch", "epochs", "max_epochs", "max_iters", "max_steps", "num_epochs"}
-    ): "the loop goes through session.epochs(count) or session.iterations(count)",
-    frozenset(
-        _EVALUATION
-    ): "validate by a loop of your own over prepare_evaluation(dataloader), and record by log_metrics()",
-    frozenset({"data_preprocessor", "log_processor"}): "prepare batches, and average what you log(), in the loop",
-}
-# Attributes of an Accelerator, and what to do instead.
-_OF_ACCELERATE = {
-    "backward": "session.step(loss), which also steps the optimizer and clears the gradients",
-    "accumulate": "Session(accumulative_counts=...), and session.step(loss) in each iteration",
-    "autocast": "Session(amp='bfloat16')",
-    "clip_grad_norm_": "Session(clip_grad=dict(max_norm=...))",
-    "gather_for_metrics": "session.gather(...) over a loader of session.prepare_evaluation(...)",
-    "is_main_process": "session.is_main",
-    "load_state": "Session(resume=True)",
-    "num_processes": "session.world_size",
-    "print": "if session.is_main: print(...)",
-    "process_index": "session.rank",
-    "save_state": "session.save()",
-    "skip_first_batches": "Session(resume=True), which goes on within an epoch",
-    "sync_gradients": "session.is_update",
-    "unwrap_model": "the model that prepare() returns, which is your own module",
-    "wait_for_everyone": "lockstep.dist.barrier()",
-}
-_KNOWN = ARGUMENTS.keys() - frozenset().union(*_DONE_OTHERWISE)
+_KNOWN = ARGUMENTS.keys() - frozenset().union(*DONE_OTHERWISE_IN_SESSION)
 _KNOWN |= {"accumulative_counts", "batch_size_of", "clip_grad", "amp"}
 
 
