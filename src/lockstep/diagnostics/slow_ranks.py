@@ -346,22 +346,21 @@ class StragglerWatch:
         is_known = not any(math.isnan(sample.compute) for sample in samples)
         works = [sample.data + (sample.compute if is_known else 0.0) for sample in samples]
         usual, longest = _medians_of_others(works), _medians_of_others([sample.high_work for sample in samples])
+        waits = _medians_of_others([each.data for each in samples])
+        computes = _medians_of_others([each.compute for each in samples])
+        with_host = _medians_of_others([max(work, each.host) for work, each in zip(works, samples, strict=True)])
         found: dict[int, _Delay] = {}
         for rank, sample in enumerate(samples):
-            others = usual[rank]
-            if sample.is_host_bound and self._is_much(sample.low_work - others, others):
-                # A host that is ahead of its device need not be faster: it may have begun earlier. Only the wait for
-                # data shows the difference.
-                data = _medians_of_others([each.data for each in samples])[rank]
-                if not self._is_much(sample.data - data, data):
-                    slower = [max(work, each.host) for work, each in zip(works, samples, strict=True)]
-                    others = _medians_of_others(slower)[rank]
+            others, data, compute = usual[rank], waits[rank], computes[rank]
+            is_doubtful = sample.is_host_bound and self._is_much(sample.low_work - others, others)
+            # A host that is ahead of its device need not be faster: it may have begun earlier. Only the wait for data
+            # shows the difference.
+            if is_doubtful and not self._is_much(sample.data - data, data):
+                others = with_host[rank]
             lost = sample.low_work - others
             # Without the others' own work, it is compared with what a step would take without the delay.
             remaining = others if is_known else max(others, sample.step - lost)
             if self._is_much(lost, remaining) and sample.low_work > longest[rank]:
-                data = _medians_of_others([each.data for each in samples])[rank]
-                compute = _medians_of_others([each.compute for each in samples])[rank]
                 is_data = not is_known or sample.data - data >= sample.compute - compute
                 one = _Delay("data", data, lost, remaining) if is_data else _Delay("compute", compute, lost, remaining)
                 found[rank] = one

@@ -18,6 +18,7 @@ from lockstep.model.shards import is_dtensor
 Sharding = tuple[DeviceMesh, tuple[int, ...]]
 
 
+@torch.no_grad()
 def clip_by_norm(
     params: Iterable[Tensor],
     max_norm: float,
@@ -58,12 +59,14 @@ def clip_by_norm(
     return total
 
 
+@torch.no_grad()
 def clip_by_value(params: Iterable[Tensor], clip_value: float, foreach: bool | None = None) -> None:
     """Clamp every element of the gradients to between `-clip_value` and `clip_value`. Nothing is sent."""
     for alike in _by_mesh(params):
         clip_grad_value_(alike, clip_value, foreach)
 
 
+@torch.no_grad()
 def gradient_norm(gradients: Sequence[Tensor], norm_type: float = 2.0, foreach: bool | None = None) -> Tensor:
     """Return the norm of all gradients together, whole or sharded, as a plain tensor.
 
