@@ -212,6 +212,7 @@ def test_a_config_makes_the_same_runner(tmp_path: Path):
             "train_cfg": {"max_epochs": 1},
             "some_variable": 3,
             "optim_wraper": {},
+            "model_wraper_cfg": {},
         }
     )
     runner = Runner.from_cfg(cfg)
@@ -219,6 +220,7 @@ def test_a_config_makes_the_same_runner(tmp_path: Path):
     assert "max_epochs=1" in (runner.run_dir / "config.py").read_text()
     log = (runner.run_dir / "log.txt").read_text()
     assert "`optim_wraper` means nothing here: did you mean `optim_wrapper`?" in log
+    assert "`model_wraper_cfg` means nothing here: did you mean `model_wrapper_cfg`?" in log
     assert "some_variable" not in log
     del cfg["model"]
     with pytest.raises(ConfigError, match="key `model`"):

@@ -160,12 +160,13 @@ class RunnerArguments:
 
     @property
     def misspelt(self) -> dict[str, str]:
-        """Unknown keys of the config, each with the argument that was probably meant.
+        """Unknown keys of the config, each with the known one that was probably meant.
 
         A config may hold variables of its own, so only a key very close to an argument's name is reported.
         """
-        strange = [key for key in self.cfg if key not in ARGUMENTS] if isinstance(self.cfg, Mapping) else []
-        meant = {key: get_close_matches(str(key), ARGUMENTS, n=1, cutoff=0.85) for key in strange}
+        known = [*ARGUMENTS, *CONFIG_KEYS]
+        strange = [key for key in self.cfg if key not in known] if isinstance(self.cfg, Mapping) else []
+        meant = {key: get_close_matches(str(key), known, n=1, cutoff=0.85) for key in strange}
         return {key: close[0] for key, close in meant.items() if close}
 
 
