@@ -128,7 +128,7 @@ class OnlyReturns(nn.Linear):
 
 @ranks(1, 2)
 def test_a_train_step_that_only_returns_its_loss_is_told(tmp_path):
-    told = "3 iterations have made no backward pass, so that nothing is trained. `train_step` of OnlyReturns must call"
+    told = "3 iterations have made no backward pass by the optim wrapper, so that it has updated nothing. `train"
     train(tmp_path, OnlyReturns(2, 1), loss=None, train_cfg={"max_epochs": 3})
     assert log_of(tmp_path).count(told) == 1
 

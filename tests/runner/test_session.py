@@ -534,7 +534,8 @@ def test_names_of_accelerate_are_told_what_to_do_instead(tmp_path):
         session.backward(torch.ones(1))
     with pytest.raises(AttributeError, match="no attribute 'prepar': did you mean `prepare`"):
         _ = session.prepar
-    assert not hasattr(session, "nothing_like_it")
+    with pytest.raises(AttributeError, match=r"no attribute 'reduce'(?!.*__)"):
+        _ = session.reduce
 
 
 @pytest.mark.parametrize("is_handed_in", [False, True])

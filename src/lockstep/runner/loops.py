@@ -197,8 +197,8 @@ class TrainLoop(ABC):
         self._end_iter(batch_idx, batch, values_to_log(outputs))
         if self.iters_without == _MOST_WITHOUT and not self.iters_with_backward:
             runner.logger.warning(
-                "%d iterations have made no backward pass, so that nothing is trained. `train_step` of %s must call "
-                "optim_wrapper.update_params(loss); losses that it only returns are recorded",
+                "%d iterations have made no backward pass by the optim wrapper, so that it has updated nothing. "
+                "`train_step` of %s must call optim_wrapper.update_params(loss); what it only returns is recorded",
                 _MOST_WITHOUT, type(unwrap_model(runner.model)).__name__,
             )  # fmt: skip
 

@@ -261,7 +261,8 @@ class Session:
 
         def __getattr__(self, name: str) -> Any:
             instead = INSTEAD_OF_ACCELERATE.get(name)
-            remedy = did_you_mean(name, dir(type(self))) if instead is None else f". Instead: {instead}"
+            public = [known for known in dir(type(self)) if not known.startswith("_")]
+            remedy = did_you_mean(name, public) if instead is None else f". Instead: {instead}"
             raise AttributeError(f"a Session has no attribute {name!r}{remedy}", name=name, obj=self)
 
     def prepare_evaluation(self, dataloader: Any) -> PreparedLoader:
