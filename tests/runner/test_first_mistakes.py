@@ -119,6 +119,16 @@ def test_a_session_that_steps_in_some_iterations_alone_warns_once(tmp_path):
     assert STEPLESS not in log_of(tmp_path)
 
 
+def test_a_loop_that_makes_its_data_itself_may_step_in_some_iterations_alone(tmp_path):
+    session = Session(tmp_path)
+    model = nn.Linear(2, 1)
+    model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for number in session.iterations(4):  # as one that collects samples before each update
+        if number % 2:
+            session.step(model(torch.ones(1, 2)).mean())
+    assert "have made no call of session.step(loss)" not in log_of(tmp_path)
+
+
 class OnlyReturns(nn.Linear):
     """Returns its loss, as Lightning's training_step does, and leaves the step to whoever calls it."""
 

@@ -538,13 +538,23 @@ def test_names_of_accelerate_are_told_what_to_do_instead(tmp_path):
         _ = session.reduce
 
 
+def test_an_attribute_error_within_a_property_is_the_one_that_is_raised(tmp_path):
+    class Own(Session):
+        @property
+        def best(self) -> float:
+            return self.nothing_like_it
+
+    with pytest.raises(AttributeError, match="no attribute 'nothing_like_it'"):
+        _ = Own(tmp_path, log_level="ERROR").best
+
+
 @pytest.mark.parametrize("is_handed_in", [False, True])
 def test_a_scheduler_that_is_not_handed_in_is_told(tmp_path, is_handed_in):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
     session = Session(tmp_path)
-    session.prepare(model, optimizer, schedulers=[schedule] if is_handed_in else [])
+    session.prepare({"net": model}, {"net": optimizer}, schedulers=[schedule] if is_handed_in else [])
     told = (
         "SGD has a scheduler that is not handed to prepare(..., schedulers=...)"
         in (session.run_dir / "log.txt").read_text()

@@ -23,9 +23,10 @@ class SyncBuffersHook(Hook):
 
     During an epoch, the running statistics of BatchNorm depend on each rank's own samples, but all ranks must validate
     and save the same model. All floating buffers are averaged, and the others are copied from rank 0. Buffers that are
-    equal on all ranks, such as a table of frequencies, stay as they are, bit for bit.
+    equal on all ranks, such as a table of frequencies, stay as they are, bit for bit; on devices without float64 they
+    may be rounded.
 
-    **Cost**: one all_reduce of float64, and one broadcast_tree.
+    **Cost**: one all_reduce of float64, for complex buffers another one, and one broadcast_tree.
     """
 
     def before_val_epoch(self, runner: Run) -> None:

@@ -306,7 +306,7 @@ class OwnLoop(TrainLoop):
         """Warn, once, if iterations have made no backward pass through the optim wrapper."""
         count = self.runner.optim_wrapper.inner_count
         stepped, without = self.iters_with_backward, self.iters_without
-        if 0 < stepped <= without and not self._has_warned:
+        if self.has_data and 0 < stepped <= without and not self._has_warned:
             self._has_warned = True
             self.runner.logger.warning(
                 "%d of %d iterations have made no call of session.step(loss), so that their batches count for nothing. "

@@ -230,7 +230,12 @@ class Session:
                     f"{type(one).__name__}. Make them over your optimizer before prepare(), as in StepLR(optimizer, 10)"
                 )
         # As torch's schedulers note it, before the run makes any of its own.
-        is_scheduled = isinstance(optimizer, Optimizer) and "initial_lr" in optimizer.param_groups[0]
+        given = list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]
+        scheduled = [
+            one
+            for one in given
+            if isinstance(one, Optimizer) and any("initial_lr" in group for group in one.param_groups)
+        ]
         hooks = {"param_scheduler": None, **(self._options.get("default_hooks") or {})}
         options = {**self._options, "default_hooks": hooks}
         data = _NO_DATA if dataloader is None else dataloader
@@ -238,11 +243,11 @@ class Session:
         run = self._closing.enter_context(runner.training(self._make_loop, schedules))
         assert isinstance(run.train_loop, OwnLoop)
         self._loop = run.train_loop
-        if is_scheduled and not schedules:
+        if scheduled and not schedules:
             run.logger.warning(
                 "%s has a scheduler that is not handed to prepare(..., schedulers=...): its position is not saved, so "
                 "that a session that resumes begins it anew",
-                type(optimizer).__name__,
+                type(scheduled[0]).__name__,
             )
         self._closing.push(self._loop.save_at_close)
         several = run.optim_wrapper.values() if isinstance(run.optim_wrapper, OptimWrapperDict) else [run.optim_wrapper]
@@ -262,6 +267,8 @@ class Session:
         def __getattr__(self, name: str) -> Any:
             instead = INSTEAD_OF_ACCELERATE.get(name)
             public = [known for known in dir(type(self)) if not known.startswith("_")]
+            if name in public:  # a property has raised an AttributeError, which names what was wrong
+                return object.__getattribute__(self, name)
             remedy = did_you_mean(name, public) if instead is None else f". Instead: {instead}"
             raise AttributeError(f"a Session has no attribute {name!r}{remedy}", name=name, obj=self)
 
