@@ -352,6 +352,9 @@ def test_weights_are_loaded_before_training(tmp_path):
     runner.test()  # with the weights that fit
     assert torch.equal(runner.model.state_dict()["layers.0.weight"], model.state_dict()["layers.0.weight"])
     assert runner.model.layers[0].bias.tolist() == [4.5] * 8
+    if LOCKSTEP:
+        log = "".join(file.read_text() for file in tmp_path.rglob("log.txt"))
+        assert f"loaded the weights of {tmp_path / 'part.pth'}" in log  # not of the copy that a hook may change
 
 
 def test_a_training_resumes(tmp_path):
