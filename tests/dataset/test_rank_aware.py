@@ -6,8 +6,6 @@ import logging
 import os
 import random
 from collections.abc import Callable, Iterator
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,6 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lockstep.dataset import build_dataloader, set_epoch
-from lockstep.dataset.rank_aware import asks_for_rank, asks_for_worker
 from lockstep.dist import all_gather_object, get_rank, get_world_size, is_main_process
 from lockstep.errors import ConfigError
 from lockstep.runner import Runner
@@ -40,11 +37,6 @@ class Stream(IterableDataset[int]):
         return iter(items)
 
 
-class ByVariable(Stream):
-    def __iter__(self) -> Iterator[int]:
-        return iter(NUMBERS[int(os.environ["RANK"]) :: 2])
-
-
 class ByCall(Stream):
     def __iter__(self) -> Iterator[int]:
         return iter(NUMBERS[torch.distributed.get_rank() :: 2])
@@ -54,61 +46,22 @@ def own_part(items: Any) -> Any:
     return list(items)[get_rank() :: get_world_size()]
 
 
-class ByFunction(Stream):
-    def __iter__(self) -> Iterator[int]:
-        yield from own_part(NUMBERS)
-
-
-class ByMethod(Stream):
-    @property
-    def mine(self) -> Any:
-        return own_part(NUMBERS)
-
-    def __iter__(self) -> Iterator[int]:
-        yield from self.mine
-
-
-class OfAnAttribute(Stream):
-    def __init__(self) -> None:
-        super().__init__()
-        self.where = SimpleNamespace(_rank=get_rank())
-
-
-def closed_over() -> Callable[[Any], Any]:
-    split = own_part
-    return lambda items: split(items)
-
-
 KNOWING: dict[str, Callable[[], Any]] = {
-    "variable": ByVariable,
     "call": ByCall,
-    "function": ByFunction,
-    "method": ByMethod,
-    "attribute": OfAnAttribute,
     "stage": lambda: Stream(NUMBERS, own_part),
-    "partial": lambda: Stream(NUMBERS, partial(own_part)),
-    "closure": lambda: Stream(NUMBERS, closed_over()),
-    "inner": lambda: Stream(ByFunction()),
     "data": lambda: Stream(NUMBERS[get_rank() :: 2]),
-    "keys": lambda: Stream({f"{number}.tar": 1 for number in NUMBERS[get_rank() :: 2]}),
-    "names": lambda: Stream([f"{number}.tar" for number in NUMBERS[get_rank() :: 2]]),
+    "floats": lambda: Stream(torch.tensor(NUMBERS[get_rank() :: 2]) / 2),
 }
 
 
 @ranks(2)
 @pytest.mark.parametrize("kind", KNOWING)
-def test_a_stream_that_may_split_itself_over_ranks_has_to_be_spoken_for(kind):
-    with pytest.raises(
-        ConfigError, match=r"`split` must be given beside the `dataset`.*rank \d of 2.*False if.*True if"
-    ):
-        build_dataloader({"dataset": KNOWING[kind]()}, seed=0)
-
-
-@ranks(2)
-@pytest.mark.parametrize("kind", ["call", "function", "stage", "data"])
-def test_with_split_false_each_of_its_samples_is_seen_once(kind):
+def test_a_stream_that_splits_itself_over_ranks_has_to_be_spoken_for(kind):
+    with pytest.raises(ConfigError, match=r"must yield the same.*rank 0 and rank 1 \(rank \d of 2.*`split=False`"):
+        seen(KNOWING[kind](), workers=0)
     loader = build_dataloader({"dataset": KNOWING[kind](), "split": False}, seed=0)
-    assert sorted(number for part in all_gather_object([int(one) for one in loader]) for number in part) == NUMBERS
+    parts = all_gather_object([float(one) for one in loader])
+    assert len({number for part in parts for number in part}) == len(NUMBERS)
 
 
 class Speaking(Stream):
@@ -165,25 +118,6 @@ class SeededByWorker(Stream):
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
         return iter(random.Random(info.id if info else 0).sample(NUMBERS, len(NUMBERS)))
-
-
-@ranks(1, 2)
-def test_a_stream_that_asks_for_its_worker_has_to_be_spoken_for_if_there_are_several():
-    for dataset in (Stream(NUMBERS, own_of_worker), SeededByWorker()):
-        assert asks_for_worker(dataset)
-        assert not asks_for_rank(dataset)
-        with pytest.raises(ConfigError, match=r"calls get_worker_info \(rank \d of \d\): False if"):
-            build_dataloader({"dataset": dataset, "num_workers": 2}, seed=0)
-        parts = all_gather_object(
-            [int(one) for one in build_dataloader({"dataset": dataset, "num_workers": 1}, seed=0)]
-        )
-        assert sorted(one for part in parts for one in part) == NUMBERS
-    assert not asks_for_worker(Stream())
-
-
-def test_split_false_is_doubted_where_nothing_asks_for_the_worker(caplog):
-    build_dataloader({"dataset": Stream(), "split": False, "num_workers": 2}, seed=0)
-    assert "nothing in it asks for its worker" in caplog.text
 
 
 class Shuffling(Stream):
@@ -373,21 +307,6 @@ class Said(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-@ranks(2)
-@pytest.mark.parametrize(
-    ("dataset", "split", "says"),
-    [
-        (Stream(), False, "nothing in it asks for its rank"),
-        (Stream(), "ranks", "nothing in it asks for its worker"),
-        (Stream(NUMBERS, own_of_worker), True, "samples are lost. Then use `split='ranks'`"),
-    ],
-)
-def test_what_is_said_of_a_stream_and_does_not_fit_it_is_doubted(dataset, split, says):
-    with Said() as lines:
-        build_dataloader({"dataset": dataset, "split": split, "num_workers": 2}, seed=0)
-    assert says in "".join(lines)
-
-
 class Lines(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -410,6 +329,9 @@ def test_ranks_that_train_on_the_same_samples_of_an_unsplit_stream_are_named(is_
     assert ("ranks 0, 1 have got the same first batch from Stream" in "".join(lines)) != is_split
 
 
-def test_a_loader_whose_workers_all_yield_the_same_is_not_silent(caplog):
-    build_dataloader(DataLoader(Stream(), num_workers=2), seed=0)
-    assert "yields each sample 2 times" in caplog.text
+@pytest.mark.parametrize("split", [None, "ranks", False])
+def test_workers_that_all_yield_the_same_are_not_silent(split, caplog):
+    options = {"num_workers": 2, "batch_size": 4, "multiprocessing_context": "fork"}
+    given = DataLoader(Stream(), **options) if split is None else {"dataset": Stream(), "split": split, **options}
+    list(EvenBatches(build_dataloader(given, seed=0)).iterate())
+    assert "two workers have made the same batch from Stream" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from itertools import chain, islice
@@ -33,6 +34,7 @@ from lockstep.dataset import (
 )
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError
+from lockstep.runner.uneven_inputs import EvenBatches
 from lockstep.testing import ranks, run_ranks
 
 DATA = list(range(24))
@@ -249,8 +251,21 @@ def test_torchs_batch_sampler_and_loaders_without_batches():
 
 
 class Asks(Sampler[int]):
+    """Draws this rank's part, and does not say so."""
+
     def __iter__(self) -> Iterator[int]:
         return iter(DATA[get_rank() :: get_world_size()])
+
+    def __len__(self) -> int:
+        return len(DATA) // get_world_size()
+
+
+class Unseeded(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(os.urandom(8)).sample(DATA, len(DATA)))
+
+    def __len__(self) -> int:
+        return len(DATA)
 
 
 class Wraps(Sampler[list[int]]):
@@ -270,9 +285,8 @@ class Says(Sampler[int]):
 
 AWARE = {
     "distributed": lambda: {"sampler": DistributedSampler(DATA, shuffle=False)},
-    "asks": lambda: {"sampler": Asks()},
     "says": lambda: {"sampler": Says()},
-    "inside": lambda: {"batch_sampler": Wraps(Asks())},
+    "inside": lambda: {"batch_sampler": Wraps(Says())},
 }
 
 
@@ -285,6 +299,15 @@ def test_samplers_that_know_ranks_are_left_as_they_are(kind):
     loader = build_dataloader({"dataset": DATA, **AWARE[kind]()}, seed=0)
     parts = all_gather_object([int(batch) for batch in loader])
     assert sorted(parts[0] + parts[1]) == DATA
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", [Asks, Unseeded])
+def test_a_sampler_that_draws_another_order_on_each_rank_is_an_error_in_the_first_iteration(kind):
+    says = rf"{kind.__name__} must draw the same order on each rank.*between rank 0 and rank 1.*attribute `rank`"
+    loader = build_dataloader(DataLoader(DATA, sampler=kind()), seed=0)
+    with pytest.raises(ConfigError, match=says):
+        next(EvenBatches(loader).iterate())
 
 
 @ranks(2)

@@ -110,9 +110,10 @@ def test_every_sample_is_seen_once(kind, workers):
 
 
 @ranks(1, 2)
-def test_a_data_set_that_asks_for_its_worker_has_to_be_spoken_for():
-    with pytest.raises(ConfigError, match=r"`split` must be given.*because Asking calls get_worker_info"):
-        loader(Asking(), workers=2)
+def test_a_data_set_that_splits_itself_over_its_workers_has_to_be_spoken_for():
+    for split in (None, True):
+        with pytest.raises(ConfigError, match=r"Asking must yield the same.*between its workers.*`split='ranks'`"):
+            seen(loader(Asking(), workers=2, split=split))
     assert sum(map(len, seen(loader(Asking(), workers=2, split=False)))) == 23
     parts = all_gather_object(seen(loader(Asking(), workers=2, split="ranks")))
     assert sorted(number for part in parts for batch in part for number in batch) == list(range(23))

@@ -23,12 +23,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from lockstep.dataset.rank_aware import (
-    asks_for_rank,
-    asks_for_worker,
-    differing_parts,
-    is_rank_aware,
-)
+from lockstep.dataset.rank_aware import differing_parts, is_rank_aware
 from lockstep.dataset.sampler import (
     DefaultSampler,
     InfiniteSampler,
@@ -37,7 +32,7 @@ from lockstep.dataset.sampler import (
     WorkerSeeds,
     length_of,
 )
-from lockstep.dataset.stream import StreamLoader, StreamShard, check_split
+from lockstep.dataset.stream import StreamLoader, StreamShard
 from lockstep.device import can_pin_memory
 from lockstep.dist import get_dist_info, get_rank, get_world_size
 from lockstep.errors import ConfigError, counted, lacks_key, require_count, require_known
@@ -88,7 +83,7 @@ def build_dataloader(
             an accelerator and workers. An `IterableDataset` is split over ranks and workers (see
             `StreamShard`). `split=False` says that the dataset or the sampler already splits the data itself;
             `split="ranks"` that an iterable dataset does so over its workers, but not over the ranks; `split=True` that
-            it does not, even if it seems to.
+            a sampler does not, even if it has an attribute such as `rank`.
         seed: seed of the order of samples, the same on every rank.
         evaluation: by default keep the order, and yield each sample exactly once.
         shard: this rank's shard and the number of shards; by default its rank and the world size.
@@ -223,9 +218,8 @@ def _stream_loader(
             f"{type(dataset).__name__} there is a `shuffle` or a sampler. Leave it out"
         )
     workers = max(1, arguments.get("num_workers", 0))
-    is_split = check_split(dataset, split, workers, shard[1])
     batch_size = arguments.setdefault("batch_size", 1) or 1
-    stream = StreamShard(dataset, shard, batch_size, split=is_split, seed=seed, compares=split in (None, "ranks"))
+    stream = StreamShard(dataset, shard, batch_size, split=True if split is None else split, seed=seed)
     if (parts := shard[1] * workers) > 1:
         _logger.info("%s is split over %d ranks and workers: %s", type(dataset).__name__, parts, stream.how)
     return _made(StreamLoader, stream, arguments)
@@ -381,22 +375,10 @@ def shard_loader(loader: Any, seed: int, evaluation: bool, shard: tuple[int, int
     left = _reason_to_leave(loader, evaluation, shard)
     if left is None:
         return _sharded(loader, seed, evaluation, shard)
-    if _repeats_by_workers(loader):
-        _logger.warning(
-            "%s yields each sample %d times, unless it splits itself over its workers: nothing in it asks for its "
-            "worker (get_worker_info). The config dict(dataset=..., batch_size=..., num_workers=...) splits an "
-            "iterable dataset", _describe(loader), loader.num_workers,
-        )  # fmt: skip
     level, why = left
     if get_world_size() > 1:
         _logger.log(level, "%s is left as it is: %s", _describe(loader), why)
     return loader
-
-
-def _repeats_by_workers(loader: Any) -> bool:
-    """Return whether each worker of a loader seems to go through the whole of an iterable dataset."""
-    is_stream = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
-    return is_stream and loader.num_workers > 1 and not asks_for_worker(loader.dataset)
 
 
 def _reason_to_leave(loader: Any, evaluation: bool, shard: tuple[int, int]) -> tuple[int, str] | None:
@@ -404,7 +386,7 @@ def _reason_to_leave(loader: Any, evaluation: bool, shard: tuple[int, int]) -> t
     sampler, _ = drawn_from(loader)
     differing = differing_parts(getattr(loader, "dataset", loader), sampler) if get_world_size() > 1 else []
     is_map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-    if is_rank_aware(loader) or (not is_map_style and asks_for_rank(getattr(loader, "dataset", None))):
+    if is_rank_aware(loader):
         check_shard(sampler, shard)
         return logging.INFO, "it knows of ranks, and gives each of them its own part"
     if differing and not is_map_style:
@@ -413,7 +395,8 @@ def _reason_to_leave(loader: Any, evaluation: bool, shard: tuple[int, int]) -> t
         advice = "Give a DataLoader of map-style data, or on each rank batches of its own"
         if isinstance(loader, DataLoader):
             advice = "The config dict(dataset=..., batch_size=...) splits an iterable dataset"
-        return logging.WARNING, (
+        # In a training, the ranks compare their first batches.
+        return logging.WARNING if evaluation else logging.INFO, (
             f"each of the {get_world_size()} ranks goes through all that it yields, which is the same on every rank "
             f"unless it shards by itself. {advice}; {_HOW_TO_SAY}"
         )

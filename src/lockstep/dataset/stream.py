@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lockstep.dataset.random_state import portable, seed_generators, separate_random_state, set_random_state
-from lockstep.dataset.rank_aware import asks_for_rank, asks_for_worker, differing_attributes
 from lockstep.dataset.sampler import HEAD_LENGTH, is_other
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError, listed
@@ -25,6 +24,8 @@ from lockstep.tree import tree_leaves, tree_map
 
 _logger = logging.getLogger(__name__)
 _MOST_COMPARED = 64  # values and letters of a sample
+_RARELY_CHANGED = ("str", "bytes", "int", "int16", "int32", "int64")
+_OFTEN_CHANGED = ("float", "float16", "bfloat16", "float32", "float64", "uint8")
 _NO_SAMPLE = object()  # takes the turn of a worker that has none
 
 
@@ -93,8 +94,10 @@ class StreamShard(IterableDataset[Any]):
         split: False for a dataset that splits itself over ranks and workers; `"ranks"` for one that splits itself over
             its workers, of which each is split over the ranks here.
         seed: seed of the random numbers that the dataset draws, the same on every rank.
-        compares: whether ranks and workers compare the first samples of each pass, of which they must make the same.
-            Compared are integers and strings in them.
+
+    Attributes:
+        compares: whether ranks and workers compare the first samples of each pass, of which they must make the same:
+            integers and strings in them, or where there are none, floats. Not for a dataset that splits itself.
     """
 
     def __init__(
@@ -105,7 +108,6 @@ class StreamShard(IterableDataset[Any]):
         *,
         split: bool | str = True,
         seed: int = 0,
-        compares: bool = True,
     ) -> None:
         self.dataset = dataset
         self.shard = shard
@@ -114,7 +116,7 @@ class StreamShard(IterableDataset[Any]):
         # Whether the samples are split here, and not by the dataset itself.
         self.splits_samples = split is True and not self._asks_for_parts
         self._splits_over_ranks = split == "ranks"
-        self.compares = compares and (self.splits_samples or self._splits_over_ranks)
+        self.compares = self.splits_samples or self._splits_over_ranks
         # Whether the dataset can report its position and resume there.
         self.has_position = hasattr(dataset, "load_state_dict") and _says_where_it_is(dataset)
         # In shared memory, so that persistent workers see it change.
@@ -213,7 +215,9 @@ class StreamShard(IterableDataset[Any]):
         # Workers that split the stream themselves have other samples each, and go on where each of them was.
         is_alike = self.splits_samples or (self._worker == 0 and len(self._head) == self._taken - 1)
         if len(self._head) < HEAD_LENGTH and self.compares and is_alike:
-            self._head.append(crc32(repr(list(islice(_texts_in(sample), _MOST_COMPARED))).encode()))
+            kinds = (_RARELY_CHANGED, _OFTEN_CHANGED)  # by augmentation; the latter where there is nothing else
+            values = next(filter(None, (list(islice(_values_in(sample, one), _MOST_COMPARED)) for one in kinds)), [])
+            self._head.append(crc32(repr(values).encode()))
 
     def _open(self, position: Mapping[str, Any] | None, workers: int) -> None:
         """Open this worker's source at `position`, or at its beginning if that is None."""
@@ -284,7 +288,7 @@ class StreamLoader(DataLoader[Any]):
                 continue
             batch, self.samples, positions, worker_head = made
             if is_other(worker_head, head):
-                raise _orders_differ(self.dataset.dataset, "between its workers")
+                raise streams_differ(self.dataset.dataset, "between its workers")
             head = self.head = max(head, worker_head, key=len)
             batches_taken, workers = self._at.batches + 1, {**self._at.workers, **positions}
             self._at = self._at._replace(batches=batches_taken, workers=workers)
@@ -353,59 +357,6 @@ class StreamLoader(DataLoader[Any]):
         return [*self.dataset.shard, max(1, self.num_workers), self.dataset.batch_size]
 
 
-def check_split(dataset: Any, split: bool | str | None, workers: int, ranks: int) -> bool | str:
-    """Return how lockstep must split the samples of an iterable dataset over `workers` of each of the `ranks`.
-
-    **Collective**: every rank. **Cost**: one all_gather of some hundred bytes.
-
-    Raises:
-        ConfigError: the dataset asks for its rank, or for one of several workers, or differs between ranks, so it may
-            split itself, but it is not said whether it does.
-    """
-    size = get_world_size()
-    knows_rank = size > 1 and asks_for_rank(dataset)
-    knows_worker = workers > 1 and asks_for_worker(dataset)
-    differing = differing_attributes(dataset) if size > 1 and split is not True else []
-    if split is not None or hasattr(dataset, "split_over"):
-        if doubts := _doubts(split, workers, ranks, knows_rank or bool(differing), knows_worker):
-            _logger.warning("%s is given with `split=%r`, but %s", type(dataset).__name__, split, doubts)
-        return split is None or split
-    if knows_rank:
-        why = "knows its rank, or asks for it, as by get_rank or by the variable RANK"
-    elif knows_worker:
-        why = "calls get_worker_info"
-    elif differing:
-        why = f"differs between ranks, in {listed(differing, most=4)}"
-    else:
-        return True
-    raise ConfigError(
-        f"`split` must be given beside the `dataset`, because {type(dataset).__name__} {why} (rank {get_rank()} of "
-        f"{size}): False if it splits itself over all ranks and their workers, {ranks * workers} together; 'ranks' if "
-        "it splits itself over the workers of a rank alone, and is the same on each rank; True if each rank and worker "
-        "makes the same samples in the same order, of which each is to get a shard"
-    )
-
-
-def _doubts(split: bool | str | None, workers: int, ranks: int, knows_rank: bool, knows_worker: bool) -> str:
-    """Return what speaks against `split`, which is believed: a stream may split itself in a way that is not seen."""
-    if split is False and ranks > 1 and not knows_rank:
-        return (
-            "nothing in it asks for its rank: unless it splits itself in another way, each rank trains on the same "
-            "samples. Use `split='ranks'` if it splits itself over workers alone, `split=True` if over nothing"
-        )
-    if split in (False, "ranks") and workers > 1 and not knows_worker:
-        return (
-            f"nothing in it asks for its worker (get_worker_info): unless it splits itself over its {workers} workers "
-            "in another way, each of them yields the same samples. If it does not, use `split=True`, or one worker"
-        )
-    if split is True and knows_worker:
-        return (
-            "it calls get_worker_info: if it splits itself over its workers, samples are lost. Then use "
-            "`split='ranks'`, or `split=False` if it also splits itself over the ranks"
-        )
-    return ""
-
-
 def _says_where_it_is(dataset: Any) -> bool:
     """Return whether `state_dict()` of a dataset needs no arguments, as some packages' loaders give to their own."""
     try:
@@ -415,40 +366,33 @@ def _says_where_it_is(dataset: Any) -> bool:
     return True
 
 
-def check_alike(loader: Any) -> None:
-    """Raise a `ConfigError` on every rank if the ranks have made other samples of a stream in the present pass.
-
-    **Collective**: every rank. **Cost**: one all_gather of some hundred bytes, for a stream.
-    """
-    if isinstance(loader, StreamLoader) and loader.dataset.compares and get_world_size() > 1:
-        check_heads(loader, all_gather_object(loader.head))
-
-
-def check_heads(loader: StreamLoader, heads: Sequence[Sequence[int]]) -> None:
-    """Raise a `ConfigError` if the first samples of a stream are not the same on every rank."""
-    for rank, head in enumerate(heads):
-        if is_other(head, heads[0]):
-            raise _orders_differ(loader.dataset.dataset, f"between rank 0 and rank {rank}")
-
-
-def warn_of_repeats(loader: Any, batch: Any) -> None:
+def warn_of_repeats(loader: Any, checksum: int | None) -> None:
     """Warn if ranks have got the same batch from a loader that lockstep does not split.
 
     **Collective**: every rank. **Cost**: one all_gather of some bytes.
     """
-    sums = all_gather_object(_checksum_of(batch))
-    for checksum in {one for one in sums if one is not None and sums.count(one) > 1}:
-        dataset = getattr(loader, "dataset", None)
-        _logger.warning(
-            "ranks %s have got the same first batch from %s, so they seem to train on the same samples: nothing splits "
-            "it over the ranks. The config dict(dataset=..., batch_size=...) splits an iterable dataset: without "
-            "`split`, or with `split='ranks'` if it splits itself over its workers",
-            listed([str(rank) for rank, one in enumerate(sums) if one == checksum]),
-            type(getattr(dataset, "dataset", dataset) or loader).__name__,
-        )  # fmt: skip
+    sums = all_gather_object(checksum)
+    for one in {one for one in sums if one is not None and sums.count(one) > 1}:
+        who = listed([str(rank) for rank, other in enumerate(sums) if other == one])
+        _warn_of_repeats(loader, f"ranks {who} have got the same first batch")
 
 
-def _checksum_of(batch: Any) -> int | None:
+def warn_of_repeats_by_workers(loader: Any, checksums: Sequence[int | None]) -> None:
+    """Warn if the first two batches, each of another worker, are the same."""
+    if getattr(loader, "num_workers", 0) > 1 and None is not checksums[0] == checksums[1]:
+        _warn_of_repeats(loader, "two workers have made the same batch")
+
+
+def _warn_of_repeats(loader: Any, what: str) -> None:
+    dataset = getattr(loader, "dataset", None)
+    _logger.warning(
+        "%s from %s, so it seems to yield each sample several times: nothing splits it. The config dict(dataset=..., "
+        "batch_size=...) splits an iterable dataset: without `split`, or with `split='ranks'` if it splits itself over "
+        "its workers", what, type(getattr(dataset, "dataset", dataset) or loader).__name__,
+    )  # fmt: skip
+
+
+def checksum_of(batch: Any) -> int | None:
     """Return a checksum of what is in a batch on the host; None if its values do not tell it from other batches."""
     values: list[Any] = []
     for leaf in tree_leaves(batch):
@@ -461,29 +405,29 @@ def _checksum_of(batch: Any) -> int | None:
     return crc32(repr(values).encode()) if len(set(map(str, values))) > 1 else None
 
 
-def _orders_differ(dataset: Any, where: str) -> ConfigError:
+def streams_differ(dataset: Any, where: str) -> ConfigError:
     """Return the error for a stream that is not the same in all processes."""
     return ConfigError(
         f"{type(dataset).__name__} must yield the same samples in the same order on each rank and in each worker, "
         f"which keep their own part of them, but its first samples differ {where} (rank {get_rank()} of "
-        f"{get_world_size()}). Seed its shuffling with a fixed seed and the epoch; or give `split` beside the "
-        "`dataset`: False if it splits itself, True if only what it draws for each sample differs"
+        f"{get_world_size()}). If it splits itself over ranks and workers, give `split=False` beside the `dataset`; if "
+        "over workers alone, `split='ranks'`. Else seed its shuffling with a fixed seed and the epoch, and let it draw "
+        "all else by the global generators of torch, Python or numpy, which are seeded alike"
     )
 
 
-def _texts_in(sample: Any) -> Iterator[str]:
-    """Yield the integers and strings in a sample, which augmentation rarely changes, as text."""
+def _values_in(sample: Any, kinds: Collection[str]) -> Iterator[Any]:
+    """Yield the beginning of each value of these kinds in a sample: of a tensor or an array, the kind is its dtype."""
     if isinstance(sample, Mapping):
         sample = list(sample.values())
-    if isinstance(sample, str | bytes | int):
-        yield repr(sample[:_MOST_COMPARED] if isinstance(sample, str | bytes) else sample)
-    elif isinstance(sample, list | tuple):
+    if isinstance(sample, list | tuple):
         for item in sample[:_MOST_COMPARED]:
-            yield from _texts_in(item)
-    elif isinstance(sample, Tensor | np.ndarray):
-        is_whole = str(sample.dtype).removeprefix("torch.") in ("int16", "int32", "int64")
-        if is_whole:
-            yield repr(sample.reshape(-1)[:_MOST_COMPARED].tolist())
+            yield from _values_in(item, kinds)
+    elif isinstance(sample, Tensor | np.ndarray | np.generic):
+        if str(sample.dtype).removeprefix("torch.") in kinds:
+            yield sample.reshape(-1)[:_MOST_COMPARED].tolist()
+    elif type(sample).__name__ in kinds:
+        yield sample[:_MOST_COMPARED] if isinstance(sample, str | bytes) else sample
 
 
 def _with_position(collate_fn: Callable[[Any], Any], dataset: Any, in_batches: bool, samples: Any) -> _Made | None:

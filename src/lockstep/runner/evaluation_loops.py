@@ -12,9 +12,8 @@ import torch
 
 from lockstep.dataset import batch_size_of, length_of
 from lockstep.dataset.loader import drawn_from
-from lockstep.dataset.position import CountedBatches
+from lockstep.dataset.position import CountedBatches, check_alike
 from lockstep.dataset.sampler import ShardingSampler
-from lockstep.dataset.stream import check_alike
 from lockstep.device import get_device
 from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator

@@ -25,10 +25,10 @@ from lockstep.dataset import (
     loader_state,
 )
 from lockstep.dataset.loader import drawn_from
-from lockstep.dataset.position import BEGINNING, CountedBatches, Drawn
+from lockstep.dataset.position import BEGINNING, CountedBatches, Drawn, check_alike, check_heads
 from lockstep.dataset.rank_aware import parts_of
 from lockstep.dataset.sampler import HEAD_LENGTH
-from lockstep.dataset.stream import StreamLoader, check_heads, warn_of_repeats
+from lockstep.dataset.stream import StreamLoader, checksum_of, warn_of_repeats, warn_of_repeats_by_workers
 from lockstep.dist import all_gather_object, broadcast_object, get_rank, get_world_size
 from lockstep.model.preprocessor import move_to_device
 from lockstep.tree import tree_map
@@ -113,6 +113,7 @@ class EvenBatches:
         self.is_resumable = all(getattr(part, "resumable", True) for part in parts_of(drawn_from(loader)[0]))
         self.global_order = orders[0] if self.is_resumable and all(order == orders[0] for order in orders) else None
         self._looks_for_repeats = shards == self._world_size and self.global_order is None
+        self._checksums: list[int | None] = []  # of the first two batches
         self._stand_in: Any = _NONE
         self._drawn: Drawn | None = None  # in the last pass
         self._all_have_a_batch = False
@@ -132,6 +133,7 @@ class EvenBatches:
                 return
             amount = None if amounts is None else amounts[self._rank]
             for index, batch in enumerate(batches, start=first):
+                self._look(batch)
                 samples = self._size_of(batch, batches) if amount is None else amount.size_of(index)
                 yield Batch(batch, samples, samples, True, batches.indices)
         except Exception:
@@ -210,6 +212,18 @@ class EvenBatches:
         needs_none = self.global_order is not None and not self._is_stream
         return {"position": None if needs_none else loader_state(self._loader)}
 
+    def _look(self, batch: Any) -> None:
+        """Find, by the first two batches, ranks and workers that have the same samples, and orders that differ."""
+        if len(self._checksums) == 2:
+            return
+        self._checksums.append(checksum_of(batch))
+        if len(self._checksums) == 2:
+            warn_of_repeats_by_workers(self._loader, self._checksums)
+        elif self._world_size > 1:
+            check_alike(self._loader)
+            if self._looks_for_repeats:
+                warn_of_repeats(self._loader, self._checksums[0])
+
     def _size_of(self, batch: Any, batches: CountedBatches) -> int:
         """Return what a batch counts for: as it was asked for, else its number of samples."""
         if self._count is not None:
@@ -219,13 +233,11 @@ class EvenBatches:
     def _in_step(self, batches: CountedBatches, amounts: Sequence[Amount] | None, first: int) -> Iterator[Batch]:
         for index in count(first):
             batch = next(batches, _NONE)
+            self._look(batch)
             if amounts is not None:
                 sizes: Sequence[int | None] = [amount.size_of(index) or None for amount in amounts]
             else:
                 own = None if batch is _NONE else self._size_of(batch, batches)
-                looks, self._looks_for_repeats = self._looks_for_repeats, False
-                if looks:
-                    warn_of_repeats(self._loader, None if batch is _NONE else batch)
                 sizes = self._exchanged_sizes(own, compares=self._compares and index < first + HEAD_LENGTH)
             if all(size is None for size in sizes):
                 return
