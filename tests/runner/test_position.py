@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from lockstep import Session
 from lockstep.checkpoint import read_meta
-from lockstep.dataset import DefaultSampler, FileDataset
+from lockstep.dataset import DefaultSampler
 from lockstep.dist import get_rank, get_world_size
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hook
@@ -139,12 +139,6 @@ def distributed() -> DataLoader[Tensor]:
     return DataLoader(data, batch_size=2, sampler=sampler)
 
 
-def files() -> dict[str, Any]:
-    dataset = FileDataset(range(6), [4] * 6, lambda file: (torch.tensor([4.0 * file + i]) for i in range(4)))
-    sampler = {"type": "FileSampler", "ranks": 6, "workers": 1, "global_batch": 6}
-    return {"dataset": dataset, "batch_size": 2, "sampler": sampler}
-
-
 LOADERS: dict[str, Any] = {
     "config": lambda: {"dataset": Numbers(), "batch_size": 2},
     "endless": lambda: {"dataset": Numbers(), "batch_size": 2, "sampler": {"type": "InfiniteSampler"}},
@@ -153,7 +147,6 @@ LOADERS: dict[str, Any] = {
         "batch_size": 2,
         "sampler": {"type": "DefaultSampler", "computed": True},
     },
-    "files": files,
     "more data": lambda: {"dataset": Numbers(30), "batch_size": 2},
     "in order": lambda: DataLoader(Numbers(), batch_size=2),
     "halves": lambda: DataLoader(Numbers(), batch_size=2, sampler=Halves()),
@@ -211,7 +204,7 @@ def log_of(work_dir: Path) -> str:
 
 @pytest.mark.parametrize(
     "kind",
-    ["config", "computed", "files", "in order", "halves", "weighted", "batch sampler", "distributed", "stateful"],
+    ["config", "computed", "in order", "halves", "weighted", "batch sampler", "distributed", "stateful"],
 )
 @pytest.mark.parametrize(("saved", "resumed"), [(2, 1), (1, 3)])
 def test_the_rest_of_an_epoch_is_dealt_anew(kind, saved, resumed, tmp_path: Path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch.utils.data import default_collate
 
 from lockstep.dataset.compose import Compose
-from lockstep.dataset.files import FileDataset, FileSampler
 from lockstep.dataset.loader import build_dataloader, pseudo_collate
 from lockstep.dataset.position import (
     Amount,
@@ -36,8 +35,6 @@ __all__ = [
     "Compose",
     "DataShard",
     "DefaultSampler",
-    "FileDataset",
-    "FileSampler",
     "GlobalOrder",
     "InfiniteSampler",
     "Position",

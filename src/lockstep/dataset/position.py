@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils import data
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from lockstep.dataset.files import FileSampler
 from lockstep.dataset.loader import drawn_from, is_torchs, with_parts, with_sampler
 from lockstep.dataset.random_state import set_random_state
 from lockstep.dataset.sampler import (
@@ -40,7 +39,6 @@ _logger = logging.getLogger(__name__)
 # Samplers that yield as many indices as their length says. The length of a user's own sampler may be wrong.
 _RELIABLE = (
     DefaultSampler,
-    FileSampler,
     data.DistributedSampler,
     data.RandomSampler,
     data.SequentialSampler,

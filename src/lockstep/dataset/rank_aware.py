@@ -53,8 +53,7 @@ def differing_parts(dataset: Any, sampler: Any) -> list[str]:
     """Return, in words, what differs between the ranks in a dataset and its sampler. Reads no sample of a `Dataset`.
 
     It compares lengths, the indices in samplers and in a `Subset`, the weights of a `WeightedRandomSampler`, other
-    plain values in samplers, the first and last items of a `TensorDataset`, a list, a tensor or an array, and how long
-    files are.
+    plain values in samplers, and the first and last items of a `TensorDataset`, a list, a tensor or an array.
 
     **Collective**: every rank. **Cost**: one all_gather of a few hundred bytes.
     """
@@ -94,8 +93,6 @@ def _of_data(dataset: Any) -> dict[str, str]:
     if isinstance(dataset, Subset):
         found["the indices of the Subset"] = _digest(dataset.indices)
         found.update(_of_data(dataset.dataset))
-    if _is_plain(lengths := getattr(dataset, "lengths", None)):
-        found["the `lengths` of the dataset"] = _digest(lengths)
     # Of a TensorDataset its tensors: items of a subclass may be drawn at random.
     held = dataset.tensors if isinstance(dataset, TensorDataset) else (dataset,)
     is_held = isinstance(held[0], Tensor | np.ndarray | list | tuple) and len(held[0])
