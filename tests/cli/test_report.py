@@ -13,7 +13,7 @@ def test_a_trained_run_becomes_a_page(lockstep, tmp_path: Path):
     (page,) = tmp_path.glob("work_dirs/line/*/report.html")
     assert out == f"{page.relative_to(tmp_path)}\n"
     text = page.read_text()
-    for word in ("Loss", "Learning rate", "Whole step", "Line, 2 parameters", "toy.Points"):
+    for word in ("Loss", "Learning rate", "Line, 2 parameters", "toy.Points"):
         assert word in text
 
 

@@ -30,7 +30,7 @@ from lockstep.cli.options import (
     TrustConfig,
     rank_option,
 )
-from lockstep.config import Config, ResolvedConfig
+from lockstep.config import Config
 from lockstep.errors import ConfigError, Preempted, TopologyError, counted
 from lockstep.launch import JobSpec, launch
 from lockstep.launch.job import STOP_SIGNALS
@@ -285,13 +285,7 @@ def _start_ranks(job: Job, cfg: Config, spec: JobSpec, max_restarts: int, grace_
     Runner.from_cfg(cfg)  # builds nothing, but raises on invalid arguments
     log_dir = Path(cfg.work_dir) / "ranks"
     make_folder(log_dir)
-    resolved = ResolvedConfig.of(cfg)
-    request = {
-        "argv": sys.argv,
-        "job": type(job).__name__,
-        "options": asdict(job),
-        "resolved": None if resolved is None else asdict(resolved),
-    }
+    request = {"argv": sys.argv, "job": type(job).__name__, "options": asdict(job)}
     payload = json.dumps(request, default=str)  # paths become strings
     launch(
         ["-m", "lockstep.cli.rank"],

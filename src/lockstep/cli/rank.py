@@ -15,14 +15,13 @@ def run_job(request: Mapping[str, Any]) -> None:
     from lockstep.cli.config import import_from_folder_of
     from lockstep.cli.finders import FindLR
     from lockstep.cli.jobs import Predict, Test, Train
-    from lockstep.config import ResolvedConfig
 
     sys.argv = request["argv"]  # the run records what the user typed
     options = request["options"]
     options |= {name: Path(options[name]) for name in ("config", "work_dir", "out") if options.get(name)}
     job = {"Train": Train, "Test": Test, "Predict": Predict, "FindLR": FindLR}[request["job"]](**options)
     import_from_folder_of(job.config)
-    cfg = job.read() if request["resolved"] is None else ResolvedConfig(**request["resolved"]).load()
+    cfg = job.read()
     cfg.launcher = "pytorch"
     job.execute(cfg)
 

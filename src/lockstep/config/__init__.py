@@ -6,7 +6,7 @@ reads these from ``a.b=1 c=[1,2]`` on a command line. Importing this package doe
 
 from __future__ import annotations
 
-from lockstep.config.config import Config, ResolvedConfig
+from lockstep.config.config import Config
 from lockstep.config.dictionary import ConfigDict
 from lockstep.config.options import DictAction, parse_options
 from lockstep.config.python_file import read_base
@@ -15,7 +15,6 @@ __all__ = [
     "Config",
     "ConfigDict",
     "DictAction",
-    "ResolvedConfig",
     "parse_options",
     "read_base",
 ]

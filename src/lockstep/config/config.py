@@ -1,4 +1,4 @@
-"""`Config`: the description of a run, read from a file. `ResolvedConfig` carries one to other processes."""
+"""`Config`: the description of a run, read from a file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import logging
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.machinery import PathFinder
 from os import PathLike
@@ -19,8 +18,8 @@ from lockstep.config.config_file import DUMP_HEADER
 from lockstep.config.dictionary import ConfigDict
 from lockstep.config.inheritance import ConfigSource, refuse_code
 from lockstep.config.options import set_dotted
-from lockstep.config.python_file import PythonFile, importable
-from lockstep.config.source_form import plain_data, python_source, source_form
+from lockstep.config.python_file import importable
+from lockstep.config.source_form import plain_data, python_source
 from lockstep.errors import ConfigError
 from lockstep.masking import mask_text, mask_value
 
@@ -248,57 +247,3 @@ def _hidden(name: str) -> str:
     if len(found) < 2:
         return ""
     return f". `{top}` is {found[0]}, which hides {found[1]}: rename one of them"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResolvedConfig:
-    """A config in plain strings, which `asdict` and JSON can carry to another process.
-
-    Attributes:
-        source: assignments that give the values.
-        imports: the import statements of the config's files, because an imported module may register something.
-        folders: the folders of those files; modules in them can be imported.
-        filename: the file from which the config was read.
-        text: the text of that file, preceded by the texts of its bases.
-        option_keys: the keys that `merge_from_dict` has set.
-    """
-
-    source: str
-    imports: list[str]
-    folders: list[str]
-    filename: str
-    text: str
-    option_keys: list[str]
-
-    @classmethod
-    def of(cls, cfg: Config) -> Self | None:
-        """Return the values that a config has now; None if another process has to read its files itself.
-
-        It must read them if a value can't be written as source (a lambda, an object, a class that the file defines), or
-        if a file does more than import and assign, since each process then needs those effects.
-        """
-        source, without_source = source_form(cfg)
-        if without_source or cfg.filename is None or cfg._source is None:
-            return None
-        files = cfg._source.files()
-        imports: dict[str, None] = {}
-        for file in files:
-            if (statements := file.imports()) is None:
-                return None
-            imports.update(dict.fromkeys(statements))
-        folders = list(dict.fromkeys(str(file.path.parent) for file in files))
-        return cls(
-            source=source, imports=list(imports), folders=folders, filename=cfg.filename, text=cfg.text,
-            option_keys=sorted(cfg._option_keys),
-        )  # fmt: skip
-
-    def load(self) -> Config:
-        """Run the imports of the config's files, and return the config."""
-        path = Path(self.filename)
-        with importable(*self.folders):
-            exec("\n".join(self.imports), {})
-            values: Mapping[str, Any] = PythonFile(path, self.source).values(base=ConfigDict())
-            cfg = Config(values, filename=path, text=self.text)
-            cfg._option_keys = frozenset(self.option_keys)
-            import_custom(cfg)
-        return cfg

@@ -134,17 +134,6 @@ class PythonFile(ConfigFile):
             and isinstance(node.ctx, ast.Load)
         }
 
-    def imports(self) -> list[str] | None:
-        """Return the imports at the top level; None if another statement may do more than give a value.
-
-        Such statements are: a function with a decorator or a class, which may register something; a bare call other
-        than of `update`, `merge` or `append`; an import below the top level; and `while`, `try` or `with` blocks.
-        """
-        outer = [statement for statement in self._tree.body if isinstance(statement, ast.Import | ast.ImportFrom)]
-        if not all(_only_gives_values(statement) for statement in self._tree.body if statement not in outer):
-            return None
-        return [ast.unparse(statement) for statement in outer if getattr(statement, "module", "") != "__future__"]
-
     def _run(self, module: ModuleType, imported: list[Mapping[str, Any]]) -> None:
         for statement in self._tree.body:
             if _is_read_base(statement):
@@ -220,19 +209,6 @@ def _is_read_base(statement: ast.AST) -> bool:
         case ast.With([ast.withitem(ast.Call(ast.Name("read_base") | ast.Attribute(attr="read_base")))]):
             return True
     return False
-
-
-def _only_gives_values(statement: ast.stmt) -> bool:
-    match statement:
-        case ast.Assign() | ast.AnnAssign() | ast.AugAssign() | ast.Delete() | ast.Pass() | ast.Assert():
-            return True
-        case ast.Expr(ast.Constant()) | ast.Expr(ast.Call(func=ast.Attribute(attr=("update" | "merge" | "append")))):
-            return True
-        case ast.FunctionDef(decorator_list=decorators):
-            return not decorators
-        case ast.If(body=body, orelse=orelse) | ast.For(body=body, orelse=orelse):
-            return all(map(_only_gives_values, [*body, *orelse]))
-    return _is_read_base(statement)
 
 
 def _names_assigned(statement: ast.stmt) -> list[str]:
