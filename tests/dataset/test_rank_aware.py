@@ -6,6 +6,7 @@ import logging
 import os
 import random
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -324,14 +325,24 @@ def test_ranks_that_train_on_the_same_samples_of_an_unsplit_stream_are_named(is_
         Lines(), tmp_path, train_dataloader=cfg, train_cfg={"by_epoch": False, "max_iters": 2},
         optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.1}}, default_hooks={"checkpoint": None},
     )  # fmt: skip
-    with Said() as lines:
+    says = "ranks 0, 1 have got the same first batch from Stream .*split='ranks'"
+    with nullcontext() if is_split else pytest.raises(ConfigError, match=says):
         runner.train()
-    assert ("ranks 0, 1 have got the same first batch from Stream" in "".join(lines)) != is_split
+
+
+@ranks(2)
+def test_ranks_that_are_to_share_their_samples_say_so_by_an_attribute():
+    dataset = Stream()
+    dataset.rank = get_rank()
+    assert len(list(EvenBatches(DataLoader(dataset, batch_size=4), shards=2).iterate())) == 4
+    with Said() as lines:
+        assert len(list(EvenBatches([torch.arange(2)], shards=2).iterate())) == 1
+    assert "ranks 0, 1 have got the same first batch from list" in "".join(lines)
 
 
 @pytest.mark.parametrize("split", [None, "ranks", False])
-def test_workers_that_all_yield_the_same_are_not_silent(split, caplog):
+def test_workers_that_all_yield_the_same_are_an_error(split):
     options = {"num_workers": 2, "batch_size": 4, "multiprocessing_context": "fork"}
     given = DataLoader(Stream(), **options) if split is None else {"dataset": Stream(), "split": split, **options}
-    list(EvenBatches(build_dataloader(given, seed=0)).iterate())
-    assert "two workers have made the same batch from Stream" in caplog.text
+    with pytest.raises(ConfigError, match="two workers have made the same batch from Stream"):
+        list(EvenBatches(build_dataloader(given, seed=0), shards=1).iterate())

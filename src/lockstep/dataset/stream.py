@@ -366,30 +366,36 @@ def _says_where_it_is(dataset: Any) -> bool:
     return True
 
 
-def warn_of_repeats(loader: Any, checksum: int | None) -> None:
-    """Warn if ranks have got the same batch from a loader that lockstep does not split.
+def refuse_repeats(loader: Any, checksum: int | None) -> None:
+    """Raise a `ConfigError` on every rank if ranks have got the same batch from a loader that lockstep does not split.
+
+    For batches in a list, which may be those of a trial, it is a warning.
 
     **Collective**: every rank. **Cost**: one all_gather of some bytes.
     """
     sums = all_gather_object(checksum)
-    for one in {one for one in sums if one is not None and sums.count(one) > 1}:
+    for one in [one for one in sums if one is not None and sums.count(one) > 1][:1]:
         who = listed([str(rank) for rank, other in enumerate(sums) if other == one])
-        _warn_of_repeats(loader, f"ranks {who} have got the same first batch")
+        _refuse(loader, f"ranks {who} have got the same first batch")
 
 
-def warn_of_repeats_by_workers(loader: Any, checksums: Sequence[int | None]) -> None:
-    """Warn if the first two batches, each of another worker, are the same."""
+def refuse_repeats_by_workers(loader: Any, checksums: Sequence[int | None]) -> None:
+    """Raise a `ConfigError` if the first two batches, each of another worker, are the same."""
     if getattr(loader, "num_workers", 0) > 1 and None is not checksums[0] == checksums[1]:
-        _warn_of_repeats(loader, "two workers have made the same batch")
+        _refuse(loader, "two workers have made the same batch")
 
 
-def _warn_of_repeats(loader: Any, what: str) -> None:
+def _refuse(loader: Any, what: str) -> None:
     dataset = getattr(loader, "dataset", None)
-    _logger.warning(
-        "%s from %s, so it seems to yield each sample several times: nothing splits it. The config dict(dataset=..., "
-        "batch_size=...) splits an iterable dataset: without `split`, or with `split='ranks'` if it splits itself over "
-        "its workers", what, type(getattr(dataset, "dataset", dataset) or loader).__name__,
-    )  # fmt: skip
+    error = (
+        f"{what} from {type(getattr(dataset, 'dataset', dataset) or loader).__name__} (rank {get_rank()} of "
+        f"{get_world_size()}), so it seems to yield each sample several times: nothing splits it. The config "
+        "dict(dataset=..., batch_size=...) splits an iterable dataset: without `split`, or with `split='ranks'` if it "
+        "splits itself over its workers. If that is meant, give the loader, or its dataset, an attribute `rank`"
+    )
+    if not isinstance(loader, list | tuple):
+        raise ConfigError(error)
+    _logger.warning(error)
 
 
 def checksum_of(batch: Any) -> int | None:

@@ -107,7 +107,9 @@ def _late(store: Store, topology: Topology) -> str:
 
 def _say(seconds: float, late: str, topology: Topology) -> None:
     if topology.local_rank == 0 or topology.world_size <= _FEW_RANKS:  # else one rank of each node
-        _logger.warning("waiting %.0f s for %s to start (%s)", seconds, late, _this_rank(topology))
+        known = topology.master_addr is not None and topology.master_port is not None
+        where = f", at {topology.master_addr}:{topology.master_port}" if known else ""
+        _logger.warning("waiting %.0f s for %s to start (%s%s)", seconds, late, _this_rank(topology), where)
 
 
 def _nobody_there(topology: Topology, timeout: timedelta, what: str) -> CollectiveTimeoutError:

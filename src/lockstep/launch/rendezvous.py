@@ -323,8 +323,8 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
             time.sleep(_POLL_SECONDS)
 
     def _wait(self, missing: Callable[[], str], deadline: float) -> None:
-        """Wait in small steps, which Ctrl-C interrupts, until nothing is missing; print once what is."""
-        begun, said = time.monotonic(), False
+        """Wait in small steps, which Ctrl-C interrupts, until nothing is missing; print now and again what is."""
+        begun, due = time.monotonic(), _PATIENCE_SECONDS
         while what := missing():
             now = time.monotonic()
             if now > deadline:
@@ -332,9 +332,9 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
                     f"{what} did not come within {deadline - begun:.0f} s; start it, and check that `--rdzv` is the "
                     "same on all nodes and can be reached from there"
                 )
-            if not said and now > begun + _PATIENCE_SECONDS:
-                said = True
-                self._say(f"waiting for {what}")
+            if now > begun + due:
+                due *= 2
+                self._say(f"waiting for {what}" + (f" (--rdzv {self._job.rdzv})" if self._job.rdzv else ""))
             time.sleep(_POLL_SECONDS)
 
     @property

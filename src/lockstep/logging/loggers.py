@@ -113,17 +113,17 @@ class _ConsoleHandler(logging.Handler):
             prefix = f"{record.levelname.lower()}: " if style else ""
             text = prefix + printable(mask_text(record.getMessage(), self._secrets))
             if self._console.is_terminal:
-                text = _broken_between_values(text, self._console.width)
+                text = broken_between_values(text, self._console.width)
             self._console.print(Text(text, style=style))
         except Exception:
             self.handleError(record)
 
 
-def _broken_between_values(text: str, width: int) -> str:
+def broken_between_values(text: str, width: int) -> str:
     """Break lines that are wider than a terminal where two spaces stand between values, and nowhere else.
 
     Example:
-        >>> print(_broken_between_values("epoch 1/4  loss 1.25  val/loss 1.5", width=24))
+        >>> print(broken_between_values("epoch 1/4  loss 1.25  val/loss 1.5", width=24))
         epoch 1/4  loss 1.25
           val/loss 1.5
     """

@@ -34,6 +34,7 @@ from lockstep.errors import ConfigError, DistError, require_known, require_one_o
 from lockstep.evaluator import format_metrics
 from lockstep.location import Location
 from lockstep.logging import JsonLinesSink, MessageHub, open_console, run_logging, warnings_once
+from lockstep.logging.loggers import broken_between_values
 from lockstep.masking import mask_text, mask_words, secrets_in
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.registry import in_default_scope
@@ -392,8 +393,13 @@ def print_summary(run: Run, what: str, seconds: float) -> None:
     loop = run.last_evaluation
     console.rule(f"[bold]{what}[/] in {seconds:.1f} s", style="dim", align="left")
     if loop is not None and loop.metrics:
-        result = format_metrics(loop.metrics, loop.units)
-        console.print(Text.assemble("result  ", (result, "bold green")))
+        # `loss` alone is that of the training, as in its log.
+        mode = getattr(loop, "mode", "val")
+        named = {f"{mode}/loss" if name == "loss" else name: value for name, value in loop.metrics.items()}
+        result = f"result  {format_metrics(named, loop.units)}"
+        if console.is_terminal:
+            result = broken_between_values(result, console.width)
+        console.print(Text.assemble(result[:8], (result[8:], "bold green")))
     # Never wrapped, so that it can be copied.
     console.print(Text.assemble("run     ", (str(run.run_dir), "bold")), soft_wrap=True)
 

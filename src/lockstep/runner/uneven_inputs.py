@@ -26,9 +26,9 @@ from lockstep.dataset import (
 )
 from lockstep.dataset.loader import drawn_from
 from lockstep.dataset.position import BEGINNING, CountedBatches, Drawn, check_alike, check_heads
-from lockstep.dataset.rank_aware import parts_of
+from lockstep.dataset.rank_aware import is_rank_aware, parts_of
 from lockstep.dataset.sampler import HEAD_LENGTH
-from lockstep.dataset.stream import StreamLoader, checksum_of, warn_of_repeats, warn_of_repeats_by_workers
+from lockstep.dataset.stream import StreamLoader, checksum_of, refuse_repeats, refuse_repeats_by_workers
 from lockstep.dist import all_gather_object, broadcast_object, get_rank, get_world_size
 from lockstep.model.preprocessor import move_to_device
 from lockstep.tree import tree_map
@@ -70,7 +70,7 @@ class EvenBatches:
         count: returns the size of a batch, if that is not its number of samples: for instance the number of tokens. If
             it is given, the ranks exchange the size of every batch.
         shards: the number of shards into which the data is to be split. If each rank has one of its own, and no sampler
-            says which, a warning names ranks that get the same first batch.
+            says which, ranks and workers that get the same first batch are an error.
 
     **Collective**: every rank makes it and goes through it. **Cost**: at the beginning, one all_gather_object of a few
     numbers; then, for each batch whose size is not known in advance, one exchange of the hosts.
@@ -112,7 +112,8 @@ class EvenBatches:
         self.length = None if self.lengths is None else max(self.lengths)
         self.is_resumable = all(getattr(part, "resumable", True) for part in parts_of(drawn_from(loader)[0]))
         self.global_order = orders[0] if self.is_resumable and all(order == orders[0] for order in orders) else None
-        self._looks_for_repeats = shards == self._world_size and self.global_order is None
+        knows_ranks = is_rank_aware(loader.dataset.dataset if self._is_stream else loader)
+        self._looks_for_repeats = shards == self._world_size and self.global_order is None and not knows_ranks
         self._checksums: list[int | None] = []  # of the first two batches
         self._stand_in: Any = _NONE
         self._drawn: Drawn | None = None  # in the last pass
@@ -217,12 +218,12 @@ class EvenBatches:
         if len(self._checksums) == 2:
             return
         self._checksums.append(checksum_of(batch))
-        if len(self._checksums) == 2:
-            warn_of_repeats_by_workers(self._loader, self._checksums)
-        elif self._world_size > 1:
+        if len(self._checksums) == 1 and self._world_size > 1:
             check_alike(self._loader)
             if self._looks_for_repeats:
-                warn_of_repeats(self._loader, self._checksums[0])
+                refuse_repeats(self._loader, self._checksums[0])
+        elif len(self._checksums) == 2 and self._looks_for_repeats:
+            refuse_repeats_by_workers(self._loader, self._checksums)
 
     def _size_of(self, batch: Any, batches: CountedBatches) -> int:
         """Return what a batch counts for: as it was asked for, else its number of samples."""
