@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,58 @@ def test_a_step_without_a_backward_pass_of_the_session_is_refused(tmp_path):
     with pytest.raises(RuntimeError, match=r"the step of SGD must follow a backward pass of the session.*rank \d of"):
         optimizer.step()
     assert torch.equal(before, model.weight)
+
+
+@pytest.mark.parametrize("clears", [None, {"set_to_none": True}, {"set_to_none": False}])
+def test_gradients_that_are_there_before_a_step_are_refused(tmp_path, clears):
+    session = Session(tmp_path, log_level="ERROR")
+    model = nn.Linear(2, 1)
+    model, optimizer, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    expected = pytest.raises(RuntimeError, match=r"the gradients of SGD must be those of session\.step\(loss\) alone")
+    with nullcontext() if clears else expected:
+        for _ in session.epochs(1):
+            for x, y in batches:
+                loss = nn.functional.mse_loss(model(x), y)
+                loss.backward(retain_graph=True)
+                if clears:
+                    optimizer.zero_grad(**clears)
+                session.step(loss)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("cares", [True, False])
+def test_gradients_that_another_optimizers_loss_has_left_are_told_once(tmp_path, cares):
+    session = Session(tmp_path)
+    parts = {"G": nn.Linear(2, 2), "D": nn.Linear(2, 1)}
+    given = {name: torch.optim.SGD(part.parameters(), lr=0.1) for name, part in parts.items()}
+    model, optimizers, batches = session.prepare(parts, given, loader())
+    for _ in session.epochs(2):
+        for x, _ in batches:
+            model["D"].requires_grad_(not cares)
+            optimizers["G"].update_params(model["D"](model["G"](x)).mean())
+            model["D"].requires_grad_(True)
+            optimizers["D"].update_params(model["D"](x).square().mean())
+        if session.epoch == 0:
+            with pytest.raises(
+                TypeError, match=r"are several \(G, D\)\. Call optimizers\['G'\]\.update_params\(loss\)"
+            ):
+                session.step(torch.ones((), requires_grad=True))
+    told = "the parameters of optimizers['D'] have gradients before its update_params(loss)"
+    assert log_of(tmp_path).count(told) == (not cares)
+
+
+def test_values_are_recorded_also_from_a_dict(tmp_path):
+    session = Session(tmp_path, log_level="ERROR")
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model, _, batches = session.prepare(model, optimizer, loader(), schedule)
+    for _ in session.epochs(1):
+        for x, y in batches:
+            session.step(nn.functional.mse_loss(model(x), y))
+            session.log({"norm": 2.0}, other=3.0)
+    record = json.loads((session.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (record["norm"], record["other"]) == (2.0, 3.0)
 
 
 @ranks(1, 2)

@@ -19,7 +19,7 @@ from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.compiling import begin_compiled_step
 from lockstep.model.preprocessor import move_to_device
 from lockstep.model.wrapper import forwarded
-from lockstep.optim import OptimWrapper
+from lockstep.optim import OptimWrapper, OptimWrapperDict
 from lockstep.runner.loops import DEFAULT_INTERVAL, CountSamples, TrainLoop, no_batches
 from lockstep.runner.preemption import ranks_meet
 from lockstep.runner.run import TrainRun
@@ -28,6 +28,7 @@ from lockstep.runner.uneven_inputs import Batch, EvenBatches, buffers_kept
 from lockstep.tree import tree_map
 
 _HALF = (torch.float16, torch.bfloat16)
+_WINDOWS_LOOKED_AT = 3  # for gradients that are there before
 
 
 @dataclass
@@ -271,19 +272,38 @@ class OwnLoop(TrainLoop):
                 raise
             self.runner.logger.error("%s, asked for by save(), could not be saved: %s", names, fault)
 
-    def guard(self, wrapper: OptimWrapper) -> None:
+    def guard(self, wrapper: OptimWrapper, name: str | None = None) -> None:
         """Let an optimizer raise an error where code of the user's own steps it, or clears it, within a window.
 
         Gradients of passes around the session are neither weighted by samples, nor divided by the batches of a window,
-        nor unscaled; a step or a `zero_grad` within a window takes part of its gradients away.
+        nor unscaled; a step or a `zero_grad` within a window takes part of its gradients away. Gradients that are there
+        when a window begins are an error, too; with several optimizers, by name, the loss of another may have left
+        them, which is warned of.
         """
-        instead = "in place of loss.backward(), optimizer.step() and optimizer.zero_grad()"
+        update_params, windows_left = wrapper.update_params, _WINDOWS_LOOKED_AT
+        call = "session.step(loss)" if name is None else f"optimizers[{name!r}].update_params(loss)"
 
         def refuse(what: str, why: str) -> None:
             raise RuntimeError(
                 f"the {what} of {type(wrapper.optimizer).__name__} {why} (rank {self.runner.rank} of "
-                f"{self.runner.world_size}). Call session.step(loss), {instead}"
+                f"{self.runner.world_size}). Call {call}, in place of loss.backward(), optimizer.step() and "
+                "optimizer.zero_grad()"
             )
+
+        def update(*args: Any, **kwargs: Any) -> None:
+            nonlocal windows_left
+            if windows_left and not wrapper.has_open_window:
+                windows_left -= 1
+                if any(parameter.grad is not None for group in wrapper.param_groups for parameter in group["params"]):
+                    windows_left = 0
+                    if name is None:
+                        refuse("gradients", "must be those of session.step(loss) alone, but there were some before it")
+                    self.runner.logger.warning(
+                        "the parameters of optimizers[%r] have gradients before its update_params(loss), which adds to "
+                        "them: those of another optimizer's loss? Call optimizers[%r].zero_grad() first, or "
+                        "requires_grad_(False) for the parameters while the other's loss is computed", name, name,
+                    )  # fmt: skip
+            update_params(*args, **kwargs)
 
         def before_step(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
             has_closure = len(arguments) > 1 or bool(options)  # the first one is the optimizer
@@ -295,11 +315,15 @@ class OwnLoop(TrainLoop):
                 refuse("step", "must end a window of accumulation, but comes within one")
 
         def zero_grad(**options: Any) -> None:
+            nonlocal windows_left
+            if options.get("set_to_none") is False:
+                windows_left = 0  # the gradients are zeros, which only the device knows
             if self._is_stepping and wrapper.inner_count and not wrapper.should_update():
                 refuse("zero_grad", "must follow the end of a window of accumulation, but comes within one")
             clear(**options)
 
         clear, wrapper.zero_grad = wrapper.zero_grad, zero_grad  # type: ignore[method-assign]
+        wrapper.update_params = update  # type: ignore[method-assign]
         wrapper.optimizer.register_step_pre_hook(before_step)
 
     def _warn_of_missing_steps(self, where: str) -> None:
@@ -315,11 +339,12 @@ class OwnLoop(TrainLoop):
             )  # fmt: skip
         if self._iterated and count == self._counted and not self._has_warned:
             self._has_warned = True
+            names = list(self.runner.optim_wrapper) if isinstance(self.runner.optim_wrapper, OptimWrapperDict) else []
             self.runner.logger.warning(
-                "%s has ended without a call of session.step(loss), so that the strategy has trained nothing. Call it "
+                "%s has ended without a call of %s, so that the strategy has trained nothing. Call it "
                 "in each iteration, instead of loss.backward(), optimizer.step() and optimizer.zero_grad()",
-                where,
-            )
+                where, f"optimizers[{names[0]!r}].update_params(loss)" if names else "session.step(loss)",
+            )  # fmt: skip
         self._iterated, self._counted = False, count
 
     def _end_epoch(self) -> None:

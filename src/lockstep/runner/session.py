@@ -175,7 +175,6 @@ class Session:
         model: nn.Module | Mapping[str, nn.Module],
         optimizer: Optimizer | Mapping[str, Any],
         dataloader: Any,
-        *,
         schedulers: Any = (),
     ) -> tuple[nn.Module, OptimWrapper, PreparedLoader]: ...
     def prepare(
@@ -183,7 +182,6 @@ class Session:
         model: nn.Module | Mapping[str, nn.Module],
         optimizer: Optimizer | Mapping[str, Any],
         dataloader: Any = None,
-        *,
         schedulers: Any = (),
     ) -> tuple[nn.Module, OptimWrapper] | tuple[nn.Module, OptimWrapper, PreparedLoader]:
         """Distribute the model over the ranks, share out the data, and resume if asked to.
@@ -250,10 +248,10 @@ class Session:
                 type(scheduled[0]).__name__,
             )
         self._closing.push(self._loop.save_at_close)
-        several = run.optim_wrapper.values() if isinstance(run.optim_wrapper, OptimWrapperDict) else [run.optim_wrapper]
-        for one in several:
+        wrapper = run.optim_wrapper
+        for name, one in wrapper.items() if isinstance(wrapper, OptimWrapperDict) else [(None, wrapper)]:
             if isinstance(one.optimizer, torch.optim.Optimizer):  # not an engine's own
-                self._loop.guard(one)
+                self._loop.guard(one, name)
         # While threads can still be started: an `atexit` function comes too late to write a checkpoint. There is no
         # public way (Python 3.11 to 3.14).
         threading._register_atexit(partial(_close_at_exit, weakref.ref(self), os.getpid()))  # type: ignore[attr-defined]
@@ -327,6 +325,12 @@ class Session:
                 f"`loss` must be a scalar tensor, but is the number {loss!r} (rank {self.rank} of {self.world_size}). "
                 "Leave out .item() or float(): the backward pass needs the tensor"
             )
+        if isinstance(self.run.optim_wrapper, OptimWrapperDict):
+            names = list(self.run.optim_wrapper)
+            raise TypeError(
+                f"session.step(loss) is for one optimizer, but there are several ({', '.join(names)}). Call "
+                f"optimizers[{names[0]!r}].update_params(loss), where `optimizers` is what prepare() has returned"
+            )
         total, logged = parse_losses(loss)
         if not total.requires_grad:
             raise ValueError(
@@ -350,9 +354,9 @@ class Session:
         wrapper = self.run.optim_wrapper
         return wrapper.should_update() and not wrapper.has_skipped
 
-    def log(self, **values: Any) -> None:
+    def log(self, values: Mapping[str, Any] | None = None, /, **more: Any) -> None:
         """Record numbers or scalar tensors of the present iteration; records hold means over samples and ranks."""
-        self._prepared().log(values)
+        self._prepared().log({**(values or {}), **more})
 
     def log_metrics(self, **metrics: Any) -> None:
         """Record the metrics of a validation, which must be the same on every rank; hooks such as `save_best` get them.
