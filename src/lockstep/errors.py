@@ -34,6 +34,12 @@ from types import TracebackType
 from typing import TypeVar
 
 _CLOSE = 0.6  # how alike two names are at least that may be meant for each other, by difflib
+# What other frameworks call it: keys of their configs, arguments of their callbacks, names of their strategies.
+_ELSEWHERE = {
+    "save_top_k": "max_keep_ckpts", "monitor": "save_best", "mode": "rule", "every_n_epochs": "interval",
+    "every_n_train_steps": "interval", "dirpath": "out_dir", "max_steps": "max_iters", "ddp_spawn": "ddp", "dp": "ddp",
+    "fsdp2": "fsdp", "interval": "by_epoch",
+}  # fmt: skip
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z][a-z]+")  # of the name of a class
 _LONGEST = 10_000  # characters of a message that errors on other ranks, and lines of a log, repeat
 _E = TypeVar("_E", bound=Exception)
@@ -206,8 +212,9 @@ def place_of(trace: TracebackType | None) -> str:
 def nearest(word: str, names: Iterable[str]) -> str | None:
     """Return the name closest to `word`, or None if nothing is close.
 
-    Letter case is ignored. Initials also match (`lr` for `learning_rate`), even if `word` is misspelled. Classes
-    that share nothing but their last word are not close, as two hooks.
+    A name that another framework has for it comes first. Letter case is ignored. Initials also match (`lr` for
+    `learning_rate`), even if `word` is misspelled. Classes that share nothing but their last word are not close, as two
+    hooks.
 
     Example:
         >>> nearest("resnet", ["ResNet", "VGG"])
@@ -218,7 +225,12 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
         ('FlowHook', None)
         >>> nearest("CosinLR", ["ExponentialLR", "CosineRestartLR"])
         'CosineRestartLR'
+        >>> nearest("save_top_k", ["max_keep_ckpts", "save_last"])
+        'max_keep_ckpts'
     """
+    names = list(names)
+    if (same := _ELSEWHERE.get(word)) in names:
+        return same
     by_folded = {name.casefold(): name for name in names}
     folded = word.casefold()
     for close in get_close_matches(folded, by_folded, n=5, cutoff=_CLOSE):
@@ -272,7 +284,7 @@ def lacks_key(given: Iterable[str], key: str) -> str:
     """
     has = sorted(map(str, given))
     near = nearest(key, has)
-    hint = "" if near is None else f": did you mean `{key}` by `{near}`?"
+    hint = "" if near is None else f": did you mean `{_ELSEWHERE.get(near, key)}` by `{near}`?"
     return f"must have the key `{key}`, but has only {has}{hint}"
 
 

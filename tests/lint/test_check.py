@@ -237,7 +237,7 @@ def optimizer(**arguments):
         ({"auto_scale_lr": {"batch_size": 7}}, "is no key of `auto_scale_lr`: did you mean `base_batch_size`?"),
         ({"compile": {"full_graph": True}}, "is no key of `compile`: did you mean `fullgraph`?"),
         ({"log_level": "INFOO"}, "`log_level` must be a level of logging, but is 'INFOO': did you mean `INFO`?"),
-        ({"resume": "yes"}, "`resume` must be True or False; the checkpoint goes to `load_from`, but is 'yes' of str"),
+        ({"resume": "yes"}, "`resume` must be True (from the last checkpoint, or from `load_from`) or False, but is"),
         ({"visualizer": {"type": "TensorBoard"}}, "did you mean `TensorBoardVisualizer`?"),
     ],
 )  # fmt: skip

@@ -213,6 +213,8 @@ def test_values_are_recorded_also_from_a_dict(tmp_path):
         for x, y in batches:
             session.step(nn.functional.mse_loss(model(x), y))
             session.log({"norm": 2.0}, other=3.0)
+            with pytest.raises(TypeError, match="Leave out `step`"):
+                session.log({"norm": 2.0}, step=3)
     record = json.loads((session.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     assert (record["norm"], record["other"]) == (2.0, 3.0)
 

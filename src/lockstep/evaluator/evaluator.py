@@ -5,7 +5,7 @@ Metrics of torchmetrics work, too; this module does not import torchmetrics.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -89,13 +89,14 @@ class Evaluator:
     """Several metrics over the same predictions.
 
     Args:
-        metrics: a metric (of lockstep or of torchmetrics), the config of one, or several of them.
+        metrics: a metric (of lockstep or of torchmetrics), the config of one or its `type`, or several of them.
     """
 
-    def __init__(self, metrics: BaseMetric | Mapping[str, Any] | Iterable[Any]) -> None:
-        items = [metrics] if isinstance(metrics, BaseMetric | Mapping) or is_torchmetrics_metric(metrics) else metrics
+    def __init__(self, metrics: BaseMetric | Mapping[str, Any] | str | Sequence[Any]) -> None:
+        items = metrics if isinstance(metrics, list | tuple) else [metrics]
         self.metrics: list[BaseMetric] = []
         for item in items:
+            item = {"type": item} if isinstance(item, str) else item
             metric = METRICS.build(item) if isinstance(item, Mapping) else item
             if is_torchmetrics_metric(metric):
                 metric = TorchmetricsMetric(metric)

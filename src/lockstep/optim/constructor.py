@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from lockstep.errors import ConfigError, did_you_mean, require_key, require_known, wrong_type
+from lockstep.errors import ConfigError, did_you_mean, lacks_key, require_known, wrong_type
 from lockstep.model import is_model_wrapper, unwrap_model
 from lockstep.model.parts import INSIDE_WRAPPERS
 from lockstep.optim.wrapper import OptimWrapper
@@ -287,7 +287,11 @@ class DefaultOptimWrapperConstructor:
             raise wrong_type("optim_wrapper_cfg", "a dict", optim_wrapper_cfg)
         if paramwise_cfg is not None and not isinstance(paramwise_cfg, Mapping):
             raise wrong_type("paramwise_cfg", "a dict or None", paramwise_cfg)
-        require_key("optim_wrapper", optim_wrapper_cfg, "optimizer")
+        if "optimizer" not in optim_wrapper_cfg:
+            raise ConfigError(
+                f"`optim_wrapper` {lacks_key(optim_wrapper_cfg, 'optimizer')}. An optimizer stands within it: "
+                "optim_wrapper=dict(optimizer=dict(type='AdamW', lr=0.001))"
+            )
         self.optim_wrapper_cfg = dict(optim_wrapper_cfg)
         self.optimizer_cfg = self.optim_wrapper_cfg["optimizer"]
         self.paramwise_cfg = dict(paramwise_cfg or {})

@@ -115,7 +115,7 @@ class RunnerArguments:
         _dict_of("dist_cfg", "cudnn_benchmark", "float32_matmul_precision", "mp_cfg", "resource_limit"),
     ] = None
     load_from: Annotated[str | Path | None, Argument("a path or None")] = None
-    resume: Annotated[bool, Argument("True or False; the checkpoint goes to `load_from`")] = False
+    resume: Annotated[bool, Argument("True (from the last checkpoint, or from `load_from`) or False")] = False
     randomness: Annotated[ConfigDict | None, _dict_of("seed", "deterministic", "diff_rank_seed")] = None
     compile: Annotated[bool | ConfigDict, Argument("a bool or a dict for torch.compile", holds="compile options")] = (
         False

@@ -18,6 +18,7 @@ from lockstep.evaluator.evaluator import plain_value
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.compiling import begin_compiled_step
 from lockstep.model.preprocessor import move_to_device
+from lockstep.model.shards import own_shard
 from lockstep.model.wrapper import forwarded
 from lockstep.optim import OptimWrapper, OptimWrapperDict
 from lockstep.runner.loops import DEFAULT_INTERVAL, CountSamples, TrainLoop, no_batches
@@ -294,7 +295,9 @@ class OwnLoop(TrainLoop):
             nonlocal windows_left
             if windows_left and not wrapper.has_open_window:
                 windows_left -= 1
-                if any(parameter.grad is not None for group in wrapper.param_groups for parameter in group["params"]):
+                grads = [parameter.grad for group in wrapper.param_groups for parameter in group["params"]]
+                # Zeros are what zero_grad(set_to_none=False) leaves: only here is the device asked.
+                if any(bool(own_shard(grad).any()) for grad in grads if grad is not None):
                     windows_left = 0
                     if name is None:
                         refuse("gradients", "must be those of session.step(loss) alone, but there were some before it")
@@ -315,9 +318,6 @@ class OwnLoop(TrainLoop):
                 refuse("step", "must end a window of accumulation, but comes within one")
 
         def zero_grad(**options: Any) -> None:
-            nonlocal windows_left
-            if options.get("set_to_none") is False:
-                windows_left = 0  # the gradients are zeros, which only the device knows
             if self._is_stepping and wrapper.inner_count and not wrapper.should_update():
                 refuse("zero_grad", "must follow the end of a window of accumulation, but comes within one")
             clear(**options)

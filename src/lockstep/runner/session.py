@@ -356,6 +356,8 @@ class Session:
 
     def log(self, values: Mapping[str, Any] | None = None, /, **more: Any) -> None:
         """Record numbers or scalar tensors of the present iteration; records hold means over samples and ranks."""
+        if values is not None and "step" in more:
+            raise TypeError("log() must be given values alone: a session counts the iterations. Leave out `step`")
         self._prepared().log({**(values or {}), **more})
 
     def log_metrics(self, **metrics: Any) -> None:
