@@ -240,14 +240,17 @@ def build_eval_loop(mode: Literal["val", "test"], run: Run, dataloader: Any) -> 
     """Return the loop that `val_cfg` and `val_evaluator`, or `test_cfg` and `test_evaluator`, describe."""
     cfg, given = getattr(run.args, f"{mode}_cfg"), getattr(run.args, f"{mode}_evaluator")
     names = [*named_loaders(dataloader)]
-    by_name = evaluators_by_name(f"{mode}_evaluator", given, names)
+    kind = {"val": "ValLoop", "test": "TestLoop"}[mode]
+    own = cfg.get("type", kind) if isinstance(cfg, Mapping) else kind
+    own = LOOPS.get(own) if isinstance(own, str) else own
     evaluator: Any
-    if by_name is None:
+    if given is not None and isinstance(own, type) and not issubclass(own, EvalLoop):
+        evaluator = given  # a loop of the user's own builds it, as in MMEngine
+    elif (by_name := evaluators_by_name(f"{mode}_evaluator", given, names)) is None:
         evaluator = build_evaluator(given, run, mode)
     else:
         evaluator = {name: build_evaluator(by_name.get(name), run, mode) for name in names}
         evaluator = evaluator if isinstance(dataloader, Mapping) else [*evaluator.values()]
-    kind = {"val": "ValLoop", "test": "TestLoop"}[mode]
     loop: EvalLoop = LOOPS.build(cfg or {}, type=kind, runner=run, dataloader=dataloader, evaluator=evaluator)
     _refuse_own_steps(loop)
     return loop

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from documented.toys import Net, arguments, loader, training_only
+from documented.toys import Accuracy, Net, arguments, loader, training_only
 from environments import LOCKSTEP
 
 from mmengine.config import Config
@@ -212,6 +212,40 @@ def test_evaluations_of_ones_own(tmp_path):
         _, own = trained(tmp_path / "only", val_cfg=dict(type="OnlyAValidation"), default_hooks=best)
         assert own.val_loop.metrics == {"own": 1.5}
         assert [one.name for one in (tmp_path / "only").glob("*/best_own*")] == ["best_own_epoch_1"]
+
+
+@LOOPS.register_module(force=True)
+class OverSets(BaseLoop):
+    """Several data loaders, each with its evaluator, as projects on MMEngine write it."""
+
+    def __init__(self, runner, dataloader, evaluator):
+        super().__init__(runner, dataloader)
+        self.evaluators = [runner.build_evaluator(one) if isinstance(one, dict | list) else one for one in evaluator]
+
+    def run(self):
+        self.runner.call_hook("before_val")
+        metrics = {}
+        self.runner.model.eval()
+        for index, (batches, evaluator) in enumerate(zip(self.dataloader, self.evaluators, strict=True)):
+            for batch in batches:
+                with torch.no_grad():
+                    outputs = self.runner.model.val_step(batch)
+                evaluator.process(data_samples=outputs, data_batch=batch)
+            found = evaluator.evaluate(len(batches.dataset))
+            metrics |= {f"{index}/{name}": value for name, value in found.items()}
+        self.runner.call_hook("after_val_epoch", metrics=metrics)
+        self.runner.call_hook("after_val")
+        return metrics
+
+
+def test_a_loop_of_ones_own_gets_a_list_of_evaluators(tmp_path):
+    sets = dict(
+        val_dataloader=[loader(8), loader(4)],
+        val_evaluator=[dict(type=Accuracy), dict(type=Accuracy)],
+        val_cfg=dict(type="OverSets"),
+    )
+    _, own = trained(tmp_path, **sets)
+    assert own.val_loop.run().keys() == {"0/toy/accuracy", "1/toy/accuracy"}
 
 
 def test_load_checkpoint_loads_at_once_and_returns_what_it_holds(tmp_path):
