@@ -234,7 +234,8 @@ def test_what_ranks_have_to_say_comes_from_each_and_leaves_nothing():
     assert not store.check(["x/result/1"])
 
 
-def test_ranks_that_write_slowly_are_waited_for_longer_than_a_collective_is():
+def test_ranks_that_write_slowly_are_waited_for_longer_than_a_collective_is(monkeypatch):
+    monkeypatch.setattr(background, "_LOOK", timedelta(seconds=0.1))
     store = torch.distributed.HashStore()
     store.set_timeout(timedelta(seconds=0.1))
     main, other = (background.StoreExchange(store, "x", rank, 2) for rank in range(2))
