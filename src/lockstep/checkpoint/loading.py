@@ -260,7 +260,7 @@ class Stored:
         strides = torch.empty(read.shape, device="meta").stride()
         first = sum(offset * stride for offset, stride in zip(read.offsets, strides, strict=True)) * size
         last = first + sum((n - 1) * stride for n, stride in zip(target.shape, strides, strict=True)) * size + size
-        if last - first == target.nbytes and _is_writable(target, typed):
+        if last - first == target.nbytes and target.is_cpu and _is_as_in_files(target, typed):
             self.read_range(read, first, bytes_of(target))
             return
         range_ = torch.empty(last - first, dtype=torch.uint8)
@@ -305,14 +305,9 @@ def _tensors_of(stored: Stored, part: str) -> dict[str, str]:
     return {".".join(path): name for path, (tag, name) in nodes if tag == "$tensor"}
 
 
-def _is_writable(target: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether the bytes of a file may be read into a tensor directly."""
-    return (
-        target.device.type == "cpu"
-        and target.dtype == dtype
-        and target.is_contiguous()
-        and not (target.is_conj() or target.is_neg())
-    )
+def _is_as_in_files(target: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether the bytes of a file may be copied into a tensor's memory."""
+    return target.dtype == dtype and is_plain_memory(target)
 
 
 class _Load:
@@ -396,8 +391,9 @@ class _Load:
             target, last = one.read.target, one.first + one.end - one.begin
             if one.first == 0:
                 dtype = getattr(torch, self._stored.manifest.tensors[one.read.name].dtype)
-                is_like_it = target.dtype == dtype and is_plain_memory(target)
-                self._part = target if is_like_it else torch.empty(target.shape, dtype=dtype, device=target.device)
+                self._part = target
+                if not _is_as_in_files(target, dtype):
+                    self._part = torch.empty(target.shape, dtype=dtype, device=target.device)
             as_bytes(self._part)[one.first : last].copy_(sent[one.begin : one.end])
             if self._part is not target and last == self._part.nbytes:
                 target.copy_(self._part)
