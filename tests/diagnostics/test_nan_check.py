@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import find_last_checkpoint
+from lockstep.diagnostics import nan_check
 from lockstep.diagnostics.nan_check import _first_fault, _losses_in, _NonFinite
 from lockstep.dist import all_gather_object, get_rank
 from lockstep.hooks import NaNCheckHook
@@ -75,6 +78,26 @@ def test_a_sound_run_is_left_alone_whatever_else_is_logged(tmp_path: Path):
     runner = make_runner(tmp_path, [{"type": "NaNCheckHook", "interval": 3}], kind=Sound)
     runner.train()
     assert runner.iter == 8
+
+
+@ranks(2)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_check_goes_on_beside_iterations(tmp_path: Path, device: str):
+    hook, iterations = NaNCheckHook(4), list[int]()
+    check = hook._check_in_parts
+
+    def noted(runner: Any) -> Iterator[None]:
+        for _ in check(runner):
+            iterations.append(runner.iter + 1)
+            yield
+        iterations.append(runner.iter + 1)
+
+    with patch.object(nan_check, "get_device", lambda: device), patch.object(hook, "_check_in_parts", noted):
+        make_runner(
+            tmp_path, [hook], kind=Sound, train_cfg={"max_iters": 11}, default_hooks={"checkpoint": None}
+        ).train()
+    # The losses are copied, the result is exchanged, and it is there.
+    assert iterations[:6] == ([4, 4, 5, 8, 8, 9] if device == "cpu" else [4, 5, 6, 8, 9, 10])
 
 
 def seen(*values: Any) -> list[tuple[int, dict[str, Any]]]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -36,6 +37,7 @@ from lockstep.dist import (
 from lockstep.dist.objects import start_gather_bytes
 from lockstep.errors import DistError
 from lockstep.testing import ranks, run_ranks
+from lockstep.transport import control
 
 from .drawn_objects import assert_same, made, plans
 from .reference import assert_group_works
@@ -475,7 +477,10 @@ def test_bytes_are_gathered_beside_other_collectives(nbytes: int):
         ]
     for number, handle in enumerate(handles):
         expected = [bytes([other, number]) * (nbytes + other) for other in range(size)] if rank == size - 1 else None
-        assert handle.wait() == handle.wait() == expected
+        with patch.object(control, "transfer_between_hosts", wraps=control.transfer_between_hosts) as moved:
+            assert handle.wait() == handle.wait() == expected
+        # What is left of all ranks is received at the same time.
+        assert len([call for call in moved.call_args_list if call.args[0]]) == (rank == size - 1 > 0)
     assert_group_works()
 
 

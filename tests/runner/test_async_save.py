@@ -7,6 +7,7 @@ import pickle
 import threading
 import time
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
@@ -136,16 +137,18 @@ def test_a_state_may_change_as_soon_as_the_save_has_begun(tmp_path):
 
 
 @ranks(1, 2)
-def test_memory_of_a_save_is_used_again(tmp_path):
+def test_memory_of_a_save_is_used_again_and_is_taken_in_bounded_blocks(tmp_path):
     saver = BackgroundSaver()
-    state = {"own": {str(dist.get_rank()): torch.ones(100_000)}}
+    state = {"own": {f"{dist.get_rank()}.{i}": torch.full((n,), float(i)) for i, n in enumerate((1000, 5000, 900, 9))}}
     places = []
-    for name in "abc":
-        saver.start(tmp_path / name, state, {})
-        saver.wait()
-        places.append(saver._memory.data_ptr())
-    assert len(set(places)) == 1
-    assert 400_000 <= saver._memory.nbytes <= 410_000
+    with patch.object(background, "_BLOCK", 8192):
+        for name in "abc":
+            saver.start(tmp_path / name, state, {})
+            saver.wait()
+            places.append([block.data_ptr() for block in saver._memory])
+    assert places[1:] == places[:-1]
+    assert [block.nbytes for block in saver._memory] == [4032, 20032, 3648 + 64]
+    assert all(map(torch.equal, load_state(tmp_path / "c", state)["own"].values(), state["own"].values()))
 
 
 @contextmanager
@@ -229,6 +232,17 @@ def test_what_ranks_have_to_say_comes_from_each_and_leaves_nothing():
     assert main.scatter(["mine", said]) == "mine"
     assert other.scatter(None) == said
     assert not store.check(["x/result/1"])
+
+
+def test_ranks_that_write_slowly_are_waited_for_longer_than_a_collective_is(monkeypatch):
+    monkeypatch.setattr(background, "_LOOK", timedelta(seconds=0.1))
+    store = torch.distributed.HashStore()
+    store.set_timeout(timedelta(seconds=0.1))
+    main, other = (background.StoreExchange(store, "x", rank, 2) for rank in range(2))
+    writes = threading.Timer(0.5, other.gather, ["late"])
+    writes.start()
+    assert main.gather("soon") == ["soon", "late"]
+    writes.join()
 
 
 def test_what_is_read_from_the_store_runs_no_code(tmp_path):

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _ALIGNED = 64  # bytes: each copy begins at a multiple of them
+_BLOCK = 2**30  # bytes of memory taken at once: torch rounds what is pinned up to a power of two (2.13)
+_MOST_WAITED = timedelta(hours=1)  # for ranks that still write, which takes much longer than a collective may
 _LOOK = timedelta(seconds=1)  # how long the store is waited for before it is seen that nobody needs the save any more
 _SECONDS_TO_GIVE_UP = 10.0
 _numbers = itertools.count()  # of the saves of this process, the same on every rank
@@ -51,7 +53,7 @@ class BackgroundSaver:
 
     def __init__(self, planner: Planner | None = None) -> None:
         self._planner = planner or Planner()
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory: list[Tensor] = []
         self._job: Future[None] | None = None
         self._exchange: StoreExchange
 
@@ -124,24 +126,31 @@ class BackgroundSaver:
             wait([job], _SECONDS_TO_GIVE_UP)
 
     def _copied(self, plan: Plan) -> Plan:
-        """Return a plan with copies of this rank's pieces, in one part of the host's memory."""
+        """Return a plan with copies of this rank's pieces in the host's memory."""
         devices = {piece.part.device for piece in plan.pieces if piece.part.device.type != "cpu"}
-        sizes = [-(-piece.part.nbytes // _ALIGNED) * _ALIGNED for piece in plan.pieces]
-        memory = self._reserve(sum(sizes), bool(devices) and can_pin_memory())
+        places = self._reserve([piece.part.nbytes for piece in plan.pieces], bool(devices) and can_pin_memory())
         copies: list[Piece] = []
-        for piece, begin in zip(plan.pieces, itertools.accumulate(sizes, initial=0), strict=False):
-            part = piece.part
-            copy = memory[begin : begin + part.nbytes].view(part.dtype).view(part.shape)
-            copies.append(piece._replace(part=copy.copy_(part, non_blocking=True)))
+        for piece, place in zip(plan.pieces, places, strict=True):
+            copy = place.view(piece.part.dtype).view(piece.part.shape)
+            copies.append(piece._replace(part=copy.copy_(piece.part, non_blocking=True)))
         for device in devices:
             torch.accelerator.synchronize(device)
         return plan._replace(pieces=copies)
 
-    def _reserve(self, size: int, is_pinned: bool) -> Tensor:
-        if len(self._memory) < size or self._memory.is_pinned() != is_pinned:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # freed before there is more
-            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
-        return self._memory[:size]
+    def _reserve(self, sizes: Sequence[int], is_pinned: bool) -> list[Tensor]:
+        """Return memory of these sizes, in blocks of `_BLOCK` bytes; a larger size has one of its own."""
+        places: list[tuple[int, int]] = []
+        ends: list[int] = []
+        for size in sizes:
+            if not ends or ends[-1] + size > _BLOCK:
+                ends.append(0)
+            places.append((len(ends) - 1, ends[-1]))
+            ends[-1] += -(-size // _ALIGNED) * _ALIGNED
+        fits = [len(one) >= end and one.is_pinned() == is_pinned for one, end in zip(self._memory, ends, strict=False)]
+        if len(fits) < len(ends) or not all(fits):
+            self._memory = []  # freed before there is more
+            self._memory = [torch.empty(end, dtype=torch.uint8, pin_memory=is_pinned) for end in ends]
+        return [self._memory[block][begin : begin + size] for (block, begin), size in zip(places, sizes, strict=True)]
 
 
 def _save(plan: Plan, exchange: StoreExchange, job: Future[None], when_failed: Callable[[], None] | None) -> None:
@@ -179,7 +188,7 @@ class StoreExchange:
         """Return the values of all ranks on rank 0, None on the others.
 
         Raises:
-            CollectiveTimeoutError: some ranks were not heard of within the timeout of the store.
+            CollectiveTimeoutError: some ranks were not heard of for an hour, or the store's timeout if it is longer.
         """
         if self._rank != 0:
             self._put(f"{self._prefix}/result/{self._rank}", value)
@@ -192,7 +201,7 @@ class StoreExchange:
         """Return this rank's entry of the values that rank 0 gives.
 
         Raises:
-            CollectiveTimeoutError: rank 0 was not heard of within the timeout of the store.
+            CollectiveTimeoutError: rank 0 was not heard of for an hour, or the store's timeout if it is longer.
         """
         if values is None:
             key = f"{self._prefix}/reply/{self._rank}"
@@ -206,7 +215,7 @@ class StoreExchange:
         if not keys:
             return
         store = self._store
-        deadline = time.monotonic() + store.timeout.total_seconds()
+        deadline = time.monotonic() + max(store.timeout, _MOST_WAITED).total_seconds()
         while not store.check(list(keys.values())):
             if self.is_abandoned.is_set() or time.monotonic() > deadline:
                 ranks = listed(rank for rank, key in keys.items() if not store.check([key]))

@@ -1,34 +1,39 @@
-"""Loading a state: each rank reads the parts that it needs, and compares them with their checksums.
+"""Loading a state: the ranks read the parts that they need, and compare them with their checksums.
 
-A rank reads what overlaps with what it holds, so that any number of ranks, under any strategy, can read what any other
-has written. One process alone reads tensor by tensor.
+Of sharded tensors, a rank reads what overlaps with what it holds, so that any number of ranks, under any strategy, can
+read what any other has written. Whole tensors, which all ranks need, are read once: each rank reads some buckets of
+their bytes, and sends them to the others. If a rank can't read a bucket, it sends one without meaning, so that nobody
+waits for it, and all ranks raise its error at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lockstep.checkpoint.files import DAMAGED
-from lockstep.checkpoint.layout import pieces_of
+from lockstep.checkpoint.layout import digest_of, pieces_of
 from lockstep.checkpoint.manifest import ITEM_SIZES, Block, Manifest, StoredTensor, checksum_at, read_manifest
-from lockstep.checkpoint.together import on_all
+from lockstep.checkpoint.together import attempt, on_all
 from lockstep.checkpoint.values import decode, leaves, tagged
 from lockstep.checkpoint.verifying import OpenFile, read_block, require_checkpoint
+from lockstep.dist import all_gather_object, broadcast
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.groups import resolve
 from lockstep.location import Location
-from lockstep.transport.moving import bytes_of
+from lockstep.transport.moving import as_bytes, bytes_of, is_plain_memory
 
 OPTIMIZER = "optimizer"
 AS_SAVED = ()
 """A value that only requests what was saved."""
 
 _MISSING = object()
+_BUCKET = 64 * 2**20  # bytes that travel at once; a longer block does so alone
 _MOST_NAMED = 8
 _REMEDY = "Resume with the model that was saved, or load what fits of the weights, by `load_from` with resume=False"
 
@@ -57,24 +62,29 @@ def load_state(
         `state`, with plain values also replaced, and with the optimizer's state. What a module returns from
         `get_extra_state` is returned as it was saved, whatever it holds now.
 
-    **Collective**: every rank.
+    **Collective**: every rank. **Cost**: tensors that are whole on every rank are read once by all ranks together, and
+    sent to each; of others, each rank reads its part. Beyond the tensors, memory for 64 MiB on the host, as much on the
+    device, and, of a tensor in another dtype or order than in the file, for the part that a file has of it.
 
     Raises:
         ConfigError: on every rank, if the directory is not a checkpoint, is damaged, or does not hold what `state` on
             some rank asks for.
     """
     layout = state.get("model", {}) if optim_layout is None else optim_layout
-
     directory = checkpoint.directory if isinstance(checkpoint, Stored) else checkpoint
+    failed = f"the checkpoint {directory} could not be read"
+    with ExitStack() as stack:
 
-    def load() -> dict[str, Any]:
-        with ExitStack() as stack:
+        def plan() -> _Load:
             stored = checkpoint
             if not isinstance(stored, Stored):
                 stored = stack.enter_context(closing(open_checkpoint(stored)))
-            return _Load(stored, layout, resizable).run(state)
+            return _Load(stored, layout, resizable, state)
 
-    return on_all(f"the checkpoint {directory} could not be read", load)
+        load = on_all(failed, plan)
+        comm, own = resolve(), {(section, digest_of(names)) for section, names in load.whole.items()}
+        alike = own.intersection(*all_gather_object(own)) if comm.size > 1 and not comm.is_alone else ()
+        return on_all(failed, partial(load.run, [section for section, _ in alike]))
 
 
 def read_meta(directory: Location) -> dict[str, Any]:
@@ -132,7 +142,7 @@ def read_part(directory: Location, part: str) -> Any:
         ConfigError: the directory is not a checkpoint, is damaged, or has no such part.
     """
     with closing(open_checkpoint(directory)) as stored:
-        return _Load(stored, {}, ()).run({part: AS_SAVED})[part]
+        return _Load(stored, {}, (), {part: AS_SAVED}).run()[part]
 
 
 def read_whole(stored: Stored, name: str) -> Tensor:
@@ -199,6 +209,31 @@ def read_plan(stored: Stored, tensors: Mapping[str, Tensor]) -> list[_Read]:
     return sorted(reads, key=lambda read: (read.file, order[read.name]))
 
 
+class _Range(NamedTuple):
+    """Bytes of a file's part of a tensor: the first of them there, and where they are in a bucket."""
+
+    read: _Read
+    first: int
+    begin: int
+    end: int
+
+
+def _buckets_of(stored: Stored, reads: Iterable[_Read]) -> list[list[_Range]]:
+    """Cut what fills whole tensors into buckets, so that no block is in two."""
+    step = max(_BUCKET // stored.manifest.block, 1) * stored.manifest.block
+    buckets: list[list[_Range]] = []
+    for read in reads:
+        size = read.target.numel() * ITEM_SIZES[stored.manifest.tensors[read.name].dtype]
+        for first in range(0, size, step):
+            length = min(step, size - first)
+            begin = buckets[-1][-1].end if buckets else _BUCKET
+            if begin + length > _BUCKET:
+                buckets.append([])
+                begin = 0
+            buckets[-1].append(_Range(read, first, begin, begin + length))
+    return buckets
+
+
 class Stored:
     """An open checkpoint. Its files are opened when they are first read.
 
@@ -225,11 +260,11 @@ class Stored:
         strides = torch.empty(read.shape, device="meta").stride()
         first = sum(offset * stride for offset, stride in zip(read.offsets, strides, strict=True)) * size
         last = first + sum((n - 1) * stride for n, stride in zip(target.shape, strides, strict=True)) * size + size
-        if last - first == target.nbytes and _is_writable(target, typed):
-            self._read_range(read, first, bytes_of(target))
+        if last - first == target.nbytes and target.is_cpu and _is_as_in_files(target, typed):
+            self.read_range(read, first, bytes_of(target))
             return
         range_ = torch.empty(last - first, dtype=torch.uint8)
-        self._read_range(read, first, bytes_of(range_))
+        self.read_range(read, first, bytes_of(range_))
         target.copy_(range_.view(typed).as_strided(target.shape, strides))
 
     def close(self) -> None:
@@ -242,7 +277,7 @@ class Stored:
         self.close()
         self.manifest = Manifest({}, {}, {}, {}, {})
 
-    def _read_range(self, read: _Read, first: int, into: memoryview) -> None:
+    def read_range(self, read: _Read, first: int, into: memoryview) -> None:
         """Read the bytes of a part from `first` on, by way of the blocks that they are in."""
         if read.file not in self._files:
             self._files[read.file] = OpenFile(self.directory, self.manifest, read.file)
@@ -270,35 +305,98 @@ def _tensors_of(stored: Stored, part: str) -> dict[str, str]:
     return {".".join(path): name for path, (tag, name) in nodes if tag == "$tensor"}
 
 
-def _is_writable(target: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether the bytes of a file may be read into a tensor directly."""
-    return (
-        target.device.type == "cpu"
-        and target.dtype == dtype
-        and target.is_contiguous()
-        and not (target.is_conj() or target.is_neg())
-    )
+def _is_as_in_files(target: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether the bytes of a file may be copied into a tensor's memory."""
+    return target.dtype == dtype and is_plain_memory(target)
 
 
 class _Load:
-    """What one rank reads from a checkpoint."""
+    """What one rank needs of a checkpoint.
 
-    def __init__(self, stored: Stored, layout: Mapping[str, Any], resizable: Collection[str]) -> None:
-        self._stored, self._layout, self._resizable = stored, layout, resizable
+    Args:
+        stored: the checkpoint.
+        layout: see `load_state`.
+        resizable: see `load_state`.
+        state: the state to read.
+
+    Attributes:
+        whole: the names of the tensors that this rank needs whole, by the key of the state under which they are.
+
+    Raises:
+        ConfigError: the checkpoint does not hold what is asked for.
+    """
+
+    def __init__(
+        self, stored: Stored, layout: Mapping[str, Any], resizable: Collection[str], state: Mapping[str, Any]
+    ) -> None:
+        self._stored, self._layout, self._resizable, self._state = stored, layout, resizable, state
         self._wanted: dict[str, Any] = {}  # the tensors to be filled, by name
         self._differences: list[str] = []
-
-    def run(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state, read."""
         for key, part in state.items():
-            self._ask(part, self._stored.manifest.state.get(key, _MISSING), (key,))
+            self._ask(part, stored.manifest.state.get(key, _MISSING), (key,))
         if self._differences:
             more = len(self._differences) - _MOST_NAMED
             shown = "; ".join(self._differences[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
-            raise ConfigError(f"the checkpoint {self._stored.directory} does not fit: {shown}. {_REMEDY}")
-        for read in read_plan(self._stored, self._wanted):
-            self._stored.read(read)
-        return {key: self._read(part, self._stored.manifest.state.get(key), (key,)) for key, part in state.items()}
+            raise ConfigError(f"the checkpoint {stored.directory} does not fit: {shown}. {_REMEDY}")
+        self.whole: dict[str, list[str]] = {}
+        for name in sorted(self._wanted):
+            if not hasattr(self._wanted[name], "device_mesh"):
+                self.whole.setdefault(name.partition(".")[0], []).append(name)
+        self._plan = read_plan(stored, self._wanted)
+
+    def run(self, alike: Iterable[str] = ()) -> dict[str, Any]:
+        """Return the state, read.
+
+        Args:
+            alike: keys under which all ranks need the same tensors whole, which they read together. **Collective**,
+                unless there are none: every rank.
+        """
+        shared = {name for section in alike for name in self.whole[section]}
+        self._read_together([read for read in self._plan if read.name in shared])
+        for read in self._plan:
+            if read.name not in shared:
+                self._stored.read(read)
+        manifest = self._stored.manifest
+        return {key: self._read(part, manifest.state.get(key), (key,)) for key, part in self._state.items()}
+
+    def _read_together(self, reads: Sequence[_Read]) -> None:
+        """Fill whole tensors, the same on every rank. **Collective**: every rank."""
+        comm, buckets = resolve(), _buckets_of(self._stored, reads)
+        own, error = torch.empty(0, device="cpu"), None
+        for number, bucket in enumerate(buckets):
+            src = number % comm.size
+            if src == 0 and number + comm.rank < len(buckets):  # all ranks read at the same time
+                mine = buckets[number + comm.rank]
+                own = torch.empty(mine[-1].end, dtype=torch.uint8, device="cpu")
+                if error is None:
+                    _, error = attempt(partial(self._read_bucket, mine, own))
+            if src == comm.rank:
+                sent = own.to(comm.comm_device)
+            else:
+                sent = torch.empty(bucket[-1].end, dtype=torch.uint8, device=comm.comm_device)
+            broadcast(sent, src)
+            if error is None:
+                _, error = attempt(partial(self._place, bucket, sent))
+        if error is not None:
+            raise error
+
+    def _read_bucket(self, bucket: Sequence[_Range], into: Tensor) -> None:
+        """Read a bucket from the files."""
+        for one in bucket:
+            self._stored.read_range(one.read, one.first, bytes_of(into[one.begin : one.end]))
+
+    def _place(self, bucket: Sequence[_Range], sent: Tensor) -> None:
+        """Copy a bucket into the tensors. What is in another dtype or order there is converted when it is complete."""
+        for one in bucket:
+            target, last = one.read.target, one.first + one.end - one.begin
+            if one.first == 0:
+                dtype = getattr(torch, self._stored.manifest.tensors[one.read.name].dtype)
+                self._part = target
+                if not _is_as_in_files(target, dtype):
+                    self._part = torch.empty(target.shape, dtype=dtype, device=target.device)
+            as_bytes(self._part)[one.first : last].copy_(sent[one.begin : one.end])
+            if self._part is not target and last == self._part.nbytes:
+                target.copy_(self._part)
 
     def _ask(self, part: Any, node: Any, path: tuple[str, ...]) -> None:
         """Note the tensors that are to be filled, and what the checkpoint lacks."""

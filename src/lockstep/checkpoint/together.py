@@ -110,14 +110,14 @@ def run_then_complete(
         BaseException: on the rank where it was raised, such as KeyboardInterrupt; on the others, DistError.
     """
     exchange = exchange or _Collectives()
-    result, error = _attempt(on_all)
+    result, error = attempt(on_all)
     outcomes = exchange.gather((result, None if error is None else Failure.of(error)))
     replies: list[tuple[Any, Failure | None]] | None = None
     entries: Sequence[Any] | None = None
     if outcomes is not None:
         failed = next((failed for _, failed in outcomes if failed is not None), None)
         if failed is None:
-            entries, error = _attempt(lambda: on_main([found for found, _ in outcomes]))
+            entries, error = attempt(lambda: on_main([found for found, _ in outcomes]))
             failed = None if error is None else Failure.of(error)
         if failed is not None and undo is not None:
             undo()
@@ -134,7 +134,7 @@ def on_all(what: str, step: Callable[[], T]) -> T:
 
     **Collective**: every rank; see `run_then_complete`.
     """
-    result, error = _attempt(step)
+    result, error = attempt(step)
     failures = all_gather_object(None if error is None else Failure.of(error))
     for failure in failures:
         if failure is not None:
@@ -142,7 +142,7 @@ def on_all(what: str, step: Callable[[], T]) -> T:
     return result  # type: ignore[no-any-return]
 
 
-def _attempt(step: Callable[[], T]) -> tuple[Any, BaseException | None]:
+def attempt(step: Callable[[], T]) -> tuple[Any, BaseException | None]:
     """Return the result of a step, or None and its error: also an interrupt, since the other ranks wait."""
     try:
         return step(), None

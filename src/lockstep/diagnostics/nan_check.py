@@ -33,7 +33,8 @@ class NaNCheckHook(Hook):
     it.
 
     Losses are not read at each step, because the host would have to wait for an accelerator. They stay on their device
-    and are copied together at intervals; the host looks at them an iteration later, so that nothing waits.
+    and are copied together at intervals; the host looks at them an iteration later, and at what other ranks have found
+    yet another one later, so that nothing waits.
 
     Args:
         interval: number of iterations from one check to the next; the end of an epoch and each checkpoint also make a
@@ -42,8 +43,8 @@ class NaNCheckHook(Hook):
     **Cost**: per check, one read of the losses and one all_reduce of 8 bytes.
 
     Raises:
-        FloatingPointError: on every rank: at the check, in one process on the CPU; else after the next iteration,
-            because the losses are copied, or the result is exchanged, in the background.
+        FloatingPointError: on every rank: at the check, in one process on the CPU; else one iteration later, or on
+            accelerators two, because the losses are copied, and the result is exchanged, in the background.
     """
 
     priority = "LOW"
@@ -57,11 +58,12 @@ class NaNCheckHook(Hook):
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Store the losses; check them when it is time."""
-        self._complete()
+        next(self._check, None)
         iteration = runner.train_loop.iter + 1
         if outputs:
             self._seen.append((iteration, outputs))
         if iteration % self.interval == 0:
+            self._complete()
             self._begin(runner)
             if get_device() == "cpu":
                 next(self._check)

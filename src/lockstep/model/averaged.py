@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any, NamedTuple, Self
 
@@ -16,6 +16,7 @@ from lockstep.model.shards import is_dtensor, own_shard
 from lockstep.registry import MODELS
 
 _logger = logging.getLogger(__name__)
+_MOST_COPIED = 2**28  # bytes
 
 
 class BaseAveragedModel(nn.Module, ABC):
@@ -87,8 +88,9 @@ class BaseAveragedModel(nn.Module, ABC):
         Args:
             model: the model that is averaged, wrapped or not.
 
-        **Cost**: one pass over the weights, in a few kernels for all of them together; it waits for an accelerator only
-        if the average is on the CPU and the model is not, and then once.
+        **Cost**: one pass over the weights, in a few kernels for many of them together. Where the average has another
+        dtype or device, memory for copies of 256 MiB at a time, or of one weight if it is larger; an accelerator is
+        waited for only if the average is on the CPU and the model is not, and then once for each of these.
 
         Raises:
             ValueError: `model` has weights of other shapes than the copy.
@@ -97,7 +99,8 @@ class BaseAveragedModel(nn.Module, ABC):
         if steps % self.interval == 0:
             averaged, copied = self._pairs_with(model)
             if steps:
-                self._average(averaged.own, _fetched(averaged), steps)
+                for group in _groups(averaged):
+                    self._average(group.own, _fetched(group), steps)
             else:
                 _copy(averaged)
             _copy(copied)
@@ -307,8 +310,23 @@ def _tensors_of(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _copy(pairs: _Pairs) -> None:
-    if pairs.own:
-        torch._foreach_copy_(pairs.own, _fetched(pairs))  # as for `_foreach_lerp_`
+    for group in _groups(pairs):
+        torch._foreach_copy_(group.own, _fetched(group))  # as for `_foreach_lerp_`
+
+
+def _groups(pairs: _Pairs) -> Iterator[_Pairs]:
+    """Yield the tensors in groups, of which copies in the dtype, or on the device, of the average are bounded."""
+    group, size = _Pairs([], []), 0
+    for own, theirs in zip(*pairs, strict=True):
+        copied = 0 if (own.dtype, own.device) == (theirs.dtype, theirs.device) else own.nbytes
+        if size and size + copied > _MOST_COPIED:
+            yield group
+            group, size = _Pairs([], []), 0
+        group.own.append(own)
+        group.theirs.append(theirs)
+        size += copied
+    if group.own:
+        yield group
 
 
 def _fetched(pairs: _Pairs) -> list[Tensor]:

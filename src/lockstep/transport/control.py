@@ -317,16 +317,15 @@ class GatherHandle:
         """
         self._first.wait()
         self._rest.wait()
-        every, self._every = self._every, []
-        for rank, slot in enumerate(every):
-            if self._gathered is not None and rank != self._comm.rank:
-                self._gathered[rank] = self._whole(bytes(bytes_of(slot)), rank)
+        slots, self._every = list(map(bytes_of, self._every)), []
+        lengths = [_LENGTH.unpack_from(slot)[0] for slot in slots]
+        room = _GATHERED_BYTES - _LENGTH.size
+        rests = [torch.empty(max(length - room, 0), dtype=torch.uint8, device=_CPU) for length in lengths]
+        receiving = [(rest, rank) for rank, rest in enumerate(rests) if rank != self._comm.rank]
+        transfer_between_hosts(receiving, [], self._comm, _GATHER_TAG).wait()
+        if self._gathered is not None:
+            for rank, (slot, length, rest) in enumerate(zip(slots, lengths, rests, strict=True)):
+                if rank != self._comm.rank:
+                    first = slot[_LENGTH.size : _LENGTH.size + min(length, room)]
+                    self._gathered[rank] = bytes(first) + bytes(bytes_of(rest))
         return self._gathered
-
-    def _whole(self, slot: bytes, rank: int) -> bytes:
-        (length,) = _LENGTH.unpack_from(slot)
-        first = slot[_LENGTH.size : _LENGTH.size + length]
-        rest = torch.empty(length - len(first), dtype=torch.uint8, device=_CPU)
-        if rest.numel():
-            transfer_between_hosts([(rest, rank)], [], self._comm, _GATHER_TAG).wait()
-        return first + bytes(bytes_of(rest))

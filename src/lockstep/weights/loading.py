@@ -63,7 +63,8 @@ def load_weights(strategy: Strategy, core: nn.Module, weights: Weights, *, train
             such as those of a head for other classes.
 
     **Collective**: every rank. **Cost**: each rank reads what it holds: of parameters that are sharded by rows, its
-    rows; of others, the whole tensor. Memory for one of them.
+    rows; of others, the whole tensor. Memory for one of them. Whole tensors of a checkpoint are read once by all ranks
+    together; see `load_state`.
 
     Raises:
         ConfigError: there are no weights, none of them fit, or, if strict, some do not fit.
