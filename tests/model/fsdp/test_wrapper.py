@@ -166,6 +166,7 @@ def test_the_mesh_is_what_was_asked_for():
     ("options", "error", "says"),
     [
         ({"device_mesh": (2, 2)}, ValueError, r"shape for 2 ranks, but is \(2, 2\) \(rank \d of 2\)"),
+        ({"device_mesh": (-1, -2)}, ValueError, r"shape for 2 ranks, but is \(-1, -2\)"),
         ({"device_mesh": "all"}, TypeError, "there is 'all'"),
         ({"device_mesh": (1, 2), "process_group": 3}, ValueError, "not be given both"),
         ({"device_mesh": (1, 2), "sharding_strategy": "NO_SHARD"}, ValueError, "is NO_SHARD. Use MMDistributed"),
