@@ -183,13 +183,9 @@ def read_ignored(modules: Any, model: nn.Module) -> set[nn.Module]:
         return set()
     if isinstance(modules, str | nn.Module) or not isinstance(modules, Iterable):
         raise wrong_type("ignored_modules", "a list of modules or None", modules)
-    ignored, inside = list(modules), set(model.modules())
+    ignored, inside = list(modules), list(model.modules())[1:]
     for module in ignored:
-        if not isinstance(module, nn.Module):
-            raise TypeError(
-                f"`ignored_modules` must hold modules, but holds {module!r} of type {type(module).__name__}"
-            )
-        if module not in inside or module is model:
+        if module not in inside:
             raise ValueError(
                 f"`ignored_modules` must hold modules inside {type(model).__name__}, but holds a "
                 f"{type(module).__name__} that is not inside it"
