@@ -114,10 +114,10 @@ def test_arguments_that_contradict_each_other_are_refused(options, says):
     [
         ({}, {"img": torch.ones(1, 3, 2, 2)}, r"in the entry 'inputs', but has only \['img'\]"),
         ({}, [], "images in first place, but is empty"),
-        ({}, torch.ones(3, 2, 2), r"but are a tensor of shape \(3, 2, 2\)"),
-        ({}, [[torch.ones(2, 2), "a"]], r"but are a list of \(2, 2\), str"),
+        ({}, torch.ones(3, 2, 2), r"but are a tensor \[3, 2, 2\]"),
+        ({}, [[torch.ones(2, 2), "a"]], r"but are a list of a tensor \[2, 2\], str"),
         ({}, [["a"]], "but are a list of str"),
-        ({}, {"inputs": 3}, "but are of int"),
+        ({}, {"inputs": 3}, "but are int"),
         ({}, [[torch.ones(3, 2, 2), torch.ones(1, 2, 2)]], r"equally many channels, but have \[1, 3\]"),
         ({"bgr_to_rgb": True}, torch.ones(1, 1, 2, 2), "must have 3 channels to turn their order around, but have 1"),
         ({"mean": MEAN, "std": STD}, torch.ones(1, 4, 2, 2), "`mean` must have 1 value or 4, .* but has 3"),

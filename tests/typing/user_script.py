@@ -31,6 +31,7 @@ reduce(x, dst=0).wait()  # type: ignore[attr-defined]
 broadcast(x, async_op=True).wait()
 handle: Handle = all_reduce(x, async_op=True)
 total: Tensor = all_reduce(x, sync_grads=True)
+all_reduce(x, async_op=False, sync_grads=False)
 parts: list[Tensor] = all_gather(x)
 
 names: list[str] | None = collect_results(["a.png"], size=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import overload
 
 import torch
 import torch.distributed as torch_dist
@@ -22,7 +22,7 @@ from lockstep.dist.gradients import (
     require_fillable,
     warn_of_lost_gradients,
 )
-from lockstep.dist.validate import NOT_GIVEN, either, require_list, require_rank, require_tensor
+from lockstep.dist.validate import NOT_GIVEN, No, Yes, either, require_list, require_rank, require_tensor
 from lockstep.groups import Comm, GroupLike, resolve
 from lockstep.transport.control import control_group, exchange, report_failure
 from lockstep.transport.handles import Handle, note_running, start, wait_unless_async
@@ -31,16 +31,11 @@ from lockstep.transport.moving import as_native, used_on_current_stream
 
 @overload
 def broadcast(
-    data: Tensor = ...,
-    src: int = ...,
-    group: GroupLike = ...,
-    async_op: Literal[False] = ...,
-    *,
-    tensor: Tensor = ...,
+    data: Tensor = ..., src: int = ..., group: GroupLike = ..., async_op: No = ..., *, tensor: Tensor = ...
 ) -> None: ...
 @overload
 def broadcast(
-    data: Tensor = ..., src: int = ..., group: GroupLike = ..., *, async_op: Literal[True], tensor: Tensor = ...
+    data: Tensor = ..., src: int = ..., group: GroupLike = ..., *, async_op: Yes, tensor: Tensor = ...
 ) -> Handle: ...
 def broadcast(
     data: Tensor = NOT_GIVEN,
@@ -95,27 +90,21 @@ def all_to_all(
     output_tensor_list: Sequence[Tensor],
     input_tensor_list: Sequence[Tensor],
     group: GroupLike = ...,
-    async_op: Literal[False] = ...,
+    async_op: No = ...,
     *,
-    sync_grads: Literal[False] = ...,
+    sync_grads: No = ...,
 ) -> None: ...
 @overload
 def all_to_all(
-    output_tensor_list: Sequence[Tensor],
-    input_tensor_list: Sequence[Tensor],
-    group: GroupLike = ...,
-    *,
-    async_op: Literal[True],
-    sync_grads: Literal[False] = ...,
+    output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor], group: GroupLike = ..., *, async_op: Yes
 ) -> Handle: ...
 @overload
 def all_to_all(
     output_tensor_list: Sequence[Tensor],
     input_tensor_list: Sequence[Tensor],
     group: GroupLike = ...,
-    async_op: Literal[False] = ...,
     *,
-    sync_grads: Literal[True],
+    sync_grads: Yes,
 ) -> list[Tensor]: ...
 def all_to_all(
     output_tensor_list: Sequence[Tensor],
@@ -226,9 +215,9 @@ def _start_all_to_all(
 
 
 @overload
-def barrier(group: GroupLike = ..., async_op: Literal[False] = ...) -> None: ...
+def barrier(group: GroupLike = ..., async_op: No = ...) -> None: ...
 @overload
-def barrier(group: GroupLike = ..., *, async_op: Literal[True]) -> Handle: ...
+def barrier(group: GroupLike = ..., *, async_op: Yes) -> Handle: ...
 def barrier(group: GroupLike = None, async_op: bool = False) -> Handle | None:
     """Wait until the host of every rank of the group has reached this call; devices are not waited for.
 

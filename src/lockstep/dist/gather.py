@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any, Literal, cast, overload
+from typing import Any, TypeAlias, cast, overload
 
 import torch
 from torch import Tensor
@@ -28,11 +28,13 @@ from lockstep.dist.gradients import (
 )
 from lockstep.dist.header import Header, decode_each, encode, header_of, require_expected
 from lockstep.dist.reduce import scatter_sums
-from lockstep.dist.validate import NOT_GIVEN, either, require_alike, require_list, require_rank, require_tensor
+from lockstep.dist.validate import NOT_GIVEN, No, Yes, either, require_alike, require_list, require_rank, require_tensor
 from lockstep.groups import Comm, GroupLike, resolve
 from lockstep.transport.control import exchange, report_failure, require_no_failure
 from lockstep.transport.handles import Handle, wait_unless_async
 from lockstep.transport.moving import copy_all, gather_alike, gather_into, place_for, transfer
+
+Tensors: TypeAlias = Sequence[Tensor]
 
 
 @overload
@@ -46,9 +48,9 @@ def all_gather(
     data: Sequence[Tensor] = ...,
     tensor: Tensor = ...,
     group: GroupLike = ...,
-    async_op: Literal[False] = ...,
+    async_op: No = ...,
     *,
-    sync_grads: Literal[False] = ...,
+    sync_grads: No = ...,
     tensor_list: Sequence[Tensor] = ...,
     uneven: bool = ...,
 ) -> None: ...
@@ -58,8 +60,7 @@ def all_gather(
     tensor: Tensor = ...,
     group: GroupLike = ...,
     *,
-    async_op: Literal[True],
-    sync_grads: Literal[False] = ...,
+    async_op: Yes,
     tensor_list: Sequence[Tensor] = ...,
     uneven: bool = ...,
 ) -> Handle: ...
@@ -68,9 +69,8 @@ def all_gather(
     data: Sequence[Tensor] = ...,
     tensor: Tensor = ...,
     group: GroupLike = ...,
-    async_op: Literal[False] = ...,
     *,
-    sync_grads: Literal[True],
+    sync_grads: Yes,
     tensor_list: Sequence[Tensor] = ...,
     uneven: bool = ...,
 ) -> list[Tensor]: ...
@@ -175,7 +175,7 @@ def gather(
     dst: int = ...,
     group: GroupLike = ...,
     *,
-    async_op: Literal[True],
+    async_op: Yes,
     tensor: Tensor = ...,
 ) -> Handle: ...
 def gather(  # type: ignore[misc]  # the overloads share their places, not their names
@@ -237,20 +237,11 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
 
 @overload
 def scatter(
-    tensor: Tensor,
-    scatter_list: Sequence[Tensor] | None = ...,
-    src: int = ...,
-    group: GroupLike = ...,
-    async_op: Literal[False] = ...,
+    tensor: Tensor, scatter_list: Tensors | None = ..., src: int = ..., group: GroupLike = ..., async_op: No = ...
 ) -> None: ...
 @overload
 def scatter(
-    tensor: Tensor,
-    scatter_list: Sequence[Tensor] | None = ...,
-    src: int = ...,
-    group: GroupLike = ...,
-    *,
-    async_op: Literal[True],
+    tensor: Tensor, scatter_list: Tensors | None = ..., src: int = ..., group: GroupLike = ..., *, async_op: Yes
 ) -> Handle: ...
 def scatter(
     tensor: Tensor,

@@ -88,12 +88,7 @@ def all_gather_object(
 def gather_object(data: T = ..., dst: int = ..., group: GroupLike = ..., *, obj: T = ...) -> list[T] | None: ...
 @overload
 def gather_object(
-    data: T = ...,
-    object_gather_list: list[Any] | None = ...,
-    dst: int = ...,
-    group: GroupLike = ...,
-    *,
-    obj: T = ...,
+    data: T = ..., object_gather_list: list[Any] | None = ..., dst: int = ..., group: GroupLike = ..., *, obj: T = ...
 ) -> list[T] | None: ...
 def gather_object(  # type: ignore[misc]  # the overloads share places, not names
     data: Any = NOT_GIVEN,

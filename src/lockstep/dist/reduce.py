@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import torch
 import torch.distributed as torch_dist
@@ -23,7 +23,7 @@ from lockstep.dist.gradients import (
     require_linear,
     warn_of_lost_gradients,
 )
-from lockstep.dist.validate import NOT_GIVEN, either, require_alike, require_list, require_rank, require_tensor
+from lockstep.dist.validate import NOT_GIVEN, No, Yes, either, require_alike, require_list, require_rank, require_tensor
 from lockstep.groups import BIT_OPS, Comm, GroupLike, resolve
 from lockstep.transport.control import report_failure
 from lockstep.transport.handles import Handle, start, wait_unless_async
@@ -36,30 +36,18 @@ def all_reduce(
     data: Tensor = ...,
     op: OpLike = ...,
     group: GroupLike = ...,
-    async_op: Literal[False] = ...,
+    async_op: No = ...,
     *,
-    sync_grads: Literal[False] = ...,
+    sync_grads: No = ...,
     tensor: Tensor = ...,
 ) -> None: ...
 @overload
 def all_reduce(
-    data: Tensor = ...,
-    op: OpLike = ...,
-    group: GroupLike = ...,
-    *,
-    async_op: Literal[True],
-    sync_grads: Literal[False] = ...,
-    tensor: Tensor = ...,
+    data: Tensor = ..., op: OpLike = ..., group: GroupLike = ..., *, async_op: Yes, tensor: Tensor = ...
 ) -> Handle: ...
 @overload
 def all_reduce(
-    data: Tensor = ...,
-    op: OpLike = ...,
-    group: GroupLike = ...,
-    async_op: Literal[False] = ...,
-    *,
-    sync_grads: Literal[True],
-    tensor: Tensor = ...,
+    data: Tensor = ..., op: OpLike = ..., group: GroupLike = ..., *, sync_grads: Yes, tensor: Tensor = ...
 ) -> Tensor: ...
 def all_reduce(
     data: Tensor = NOT_GIVEN,
@@ -132,19 +120,13 @@ def reduce(
     dst: int = ...,
     op: OpLike = ...,
     group: GroupLike = ...,
-    async_op: Literal[False] = ...,
+    async_op: No = ...,
     *,
     tensor: Tensor = ...,
 ) -> None: ...
 @overload
 def reduce(
-    data: Tensor = ...,
-    dst: int = ...,
-    op: OpLike = ...,
-    group: GroupLike = ...,
-    *,
-    async_op: Literal[True],
-    tensor: Tensor = ...,
+    data: Tensor = ..., dst: int = ..., op: OpLike = ..., group: GroupLike = ..., *, async_op: Yes, tensor: Tensor = ...
 ) -> Handle: ...
 def reduce(
     data: Tensor = NOT_GIVEN,
@@ -218,29 +200,17 @@ def reduce_scatter(
     input_list: Sequence[Tensor],
     op: OpLike = ...,
     group: GroupLike = ...,
-    async_op: Literal[False] = ...,
+    async_op: No = ...,
     *,
-    sync_grads: Literal[False] = ...,
+    sync_grads: No = ...,
 ) -> None: ...
 @overload
 def reduce_scatter(
-    output: Tensor,
-    input_list: Sequence[Tensor],
-    op: OpLike = ...,
-    group: GroupLike = ...,
-    *,
-    async_op: Literal[True],
-    sync_grads: Literal[False] = ...,
+    output: Tensor, input_list: Sequence[Tensor], op: OpLike = ..., group: GroupLike = ..., *, async_op: Yes
 ) -> Handle: ...
 @overload
 def reduce_scatter(
-    output: Tensor,
-    input_list: Sequence[Tensor],
-    op: OpLike = ...,
-    group: GroupLike = ...,
-    async_op: Literal[False] = ...,
-    *,
-    sync_grads: Literal[True],
+    output: Tensor, input_list: Sequence[Tensor], op: OpLike = ..., group: GroupLike = ..., *, sync_grads: Yes
 ) -> Tensor: ...
 def reduce_scatter(
     output: Tensor,

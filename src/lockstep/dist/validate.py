@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any, Final, TypeGuard
+from typing import Any, Final, Literal, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,10 @@ class _NotGiven:
 
 
 NOT_GIVEN: Final[Any] = _NotGiven()
+
+# For signatures in which a switch determines what is returned.
+Yes: TypeAlias = Literal[True]
+No: TypeAlias = Literal[False]
 
 # Other subclasses may only wrap tensors, and have no memory themselves.
 _PLAIN_TYPES = frozenset({Tensor, nn.Parameter, nn.Buffer})

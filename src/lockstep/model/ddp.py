@@ -62,16 +62,10 @@ def _comm_hook(comm_hook: HookConfig, group: ProcessGroup) -> tuple[Any, Hook]:
         require_known("comm_hook", options, set(inspect.signature(power_sgd.PowerSGDState).parameters))
         return power_sgd.PowerSGDState(group, **options), power_sgd.powerSGD_hook
     require_known("comm_hook", options, set())
-    if kind == "fp16_compress":
-        return group, default_hooks.fp16_compress_hook
-
-    def send(group: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
-        # DDP recognises torch's own hook, and refuses it on all backends but NCCL and XCCL (2.13).
-        return default_hooks.bf16_compress_hook(group, bucket)
-
-    # DDP compares a hook's annotations with type objects; in this module annotations are strings.
-    send.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
-    return group, send
+    compress = getattr(default_hooks, f"{kind}_hook")
+    hook = wraps(compress)(partial(compress))
+    hook.__name__ = str(kind)  # DDP knows torch's bf16_compress_hook by name, and refuses it on CPUs (2.13)
+    return group, hook
 
 
 _logger = logging.getLogger(__name__)
@@ -371,7 +365,8 @@ def _keep_gradients(state: object, bucket: GradBucket) -> Future[Tensor]:
     return average
 
 
-_keep_gradients.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}  # as those of `bf16_compress`
+# DDP compares a hook's annotations with type objects; in this module annotations are strings.
+_keep_gradients.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
 
 
 class ExchangeClock:

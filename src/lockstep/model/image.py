@@ -146,9 +146,6 @@ def _is_image(value: Any) -> bool:
 
 
 def _describe(images: Any) -> str:
-    if isinstance(images, Tensor):
-        return f"a tensor of shape {tuple(images.shape)}"
     if isinstance(images, list | tuple):
-        kinds = [str(tuple(i.shape)) if isinstance(i, Tensor) else type(i).__name__ for i in images]
-        return f"a {type(images).__name__} of {', '.join(kinds) or 'nothing'}"
-    return f"of {type(images).__name__}"
+        return f"a {type(images).__name__} of {', '.join(map(_describe, images)) or 'nothing'}"
+    return f"a tensor {list(images.shape)}" if isinstance(images, Tensor) else type(images).__name__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import wraps
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -27,6 +28,17 @@ def _refused(method: str) -> Callable[..., NoReturn]:
         )
 
     return refuse
+
+
+def _on_each(method: str) -> Callable[..., None]:
+    """Return a method that calls the one of each optim wrapper."""
+
+    @wraps(getattr(OptimWrapper, method))
+    def call(wrappers: OptimWrapperDict, *args: Any, **kwargs: Any) -> None:
+        for wrapper in wrappers.values():
+            getattr(wrapper, method)(*args, **kwargs)
+
+    return call
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -80,30 +92,12 @@ class OptimWrapperDict(OptimWrapper):
         """Yield names and wrappers."""
         yield from self.optim_wrappers.items()
 
-    def initialize_count_status(self, model: nn.Module, init_counts: int = 0, max_counts: int | None = None) -> None:
-        """Tell each wrapper how many batches there have been and will be."""
-        for wrapper in self.values():
-            wrapper.initialize_count_status(model, init_counts, max_counts)
-
-    def warn_of_open_window(self) -> None:
-        """Let each wrapper warn of gradients that have not been used."""
-        for wrapper in self.values():
-            wrapper.warn_of_open_window()
-
-    def begin_iteration(self, index: int) -> None:
-        """Tell each wrapper that the next batch begins."""
-        for wrapper in self.values():
-            wrapper.begin_iteration(index)
-
-    def count_samples(self, own: float, mean: float) -> None:
-        """Tell each wrapper how many samples the next batch has."""
-        for wrapper in self.values():
-            wrapper.count_samples(own, mean)
-
-    def bind(self, model: nn.Module) -> None:
-        """Run the backward passes of all wrappers in the model wrapper's `backward_context`, if it prepares them."""
-        for wrapper in self.values():
-            wrapper.bind(model)
+    initialize_count_status = _on_each("initialize_count_status")
+    warn_of_open_window = _on_each("warn_of_open_window")
+    begin_iteration = _on_each("begin_iteration")
+    count_samples = _on_each("count_samples")
+    bind = _on_each("bind")
+    zero_grad = _on_each("zero_grad")
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[None]:
         """Enter the contexts of all wrappers, for a forward pass that several of them use."""
@@ -120,11 +114,6 @@ class OptimWrapperDict(OptimWrapper):
     def has_open_window(self) -> bool:
         """Whether gradients of some wrapper wait for the batches that complete its window."""
         return any(wrapper.has_open_window for wrapper in self.values())
-
-    def zero_grad(self, **kwargs: Any) -> None:
-        """Clear the gradients of all optimizers."""
-        for wrapper in self.values():
-            wrapper.zero_grad(**kwargs)
 
     @property
     def optimizers(self) -> list[Optimizer]:

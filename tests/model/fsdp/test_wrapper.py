@@ -166,6 +166,7 @@ def test_the_mesh_is_what_was_asked_for():
     ("options", "error", "says"),
     [
         ({"device_mesh": (2, 2)}, ValueError, r"shape for 2 ranks, but is \(2, 2\) \(rank \d of 2\)"),
+        ({"device_mesh": (-1, -2)}, ValueError, r"shape for 2 ranks, but is \(-1, -2\)"),
         ({"device_mesh": "all"}, TypeError, "there is 'all'"),
         ({"device_mesh": (1, 2), "process_group": 3}, ValueError, "not be given both"),
         ({"device_mesh": (1, 2), "sharding_strategy": "NO_SHARD"}, ValueError, "is NO_SHARD. Use MMDistributed"),
@@ -181,7 +182,7 @@ def test_the_mesh_is_what_was_asked_for():
         ({"mixed_precision": {"param_dtype": 16}}, TypeError, "but is 16 of type int"),
         ({"mixed_precision": 16}, TypeError, "`mixed_precision` must be .* but is 16"),
         ({"ignored_modules": nn.Linear(1, 1)}, TypeError, "a list of modules or None, but is Linear"),
-        ({"ignored_modules": ["head"]}, TypeError, "holds 'head' of type str"),
+        ({"ignored_modules": ["head"]}, ValueError, "holds a str that is not inside it"),
         ({"ignored_modules": [nn.Linear(1, 1)]}, ValueError, "Linear that is not inside it"),
         ({"param_init_fn": 3}, TypeError, "`param_init_fn` must be a function.* but is 3"),
         ({"device_id": "gpu:0"}, ValueError, "a device that torch knows, but is 'gpu:0'"),

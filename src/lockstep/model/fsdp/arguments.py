@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, get_process_group_ranks
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -183,13 +183,9 @@ def read_ignored(modules: Any, model: nn.Module) -> set[nn.Module]:
         return set()
     if isinstance(modules, str | nn.Module) or not isinstance(modules, Iterable):
         raise wrong_type("ignored_modules", "a list of modules or None", modules)
-    ignored, inside = list(modules), set(model.modules())
+    ignored, inside = list(modules), list(model.modules())[1:]
     for module in ignored:
-        if not isinstance(module, nn.Module):
-            raise TypeError(
-                f"`ignored_modules` must hold modules, but holds {module!r} of type {type(module).__name__}"
-            )
-        if module not in inside or module is model:
+        if module not in inside:
             raise ValueError(
                 f"`ignored_modules` must hold modules inside {type(model).__name__}, but holds a "
                 f"{type(module).__name__} that is not inside it"
@@ -271,13 +267,15 @@ def make_meshes(
     **Collective**: every rank.
 
     Raises:
-        ValueError: the arguments contradict each other, or do not fit the number of ranks.
-        ConfigError: the same for `tensor_parallel`, on every rank.
+        TypeError: they are something else.
+        ValueError: they contradict each other, or do not fit the number of ranks; on every rank.
     """
     if not dist.is_distributed():
         dist.init_dist("none")
+    if device_mesh is not None and process_group is not None:
+        raise ValueError("`process_group` and `device_mesh` must not be given both: they say the same thing")
     if request is None:
-        mesh = _data_mesh(device_type, sharding, process_group, device_mesh)
+        mesh = _data_mesh(device_type, sharding, process_group if device_mesh is None else device_mesh)
         return Meshes(mesh, None, mesh)
     if process_group is not None:
         raise ConfigError(
@@ -285,35 +283,38 @@ def make_meshes(
             f"whose last axis is called {TENSOR_AXIS!r}"
         )
     if isinstance(device_mesh, DeviceMesh):
-        whole = _checked(device_type, device_mesh, request.degree)
+        whole = _checked(device_type, device_mesh, request)
     elif request.degree is None:
         raise ConfigError(
             "`tensor_parallel` must have the key 'degree', the number of ranks that compute together, or `device_mesh` "
             f"must be a mesh with an axis called {TENSOR_AXIS!r}"
         )
     else:
-        shape = _data_shape(request.degree, device_mesh, sharding)
-        names = (*DATA_AXES[-len(shape) :], TENSOR_AXIS)
-        whole = init_device_mesh(device_type, (*shape, request.degree), mesh_dim_names=names)
-        inherit_timeout(whole)
+        shape = _shape(device_mesh, sharding, request.degree)
+        whole = _grid(device_type, _ranks(*shape, request.degree), (*DATA_AXES[-len(shape) :], TENSOR_AXIS))
     assert whole.mesh_dim_names is not None
     return Meshes(whole[whole.mesh_dim_names[:-1]], whole[TENSOR_AXIS], whole)
 
 
-def _data_mesh(
-    device_type: str, sharding: Sharding, process_group: GroupsLike | None, device_mesh: MeshLike | None
-) -> DeviceMesh:
-    if device_mesh is not None and process_group is not None:
-        raise ValueError("`process_group` and `device_mesh` must not be given both: they say the same thing")
-    given = device_mesh if device_mesh is not None else process_group
-    if sharding.replicated:
-        if given is not None:
-            raise ValueError(
-                "`sharding_strategy` must shard where a process_group or device_mesh is given, but is NO_SHARD. "
-                "Use MMDistributedDataParallel with that group"
-            )
-        return _grid(device_type, torch.arange(dist.get_world_size()).view(-1, 1))
-    mesh = _whole(device_type, hybrid=bool(sharding.hybrid)) if given is None else _given(device_type, given)
+def _data_mesh(device_type: str, sharding: Sharding, given: Any) -> DeviceMesh:
+    if sharding.replicated and given is not None:
+        raise ValueError(
+            "`sharding_strategy` must shard where a process_group or device_mesh is given, but is NO_SHARD. "
+            "Use MMDistributedDataParallel with that group"
+        )
+    if given is None and not sharding.replicated and not sharding.hybrid:
+        given = dist.get_default_group()
+    if isinstance(given, ProcessGroup):
+        mesh = DeviceMesh.from_group(given, device_type, mesh_dim_names=(SHARD,))
+    elif isinstance(given, DeviceMesh):
+        mesh = _checked(device_type, given, None)
+    elif isinstance(given, Sequence) and len(given) == 2 and all(isinstance(item, ProcessGroup) for item in given):
+        shard, replicate = given
+        ranks = torch.tensor(dist.all_gather_object(get_process_group_ranks(shard), group=replicate))
+        mesh = DeviceMesh.from_group([replicate, shard], device_type, mesh=ranks, mesh_dim_names=(REPLICATE, SHARD))
+    else:
+        ranks = _by_node() if given is None and sharding.hybrid else _ranks(*_shape(given, sharding))
+        mesh = _grid(device_type, ranks, (REPLICATE, SHARD))
     if sharding.hybrid not in (None, mesh.ndim == 2):
         wanted = "two axes (replicas, shards)" if sharding.hybrid else "one axis"
         raise ValueError(
@@ -322,63 +323,57 @@ def _data_mesh(
     return mesh
 
 
-def _data_shape(degree: int, shape: Any, sharding: Sharding) -> tuple[int, ...]:
-    """Return the lengths of the axes before `tp`: one axis, or replicas and shards."""
+def _shape(given: Any, sharding: Sharding, degree: int = 1) -> tuple[int, ...]:
+    """Return the lengths of the axes for the data, of groups of `degree` ranks: one axis, or replicas and shards."""
     world_size = dist.get_world_size()
+    ranks = world_size // degree
     if world_size % degree:
         raise ConfigError(
             f"the degree of `tensor_parallel` must divide the number of ranks, but is {degree} of {world_size}. Start "
-            f"{max(1, world_size // degree) * degree} ranks, or choose another degree"
+            f"{max(1, ranks) * degree} ranks, or choose another degree"
         )
-    ranks = world_size // degree
-    if shape is None:
+    if given is None:
         if sharding.hybrid:
             raise ConfigError(
                 "`device_mesh` must be given as (replicas, shards) for a hybrid `sharding_strategy` with "
                 f"`tensor_parallel`, so that replicas * shards is {ranks}, but is None"
             )
         return (ranks, 1) if sharding.replicated else (ranks,)
-    return _checked_shape(shape, degree)
-
-
-def _checked_shape(shape: Any, degree: int = 1) -> tuple[int, int]:
-    """Return the shape (replicas, shards) of all ranks, or of all groups of `degree` ranks."""
-    is_pair = isinstance(shape, Sequence) and len(shape) == 2
-    if not is_pair or not all(isinstance(length, int) and length > 0 for length in shape):
-        raise ConfigError(f"`device_mesh` must be a mesh or a shape (replicas, shards), but is {shape!r}")
-    world_size = dist.get_world_size()
-    if shape[0] * shape[1] * degree != world_size:
-        wanted = f"{world_size // degree} groups of {degree} ranks each" if degree > 1 else f"{world_size} ranks"
+    if not isinstance(given, Sequence) or len(given) != 2 or not all(isinstance(length, int) for length in given):
+        raise TypeError(
+            "`process_group` must be a ProcessGroup, a pair of them (to shard over, to replicate over) or None, and "
+            f"`device_mesh` a DeviceMesh or its shape (replicas, shards), but there is {given!r}"
+        )
+    if min(given) < 1 or given[0] * given[1] != ranks:
+        wanted = f"{ranks} groups of {degree} ranks each" if degree > 1 else f"{ranks} ranks"
         raise ConfigError(
-            f"`device_mesh` must be a shape for {wanted}, but is {tuple(shape)} "
+            f"`device_mesh` must be a shape for {wanted}, but is {tuple(given)} "
             f"(rank {dist.get_rank()} of {world_size})"
         )
-    return shape[0], shape[1]
+    return tuple(given)
 
 
-def _checked(device_type: str, mesh: DeviceMesh, degree: int | None) -> DeviceMesh:
+def _checked(device_type: str, mesh: DeviceMesh, request: PlanRequest | None) -> DeviceMesh:
     names = mesh.mesh_dim_names or ()
-    if mesh.device_type != device_type or mesh.ndim not in (2, 3) or not names or names[-1] != TENSOR_AXIS:
+    data_axes = mesh.ndim if request is None else mesh.ndim - 1
+    has_last = request is None or names[-1:] == (TENSOR_AXIS,)
+    if mesh.device_type != device_type or data_axes not in (1, 2) or not has_last:
+        last = "" if request is None else f" and a last one called {TENSOR_AXIS!r}"
         raise ConfigError(
-            f"`device_mesh` must be a mesh of {device_type} devices with one or two axes for the data and a last one "
-            f"called {TENSOR_AXIS!r}, but has {', '.join(names) or 'no names'} on {mesh.device_type}. For example "
-            f"init_device_mesh({device_type!r}, (2, 2), mesh_dim_names={(DATA_AXES[1], TENSOR_AXIS)})"
+            f"`device_mesh` must be a mesh of {device_type} devices with one or two axes for the data{last}, but has "
+            f"{', '.join(names) or f'{mesh.ndim} without names'} on {mesh.device_type}. Take a part, "
+            f"mesh[names], or make one: init_device_mesh({device_type!r}, shape, mesh_dim_names=...)"
         )
-    length = mesh[TENSOR_AXIS].size()
-    if degree not in (None, length):
+    if request is not None and request.degree not in (None, length := mesh[TENSOR_AXIS].size()):
         raise ConfigError(
             f"the degree of `tensor_parallel` must be the length of the mesh's axis {TENSOR_AXIS!r}, {length}, but is "
-            f"{degree}. Leave one out"
+            f"{request.degree}. Leave one out"
         )
     return mesh
 
 
-def _whole(device_type: str, *, hybrid: bool) -> DeviceMesh:
-    """Return a mesh of all ranks, in one row, or with a row for each node."""
-    group = dist.get_default_group()
-    assert group is not None
-    if not hybrid:
-        return DeviceMesh.from_group(group, device_type, mesh_dim_names=(SHARD,))
+def _by_node() -> Tensor:
+    """Return all ranks, with a row for each node."""
     nodes: dict[int, list[int]] = {}
     for rank, node in enumerate(dist.all_gather_object(dist.get_node_rank())):
         nodes.setdefault(node, []).append(rank)
@@ -388,37 +383,14 @@ def _whole(device_type: str, *, hybrid: bool) -> DeviceMesh:
             "`sharding_strategy` 'HYBRID_SHARD' must find equally many ranks on every node, but finds "
             f"{[len(row) for row in rows]}. Give the mesh's shape as device_mesh=(replicas, shards)"
         )
-    return _grid(device_type, torch.tensor(rows))
+    return torch.tensor(rows)
 
 
-def _given(device_type: str, given: Any) -> DeviceMesh:
-    if isinstance(given, ProcessGroup):
-        return DeviceMesh.from_group(given, device_type, mesh_dim_names=(SHARD,))
-    if isinstance(given, Sequence) and len(given) == 2:
-        if all(isinstance(item, ProcessGroup) for item in given):
-            shard, replicate = given
-            ranks = torch.tensor(dist.all_gather_object(get_process_group_ranks(shard), group=replicate))
-            return DeviceMesh.from_group([replicate, shard], device_type, mesh=ranks, mesh_dim_names=(REPLICATE, SHARD))
-        if all(isinstance(item, int) for item in given):
-            return _grid(device_type, torch.arange(dist.get_world_size()).view(_checked_shape(given)))
-    if not isinstance(given, DeviceMesh):
-        raise TypeError(
-            "`process_group` must be a ProcessGroup, a pair of them (to shard over, to replicate over) or None, and "
-            f"`device_mesh` a DeviceMesh or its shape (replicas, shards), but there is {given!r}"
-        )
-    if given.device_type != device_type:
-        raise ValueError(
-            f"`device_mesh` must be one of {device_type} devices, but is one of {given.device_type} devices"
-        )
-    if given.ndim > 2:
-        raise ValueError(
-            f"`device_mesh` must have one or two axes (replicas, shards), but has {given.ndim}: "
-            f"{given.mesh_dim_names}. Take a part of it: mesh[name]"
-        )
-    return given
+def _ranks(*shape: int) -> Tensor:
+    return torch.arange(dist.get_world_size(), device="cpu").view(shape)
 
 
-def _grid(device_type: str, ranks: Tensor) -> DeviceMesh:
-    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=(REPLICATE, SHARD))
+def _grid(device_type: str, ranks: Tensor, names: tuple[str, ...]) -> DeviceMesh:
+    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=names)
     inherit_timeout(mesh)
     return mesh

@@ -217,8 +217,7 @@ class _Attached:
 
     def move_to(self, parameter: nn.Parameter) -> None:
         parameter._backward_hooks = self.hooks
-        own = vars(parameter)
-        own.update({name: value for name, value in self._attributes.items() if name not in own})
+        vars(parameter).update(self._attributes | vars(parameter))
 
 
 def _move_when_gathered(unit: nn.Module, attached: dict[Site, _Attached]) -> None:

@@ -51,7 +51,7 @@ def read_config(config: str | Path | Mapping[str, Any] | None, arguments: Mappin
     stage, offload = given.pop("stage", None), given.pop("offload", False)
     for name, value in given.items():
         is_switch = isinstance(value, bool) and name in ("fp16", "bf16", "torch_autocast")
-        _set_once(merged, name, {"enabled": value} if is_switch else value)
+        merged[name] = _agreed(name, merged.get(name), {"enabled": value} if is_switch else value)
     for name in merged:
         if name in _REFUSED and merged[name]:
             raise ConfigError(f"`{name}` must not be given to DeepSpeedStrategy: {_REFUSED[name]}")
@@ -61,7 +61,7 @@ def read_config(config: str | Path | Mapping[str, Any] | None, arguments: Mappin
         stage = 1
     zero = dict(merged.get("zero_optimization") or {})
     if stage is not None:
-        _set_once(zero, "stage", stage, "zero_optimization.")
+        zero["stage"] = _agreed("zero_optimization.stage", zero.get("stage"), stage)
     require_one_of("zero_optimization.stage", zero.get("stage", 0), (0, 1, 2, 3))
     if offload:
         _add_offload(zero)
@@ -96,7 +96,7 @@ def offloads_optimizer(config: Mapping[str, Any]) -> bool:
 def complete_config(
     config: Mapping[str, Any], *, counts: int | None, clip_grad: Mapping[str, Any] | None, world_size: int
 ) -> dict[str, Any]:
-    """Return the config with accumulation, clipping and batch sizes filled in, in agreement with the optim wrapper.
+    """Return the config with accumulation, clipping and a batch size filled in, in agreement with the optim wrapper.
 
     Args:
         config: from `read_config`.
@@ -105,22 +105,14 @@ def complete_config(
         world_size: number of ranks.
 
     Raises:
-        ConfigError: the optim wrapper and the config contradict each other, or the batch sizes do.
+        ConfigError: the optim wrapper and the config contradict each other.
     """
     full = deepcopy(dict(config))
     full[ACCUMULATION] = _accumulation(full, counts, world_size)
     full[CLIPPING] = _clipping(full, clip_grad)
-    ranks = full[ACCUMULATION] * world_size
-    batch, micro = full.get(BATCH), full.get(MICRO_BATCH)
-    if micro is None:
+    if BATCH not in full:
         # DeepSpeed only counts samples with it; the data loader determines the batch size.
-        micro = 1 if batch is None else batch // ranks
-    if batch is not None and batch != micro * ranks:
-        raise ConfigError(
-            f"`{BATCH}` must be {MICRO_BATCH} * {ACCUMULATION} * world size, but is {batch}, and they are "
-            f"{micro} * {full[ACCUMULATION]} * {world_size}. Leave out `{BATCH}`"
-        )
-    full[MICRO_BATCH], full[BATCH] = micro, micro * ranks
+        full.setdefault(MICRO_BATCH, 1)
     return full
 
 
@@ -154,13 +146,14 @@ def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _set_once(config: dict[str, Any], name: str, value: Any, prefix: str = "") -> None:
-    if name in config and config[name] != value:
+def _agreed(key: str, stated: Any, given: Any, place: str = "as an argument") -> Any:
+    """Return what the DeepSpeed config states, or what is given in another place."""
+    if given is not None and stated is not None and given != stated:
         raise ConfigError(
-            f"`{prefix}{name}` must be given once, but is {config[name]!r} in the DeepSpeed config and {value!r} as an "
-            "argument. Leave out one"
+            f"`{key}` must be given once, but is {stated!r} in the DeepSpeed config and {given!r} {place}. "
+            "Leave out one"
         )
-    config[name] = value
+    return stated if given is None else given
 
 
 def _add_offload(zero: dict[str, Any]) -> None:
@@ -172,8 +165,6 @@ def _add_offload(zero: dict[str, Any]) -> None:
 
 
 def _check_precision(config: Mapping[str, Any]) -> None:
-    if is_on(config, "fp16") and is_on(config, "bf16"):
-        raise ConfigError("`fp16` and `bf16` must not be enabled both. Leave out one")
     if stage_of(config) > 0:
         return
     for name in ("fp16", "bf16"):
@@ -192,19 +183,9 @@ def _accumulation(config: Mapping[str, Any], counts: int | None, world_size: int
     stated: int | None = config.get(ACCUMULATION)
     if stated is None and config.get(BATCH) is not None and config.get(MICRO_BATCH) is not None:
         stated = max(1, config[BATCH] // (config[MICRO_BATCH] * world_size))
-    return _agreed("accumulative_counts", counts, ACCUMULATION, stated) or 1
+    return _agreed(ACCUMULATION, stated, counts, "as `accumulative_counts` of the optim wrapper") or 1
 
 
 def _clipping(config: Mapping[str, Any], clip_grad: Mapping[str, Any] | None) -> float:
     max_norm = max_norm_of(clip_grad, "DeepSpeed")
-    return float(_agreed("clip_grad['max_norm']", max_norm, CLIPPING, config.get(CLIPPING)) or 0.0)
-
-
-def _agreed(name: str, given: Any, key: str, stated: Any) -> Any:
-    """Return what the optim wrapper or the config gives."""
-    if given is not None and stated is not None and given != stated:
-        raise ConfigError(
-            f"`{name}` of the optim wrapper must agree with `{key}` of the DeepSpeed config, but they are {given} and "
-            f"{stated}. Leave out one"
-        )
-    return stated if given is None else given
+    return float(_agreed(CLIPPING, config.get(CLIPPING), max_norm, "in `clip_grad` of the optim wrapper") or 0.0)
