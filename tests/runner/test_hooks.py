@@ -204,10 +204,10 @@ class Saving(Hook):
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
         if runner.iter == 2:
-            runner.save_checkpoint(runner.work_dir, "mine", meta={"note": "here"}, by_epoch=False, is_last=False)
+            runner.save_checkpoint(runner.work_dir, "mine", meta={"note": "here"}, is_last=False)
 
     def after_train_epoch(self, runner) -> None:
-        runner.save_checkpoint(str(runner.work_dir), f"end_{runner.epoch + 1}", save_param_scheduler=False)
+        runner.save_checkpoint(str(runner.work_dir), f"end_{runner.epoch + 1}")
 
     def after_val_epoch(self, runner, metrics=None) -> None:
         runner.save_checkpoint("validated")

@@ -137,7 +137,7 @@ class CheckpointHook(Hook):
             self._rule(name)
         if self.save_optimizer and isinstance(runner.strategy, NativeStrategy):
             runner.strategy.optim_state()
-        by_default = (True, 1) if runner.max_epochs is not None else (False, runner.val_interval)
+        by_default = (True, 1) if runner.max_epochs is not None else (False, runner.train_loop.val_interval)
         if self._cadence(runner) != by_default or any(
             getattr(self, name) != usual for name, usual in _DEFAULTS.items()
         ):
@@ -196,7 +196,7 @@ class CheckpointHook(Hook):
             return by_epoch, self.interval
         if by_epoch:
             return True, 1
-        return False, _DEFAULT_INTERVAL if runner.max_epochs is not None else runner.val_interval
+        return False, _DEFAULT_INTERVAL if runner.max_epochs is not None else runner.train_loop.val_interval
 
     def _summary(self, runner: TrainRun) -> str:
         """Return in words what is saved when, and what is kept."""

@@ -8,7 +8,6 @@ addition. Hooks and loops refer to their run, and the run to them, by the protoc
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field
@@ -25,7 +24,6 @@ from lockstep.checkpoint.loading import Stored
 from lockstep.dataset import DataShard, Position
 from lockstep.dataset.position import end_workers
 from lockstep.device import get_device
-from lockstep.dist import infer_launcher
 from lockstep.errors import ConfigError
 from lockstep.location import Location, locate
 from lockstep.logging import JsonLinesSink, MessageHub
@@ -156,35 +154,9 @@ class Workspace:
         return None if self.stored is None else self.stored.directory
 
     @property
-    def log_dir(self) -> Path:
-        """The run's folder."""
-        return self.run_dir
-
-    @property
-    def experiment_name(self) -> str:
-        """Name of the run's folder: the experiment's name, if it has one, and the time."""
-        return self.run_dir.name
-
-    @property
-    def timestamp(self) -> str:
-        """When the run began, as in `20260131_235959`; it is part of its folder's name."""
-        times: list[str] = re.findall(r"\d{8}_\d{6}", self.run_dir.name)
-        return times[-1]
-
-    @property
     def distributed(self) -> bool:
         """Whether there are several ranks."""
         return self.world_size > 1
-
-    @property
-    def launcher(self) -> str:
-        """Who started the ranks."""
-        return self.args.launcher or infer_launcher()
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether only deterministic algorithms may be used."""
-        return bool((self.args.randomness or {}).get("deterministic"))
 
     def close(self, *, failed: bool) -> None:
         """Close the records, and the checkpoint that training resumes from; after an error, `failed`."""
@@ -243,31 +215,6 @@ class Run(Workspace):
         """Length of the training in iterations; 0 without training."""
         return 0
 
-    @property
-    def val_dataloader(self) -> Any:
-        """This rank's shard of the validation data; of several sets, by name."""
-        return _present(self.val_loop, "val_dataloader").dataloader
-
-    @property
-    def val_evaluator(self) -> Any:
-        """The metrics of the validation; of several sets, by name."""
-        return _present(self.val_loop, "val_evaluator").evaluator
-
-    @property
-    def test_dataloader(self) -> Any:
-        """This rank's shard of the test data; of several sets, by name."""
-        return _present(self.test_loop, "test_dataloader").dataloader
-
-    @property
-    def test_evaluator(self) -> Any:
-        """The metrics of the test; of several sets, by name."""
-        return _present(self.test_loop, "test_evaluator").evaluator
-
-    @property
-    def model_name(self) -> str:
-        """Name of the class of the user's own model."""
-        return type(unwrap_model(self.model)).__name__
-
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
         """Call every hook at a point; see `lockstep.hooks.Hook`.
 
@@ -282,7 +229,7 @@ class Run(Workspace):
     def load_checkpoint(
         self,
         filename: str | Path,
-        map_location: Any = "cpu",
+        *,
         strict: bool | None = None,
         revise_keys: Sequence[tuple[str, str]] = REVISE_KEYS,
     ) -> None:
@@ -317,8 +264,9 @@ class Run(Workspace):
     def tell_hub(self) -> None:
         """Register the run's progress and name with the message hub, which reads their current values when asked."""
         run = ref(self)  # the hub outlives the run
-        for name in ("epoch", "iter", "max_epochs", "max_iters", "seed", "experiment_name"):
+        for name in ("epoch", "iter", "max_epochs", "max_iters", "seed"):
             self.message_hub.provide_info(name, partial(_attribute, run, name))
+        self.message_hub.provide_info("experiment_name", partial(_attribute, run, "run_dir", "name"))
         self.message_hub.provide_info(
             "dataset_meta", partial(_attribute, run, "train_dataloader", "dataset", "metainfo")
         )
@@ -420,16 +368,6 @@ class TrainRun(Run):
             if is_training:
                 self.set_optimizer_mode(training=True)
 
-    @property
-    def val_begin(self) -> int:
-        """The epoch or iteration after which the first validation may come."""
-        return self.train_loop.val_begin
-
-    @property
-    def val_interval(self) -> int:
-        """Epochs or iterations from one validation to the next."""
-        return self.train_loop.val_interval
-
     def save_checkpoint(
         self,
         out_dir: str | Location,
@@ -439,9 +377,7 @@ class TrainRun(Run):
         iteration: int | None = None,
         is_last: bool = True,
         save_optimizer: bool = True,
-        save_param_scheduler: bool = True,
         meta: Mapping[str, Any] | None = None,
-        by_epoch: bool | None = None,
         async_save: bool = False,
         on_save_error: Literal["raise", "warn"] = "raise",
         when_ended: Callable[[bool], None] | None = None,
@@ -452,14 +388,12 @@ class TrainRun(Run):
             out_dir: the folder of the checkpoint, also a URL; without `filename` the checkpoint itself, relative to the
                 run's folder.
             filename: name of the checkpoint.
-            epoch: number of complete epochs; by default the run's own count, see `by_epoch`.
-            iteration: number of complete iterations; likewise.
+            epoch: number of complete epochs; by default the run's own count, with the epoch that is ending.
+            iteration: number of complete iterations; by default the run's own count, in `after_train_iter` with the
+                iteration that is ending.
             is_last: make it the checkpoint to resume from.
             save_optimizer: save the optimizer's state; a run that resumes without it starts with a new optimizer state.
-            save_param_scheduler: from MMEngine; has no effect, because schedulers are always saved.
             meta: further entries of what `lockstep.checkpoint.read_meta` returns; plain values.
-            by_epoch: whether an epoch is ending; False if an iteration is ending, and counts as complete; None if that
-                is so in `after_train_iter` alone.
             async_save: return as soon as each rank has copied its part, and write the copy while training goes on.
                 The next save, and the end of the training, wait until this one is complete.
             on_save_error: `"raise"` if the checkpoint can't be written; `"warn"` to go on without it. An asynchronous
@@ -477,9 +411,7 @@ class TrainRun(Run):
             directory = place / filename
         else:
             directory = self.run_dir / place if isinstance(place, Path) else place
-        epochs, iterations = self._complete(
-            not getattr(self.train_loop, "is_ending_iter", False) if by_epoch is None else by_epoch
-        )
+        epochs, iterations = self._complete(by_epoch=not getattr(self.train_loop, "is_ending_iter", False))
         epoch = epochs if epoch is None else epoch
         iteration = iterations if iteration is None else iteration
         self.saving.save(
@@ -488,19 +420,13 @@ class TrainRun(Run):
         )  # fmt: skip
         return directory
 
-    def _complete(self, by_epoch: bool) -> tuple[int, int]:
+    def _complete(self, *, by_epoch: bool) -> tuple[int, int]:
         """Return how many epochs and iterations are complete, at the end of an epoch or else of an iteration."""
         if not by_epoch:
             return self.epoch, self.iter + 1
         # The loop counts an epoch when its hooks have been called.
         is_at_end = self.iter == self.train_loop.epoch_end
         return self.epoch + is_at_end, self.iter
-
-
-def _present(loop: AnyEvalLoop | None, name: str) -> AnyEvalLoop:
-    if loop is None:
-        raise AttributeError(f"this run has no `{name}`")
-    return loop
 
 
 def _attribute(run: ref[Run], *names: str) -> Any:

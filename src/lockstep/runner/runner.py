@@ -153,7 +153,8 @@ class Runner(_AttributesOfRun):
             """Return an attribute of the run; before there is one, its initial value."""
             if name == "run":  # Python asks here, too, when the property has raised
                 raise _not_built(name)
-            if not (hasattr(TrainRun, name) or name in TrainRun.__dataclass_fields__):
+            kind = self._train_run_type
+            if not (hasattr(kind, name) or name in kind.__dataclass_fields__):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             built = self._run or self._workspace
             if hasattr(built, name):
@@ -311,7 +312,7 @@ class Runner(_AttributesOfRun):
     def load_checkpoint(
         self,
         filename: str | Path,
-        map_location: Any = "cpu",
+        *,
         strict: bool | None = None,
         revise_keys: Sequence[tuple[str, str]] = REVISE_KEYS,
     ) -> None:
@@ -319,7 +320,6 @@ class Runner(_AttributesOfRun):
 
         Args:
             filename: a checkpoint, a run's folder or a work_dir; a folder of HuggingFace's; or a file of weights.
-            map_location: from MMEngine; has no effect, because weights go to the model's device.
             strict: raise an error if weights are missing, unknown or of another shape; else log a warning. By default
                 this is False for a model that is to be trained, else True.
             revise_keys: patterns in the names of the weights, and their replacements.
@@ -329,7 +329,7 @@ class Runner(_AttributesOfRun):
         if self._run is None:
             self._load_from = Weights(locate(filename), strict, revise_keys)
         else:
-            self._run.load_checkpoint(filename, map_location, strict, revise_keys)
+            self._run.load_checkpoint(filename, strict=strict, revise_keys=revise_keys)
 
     def save_pretrained(self, save_directory: str | Path, **options: Unpack[PretrainedOptions]) -> None:
         """Write the model's weights as safetensors, and beside them what `from_pretrained` needs, if it has one.
@@ -484,7 +484,7 @@ class Runner(_AttributesOfRun):
         if run is self._run:
             return
         run.tell_hub()
-        interval = run.val_interval if isinstance(run, TrainRun) and run.max_epochs is None else None
+        interval = run.train_loop.val_interval if isinstance(run, TrainRun) and run.max_epochs is None else None
         default = [(hook, None) for hook in build.default_hooks(self.args.default_hooks, interval)]
         for hook, priority in [*default, *self._custom_hooks]:
             run.register_hook(hook, priority)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +18,8 @@ from torch.utils.data import DataLoader
 
 import lockstep.runner
 from lockstep.dataset import DataShard, build_dataloader
-from lockstep.dist import get_rank
-from lockstep.location import locate
+from lockstep.dist import get_rank, infer_launcher
+from lockstep.location import Location, locate
 from lockstep.model import unwrap_model
 from lockstep.registry import in_default_scope
 from lockstep.runner import build, start
@@ -49,8 +51,13 @@ _OF_A_RUN = (
 )  # fmt: skip
 
 
-class _SeenByHooks:
-    """What a hook or a loop may ask of its run that only the Runner has, such as `build_dataloader` and `_resume`."""
+class _SeenByHooks(Run):
+    """What MMEngine's hooks and loops ask of a run, beside what only the Runner has, such as `build_dataloader`."""
+
+    val_dataloader = property(attrgetter("val_loop.dataloader"))
+    val_evaluator = property(attrgetter("val_loop.evaluator"))
+    test_dataloader = property(attrgetter("test_loop.dataloader"))
+    test_evaluator = property(attrgetter("test_loop.evaluator"))
 
     def __getattr__(self, name: str) -> Any:
         owner = vars(self).get("owner")
@@ -58,15 +65,37 @@ class _SeenByHooks:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(owner, name)
 
+    def load_checkpoint(
+        self,
+        filename: str | Path,
+        map_location: Any = "cpu",
+        strict: bool | None = None,
+        revise_keys: Sequence[tuple[str, str]] = REVISE_KEYS,
+    ) -> None:
+        """Load weights; they go to the model's device, whatever `map_location` is. **Collective**: every rank."""
+        super().load_checkpoint(filename, strict=strict, revise_keys=revise_keys)
+
 
 @dataclass(kw_only=True, eq=False)
-class _Run(_SeenByHooks, Run):
+class _Run(_SeenByHooks):
     owner: Any = None
 
 
 @dataclass(kw_only=True, eq=False)
 class _TrainRun(_SeenByHooks, TrainRun):
     owner: Any = None
+
+    val_begin = property(attrgetter("train_loop.val_begin"))
+    val_interval = property(attrgetter("train_loop.val_interval"))
+
+    def save_checkpoint(
+        self, *args: Any, by_epoch: bool | None = None, save_param_scheduler: bool = True, **options: Any
+    ) -> Location:
+        """Save a checkpoint at the end of an epoch, or else of an iteration; schedules are always saved."""
+        if by_epoch is not None:
+            epoch, iteration = self._complete(by_epoch=by_epoch)
+            options = {"epoch": epoch, "iteration": iteration, **options}
+        return super().save_checkpoint(*args, **options)
 
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
         """Call every hook at a point; see `lockstep.hooks.Hook`. Checkpoints also have MMEngine's keys and hub."""
@@ -136,6 +165,9 @@ class Runner(BuildsParts, lockstep.runner.Runner):
 
     _run_type = _Run
     _train_run_type = _TrainRun
+
+    log_dir = property(attrgetter("run_dir"))
+    experiment_name = property(attrgetter("run_dir.name"))
 
     def __init__(
         self,
@@ -231,6 +263,27 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         return list(self.hooks)
 
     @property
+    def timestamp(self) -> str:
+        """When the run began, as in `20260131_235959`; it is part of its folder's name."""
+        times: list[str] = re.findall(r"\d{8}_\d{6}", self.run_dir.name)
+        return times[-1]
+
+    @property
+    def model_name(self) -> str:
+        """Name of the class of the user's own model."""
+        return type(unwrap_model(self.model)).__name__
+
+    @property
+    def launcher(self) -> str:
+        """Who started the ranks."""
+        return self.args.launcher or infer_launcher()
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether only deterministic algorithms may be used."""
+        return bool((self.args.randomness or {}).get("deterministic"))
+
+    @property
     def _resume(self) -> bool:
         return self.args.resume or self._file is not None
 
@@ -301,7 +354,7 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         """
         folder = find_checkpoint(locate(filename))
         checkpoint = _load_checkpoint(filename, map_location) if folder is None else read_as_file(folder)
-        super().load_checkpoint(filename, map_location, strict, revise_keys)
+        super().load_checkpoint(filename, strict=strict, revise_keys=revise_keys)
         if self._run is None:
             _load_checkpoint_to_model(self.model, checkpoint, bool(strict), None, revise_keys)
         return checkpoint
