@@ -94,7 +94,6 @@ class Runner(_AttributesOfRun):
         experiment_name: put before the time in the name of the run's folder.
         data_preprocessor: preprocesses batches before the model; not used if the model's config names one.
         default_scope: the registry scope in which names are looked up first, before lockstep's own.
-        log_processor: from MMEngine; has no effect, because records hold the means of all values.
         cfg: the config that the arguments come from; saved with the run. Its keys `model_wrapper_cfg`,
             `find_unused_parameters` and `sync_bn` say how the model is wrapped, if no `strategy` is given.
         loss: for a model whose `forward` returns outputs: `loss(outputs, targets)`, such as `nn.CrossEntropyLoss()`, or

@@ -23,7 +23,7 @@ from lockstep.location import Location, locate
 from lockstep.model import unwrap_model
 from lockstep.registry import in_default_scope
 from lockstep.runner import build, start
-from lockstep.runner.arguments import DEFAULT_HOOKS
+from lockstep.runner.arguments import DEFAULT_HOOKS, RunnerArguments
 from lockstep.runner.hook import HookList
 from lockstep.runner.loops import DEFAULT_INTERVAL
 from lockstep.runner.run import AnyTrainLoop, Run, TrainRun, Workspace
@@ -149,7 +149,7 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         resume: resume from `load_from`, or from the last checkpoint in the work_dir, of lockstep or of MMEngine.
         launcher: what started the ranks; `"none"` for one process.
         env_cfg: the processes' environment.
-        log_processor: has no effect.
+        log_processor: writes lines to the log, beside lockstep's own; see `LoggerHook`.
         log_level: the lowest level of messages.
         visualizer: where records and images go; by default a `Visualizer` that writes to the run's folder.
         default_scope: the registry in which names are looked up first, from now on.
@@ -201,6 +201,7 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         **others: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "others", "__class__")}
+        self._log_processor = given.pop("log_processor")
         if isinstance(model, Mapping) and data_preprocessor is not None:
             given["model"] = {"data_preprocessor": data_preprocessor, **model}
             given["data_preprocessor"] = None
@@ -235,9 +236,8 @@ class Runner(BuildsParts, lockstep.runner.Runner):
     @classmethod
     def from_cfg(cls, cfg: Mapping[str, Any]) -> Runner:
         """Return the runner that a config describes: its keys are the arguments of `Runner`; the config is copied."""
-        runner = super().from_cfg(deepcopy(cfg))
-        assert isinstance(runner, Runner)
-        return runner
+        cfg = deepcopy(cfg)
+        return cls(**RunnerArguments.keywords_of(cfg), log_processor=cfg.get("log_processor"))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or vars(self).get("_workspace") is None or self._run is not None:
