@@ -2,7 +2,8 @@
 
 A `Runner` builds one and passes it to loops, hooks and checkpoints: it is the `runner` argument of a hook. `Workspace`
 holds what exists before anything is built, `Run` adds what every run has, and `TrainRun` what training needs in
-addition. Hooks and loops refer to their run, and the run to them, by the protocols that come first here.
+addition. The modules of hooks and loops import this one, which has none of their types: `AnyTrainLoop` is what it asks of
+a training loop.
 """
 
 from __future__ import annotations
@@ -43,21 +44,6 @@ from lockstep.weights.loading import REVISE_KEYS
 _logger = logging.getLogger("lockstep.runner")
 
 
-class AnyHooks(Protocol):
-    """The hooks of a run; implemented by `HookList`."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-    def __len__(self) -> int: ...
-    def register(self, hook: Any, priority: str | int | None = None) -> None:
-        """Add a hook, or the config of one, which is called from now on."""
-
-    def call(self, point: str, run: Any, **kwargs: Any) -> None:
-        """Call every hook of a `Run` at `point`."""
-
-    def close(self) -> None:
-        """Let every hook release what it holds."""
-
-
 class AnyTrainLoop(Protocol):
     """The interface of a training loop for the run, its hooks and its checkpoints; see `TrainLoop`."""
 
@@ -83,30 +69,6 @@ class AnyTrainLoop(Protocol):
 
     def resume(self, iteration: int, epoch: int, begin: Position) -> None:
         """Go on after so many iterations and epochs, at `begin` in the present epoch."""
-
-
-class AnyEvalLoop(Protocol):
-    """A loop that validates or tests; see `EvalLoop`."""
-
-    dataloader: Any
-    evaluator: Any
-    metrics: dict[str, Any]
-    at_iter: int | None
-
-    @property
-    def length(self) -> int | None:
-        """Number of this rank's batches in a pass; None if it is not known."""
-
-    @property
-    def units(self) -> Mapping[str, str]:
-        """The units of the metrics, by name."""
-
-    @property
-    def metric_names(self) -> Sequence[str] | None:
-        """The names that the metrics will have; None if they are known only afterwards."""
-
-    def run(self) -> dict[str, Any]:
-        """Return the metrics, the same on every rank."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -173,10 +135,10 @@ class Run(Workspace):
         strategy: how the model is distributed over ranks.
         model: the model as it is trained: on its device, and wrapped.
         data_shard: which of the samples this rank processes.
-        hooks: the hooks, in the order in which they are called.
+        hooks: a `HookList`, in the order in which they are called.
         visualizer: where scalars, images and the config go in addition; on all ranks but 0, nowhere.
         param_schedulers: the schedulers of learning rates; empty for a run that only evaluates.
-        val_loop: the loop that validates; None without one.
+        val_loop: the loop that validates, an `EvalLoop`; None without one.
         test_loop: the loop that tests; None without one.
         predict_loop: the loop that predicted last; None before.
         last_evaluation: the one of these two loops that ran last; None before.
@@ -186,13 +148,13 @@ class Run(Workspace):
     strategy: Strategy
     model: nn.Module
     data_shard: DataShard
-    hooks: AnyHooks
+    hooks: Any
     visualizer: Visualizers
     param_schedulers: list[ParamScheduler] = field(default_factory=list)
-    val_loop: AnyEvalLoop | None = None
-    test_loop: AnyEvalLoop | None = None
-    predict_loop: AnyEvalLoop | None = None
-    last_evaluation: AnyEvalLoop | None = None
+    val_loop: Any = None
+    test_loop: Any = None
+    predict_loop: Any = None
+    last_evaluation: Any = None
     agreement: Agreement = field(default_factory=Agreement)
 
     @property

@@ -23,10 +23,10 @@ from lockstep.optim import OptimWrapper
 from lockstep.registry import RUNNERS
 from lockstep.runner import build, resuming, start
 from lockstep.runner.arguments import DEFAULT_OPTIM_WRAPPER, DEFAULT_TRAIN_CFG, RunnerArguments, named_loaders, taking
-from lockstep.runner.evaluation_loops import PredictLoop
+from lockstep.runner.evaluation_loops import EvalLoop, PredictLoop
 from lockstep.runner.hook import Hook, HookList
 from lockstep.runner.lr_finder import DIVERGENCE, LRSearch, check_range, search_lr
-from lockstep.runner.run import AnyEvalLoop, AnyTrainLoop, Run, TrainRun, Workspace
+from lockstep.runner.run import AnyTrainLoop, Run, TrainRun, Workspace
 from lockstep.strategy import Strategy, build_strategy
 from lockstep.weights import Weights, best_checkpoint_in, load_weights
 from lockstep.weights.export import PretrainedOptions
@@ -285,10 +285,10 @@ class Runner(_AttributesOfRun):
             raise ConfigError(f"`dataloader` must be one data loader to predict for, but is {found}")
         keeper = Predictions(out_dir)
 
-        def make_loop(run: Run) -> AnyEvalLoop:
+        def make_loop(run: Run) -> EvalLoop:
             own = build.build_loader("test", loader, run, run.data_shard)
-            run.predict_loop = PredictLoop(run, own, Evaluator(keeper))
-            return run.predict_loop
+            run.predict_loop = loop = PredictLoop(run, own, Evaluator(keeper))
+            return loop
 
         self._evaluate("predict", checkpoint, make_loop)
         return keeper.collected
@@ -439,7 +439,7 @@ class Runner(_AttributesOfRun):
         self,
         mode: Literal["val", "test", "predict"],
         checkpoint: str | Path | None,
-        make_loop: Callable[[Run], AnyEvalLoop],
+        make_loop: Callable[[Run], EvalLoop],
     ) -> dict[str, Any]:
         verb = {"val": "validate"}.get(mode, mode)
         if mode != "predict" and getattr(self.args, f"{mode}_dataloader") is None:
@@ -463,9 +463,9 @@ class Runner(_AttributesOfRun):
         """Return the loader of this rank's shard of the data for a mode. **Collective**: every rank."""
         return build.build_loader(mode, getattr(self.args, f"{mode}_dataloader"), space, shard)
 
-    def _make_eval_loop(self, mode: Literal["val", "test"], run: Run) -> AnyEvalLoop:
+    def _make_eval_loop(self, mode: Literal["val", "test"], run: Run) -> EvalLoop:
         """Return the run's validation or test loop, and build it if there is none."""
-        loop: AnyEvalLoop | None = getattr(run, f"{mode}_loop")
+        loop: EvalLoop | None = getattr(run, f"{mode}_loop")
         if loop is None:
             loop = build.build_eval_loop(mode, run, self._build_loader(mode, run, run.data_shard))
             setattr(run, f"{mode}_loop", loop)
