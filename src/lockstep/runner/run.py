@@ -2,8 +2,8 @@
 
 A `Runner` builds one and passes it to loops, hooks and checkpoints: it is the `runner` argument of a hook. `Workspace`
 holds what exists before anything is built, `Run` adds what every run has, and `TrainRun` what training needs in
-addition. The modules of hooks and loops import this one, which has none of their types: `AnyTrainLoop` is what it asks of
-a training loop.
+addition. The modules of hooks and loops import this one, which has none of their types: `AnyTrainLoop` is what it
+asks of a training loop.
 """
 
 from __future__ import annotations
@@ -159,23 +159,27 @@ class Run(Workspace):
 
     @property
     def epoch(self) -> int:
-        """Complete epochs: 0 at every point within the first one."""
-        return 0
+        """Complete epochs: 0 at every point within the first one, and without training."""
+        return 0 if (loop := self._training) is None else loop.epoch
 
     @property
     def iter(self) -> int:
-        """Complete iterations: 0 both before and after the first `train_step`."""
-        return 0
+        """Complete iterations: 0 both before and after the first `train_step`, and without training."""
+        return 0 if (loop := self._training) is None else loop.iter
 
     @property
     def max_epochs(self) -> int | None:
         """Length of the training in epochs; None in an iteration-based loop, and without training."""
-        return None
+        return None if (loop := self._training) is None else loop.max_epochs
 
     @property
     def max_iters(self) -> int:
         """Length of the training in iterations; 0 without training."""
-        return 0
+        return 0 if (loop := self._training) is None else loop.max_iters
+
+    @property
+    def _training(self) -> AnyTrainLoop | None:
+        return getattr(self, "train_loop", None)
 
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
         """Call every hook at a point; see `lockstep.hooks.Hook`.
@@ -289,26 +293,6 @@ class TrainRun(Run):
     def __post_init__(self, make_train_loop: Callable[[TrainRun], AnyTrainLoop]) -> None:
         self.saving = Saving(self)
         self.train_loop = make_train_loop(self)
-
-    @property
-    def epoch(self) -> int:
-        """Complete epochs: 0 at every point within the first one."""
-        return self.train_loop.epoch
-
-    @property
-    def iter(self) -> int:
-        """Complete iterations: 0 both before and after the first `train_step`."""
-        return self.train_loop.iter
-
-    @property
-    def max_epochs(self) -> int | None:
-        """Length of the training in epochs; None in an iteration-based loop."""
-        return self.train_loop.max_epochs
-
-    @property
-    def max_iters(self) -> int:
-        """Length of the training in iterations."""
-        return self.train_loop.max_iters
 
     def _dataloaders(self) -> list[Any]:
         return [self.train_dataloader, *super()._dataloaders()]
