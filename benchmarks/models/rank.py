@@ -53,15 +53,15 @@ class Recorder(Hook):
         norms = {part: one.grad_norm for part, one in parts.items()}
         self.norms.append({part: None if norm is None else float(norm) for part, norm in norms.items()})
         if runner.iter + 1 == self.saved_after != EPOCH_STEPS:
-            self._save(runner, by_epoch=False)
+            self._save(runner)
 
     def after_train_epoch(self, runner: TrainRun) -> None:
         if runner.epoch == 0 and self.saved_after == EPOCH_STEPS:
-            self._save(runner, by_epoch=True)
+            self._save(runner)
 
-    def _save(self, runner: TrainRun, *, by_epoch: bool) -> None:
+    def _save(self, runner: TrainRun) -> None:
         if self.checkpoint is not None:
-            runner.save_checkpoint(self.checkpoint.parent, self.checkpoint.name, by_epoch=by_epoch)
+            runner.save_checkpoint(self.checkpoint.parent, self.checkpoint.name)
 
     def after_train(self, runner: TrainRun) -> None:
         self.state = whole(runner.strategy.model_state())

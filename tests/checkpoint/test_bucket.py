@@ -244,8 +244,8 @@ def test_the_best_and_what_hooks_save_go_there_too(tmp_path: Path):
     class Asking(Hook):
         def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
             if runner.iter == 1:
-                path = runner.save_checkpoint(runner.checkpoint_dir, "mine", by_epoch=False)
-                again = runner.save_checkpoint(f"bucket://{tmp_path}/elsewhere", is_last=False, by_epoch=False)
+                path = runner.save_checkpoint(runner.checkpoint_dir, "mine")
+                again = runner.save_checkpoint(f"bucket://{tmp_path}/elsewhere", is_last=False)
                 assert (path.name, again.name) == ("mine", "elsewhere")
 
     dataset, _ = data()

@@ -187,8 +187,6 @@ def test_a_run_that_trains_nothing_has_no_optim_wrapper(tmp_path: Path):
     assert type(hook.run) is Run
     assert (hook.run.epoch, hook.run.iter, hook.run.max_iters, hook.run.param_schedulers) == (0, 0, 0, [])
     assert not hasattr(hook.run, "optim_wrapper")
-    with pytest.raises(AttributeError, match="this run has no `test_dataloader`"):
-        _ = hook.run.test_dataloader
     with pytest.raises(AttributeError, match="`optim_wrapper` is built by train"):
         _ = runner.optim_wrapper
 

@@ -62,7 +62,7 @@ def test_iterations_stop_as_epochs_do(tmp_path: Path):
     runner.train()
     assert runner.iter == 9
     reason = "training stops early: accuracy is not better than 3 by more than 0.1 after 2 validations"
-    runner.val_evaluator.metrics[0].values.append(0.0)
+    runner.val_loop.evaluator.metrics[0].values.append(0.0)
     runner.val()  # after the training: nothing stops any more
     assert (runner.run_dir / "log.txt").read_text().count(reason.partition(":")[0]) == 1
     assert reason in (runner.run_dir / "log.txt").read_text()

@@ -146,7 +146,7 @@ class Spy(Hook):
         self.every = every
 
     def before_run(self, runner) -> None:
-        runner.logger.info(f"to {osp.join(runner.work_dir, runner.timestamp)}, {runner.experiment_name}")
+        runner.logger.info(f"to {osp.join(runner.work_dir, runner.run_dir.name)}")
 
     def before_train(self, runner) -> None:
         assert any(isinstance(hook, Spy) for hook in runner.hooks)

@@ -441,8 +441,8 @@ def test_wrong_options_are_refused_before_anything_is_made(tmp_path):
         Session(tmp_path, optim_wrapper={}, train_dataloader=[])
     with pytest.raises(TypeError, match=r"takes no val_cfg, val_dataloader: validate by .*prepare_evaluation"):
         Session(tmp_path, val_dataloader=[], val_cfg={})
-    with pytest.raises(TypeError, match="takes no log_processor: prepare batches, and average"):
-        Session(tmp_path, log_processor={})
+    with pytest.raises(TypeError, match="takes no data_preprocessor: prepare batches in the loop"):
+        Session(tmp_path, data_preprocessor={})
     with pytest.raises(TypeError, match=r"takes no max_epochs: the loop goes through session\.epochs\(count\)"):
         Session(tmp_path, max_epochs=3)
     with pytest.raises(TypeError, match="a Session has no argument `sed`"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lockstep.checkpoint import read_meta
 from lockstep.dist import destroy_dist
 from mmengine.evaluator import DumpResults, Evaluator
 from mmengine.hooks import Hook
@@ -50,12 +51,22 @@ class Watch(Hook):
 
     def before_train(self, runner):
         self.seen += [runner.max_iters, runner._resume, len(runner._hooks) == len(runner.hooks)]
+        names = ("experiment_name", "log_dir", "model_name", "launcher", "deterministic", "val_begin", "val_interval")
+        self.told = {name: getattr(runner, name) for name in (*names, "val_dataloader", "val_evaluator")}
+        with pytest.raises(AttributeError, match="has no attribute 'test_evaluator'"):
+            _ = runner.test_evaluator
         loader = runner.build_dataloader(LOADER, seed=3)
         self.seen.append(len(loader))
 
+    def after_train(self, runner):
+        saved = runner.save_checkpoint("mine", by_epoch=False, save_param_scheduler=False)
+        runner.load_checkpoint(saved, "cpu", True)
+        self.saved = read_meta(saved)
+
 
 def test_the_parts_that_are_touched_are_those_that_are_trained(cfg):
-    runner = Runner.from_cfg(cfg)
+    cfg["train_cfg"]["val_interval"] = 2
+    runner = Runner.from_cfg({**cfg, "experiment_name": "exp"})
     model = runner.model
     assert isinstance(model, ToyModel)
     assert (runner.max_epochs, runner.epoch, runner.iter, runner.seed, runner.rank) == (2, 0, 0, 1, 0)
@@ -71,6 +82,19 @@ def test_the_parts_that_are_touched_are_those_that_are_trained(cfg):
     before = model.linear1.weight.detach().clone()
     runner.train()
     assert watch.seen == [8, False, True, 4]
+    assert (watch.saved["epoch"], watch.saved["iter"]) == (2, 9)  # as if in `after_train_iter`
+    assert watch.told == {
+        "experiment_name": f"exp_{runner.timestamp}",
+        "log_dir": runner.run_dir,
+        "model_name": "ToyModel",
+        "launcher": "none",
+        "deterministic": False,
+        "val_begin": 1,
+        "val_interval": 2,
+        "val_dataloader": runner.val_loop.dataloader,
+        "val_evaluator": evaluator,
+    }
+    assert [runner.val_interval, runner.model_name] == [2, "ToyModel"]
     assert runner.model is model
     assert not torch.equal(model.linear1.weight, before)
     assert runner.train_dataloader is loader

@@ -60,18 +60,3 @@ def check_metrics(option: str, metrics: Iterable[str], runner: TrainRun) -> None
 def unknown_metric(option: str, name: str, known: Iterable[str]) -> ConfigError:
     """Return the error for a metric that a validation does not have."""
     return ConfigError(f"`{option}` must be a metric of the validation, but is {name!r}{did_you_mean(name, known)}")
-
-
-def check_local(what: str, **given: object) -> None:
-    """Refuse MMEngine's arguments for storage backends, unless they are None or name the local backend.
-
-    Raises:
-        ConfigError: an argument names another backend.
-    """
-    for name, value in given.items():
-        if value is not None and value != {"backend": "local"}:
-            raise ConfigError(
-                f"`{name}` must be None, but is {value!r}: {what} are written through the file system. Mount the "
-                "storage, and give its folder as the Runner's `work_dir`. Checkpoints may go to a URL, by `out_dir` of "
-                "CheckpointHook"
-            )

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from lockstep.checkpoint import is_checkpoint, remove
 from lockstep.errors import ConfigError, counted, require_one_of
-from lockstep.hooks.arguments import RULES, check_local, check_metrics, rule_of, unknown_metric
+from lockstep.hooks.arguments import RULES, check_metrics, rule_of, unknown_metric
 from lockstep.location import Location, locate
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook, is_due, require_epochs
@@ -41,7 +41,6 @@ class CheckpointHook(Hook):
             1 epoch; or, by iterations, as many as from one validation to the next, or 1000 in a loop by epochs.
         by_epoch: count epochs, else iterations; by default as the loop does.
         save_optimizer: save the optimizer's state; a run that resumes without it starts with a new optimizer state.
-        save_param_scheduler: from MMEngine; has no effect, because schedulers are always saved.
         out_dir: where checkpoints go instead of the run's folder: into `out_dir/WORK_DIR/RUN`, by the names of the
             work_dir and of the run's folder. Also a URL that fsspec can open, such as `s3://BUCKET/NAME`; the records
             of the run stay in the work_dir.
@@ -58,15 +57,11 @@ class CheckpointHook(Hook):
         greater_keys: parts of metric names for which greater is better, instead of the default ones.
         less_keys: the same for `"less"`.
         filename_tmpl: name of a regular checkpoint, with `{}` for the number; by default `"epoch_{}"` or `"iter_{}"`.
-        published_keys: from MMEngine; has no effect, because the weights of every checkpoint can be loaded separately.
         save_begin: the epoch, or iteration, at which the first interval begins.
         on_save_error: `"raise"` to end training if a checkpoint can't be written, as on a full disk; `"warn"` to go on
             without it.
         async_save: write checkpoints while training goes on, from a copy in the memory of the host; see
             `TrainRun.save_checkpoint`.
-        file_client_args: from MMEngine; must be None or name the local backend, because checkpoints are written through
-            the file system.
-        backend_args: the same.
     """
 
     priority = "VERY_LOW"
@@ -75,7 +70,6 @@ class CheckpointHook(Hook):
     interval: int | None = None
     by_epoch: bool | None = None
     save_optimizer: bool = True
-    save_param_scheduler: bool = True
     out_dir: str | Path | None = None
     max_keep_ckpts: int = -1
     save_last: bool = True
@@ -83,10 +77,7 @@ class CheckpointHook(Hook):
     rule: str | Sequence[str] | None = None
     greater_keys: Sequence[str] | None = None
     less_keys: Sequence[str] | None = None
-    file_client_args: None = None
     filename_tmpl: str | None = None
-    backend_args: None = None
-    published_keys: str | Sequence[str] | None = None
     save_begin: int = 0
     on_save_error: Literal["raise", "warn"] = "raise"
     async_save: bool = False
@@ -95,11 +86,8 @@ class CheckpointHook(Hook):
         if self.max_keep_ckpts == 0 or self.max_keep_ckpts < -1:
             raise ConfigError(f"`max_keep_ckpts` must be at least 1, or -1 for all, but is {self.max_keep_ckpts}")
         require_one_of("on_save_error", self.on_save_error, ("raise", "warn"))
-        check_local("checkpoints", file_client_args=self.file_client_args, backend_args=self.backend_args)
         if self.filename_tmpl is not None and self.filename_tmpl.count("{}") != 1:
             raise ConfigError(f"`filename_tmpl` must have one {{}} for the number, but is {self.filename_tmpl!r}")
-        if self.published_keys is not None:
-            _logger.warning("`published_keys` does nothing: the weights of every checkpoint can be loaded alone")
         self.rules = _rules(self.save_best, self.rule)
         self._kept: list[str] = []
         self._former_runs: list[str] = []  # the folders of the runs that this one goes on from, the oldest one first
@@ -137,7 +125,7 @@ class CheckpointHook(Hook):
             self._rule(name)
         if self.save_optimizer and isinstance(runner.strategy, NativeStrategy):
             runner.strategy.optim_state()
-        by_default = (True, 1) if runner.max_epochs is not None else (False, runner.val_interval)
+        by_default = (True, 1) if runner.max_epochs is not None else (False, runner.train_loop.val_interval)
         if self._cadence(runner) != by_default or any(
             getattr(self, name) != usual for name, usual in _DEFAULTS.items()
         ):
@@ -196,7 +184,7 @@ class CheckpointHook(Hook):
             return by_epoch, self.interval
         if by_epoch:
             return True, 1
-        return False, _DEFAULT_INTERVAL if runner.max_epochs is not None else runner.val_interval
+        return False, _DEFAULT_INTERVAL if runner.max_epochs is not None else runner.train_loop.val_interval
 
     def _summary(self, runner: TrainRun) -> str:
         """Return in words what is saved when, and what is kept."""

@@ -17,7 +17,6 @@ from lockstep.diagnostics.slow_ranks import OwnWork, Sample, StragglerWatch, des
 from lockstep.diagnostics.timer import IterTimerHook
 from lockstep.dist.objects import start_gather_bytes
 from lockstep.errors import ConfigError, require_count
-from lockstep.hooks.arguments import check_local
 from lockstep.logging.meters import Scalar, start_reading, weighted_mean
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
@@ -129,10 +128,6 @@ class LoggerHook(Hook):
     Args:
         interval: number of iterations from one record to the next. The end of an epoch also makes one.
         ignore_last: make no record at the end of an epoch, when fewer than `interval` iterations are left over.
-        interval_exp_name, out_suffix, keep_local: from MMEngine; have no effect, because records stay in the run's
-            folder.
-        out_dir, file_client_args, backend_args: from MMEngine; must be None or name the local backend, for the same
-            reason.
         log_metric_by_epoch: in an epoch-based loop, plot metrics over epochs in the visualizer. By default they are
             plotted over iterations, like the losses.
         slow_factor: warn of a rank whose own work takes so many times as long as the median of the others; None never.
@@ -140,7 +135,7 @@ class LoggerHook(Hook):
     **Cost**: per record a message of 4 KiB from each rank to rank 0.
 
     Raises:
-        ConfigError: an argument asks to keep records elsewhere, or is out of range. On rank 0, when it reads a record:
+        ConfigError: an argument is out of range. On rank 0, when it reads a record:
             ranks have different options of the optimizers.
     """
 
@@ -148,21 +143,13 @@ class LoggerHook(Hook):
 
     interval: int = 10
     ignore_last: bool = False
-    interval_exp_name: int = 1000
-    out_dir: None = None
-    out_suffix: Sequence[str] = ()
-    keep_local: bool = True
-    file_client_args: None = None
     log_metric_by_epoch: bool = False
-    backend_args: None = None
     slow_factor: float | None = 1.5
 
     def __post_init__(self) -> None:
         require_count("interval", self.interval)
         if self.slow_factor is not None and self.slow_factor <= 1:
             raise ConfigError(f"`slow_factor` must be above 1 or None, but is {self.slow_factor}")
-        elsewhere = {"out_dir": self.out_dir, "file_client_args": self.file_client_args}
-        check_local("records", **elsewhere, backend_args=self.backend_args)
         # Samples of each iteration since the last record, and the names of the values that the model returned.
         self._samples: list[int] = []
         self._output_names: set[str] = set()

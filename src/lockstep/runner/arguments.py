@@ -128,7 +128,6 @@ class RunnerArguments:
         nn.Module | ConfigDict | None, Argument("a torch.nn.Module, a config dict or None", holds="preprocessor")
     ] = None
     default_scope: Annotated[str | None, Argument("the scope of a registry or None")] = None
-    log_processor: Any = None
     cfg: Any = None
     loss: Annotated[Any, Argument(holds="model")] = None
     resume_options: Annotated[str, Argument("'config' or 'checkpoint'")] = "config"
@@ -193,6 +192,7 @@ ARGUMENTS: Mapping[str, Argument] = _arguments()
 CONFIG_KEYS: Mapping[str, Argument] = {
     "custom_imports": Argument(),
     "find_unused_parameters": Argument(),
+    "log_processor": Argument(),
     "model_wrapper_cfg": Argument(holds="model wrapper"),
     "runner_type": Argument(),
     "sync_bn": Argument(),
@@ -257,7 +257,7 @@ DONE_OTHERWISE_IN_SESSION = {
     frozenset(
         _EVALUATION
     ): "validate by a loop of your own over prepare_evaluation(dataloader), and record by log_metrics()",
-    frozenset({"data_preprocessor", "log_processor"}): "prepare batches, and average what you log(), in the loop",
+    frozenset({"data_preprocessor"}): "prepare batches in the loop",
 }
 # Attributes of an Accelerator, and what to do instead.
 INSTEAD_OF_ACCELERATE = {

@@ -2,13 +2,13 @@
 
 A `Runner` builds one and passes it to loops, hooks and checkpoints: it is the `runner` argument of a hook. `Workspace`
 holds what exists before anything is built, `Run` adds what every run has, and `TrainRun` what training needs in
-addition. Hooks and loops refer to their run, and the run to them, by the protocols that come first here.
+addition. The modules of hooks and loops import this one, which has none of their types: `AnyTrainLoop` is what it
+asks of a training loop.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field
@@ -25,7 +25,6 @@ from lockstep.checkpoint.loading import Stored
 from lockstep.dataset import DataShard, Position
 from lockstep.dataset.position import end_workers
 from lockstep.device import get_device
-from lockstep.dist import infer_launcher
 from lockstep.errors import ConfigError
 from lockstep.location import Location, locate
 from lockstep.logging import JsonLinesSink, MessageHub
@@ -43,21 +42,6 @@ from lockstep.weights.export import PretrainedOptions
 from lockstep.weights.loading import REVISE_KEYS
 
 _logger = logging.getLogger("lockstep.runner")
-
-
-class AnyHooks(Protocol):
-    """The hooks of a run; implemented by `HookList`."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-    def __len__(self) -> int: ...
-    def register(self, hook: Any, priority: str | int | None = None) -> None:
-        """Add a hook, or the config of one, which is called from now on."""
-
-    def call(self, point: str, run: Any, **kwargs: Any) -> None:
-        """Call every hook of a `Run` at `point`."""
-
-    def close(self) -> None:
-        """Let every hook release what it holds."""
 
 
 class AnyTrainLoop(Protocol):
@@ -85,30 +69,6 @@ class AnyTrainLoop(Protocol):
 
     def resume(self, iteration: int, epoch: int, begin: Position) -> None:
         """Go on after so many iterations and epochs, at `begin` in the present epoch."""
-
-
-class AnyEvalLoop(Protocol):
-    """A loop that validates or tests; see `EvalLoop`."""
-
-    dataloader: Any
-    evaluator: Any
-    metrics: dict[str, Any]
-    at_iter: int | None
-
-    @property
-    def length(self) -> int | None:
-        """Number of this rank's batches in a pass; None if it is not known."""
-
-    @property
-    def units(self) -> Mapping[str, str]:
-        """The units of the metrics, by name."""
-
-    @property
-    def metric_names(self) -> Sequence[str] | None:
-        """The names that the metrics will have; None if they are known only afterwards."""
-
-    def run(self) -> dict[str, Any]:
-        """Return the metrics, the same on every rank."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -156,35 +116,9 @@ class Workspace:
         return None if self.stored is None else self.stored.directory
 
     @property
-    def log_dir(self) -> Path:
-        """The run's folder."""
-        return self.run_dir
-
-    @property
-    def experiment_name(self) -> str:
-        """Name of the run's folder: the experiment's name, if it has one, and the time."""
-        return self.run_dir.name
-
-    @property
-    def timestamp(self) -> str:
-        """When the run began, as in `20260131_235959`; it is part of its folder's name."""
-        times: list[str] = re.findall(r"\d{8}_\d{6}", self.run_dir.name)
-        return times[-1]
-
-    @property
     def distributed(self) -> bool:
         """Whether there are several ranks."""
         return self.world_size > 1
-
-    @property
-    def launcher(self) -> str:
-        """Who started the ranks."""
-        return self.args.launcher or infer_launcher()
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether only deterministic algorithms may be used."""
-        return bool((self.args.randomness or {}).get("deterministic"))
 
     def close(self, *, failed: bool) -> None:
         """Close the records, and the checkpoint that training resumes from; after an error, `failed`."""
@@ -201,10 +135,10 @@ class Run(Workspace):
         strategy: how the model is distributed over ranks.
         model: the model as it is trained: on its device, and wrapped.
         data_shard: which of the samples this rank processes.
-        hooks: the hooks, in the order in which they are called.
+        hooks: a `HookList`, in the order in which they are called.
         visualizer: where scalars, images and the config go in addition; on all ranks but 0, nowhere.
         param_schedulers: the schedulers of learning rates; empty for a run that only evaluates.
-        val_loop: the loop that validates; None without one.
+        val_loop: the loop that validates, an `EvalLoop`; None without one.
         test_loop: the loop that tests; None without one.
         predict_loop: the loop that predicted last; None before.
         last_evaluation: the one of these two loops that ran last; None before.
@@ -214,59 +148,38 @@ class Run(Workspace):
     strategy: Strategy
     model: nn.Module
     data_shard: DataShard
-    hooks: AnyHooks
+    hooks: Any
     visualizer: Visualizers
     param_schedulers: list[ParamScheduler] = field(default_factory=list)
-    val_loop: AnyEvalLoop | None = None
-    test_loop: AnyEvalLoop | None = None
-    predict_loop: AnyEvalLoop | None = None
-    last_evaluation: AnyEvalLoop | None = None
+    val_loop: Any = None
+    test_loop: Any = None
+    predict_loop: Any = None
+    last_evaluation: Any = None
     agreement: Agreement = field(default_factory=Agreement)
 
     @property
     def epoch(self) -> int:
-        """Complete epochs: 0 at every point within the first one."""
-        return 0
+        """Complete epochs: 0 at every point within the first one, and without training."""
+        return 0 if (loop := self._training) is None else loop.epoch
 
     @property
     def iter(self) -> int:
-        """Complete iterations: 0 both before and after the first `train_step`."""
-        return 0
+        """Complete iterations: 0 both before and after the first `train_step`, and without training."""
+        return 0 if (loop := self._training) is None else loop.iter
 
     @property
     def max_epochs(self) -> int | None:
         """Length of the training in epochs; None in an iteration-based loop, and without training."""
-        return None
+        return None if (loop := self._training) is None else loop.max_epochs
 
     @property
     def max_iters(self) -> int:
         """Length of the training in iterations; 0 without training."""
-        return 0
+        return 0 if (loop := self._training) is None else loop.max_iters
 
     @property
-    def val_dataloader(self) -> Any:
-        """This rank's shard of the validation data; of several sets, by name."""
-        return _present(self.val_loop, "val_dataloader").dataloader
-
-    @property
-    def val_evaluator(self) -> Any:
-        """The metrics of the validation; of several sets, by name."""
-        return _present(self.val_loop, "val_evaluator").evaluator
-
-    @property
-    def test_dataloader(self) -> Any:
-        """This rank's shard of the test data; of several sets, by name."""
-        return _present(self.test_loop, "test_dataloader").dataloader
-
-    @property
-    def test_evaluator(self) -> Any:
-        """The metrics of the test; of several sets, by name."""
-        return _present(self.test_loop, "test_evaluator").evaluator
-
-    @property
-    def model_name(self) -> str:
-        """Name of the class of the user's own model."""
-        return type(unwrap_model(self.model)).__name__
+    def _training(self) -> AnyTrainLoop | None:
+        return getattr(self, "train_loop", None)
 
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
         """Call every hook at a point; see `lockstep.hooks.Hook`.
@@ -282,7 +195,7 @@ class Run(Workspace):
     def load_checkpoint(
         self,
         filename: str | Path,
-        map_location: Any = "cpu",
+        *,
         strict: bool | None = None,
         revise_keys: Sequence[tuple[str, str]] = REVISE_KEYS,
     ) -> None:
@@ -317,8 +230,9 @@ class Run(Workspace):
     def tell_hub(self) -> None:
         """Register the run's progress and name with the message hub, which reads their current values when asked."""
         run = ref(self)  # the hub outlives the run
-        for name in ("epoch", "iter", "max_epochs", "max_iters", "seed", "experiment_name"):
+        for name in ("epoch", "iter", "max_epochs", "max_iters", "seed"):
             self.message_hub.provide_info(name, partial(_attribute, run, name))
+        self.message_hub.provide_info("experiment_name", partial(_attribute, run, "run_dir", "name"))
         self.message_hub.provide_info(
             "dataset_meta", partial(_attribute, run, "train_dataloader", "dataset", "metainfo")
         )
@@ -380,26 +294,6 @@ class TrainRun(Run):
         self.saving = Saving(self)
         self.train_loop = make_train_loop(self)
 
-    @property
-    def epoch(self) -> int:
-        """Complete epochs: 0 at every point within the first one."""
-        return self.train_loop.epoch
-
-    @property
-    def iter(self) -> int:
-        """Complete iterations: 0 both before and after the first `train_step`."""
-        return self.train_loop.iter
-
-    @property
-    def max_epochs(self) -> int | None:
-        """Length of the training in epochs; None in an iteration-based loop."""
-        return self.train_loop.max_epochs
-
-    @property
-    def max_iters(self) -> int:
-        """Length of the training in iterations."""
-        return self.train_loop.max_iters
-
     def _dataloaders(self) -> list[Any]:
         return [self.train_dataloader, *super()._dataloaders()]
 
@@ -420,16 +314,6 @@ class TrainRun(Run):
             if is_training:
                 self.set_optimizer_mode(training=True)
 
-    @property
-    def val_begin(self) -> int:
-        """The epoch or iteration after which the first validation may come."""
-        return self.train_loop.val_begin
-
-    @property
-    def val_interval(self) -> int:
-        """Epochs or iterations from one validation to the next."""
-        return self.train_loop.val_interval
-
     def save_checkpoint(
         self,
         out_dir: str | Location,
@@ -439,9 +323,7 @@ class TrainRun(Run):
         iteration: int | None = None,
         is_last: bool = True,
         save_optimizer: bool = True,
-        save_param_scheduler: bool = True,
         meta: Mapping[str, Any] | None = None,
-        by_epoch: bool | None = None,
         async_save: bool = False,
         on_save_error: Literal["raise", "warn"] = "raise",
         when_ended: Callable[[bool], None] | None = None,
@@ -452,14 +334,12 @@ class TrainRun(Run):
             out_dir: the folder of the checkpoint, also a URL; without `filename` the checkpoint itself, relative to the
                 run's folder.
             filename: name of the checkpoint.
-            epoch: number of complete epochs; by default the run's own count, see `by_epoch`.
-            iteration: number of complete iterations; likewise.
+            epoch: number of complete epochs; by default the run's own count, with the epoch that is ending.
+            iteration: number of complete iterations; by default the run's own count, in `after_train_iter` with the
+                iteration that is ending.
             is_last: make it the checkpoint to resume from.
             save_optimizer: save the optimizer's state; a run that resumes without it starts with a new optimizer state.
-            save_param_scheduler: from MMEngine; has no effect, because schedulers are always saved.
             meta: further entries of what `lockstep.checkpoint.read_meta` returns; plain values.
-            by_epoch: whether an epoch is ending; False if an iteration is ending, and counts as complete; None if that
-                is so in `after_train_iter` alone.
             async_save: return as soon as each rank has copied its part, and write the copy while training goes on.
                 The next save, and the end of the training, wait until this one is complete.
             on_save_error: `"raise"` if the checkpoint can't be written; `"warn"` to go on without it. An asynchronous
@@ -477,9 +357,7 @@ class TrainRun(Run):
             directory = place / filename
         else:
             directory = self.run_dir / place if isinstance(place, Path) else place
-        epochs, iterations = self._complete(
-            not getattr(self.train_loop, "is_ending_iter", False) if by_epoch is None else by_epoch
-        )
+        epochs, iterations = self._complete(by_epoch=not getattr(self.train_loop, "is_ending_iter", False))
         epoch = epochs if epoch is None else epoch
         iteration = iterations if iteration is None else iteration
         self.saving.save(
@@ -488,19 +366,13 @@ class TrainRun(Run):
         )  # fmt: skip
         return directory
 
-    def _complete(self, by_epoch: bool) -> tuple[int, int]:
+    def _complete(self, *, by_epoch: bool) -> tuple[int, int]:
         """Return how many epochs and iterations are complete, at the end of an epoch or else of an iteration."""
         if not by_epoch:
             return self.epoch, self.iter + 1
         # The loop counts an epoch when its hooks have been called.
         is_at_end = self.iter == self.train_loop.epoch_end
         return self.epoch + is_at_end, self.iter
-
-
-def _present(loop: AnyEvalLoop | None, name: str) -> AnyEvalLoop:
-    if loop is None:
-        raise AttributeError(f"this run has no `{name}`")
-    return loop
 
 
 def _attribute(run: ref[Run], *names: str) -> Any:

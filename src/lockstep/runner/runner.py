@@ -23,10 +23,10 @@ from lockstep.optim import OptimWrapper
 from lockstep.registry import RUNNERS
 from lockstep.runner import build, resuming, start
 from lockstep.runner.arguments import DEFAULT_OPTIM_WRAPPER, DEFAULT_TRAIN_CFG, RunnerArguments, named_loaders, taking
-from lockstep.runner.evaluation_loops import PredictLoop
+from lockstep.runner.evaluation_loops import EvalLoop, PredictLoop
 from lockstep.runner.hook import Hook, HookList
 from lockstep.runner.lr_finder import DIVERGENCE, LRSearch, check_range, search_lr
-from lockstep.runner.run import AnyEvalLoop, AnyTrainLoop, Run, TrainRun, Workspace
+from lockstep.runner.run import AnyTrainLoop, Run, TrainRun, Workspace
 from lockstep.strategy import Strategy, build_strategy
 from lockstep.weights import Weights, best_checkpoint_in, load_weights
 from lockstep.weights.export import PretrainedOptions
@@ -94,7 +94,6 @@ class Runner(_AttributesOfRun):
         experiment_name: put before the time in the name of the run's folder.
         data_preprocessor: preprocesses batches before the model; not used if the model's config names one.
         default_scope: the registry scope in which names are looked up first, before lockstep's own.
-        log_processor: from MMEngine; has no effect, because records hold the means of all values.
         cfg: the config that the arguments come from; saved with the run. Its keys `model_wrapper_cfg`,
             `find_unused_parameters` and `sync_bn` say how the model is wrapped, if no `strategy` is given.
         loss: for a model whose `forward` returns outputs: `loss(outputs, targets)`, such as `nn.CrossEntropyLoss()`, or
@@ -153,7 +152,8 @@ class Runner(_AttributesOfRun):
             """Return an attribute of the run; before there is one, its initial value."""
             if name == "run":  # Python asks here, too, when the property has raised
                 raise _not_built(name)
-            if not (hasattr(TrainRun, name) or name in TrainRun.__dataclass_fields__):
+            kind = self._train_run_type
+            if not (hasattr(kind, name) or name in kind.__dataclass_fields__):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             built = self._run or self._workspace
             if hasattr(built, name):
@@ -285,10 +285,10 @@ class Runner(_AttributesOfRun):
             raise ConfigError(f"`dataloader` must be one data loader to predict for, but is {found}")
         keeper = Predictions(out_dir)
 
-        def make_loop(run: Run) -> AnyEvalLoop:
+        def make_loop(run: Run) -> EvalLoop:
             own = build.build_loader("test", loader, run, run.data_shard)
-            run.predict_loop = PredictLoop(run, own, Evaluator(keeper))
-            return run.predict_loop
+            run.predict_loop = loop = PredictLoop(run, own, Evaluator(keeper))
+            return loop
 
         self._evaluate("predict", checkpoint, make_loop)
         return keeper.collected
@@ -311,7 +311,7 @@ class Runner(_AttributesOfRun):
     def load_checkpoint(
         self,
         filename: str | Path,
-        map_location: Any = "cpu",
+        *,
         strict: bool | None = None,
         revise_keys: Sequence[tuple[str, str]] = REVISE_KEYS,
     ) -> None:
@@ -319,7 +319,6 @@ class Runner(_AttributesOfRun):
 
         Args:
             filename: a checkpoint, a run's folder or a work_dir; a folder of HuggingFace's; or a file of weights.
-            map_location: from MMEngine; has no effect, because weights go to the model's device.
             strict: raise an error if weights are missing, unknown or of another shape; else log a warning. By default
                 this is False for a model that is to be trained, else True.
             revise_keys: patterns in the names of the weights, and their replacements.
@@ -329,7 +328,7 @@ class Runner(_AttributesOfRun):
         if self._run is None:
             self._load_from = Weights(locate(filename), strict, revise_keys)
         else:
-            self._run.load_checkpoint(filename, map_location, strict, revise_keys)
+            self._run.load_checkpoint(filename, strict=strict, revise_keys=revise_keys)
 
     def save_pretrained(self, save_directory: str | Path, **options: Unpack[PretrainedOptions]) -> None:
         """Write the model's weights as safetensors, and beside them what `from_pretrained` needs, if it has one.
@@ -440,7 +439,7 @@ class Runner(_AttributesOfRun):
         self,
         mode: Literal["val", "test", "predict"],
         checkpoint: str | Path | None,
-        make_loop: Callable[[Run], AnyEvalLoop],
+        make_loop: Callable[[Run], EvalLoop],
     ) -> dict[str, Any]:
         verb = {"val": "validate"}.get(mode, mode)
         if mode != "predict" and getattr(self.args, f"{mode}_dataloader") is None:
@@ -464,9 +463,9 @@ class Runner(_AttributesOfRun):
         """Return the loader of this rank's shard of the data for a mode. **Collective**: every rank."""
         return build.build_loader(mode, getattr(self.args, f"{mode}_dataloader"), space, shard)
 
-    def _make_eval_loop(self, mode: Literal["val", "test"], run: Run) -> AnyEvalLoop:
+    def _make_eval_loop(self, mode: Literal["val", "test"], run: Run) -> EvalLoop:
         """Return the run's validation or test loop, and build it if there is none."""
-        loop: AnyEvalLoop | None = getattr(run, f"{mode}_loop")
+        loop: EvalLoop | None = getattr(run, f"{mode}_loop")
         if loop is None:
             loop = build.build_eval_loop(mode, run, self._build_loader(mode, run, run.data_shard))
             setattr(run, f"{mode}_loop", loop)
@@ -484,7 +483,7 @@ class Runner(_AttributesOfRun):
         if run is self._run:
             return
         run.tell_hub()
-        interval = run.val_interval if isinstance(run, TrainRun) and run.max_epochs is None else None
+        interval = run.train_loop.val_interval if isinstance(run, TrainRun) and run.max_epochs is None else None
         default = [(hook, None) for hook in build.default_hooks(self.args.default_hooks, interval)]
         for hook, priority in [*default, *self._custom_hooks]:
             run.register_hook(hook, priority)

@@ -11,6 +11,7 @@ from environments import LOCKSTEP
 from torch import nn
 
 import mmengine.hooks
+from lockstep.errors import ConfigError
 from mmengine.config import ConfigDict
 from mmengine.hooks import CheckpointHook, EarlyStoppingHook, EMAHook, Hook, LoggerHook
 from mmengine.hooks.test_time_aug_hook import PrepareTTAHook
@@ -49,6 +50,18 @@ def test_the_points_of_a_training_in_order(tmp_path):
         "before_val", "before_val_epoch", "before_val_iter", "after_val_iter", "after_val_epoch", "after_val",
         "after_train", "after_run",
     ]  # fmt: skip
+
+
+def test_records_and_checkpoints_go_through_the_file_system(caplog):
+    LoggerHook(interval_exp_name=100, out_suffix=(".json",), keep_local=False, backend_args={"backend": "local"})
+    CheckpointHook(save_param_scheduler=False, published_keys=["meta"], file_client_args={"backend": "local"})
+    assert "`published_keys` does nothing" in caplog.text
+    with pytest.raises(
+        ConfigError, match="`out_dir` must be None, but is 's3://bucket': records are written through the file"
+    ):
+        LoggerHook(out_dir="s3://bucket")
+    with pytest.raises(ConfigError, match=r"`backend_args` must be None, but is {.backend.*: checkpoints are written"):
+        CheckpointHook(backend_args={"backend": "petrel"})
 
 
 def test_the_points_of_a_training_by_iterations(tmp_path):

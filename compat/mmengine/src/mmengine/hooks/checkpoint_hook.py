@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import lockstep.hooks
 from lockstep.checkpoint import is_checkpoint
 from lockstep.runner.run import TrainRun
+from mmengine.hooks.logger_hook import check_local
 from mmengine.registry import HOOKS
 from mmengine.runner.exporting import export_checkpoint
 
@@ -31,6 +32,10 @@ class CheckpointHook(lockstep.hooks.CheckpointHook):
         as_files: beside each checkpoint, write a file of its name into the work_dir, as in `epoch_1.pth`, from which
             MMEngine resumes. A file is removed as soon as its checkpoint has been. The file `last_checkpoint` names the
             checkpoint, from which a run here resumes.
+        save_param_scheduler: has no effect, because schedules are always saved.
+        published_keys: has no effect, because the weights of every checkpoint can be loaded alone.
+        file_client_args, backend_args: must be None or name the local backend, because checkpoints are written through
+            the file system.
 
     **Cost**: of `as_files`, rank 0 reads the checkpoint and writes the file, while the others wait.
     """
@@ -38,9 +43,16 @@ class CheckpointHook(lockstep.hooks.CheckpointHook):
     interval: int | None = -1
     by_epoch: bool | None = True
     as_files: bool = False
+    save_param_scheduler: bool = True
+    published_keys: str | Sequence[str] | None = None
+    file_client_args: None = None
+    backend_args: None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_local("checkpoints", file_client_args=self.file_client_args, backend_args=self.backend_args)
+        if self.published_keys is not None:
+            _logger.warning("`published_keys` does nothing: the weights of every checkpoint can be loaded alone")
         self._files: list[str] = []
         self._save_due: Callable[[], None] = lambda: None
 

@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import lockstep.hooks
+from lockstep.errors import ConfigError
 from mmengine.registry import HOOKS, LOG_PROCESSORS
 
 __all__ = ["LoggerHook"]
 
 
 @HOOKS.register_module()
+@dataclass(eq=False, repr=False)
 class LoggerHook(lockstep.hooks.LoggerHook):
     """Record the values of training every few iterations, and the metrics of each validation.
 
     See `lockstep.hooks.LoggerHook`. If the Runner has a `log_processor`, it is called at the same iterations: its line
     goes to the log, and those of its values that lockstep's records lack go to the visualizer, too.
+
+    Args:
+        interval_exp_name, out_suffix, keep_local: have no effect, because records stay in the run's folder.
+        out_dir, file_client_args, backend_args: must be None or name the local backend, for the same reason.
     """
 
-    _processor: Any = None
+    interval_exp_name: int = 1000
+    out_dir: None = None
+    out_suffix: Sequence[str] = ()
+    keep_local: bool = True
+    file_client_args: None = None
+    backend_args: None = None
+    _processor: Any = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        elsewhere = {"out_dir": self.out_dir, "file_client_args": self.file_client_args}
+        check_local("records", **elsewhere, backend_args=self.backend_args)
 
     def before_run(self, runner: Any) -> None:
         """Build the log processor."""
         super().before_run(runner)
-        given = runner.args.log_processor
+        given = getattr(runner, "_log_processor", None)  # a run of lockstep's own Runner has none
         if isinstance(given, Mapping):
             given = LOG_PROCESSORS.build({"type": "LogProcessor", **given})
         self._processor = given if runner.rank == 0 else None
@@ -62,3 +80,18 @@ class LoggerHook(lockstep.hooks.LoggerHook):
                 runner.message_hub.update_scalar(f"{mode}/{name}", value)
         batches = len(getattr(runner, f"{mode}_dataloader"))
         runner.logger.info(self._processor.get_log_after_epoch(runner, batches, mode)[1])
+
+
+def check_local(what: str, **given: object) -> None:
+    """Refuse arguments for storage backends, unless they are None or name the local backend.
+
+    Raises:
+        ConfigError: an argument names another backend.
+    """
+    for name, value in given.items():
+        if value is not None and value != {"backend": "local"}:
+            raise ConfigError(
+                f"`{name}` must be None, but is {value!r}: {what} are written through the file system. Mount the "
+                "storage, and give its folder as the Runner's `work_dir`. Checkpoints may go to a URL, by `out_dir` of "
+                "CheckpointHook"
+            )

@@ -29,6 +29,8 @@ __all__ = ["BuildsParts"]
 class BuildsParts:
     """What `Runner` builds from configs. Objects that are given instead of configs are returned."""
 
+    _log_processor: Any = None  # an object, or a config
+
     def build_model(self, model: nn.Module | Mapping[str, Any]) -> nn.Module:
         """Return the model that a config describes; its weights are not initialised yet."""
         built = MODELS.build(model) if isinstance(model, Mapping) else model
@@ -114,8 +116,7 @@ class BuildsParts:
     @cached_property
     def log_processor(self) -> Any:
         """The log processor that `log_processor` describes."""
-        runner: Any = self
-        return self.build_log_processor(runner.args.log_processor or {})
+        return self.build_log_processor(self._log_processor or {})
 
     def build_logger(
         self, log_level: int | str = "INFO", log_file: str | Path | None = None, **kwargs: Any

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,12 +18,12 @@ from torch.utils.data import DataLoader
 
 import lockstep.runner
 from lockstep.dataset import DataShard, build_dataloader
-from lockstep.dist import get_rank
-from lockstep.location import locate
+from lockstep.dist import get_rank, infer_launcher
+from lockstep.location import Location, locate
 from lockstep.model import unwrap_model
 from lockstep.registry import in_default_scope
 from lockstep.runner import build, start
-from lockstep.runner.arguments import DEFAULT_HOOKS
+from lockstep.runner.arguments import DEFAULT_HOOKS, RunnerArguments
 from lockstep.runner.hook import HookList
 from lockstep.runner.loops import DEFAULT_INTERVAL
 from lockstep.runner.run import AnyTrainLoop, Run, TrainRun, Workspace
@@ -49,8 +51,13 @@ _OF_A_RUN = (
 )  # fmt: skip
 
 
-class _SeenByHooks:
-    """What a hook or a loop may ask of its run that only the Runner has, such as `build_dataloader` and `_resume`."""
+class _SeenByHooks(Run):
+    """What MMEngine's hooks and loops ask of a run, beside what only the Runner has, such as `build_dataloader`."""
+
+    val_dataloader = property(attrgetter("val_loop.dataloader"))
+    val_evaluator = property(attrgetter("val_loop.evaluator"))
+    test_dataloader = property(attrgetter("test_loop.dataloader"))
+    test_evaluator = property(attrgetter("test_loop.evaluator"))
 
     def __getattr__(self, name: str) -> Any:
         owner = vars(self).get("owner")
@@ -58,15 +65,37 @@ class _SeenByHooks:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(owner, name)
 
+    def load_checkpoint(
+        self,
+        filename: str | Path,
+        map_location: Any = "cpu",
+        strict: bool | None = None,
+        revise_keys: Sequence[tuple[str, str]] = REVISE_KEYS,
+    ) -> None:
+        """Load weights; they go to the model's device, whatever `map_location` is. **Collective**: every rank."""
+        super().load_checkpoint(filename, strict=strict, revise_keys=revise_keys)
+
 
 @dataclass(kw_only=True, eq=False)
-class _Run(_SeenByHooks, Run):
+class _Run(_SeenByHooks):
     owner: Any = None
 
 
 @dataclass(kw_only=True, eq=False)
 class _TrainRun(_SeenByHooks, TrainRun):
     owner: Any = None
+
+    val_begin = property(attrgetter("train_loop.val_begin"))
+    val_interval = property(attrgetter("train_loop.val_interval"))
+
+    def save_checkpoint(
+        self, *args: Any, by_epoch: bool | None = None, save_param_scheduler: bool = True, **options: Any
+    ) -> Location:
+        """Save a checkpoint at the end of an epoch, or else of an iteration; schedules are always saved."""
+        if by_epoch is not None:
+            epoch, iteration = self._complete(by_epoch=by_epoch)
+            options = {"epoch": epoch, "iteration": iteration, **options}
+        return super().save_checkpoint(*args, **options)
 
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
         """Call every hook at a point; see `lockstep.hooks.Hook`. Checkpoints also have MMEngine's keys and hub."""
@@ -120,7 +149,7 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         resume: resume from `load_from`, or from the last checkpoint in the work_dir, of lockstep or of MMEngine.
         launcher: what started the ranks; `"none"` for one process.
         env_cfg: the processes' environment.
-        log_processor: has no effect.
+        log_processor: writes lines to the log, beside lockstep's own; see `LoggerHook`.
         log_level: the lowest level of messages.
         visualizer: where records and images go; by default a `Visualizer` that writes to the run's folder.
         default_scope: the registry in which names are looked up first, from now on.
@@ -136,6 +165,9 @@ class Runner(BuildsParts, lockstep.runner.Runner):
 
     _run_type = _Run
     _train_run_type = _TrainRun
+
+    log_dir = property(attrgetter("run_dir"))
+    experiment_name = property(attrgetter("run_dir.name"))
 
     def __init__(
         self,
@@ -169,6 +201,7 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         **others: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "others", "__class__")}
+        self._log_processor = given.pop("log_processor")
         if isinstance(model, Mapping) and data_preprocessor is not None:
             given["model"] = {"data_preprocessor": data_preprocessor, **model}
             given["data_preprocessor"] = None
@@ -203,9 +236,8 @@ class Runner(BuildsParts, lockstep.runner.Runner):
     @classmethod
     def from_cfg(cls, cfg: Mapping[str, Any]) -> Runner:
         """Return the runner that a config describes: its keys are the arguments of `Runner`; the config is copied."""
-        runner = super().from_cfg(deepcopy(cfg))
-        assert isinstance(runner, Runner)
-        return runner
+        cfg = deepcopy(cfg)
+        return cls(**RunnerArguments.keywords_of(cfg), log_processor=cfg.get("log_processor"))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or vars(self).get("_workspace") is None or self._run is not None:
@@ -229,6 +261,27 @@ class Runner(BuildsParts, lockstep.runner.Runner):
     @property
     def _hooks(self) -> list[Any]:
         return list(self.hooks)
+
+    @property
+    def timestamp(self) -> str:
+        """When the run began, as in `20260131_235959`; it is part of its folder's name."""
+        times: list[str] = re.findall(r"\d{8}_\d{6}", self.run_dir.name)
+        return times[-1]
+
+    @property
+    def model_name(self) -> str:
+        """Name of the class of the user's own model."""
+        return type(unwrap_model(self.model)).__name__
+
+    @property
+    def launcher(self) -> str:
+        """Who started the ranks."""
+        return self.args.launcher or infer_launcher()
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether only deterministic algorithms may be used."""
+        return bool((self.args.randomness or {}).get("deterministic"))
 
     @property
     def _resume(self) -> bool:
@@ -301,7 +354,7 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         """
         folder = find_checkpoint(locate(filename))
         checkpoint = _load_checkpoint(filename, map_location) if folder is None else read_as_file(folder)
-        super().load_checkpoint(filename, map_location, strict, revise_keys)
+        super().load_checkpoint(filename, strict=strict, revise_keys=revise_keys)
         if self._run is None:
             _load_checkpoint_to_model(self.model, checkpoint, bool(strict), None, revise_keys)
         return checkpoint
