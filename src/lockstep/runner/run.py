@@ -33,7 +33,7 @@ from lockstep.model import unwrap_model
 from lockstep.model.shards import reshard
 from lockstep.optim import OptimWrapper, ParamScheduler
 from lockstep.runner.arguments import RunnerArguments, named_loaders
-from lockstep.runner.checkpointing import Saving
+from lockstep.runner.checkpointing import Save, Saving
 from lockstep.runner.preemption import Agreement
 from lockstep.runner.uneven_inputs import EvenBatches, Prefetch
 from lockstep.strategy import Strategy
@@ -482,10 +482,10 @@ class TrainRun(Run):
         )
         epoch = epochs if epoch is None else epoch
         iteration = iterations if iteration is None else iteration
-        self.saving.save(
-            directory, epoch, iteration, is_last=is_last, save_optimizer=save_optimizer, meta=meta or {},
-            async_save=async_save, on_save_error=on_save_error, when_ended=when_ended,
-        )  # fmt: skip
+        save = Save(
+            directory, epoch, iteration, is_last, save_optimizer, meta or {}, on_save_error == "warn", when_ended
+        )
+        self.saving.save(save, async_save=async_save)
         return directory
 
     def _complete(self, by_epoch: bool) -> tuple[int, int]:

@@ -273,7 +273,11 @@ def stoppable(run: TrainRun) -> Iterator[None]:
         try:
             opened.enter_context(run.agreement.opened())
         except DistError as error:
-            run.logger.debug("the ranks can't agree on where to stop: %s", error)
+            _logger.warning(
+                "%s. `stop_signals` end them at once, without a checkpoint, and `async_save` has no effect. Start them "
+                "with `lockstep launch` or torchrun",
+                error,
+            )
         opened.enter_context(stopping_at(run.args.stop_signals, run.agreement))
         yield
 
