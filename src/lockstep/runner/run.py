@@ -35,7 +35,7 @@ from lockstep.optim import OptimWrapper, ParamScheduler
 from lockstep.runner.arguments import RunnerArguments, named_loaders
 from lockstep.runner.checkpointing import Save, Saving
 from lockstep.runner.preemption import Agreement
-from lockstep.runner.uneven_inputs import EvenBatches, Prefetch
+from lockstep.runner.uneven_inputs import EvenBatches, prefetching
 from lockstep.strategy import Strategy
 from lockstep.visualization import Visualizers
 from lockstep.weights import Weights, load_weights, save_pretrained
@@ -330,7 +330,7 @@ class Run(Workspace):
     def prefetch(self) -> Callable[[Any], Any]:
         """Begins to copy a batch to the device if `prefetch_to_device` asks for it, else returns it as it is."""
         device = torch.device(get_device())
-        return Prefetch(device) if self.args.prefetch_to_device and device.type != "cpu" else lambda batch: batch
+        return prefetching(device) if self.args.prefetch_to_device and device.type != "cpu" else lambda batch: batch
 
     def close(self, *, failed: bool) -> None:
         """Close hooks, visualizers, records, and data loaders, whose workers end; which after an error might hang."""
