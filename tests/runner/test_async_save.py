@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Runner, Session, dist
 from lockstep.checkpoint import BackgroundSaver, background, find_checkpoints, load_state, saving, verify
+from lockstep.errors import DistError
 from lockstep.hooks import CheckpointHook, Hook
+from lockstep.runner import preemption
 from lockstep.testing import ranks
 
 
@@ -189,6 +191,18 @@ def test_a_failure_can_be_a_warning(tmp_path):
     assert names_in(run.run_dir) == ["iter_12", "iter_16"]
     if dist.get_rank() == 0:
         assert "iter_4 could not be written" in (run.run_dir / "log.txt").read_text()
+
+
+@ranks(2)
+def test_ranks_without_a_store_to_share_save_at_once_and_are_told_so(tmp_path):
+    no_store = DistError("the ranks have no store that can be shared")
+    with slow_writes(0.0) as threads, patch.object(preemption, "side_store", side_effect=no_store):
+        run = train(tmp_path, checkpoint=EVERY_FOURTH).run
+    assert set(threads) == {"MainThread"}
+    assert names_in(run.run_dir) == ["iter_12", "iter_4", "iter_8"]
+    if dist.get_rank() == 0:
+        log = (run.run_dir / "log.txt").read_text()
+        assert log.count("no store that can be shared") == log.count("`async_save` has no effect") == 1
 
 
 @ranks(1, 2)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from time import perf_counter, sleep
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from lockstep.diagnostics.slow_ranks import OwnWork, Sample, StragglerWatch, des
 from lockstep.diagnostics.timer import IterTimerHook
 from lockstep.dist.objects import start_gather_bytes
 from lockstep.errors import ConfigError, require_count
-from lockstep.logging.meters import Scalar, start_reading, weighted_mean
+from lockstep.logging.meters import Scalar, start_reading
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.options import digest_of, optimizer_options
@@ -33,7 +33,6 @@ _BATCH_SECONDS = 0.5
 # by then, so that rank 0 need not wait; see docs/decisions/0009.
 _READ_AFTER = 2
 _LAST_WAIT_SECONDS = 0.2  # for the last record of a run that fails
-_RETURNED = "returned:"  # marks the model's values among the numbers that ranks send
 
 
 class _Unwritten(NamedTuple):
@@ -56,7 +55,7 @@ class _Unwritten(NamedTuple):
     length: int
     learning_rates: dict[str, float]
     moment: float
-    load_numbers: Callable[[], Sequence[Mapping[str, float]]]
+    load_numbers: Callable[[], Sequence[Mapping[str, Any]]]
 
 
 class _Gathering(NamedTuple):
@@ -72,39 +71,41 @@ class _Gathering(NamedTuple):
     read_at: int
 
 
-class _EpochSums:
-    """Adds up the records of an epoch: the model's values weighted by samples, all others by iterations."""
+@dataclass
+class _Sums:
+    """Numbers that are added up over ranks and iterations.
 
-    def __init__(self) -> None:
-        self.iters = 0
-        self._sums: dict[str, tuple[float, float]] = {}
-        self._totals: dict[str, float] = {}
-        self._peak_flops = 0.0
+    Attributes:
+        parts: by name, a total and the sum of its weights, which for values that the model returned are samples, for
+            amounts 0, and for all others iterations.
+        seconds: the time of these iterations.
+        peak_flops: what all ranks can compute in a second; 0 if that is not known.
+        memory_mib: the peak memory of any rank; 0 if that is not known.
+    """
 
-    def add(
-        self,
-        values: Mapping[str, float],
-        output_names: Collection[str],
-        *,
-        totals: Mapping[str, float],
-        peak_flops: float,
-        iters: int,
-    ) -> None:
-        """Add the means and the amounts of a record; `output_names` are the names of values that the model returned."""
-        for name, value in values.items():
-            weight = totals["samples"] if name in output_names else iters
-            total, weights = self._sums.get(name, (0.0, 0.0))
-            self._sums[name] = total + value * weight, weights + weight
-        for name, amount in totals.items():
-            self._totals[name] = self._totals.get(name, 0.0) + amount
-        self.iters += iters
-        self._peak_flops = peak_flops
+    parts: dict[str, tuple[float, float]] = field(default_factory=dict)
+    seconds: float = 0.0
+    peak_flops: float = 0.0
+    memory_mib: float = 0.0
+
+    def add(self, parts: Mapping[str, tuple[float, float]]) -> None:
+        """Add the totals and weights of another rank, or of other iterations."""
+        for name, (total, weight) in parts.items():
+            before, weights = self.parts.get(name, (0.0, 0.0))
+            self.parts[name] = before + total, weights + weight
 
     def means(self) -> dict[str, float]:
-        """Return the means of the epoch, and its amounts per second."""
-        seconds = self._sums.get("time", (0.0, 0.0))[0]
-        means = {name: total / (weights or 1.0) for name, (total, weights) in self._sums.items()}
-        return {**means, **_per_second(self._totals, seconds, self._peak_flops)}
+        """Return means, and amounts per second; of FLOPs, if the peak is known, their fraction of it, as `mfu`."""
+        means = {name: total / weight for name, (total, weight) in self.parts.items() if weight}
+        if self.memory_mib:
+            means["memory_mib"] = self.memory_mib
+        for name, (total, weight) in self.parts.items():
+            if not weight:
+                per_second = total / self.seconds if self.seconds else 0.0
+                means[f"{name.removeprefix(_AMOUNTS)}_per_second"] = per_second
+        if self.peak_flops and "flops_per_second" in means:
+            means["mfu"] = means["flops_per_second"] / self.peak_flops
+        return means
 
 
 @HOOKS.register_module()
@@ -157,7 +158,7 @@ class LoggerHook(Hook):
         self._gathering: _Gathering | None = None  # of the last record
         # On an accelerator: sends this rank's numbers of the last record, once the next iteration is under way.
         self._unsent: Callable[[], None] | None = None
-        self._epoch = _EpochSums()
+        self._epoch = _Sums()
         self._work: OwnWork | None = None
         self._watch: StragglerWatch | None = None
         self._timers: list[IterTimerHook] = []
@@ -174,7 +175,7 @@ class LoggerHook(Hook):
 
     def before_train_epoch(self, runner: TrainRun) -> None:
         """Reset the sums of the previous epoch, and begin to measure."""
-        self._epoch = _EpochSums()
+        self._epoch = _Sums()
         if self._work is not None:
             self._work.begin()
 
@@ -211,7 +212,7 @@ class LoggerHook(Hook):
             self._make_record(runner, runner.iter)
             self._write_all()
         self._samples = []
-        if runner.rank == 0 and self._epoch.iters:
+        if runner.rank == 0 and self._epoch.parts:
             means = {**self._epoch.means(), **_first_learning_rates(runner)}
             runner.message_hub.update_info("epoch_means", means)
             runner.records.write({"mode": "epoch", "epoch": runner.epoch + 1, "iter": runner.iter, **means})
@@ -253,10 +254,11 @@ class LoggerHook(Hook):
         reading = start_reading(chain.from_iterable(last.values()))
         peak_flops = runner.message_hub.get_info("peak_flops", 0.0)
 
-        def numbers_of_rank() -> dict[str, float]:
-            peak = peak_memory()
-            memory = {} if peak is None else {"memory_mib": peak / 2**20}
-            return {**self._numbers_of_rank(last, samples, reading()), "peak_flops": peak_flops, **memory}
+        share = runner.data_shard.size / runner.world_size  # ranks that compute on the same samples count them once
+
+        def numbers_of_rank() -> dict[str, Any]:
+            parts = self._parts_of_rank(last, samples, reading(), share)
+            return {"parts": parts, "peak_flops": peak_flops, "memory_mib": (peak_memory() or 0) / 2**20}
 
         rates = _first_learning_rates(runner)
         record = _Unwritten(
@@ -275,7 +277,7 @@ class LoggerHook(Hook):
             # `take` returns the iterations that the device has completed. Reading the numbers has waited for these.
             comm_time, work_samples = work.take()
             if comm_time is not None:
-                numbers["comm_time"] = comm_time
+                numbers["parts"]["comm_time"] = comm_time * len(samples), len(samples)
             message = {"numbers": numbers, "options": options, "host": work.host, "samples": work_samples}
             handle = start_gather_bytes(json.dumps(message).encode())
             sent_after = iteration if is_on_cpu else iteration + 1
@@ -338,42 +340,43 @@ class LoggerHook(Hook):
             self._write_training(record, flush=not self._unwritten)
 
     def _write_training(self, record: _Unwritten, *, flush: bool) -> None:
-        runner, count, ranks = record.runner, record.length, record.load_numbers()
-        values, output_names = _merge(ranks)
-        totals, peaks = _totals(ranks, runner), [numbers["peak_flops"] for numbers in ranks]
-        peak_flops = sum(peaks) if all(peaks) else 0.0
-        self._epoch.add(values, output_names, totals=totals, peak_flops=peak_flops, iters=count)
-        seconds = max(numbers.get("time", 0.0) for numbers in ranks) * count
-        values.update(record.learning_rates)
-        values.update(_per_second(totals, seconds, peak_flops))
-        if "memory_mib" in values:
-            values["memory_mib"] = max(numbers.get("memory_mib", 0.0) for numbers in ranks)
+        runner, ranks, sums, epoch = record.runner, record.load_numbers(), _Sums(), self._epoch
+        for numbers in ranks:
+            sums.add(numbers["parts"])
+        times = [numbers["parts"].get("time", (0.0, 1.0)) for numbers in ranks]
+        sums.seconds = max(total / weight for total, weight in times) * record.length
+        peaks = [numbers["peak_flops"] for numbers in ranks]
+        sums.peak_flops = sum(peaks) if all(peaks) else 0.0
+        sums.memory_mib = max(numbers["memory_mib"] for numbers in ranks)
+        epoch.add(sums.parts)
+        epoch.seconds += sums.seconds
+        epoch.peak_flops, epoch.memory_mib = sums.peak_flops, max(epoch.memory_mib, sums.memory_mib)
+        values = {**sums.means(), **record.learning_rates}
         self._write(runner, "train", record.epoch, record.iteration, values, record.iteration, flush)
 
-    def _numbers_of_rank(
-        self, last: Mapping[str, list[Scalar]], samples: list[int], read_values: list[float]
-    ) -> dict[str, float]:
-        """Return the means and amounts of this rank in the iterations since the last record.
+    def _parts_of_rank(
+        self, last: Mapping[str, list[Scalar]], samples: list[int], read_values: list[float], share: float
+    ) -> dict[str, tuple[float, float]]:
+        """Return the totals and weights of this rank in the iterations since the last record; see `_Sums`.
 
-        The values that the model returned are means over samples, and their names are marked. Amounts are sums. All
-        others are means over iterations.
+        Of its amounts, it counts the part `share`.
         """
-        is_even = len(set(samples)) == 1
-        numbers: dict[str, float] = {_AMOUNTS + "samples": sum(samples)}
+        parts = {_AMOUNTS + "samples": (sum(samples) * share, 0.0)}
         read = iter(read_values)
         for key, values in last.items():
-            by_iteration = list(islice(read, len(values)))
+            by_iteration = list(islice(read, len(values)))  # the latest first
             if key == "train/samples":  # `samples` has them already
                 continue
-            mean = sum(by_iteration) / len(by_iteration)
-            name = key.removeprefix(_PREFIX)
+            name, total, count = key.removeprefix(_PREFIX), sum(by_iteration), len(by_iteration)
             if key.startswith(_AMOUNTS):
-                numbers[key] = mean * len(samples)
+                parts[key] = total / count * len(samples) * share, 0.0
             elif name not in self._output_names:
-                numbers[name] = mean
-            elif any(samples):
-                numbers[_RETURNED + name] = mean if is_even else weighted_mean(by_iteration, samples)
-        return numbers
+                parts[name] = total, count
+            elif weight := sum(samples[-count:]):
+                # What the model returned for a batch that counts for nothing may be anything.
+                weighted = zip(reversed(samples), by_iteration, strict=False)
+                parts[name] = sum(number * value for number, value in weighted if number), weight
+        return parts
 
     def _record_metrics(self, runner: Run, mode: str, metrics: dict[str, Any]) -> None:
         if runner.rank == 0:
@@ -413,32 +416,3 @@ def _check_options(by_rank: Sequence[tuple[int, Mapping[str, float]]], iteration
                 f"rank {rank} of {len(by_rank)} has the learning rates {dict(other_rates)}, and rank 0 has "
                 f"{dict(rates)}, or another option differs. Change options in the same way on every rank"
             )
-
-
-def _merge(ranks: Sequence[Mapping[str, float]]) -> tuple[dict[str, float], set[str]]:
-    """Return means over the ranks that have a value, and the names of those that are means over samples."""
-    sums: dict[str, tuple[float, float]] = {}
-    for numbers in ranks:
-        for name, value in numbers.items():
-            if name == "peak_flops" or name.startswith(_AMOUNTS):
-                continue
-            weight = numbers[_AMOUNTS + "samples"] if name.startswith(_RETURNED) else 1.0
-            total, weights = sums.get(name, (0.0, 0.0))
-            sums[name] = total + value * weight, weights + weight
-    means = {name.removeprefix(_RETURNED): total / (weights or 1.0) for name, (total, weights) in sums.items()}
-    return means, {name.removeprefix(_RETURNED) for name in sums if name.startswith(_RETURNED)}
-
-
-def _totals(ranks: Sequence[Mapping[str, float]], runner: TrainRun) -> dict[str, float]:
-    """Return the amounts of all ranks together; ranks that compute on the same samples count them once."""
-    names = dict.fromkeys(name for numbers in ranks for name in numbers if name.startswith(_AMOUNTS))
-    share = runner.data_shard.size / runner.world_size
-    return {name.removeprefix(_AMOUNTS): sum(numbers.get(name, 0.0) for numbers in ranks) * share for name in names}
-
-
-def _per_second(totals: Mapping[str, float], seconds: float, peak_flops: float) -> dict[str, float]:
-    """Return amounts per second; and of FLOPs, if the peak of all ranks is known, their fraction of it, as `mfu`."""
-    rates = {f"{name}_per_second": total / seconds if seconds else 0.0 for name, total in totals.items()}
-    if peak_flops and "flops" in totals:
-        rates["mfu"] = rates["flops_per_second"] / peak_flops
-    return rates

@@ -51,16 +51,6 @@ def _copy_to_host(tensors: list[Tensor], device: torch.device) -> tuple[Tensor, 
     return numbers, event
 
 
-def weighted_mean(numbers: Sequence[float], weights: Sequence[float]) -> float:
-    """Return the weighted mean of numbers that have the latest first; the last weight belongs to the latest number.
-
-    If there are fewer numbers than weights, the last weights count; if all of these are 0, the mean is 0.
-    """
-    weights = weights[-len(numbers) :]
-    pairs = zip(reversed(weights), numbers, strict=True)
-    return float(sum(weight * number for weight, number in pairs if weight) / (sum(weights) or 1.0))
-
-
 class HistoryBuffer:
     """The last values of one quantity.
 
@@ -120,9 +110,12 @@ class HistoryBuffer:
     def weighted_mean(self, weights: Sequence[float]) -> float:
         """Return the weighted mean of the last `len(weights)` values; the last weight belongs to the last value.
 
-        If the buffer holds fewer values, it is the mean of those, with the last weights.
+        If the buffer holds fewer values, the last weights count. If all of these are 0, the mean is 0.
         """
-        return weighted_mean(read_scalars(self._last(len(weights))), weights)
+        numbers = read_scalars(self._last(len(weights)))
+        weights = weights[-len(numbers) :]
+        pairs = zip(reversed(weights), numbers, strict=True)
+        return float(sum(weight * number for weight, number in pairs if weight) / (sum(weights) or 1.0))
 
     def _last(self, count: int | None) -> list[Scalar]:
         """Return the last values, the latest first."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from lockstep.checkpoint import BackgroundSaver, Planner, save_state
 from lockstep.dataset.random_state import random_state
@@ -14,21 +15,30 @@ from lockstep.location import Location, RemotePath
 from lockstep.model import unwrap_model
 from lockstep.weights import describe_model
 
+_NOT_WRITTEN = "a checkpoint could not be written"
 _logger = logging.getLogger("lockstep.runner")
 
 
-class _Save(NamedTuple):
-    """A save in progress.
+class Save(NamedTuple):
+    """A checkpoint to write.
 
     Attributes:
         directory: the checkpoint.
-        resumable_iter: the number of iterations after which a run could resume from it; None if it could not.
+        epoch: number of complete epochs.
+        iteration: number of complete iterations.
+        is_last: whether it becomes the checkpoint to resume from.
+        has_optimizer: whether it has the optimizer's state.
+        meta: further entries of its metadata.
         may_fail: whether a failure is only a warning.
         when_ended: called with whether the checkpoint is complete.
     """
 
     directory: Location
-    resumable_iter: int | None
+    epoch: int
+    iteration: int
+    is_last: bool
+    has_optimizer: bool
+    meta: Mapping[str, Any]
     may_fail: bool
     when_ended: Callable[[bool], None] | None
 
@@ -47,41 +57,23 @@ class Saving:
         self._run = run
         self._planner = Planner()
         self._background = BackgroundSaver(self._planner)
-        self._pending: _Save | None = None  # in the background
-        self._has_warned = False
+        self._pending: Save | None = None  # in the background
         self.saved_iter = 0
 
-    def save(
-        self,
-        directory: Location,
-        epoch: int,
-        iteration: int,
-        *,
-        is_last: bool,
-        save_optimizer: bool,
-        meta: Mapping[str, Any],
-        async_save: bool,
-        on_save_error: Literal["raise", "warn"],
-        when_ended: Callable[[bool], None] | None,
-    ) -> None:
+    def save(self, save: Save, *, async_save: bool) -> None:
         """Save what resuming needs; see `TrainRun.save_checkpoint`. **Collective**: every rank."""
         self.finish()
         run = self._run
-        save = _Save(directory, iteration if is_last and save_optimizer else None, on_save_error == "warn", when_ended)
-        last_of = _root_of(run, directory) if is_last else None
+        last_of = _root_of(run, save.directory) if save.is_last else None
         with run.evaluated():
-            state, meta = self._state(epoch, iteration, save_optimizer, meta)
-            try:
-                if async_save and self._can_save_in_background():
-                    when_failed = None if save.may_fail else self._ask_to_stop
-                    self._background.start(directory, state, meta, last_of, when_failed)
+            state, meta = self._state(save)
+            with self._ending(save):
+                if async_save and run.agreement.is_open:  # else the ranks have no store that they can share
+                    when_failed = None if save.may_fail else partial(run.agreement.ask, _NOT_WRITTEN)
+                    self._background.start(save.directory, state, meta, last_of, when_failed)
                     self._pending = save
-                    return
-                save_state(directory, state, meta, last_of, self._planner)
-            except OSError as error:
-                self._failed(save, error)
-            else:
-                self._completed(save)
+                else:
+                    save_state(save.directory, state, meta, last_of, self._planner)
 
     def collect(self) -> None:
         """Do what was to be done when the save in the background was complete, if it is. No collective."""
@@ -98,12 +90,8 @@ class Saving:
         """
         save, self._pending = self._pending, None
         if save is not None:
-            try:
+            with self._ending(save):
                 self._background.wait()
-            except OSError as error:
-                self._failed(save, error)
-            else:
-                self._completed(save)
 
     @contextmanager
     def until_complete(self) -> Iterator[None]:
@@ -138,33 +126,31 @@ class Saving:
             _logger.warning("%s: stopped %s (exit code %d)", stop.reason, done, stop.EXIT_CODE)
             raise
 
-    def _state(
-        self, epoch: int, iteration: int, save_optimizer: bool, more: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _state(self, save: Save) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what is saved, and the metadata."""
         run = self._run
         model_state = run.strategy.model_state()
         checkpoint: dict[str, Any] = {
             "model": model_state,
             "meta": {
-                **more,
+                **save.meta,
                 "weights": describe_model(unwrap_model(run.model), model_state),
                 "strategy": type(run.strategy).__name__,
-                "epoch": epoch,
-                "iter": iteration,
-                "position": run.train_loop.position(epoch, iteration),
+                "epoch": save.epoch,
+                "iter": save.iteration,
+                "position": run.train_loop.position(save.epoch, save.iteration),
                 "world_size": run.world_size,
                 "data_shares": run.data_shard.size,
                 "rank_states": run.world_size,
                 "seed": run.seed,
                 "validated_iter": None if run.val_loop is None else run.val_loop.at_iter,
-                "has_optimizer": save_optimizer,
+                "has_optimizer": save.has_optimizer,
                 "optim_wrapper": run.optim_wrapper.extra_state(),
                 "begun_with": run.begun_with,
                 "param_schedulers": [scheduler.state_dict() for scheduler in run.param_schedulers],
             },
         }
-        if save_optimizer:
+        if save.has_optimizer:
             checkpoint["optimizer"] = run.strategy.optim_state()
         run.call_hook("before_save_checkpoint", checkpoint=checkpoint)
         meta = checkpoint.pop("meta")
@@ -172,34 +158,25 @@ class Saving:
         checkpoint["ranks"] = {str(run.rank): own}  # the state of this rank alone
         return checkpoint, meta
 
-    def _can_save_in_background(self) -> bool:
-        if self._run.agreement.is_open:
-            return True
-        if not self._has_warned:
-            self._has_warned = True
-            _logger.warning(
-                "`async_save` has no effect, because the ranks have no store that they can share. Start them with "
-                "`lockstep launch` or torchrun"
-            )
-        return False
-
-    def _ask_to_stop(self) -> None:
-        self._run.agreement.ask("a checkpoint could not be written")
-
-    def _completed(self, save: _Save) -> None:
-        if save.resumable_iter is not None:
-            self.saved_iter = save.resumable_iter
-        _logger.debug("saved %s", save.directory)
+    @contextmanager
+    def _ending(self, save: Save) -> Iterator[None]:
+        """Do what follows a save, which is written inside. An error of it is the same on every rank."""
+        is_complete = False
+        try:
+            yield
+        except OSError as error:
+            if not save.may_fail:
+                raise
+            _logger.warning("%s. Training goes on without it, because of on_save_error='warn'", error)
+        else:
+            if self._pending is save:  # it has only begun
+                return
+            is_complete = True
+            if save.is_last and save.has_optimizer:
+                self.saved_iter = save.iteration
+            _logger.debug("saved %s", save.directory)
         if save.when_ended is not None:
-            save.when_ended(True)
-
-    def _failed(self, save: _Save, error: OSError) -> None:
-        """Raise the error of a save, which is the same on every rank, or warn of it."""
-        if not save.may_fail:
-            raise error
-        _logger.warning("%s. Training goes on without it, because of on_save_error='warn'", error)
-        if save.when_ended is not None:
-            save.when_ended(False)
+            save.when_ended(is_complete)
 
 
 def _root_of(run: Any, directory: Location) -> Location:

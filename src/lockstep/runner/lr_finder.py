@@ -76,13 +76,14 @@ def check_range(start: float, end: float, steps: int, divergence: float = DIVERG
     Raises:
         ConfigError: one of them is out of range.
     """
-    if not (_is_number(start) and start > 0):
-        raise ConfigError(f"`start` must be a rate above 0, but is {start!r}")
-    if not (_is_number(end) and end > start):
-        raise ConfigError(f"`end` must be a rate above `start`, which is {start!r}, but is {end!r}")
+    for name, value, bound, what in (
+        ("start", start, 0, "a rate above 0"),
+        ("end", end, start, f"a rate above `start`, which is {start!r}"),
+        ("divergence", divergence, 1, "a factor above 1"),
+    ):
+        if isinstance(value, bool) or not (isinstance(value, int | float) and bound < value < math.inf):
+            raise ConfigError(f"`{name}` must be {what}, but is {value!r}")
     require_count("steps", steps, least=_FEWEST_STEPS)
-    if not (_is_number(divergence) and divergence > 1):
-        raise ConfigError(f"`divergence` must be a factor above 1, but is {divergence!r}")
 
 
 def search_lr(run: TrainRun, start: float, end: float, steps: int, divergence: float) -> LRSearch:
@@ -112,7 +113,7 @@ def search_lr(run: TrainRun, start: float, end: float, steps: int, divergence: f
     groups = run.optim_wrapper.param_groups
     lrs: list[float] = []
     losses: list[float] = []
-    has_diverged = False
+    has_diverged, mean, lowest = False, 0.0, math.inf
     with restoring_run(run):
         rates = [start * (end / start) ** (step / (steps - 1)) for step in range(steps)]
         updates = rehearse(run)
@@ -135,7 +136,11 @@ def search_lr(run: TrainRun, start: float, end: float, steps: int, divergence: f
                 )
             lrs.append(lr)
             losses.append(loss)
-            if has_diverged := _diverges(losses, divergence):
+            mean = _DECAY * mean + (1 - _DECAY) * loss
+            present = mean / (1 - _DECAY ** len(losses))
+            lowest = min(lowest, present)
+            # Also where the loss is not finite, in which no comparison is true.
+            if has_diverged := not present - lowest <= (divergence - 1) * abs(lowest):
                 break
         updates.close()
     smoothed = smooth(losses, _WIDTH * (steps - 1))
@@ -179,17 +184,6 @@ def _steepest(lrs: Sequence[float], losses: Sequence[float], smoothed: Sequence[
     high = smoothed[lowest] + _PLATEAU * (top - smoothed[lowest])
     begin = max(step for step in range(lowest) if smoothed[step] >= high)  # dips of the noise lie before
     return lrs[min(range(max(1, begin), lowest), key=lambda step: smoothed[step + 1] - smoothed[step - 1])]
-
-
-def _diverges(losses: Sequence[float], divergence: float) -> bool:
-    if not math.isfinite(losses[-1]):
-        return True
-    mean, means = 0.0, []
-    for number, loss in enumerate(losses, start=1):
-        mean = _DECAY * mean + (1 - _DECAY) * loss
-        means.append(mean / (1 - _DECAY**number))
-    lowest = min(means)
-    return means[-1] - lowest > (divergence - 1) * abs(lowest)
 
 
 def _factors(run: TrainRun) -> list[float]:
@@ -237,10 +231,6 @@ def _record(run: TrainRun, found: LRSearch) -> None:
         len(found.lrs), found.lrs[0], found.lrs[-1],
         "the loss does not fall at any of them" if found.suggestion is None else f"{found.suggestion:.2g} is suggested",
     )  # fmt: skip
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class Update(NamedTuple):
@@ -305,10 +295,8 @@ def restoring_run(run: TrainRun) -> Iterator[None]:
     """
     strategy, wrapper, loader, core = run.strategy, run.optim_wrapper, run.train_dataloader, unwrap_model(run.model)
     model_state, optim_state = tree_map(_copied, strategy.model_state()), tree_map(_copied, strategy.optim_state())
-    scale, modes = (
-        tree_map(_copied, wrapper.extra_state()),
-        [(module, module.training) for module in run.model.modules()],
-    )
+    scale = tree_map(_copied, wrapper.extra_state())
+    modes = [(module, module.training) for module in run.model.modules()]
     generators = [(generator, generator.get_state()) for generator in _generators(loader)]
     random, position = random_state(), loader_state(loader)
     with buffers_kept(core):

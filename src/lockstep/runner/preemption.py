@@ -256,13 +256,7 @@ def stopping_at(signals: Sequence[str], agreement: Agreement) -> Iterator[None]:
         ConfigError: there is no such signal.
     """
     numbers = [_number(name) for name in signals]
-    if not numbers or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    if not agreement.is_open:
-        _logger.warning(
-            "%s end the ranks at once, without a checkpoint: they have no store that they can share", ", ".join(signals)
-        )
+    if not numbers or not agreement.is_open or threading.current_thread() is not threading.main_thread():
         yield
         return
     rank = get_dist_info()[0]

@@ -32,9 +32,9 @@ from lockstep.model import unwrap_model
 from lockstep.model.shards import reshard
 from lockstep.optim import OptimWrapper, ParamScheduler
 from lockstep.runner.arguments import RunnerArguments, named_loaders
-from lockstep.runner.checkpointing import Saving
+from lockstep.runner.checkpointing import Save, Saving
 from lockstep.runner.preemption import Agreement
-from lockstep.runner.uneven_inputs import EvenBatches, Prefetch
+from lockstep.runner.uneven_inputs import EvenBatches, prefetching
 from lockstep.strategy import Strategy
 from lockstep.visualization import Visualizers
 from lockstep.weights import Weights, load_weights, save_pretrained
@@ -244,7 +244,7 @@ class Run(Workspace):
     def prefetch(self) -> Callable[[Any], Any]:
         """Begins to copy a batch to the device if `prefetch_to_device` asks for it, else returns it as it is."""
         device = torch.device(get_device())
-        return Prefetch(device) if self.args.prefetch_to_device and device.type != "cpu" else lambda batch: batch
+        return prefetching(device) if self.args.prefetch_to_device and device.type != "cpu" else lambda batch: batch
 
     def close(self, *, failed: bool) -> None:
         """Close hooks, visualizers, records, and data loaders, whose workers end; which after an error might hang."""
@@ -360,10 +360,10 @@ class TrainRun(Run):
         epochs, iterations = self._complete(by_epoch=not getattr(self.train_loop, "is_ending_iter", False))
         epoch = epochs if epoch is None else epoch
         iteration = iterations if iteration is None else iteration
-        self.saving.save(
-            directory, epoch, iteration, is_last=is_last, save_optimizer=save_optimizer, meta=meta or {},
-            async_save=async_save, on_save_error=on_save_error, when_ended=when_ended,
-        )  # fmt: skip
+        save = Save(
+            directory, epoch, iteration, is_last, save_optimizer, meta or {}, on_save_error == "warn", when_ended
+        )
+        self.saving.save(save, async_save=async_save)
         return directory
 
     def _complete(self, *, by_epoch: bool) -> tuple[int, int]:

@@ -102,7 +102,7 @@ class Runner(_AttributesOfRun):
         stop_signals: signals that ask the training to stop, sent to any rank: all ranks complete the same iteration,
             save it, and end with exit code 75. An empty list leaves the signals as they are.
         prefetch_to_device: copy batches to an accelerator on a stream of their own, during the step before; see
-            `lockstep.runner.uneven_inputs.Prefetch`.
+            `lockstep.runner.uneven_inputs.prefetching`.
         channels_last: convert the weights of convolutions to `torch.channels_last`, and so what they compute; under
             `single` and `ddp`.
 

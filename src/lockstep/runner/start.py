@@ -126,8 +126,9 @@ def logging_to_folder(space: Workspace) -> Iterator[None]:
         warnings_once(shows_distributed=space.rank == 0),
         run_logging(space.console, space.run_dir / file, level=args.log_level, file_level=file_level, secrets=secrets),
     ):
-        ranks = describe_ranks(space.world_size, get_device())
-        _logger.info("%s, seed %d, folder %s", ranks, space.seed, space.run_dir)
+        ranks = f"{space.world_size} ranks" if space.world_size > 1 else "1 rank"
+        over = f" over {get_backend()}" if space.world_size > 1 else ""
+        _logger.info("%s on %s%s, seed %d, folder %s", ranks, get_device(), over, space.seed, space.run_dir)
         for key, meant in args.misspelt.items():
             _logger.warning("the config's key `%s` means nothing here: did you mean `%s`?", key, meant)
         yield
@@ -226,24 +227,28 @@ def told_of_others(space: Workspace) -> Iterator[None]:
     mark = space.run_dir / _RUNNING
     with mark.open("wb") as own:
         with suppress(OSError):  # there are no locks here
-            _lock(own, exclusive=False)
+            _lock(own, exclusive=True)
         for other in sorted(space.work_dir.glob(f"*/{_RUNNING}")):
-            try:
-                with suppress(FileNotFoundError), other.open("r+b") as file:
-                    if other != mark:
-                        _lock(file, exclusive=True)
-            except BlockingIOError:
+            if other != mark and _is_locked(other):
                 _logger.warning(
                     "another training goes on in this work_dir: that of %s. With resume=True, each goes on from the "
                     "checkpoint that either has saved last. Give one of them another work_dir, or end it",
                     other.parent,
                 )
-            except OSError:
-                continue
         try:
             yield
         finally:
             mark.unlink(missing_ok=True)
+
+
+def _is_locked(path: Path) -> bool:
+    """Return whether another process has locked a file; False where that can't be known."""
+    try:
+        with path.open("rb") as file:
+            _lock(file, exclusive=False)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
 
 
 def _lock(file: IO[bytes], *, exclusive: bool) -> None:
@@ -273,7 +278,11 @@ def stoppable(run: TrainRun) -> Iterator[None]:
         try:
             opened.enter_context(run.agreement.opened())
         except DistError as error:
-            run.logger.debug("the ranks can't agree on where to stop: %s", error)
+            _logger.warning(
+                "%s. `stop_signals` end them at once, without a checkpoint, and `async_save` has no effect. Start them "
+                "with `lockstep launch` or torchrun",
+                error,
+            )
         opened.enter_context(stopping_at(run.args.stop_signals, run.agreement))
         yield
 
@@ -298,16 +307,12 @@ def make_folder(folder: Path, *, anew: bool = False) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=not anew)
     except OSError as error:
-        if anew and isinstance(error, FileExistsError):
+        if anew and isinstance(error, FileExistsError) and folder.parent.is_dir():  # no symbolic link to nothing
             raise
-        raise _cannot_create(folder, error) from error
-
-
-def _cannot_create(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"`work_dir` must be a folder that can be created and written to, but {folder} cannot be created: {error}. "
-        "Choose another folder, for instance with --work-dir, or change its permissions"
-    )
+        raise ConfigError(
+            f"`work_dir` must be a folder that can be created and written to, but {folder} cannot be created: {error}. "
+            "Choose another folder, for instance with --work-dir, or change its permissions"
+        ) from error
 
 
 def _new_folder(parent: Path, name: str, others: Sequence[Location]) -> Path:
@@ -316,12 +321,8 @@ def _new_folder(parent: Path, name: str, others: Sequence[Location]) -> Path:
         folder = parent / (name if attempt == 0 else f"{name}_{attempt}")
         if any((other / folder.name).exists() for other in others):
             continue
-        try:
+        with suppress(FileExistsError):
             make_folder(folder, anew=True)
-        except FileExistsError as error:
-            if not parent.is_dir():  # a symbolic link to nothing
-                raise _cannot_create(parent, error) from error
-        else:
             return folder
     raise FileExistsError(f"{parent / name} and a thousand like it exist already")
 
@@ -332,7 +333,13 @@ def write_environment(run: Run) -> None:
     **Collective**: every rank; rank 0 writes.
     """
     ranks = gather_object(_describe_rank()) or []
-    run_on_main(lambda: _write_environment(run, ranks))
+
+    def write() -> None:
+        file = run.run_dir / "environment.json"
+        if not file.exists():
+            file.write_text(json.dumps(_describe_run(run, ranks), indent=1) + "\n", encoding="utf-8")
+
+    run_on_main(write)
 
 
 def begin_records(run: Run) -> None:
@@ -343,19 +350,13 @@ def begin_records(run: Run) -> None:
     Raises:
         Exception: a visualizer cannot be opened, for whatever reason; PeerError on the other ranks.
     """
-    run_on_main(lambda: _open_visualizer(run))
 
+    def begin() -> None:
+        run.visualizer.open(run.run_dir)
+        if isinstance(run.cfg, Mapping):
+            run.visualizer.add_config((run.cfg if isinstance(run.cfg, Config) else Config(run.cfg)).masked())
 
-def _write_environment(run: Run, ranks: list[dict[str, Any]]) -> None:
-    file = run.run_dir / "environment.json"
-    if not file.exists():
-        file.write_text(json.dumps(_describe_run(run, ranks), indent=1) + "\n", encoding="utf-8")
-
-
-def _open_visualizer(run: Run) -> None:
-    run.visualizer.open(run.run_dir)
-    if isinstance(run.cfg, Mapping):
-        run.visualizer.add_config((run.cfg if isinstance(run.cfg, Config) else Config(run.cfg)).masked())
+    run_on_main(begin)
 
 
 def describe_model(model: nn.Module, strategy: Strategy) -> str:
@@ -366,13 +367,6 @@ def describe_model(model: nn.Module, strategy: Strategy) -> str:
     count, trainable = sum(size for size, _ in sizes), sum(size for size, requires_grad in sizes if requires_grad)
     part = "" if trainable == count else f" ({trainable:,} trainable)"
     return f"{type(core).__name__}, {count:,} parameters{part}, {type(strategy).__name__}"
-
-
-def describe_ranks(world_size: int, device: str) -> str:
-    """Return one line on the processes."""
-    if world_size == 1:
-        return f"1 rank on {device}"
-    return f"{world_size} ranks on {device} over {get_backend()}"
 
 
 def note_failure(error: Exception, run: Run | Workspace) -> None:

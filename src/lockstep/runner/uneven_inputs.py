@@ -245,7 +245,11 @@ class EvenBatches:
             is_own = batch is not _NONE
             if is_own:
                 self._stand_in = batch
-            self._ensure_stand_in([size is not None for size in sizes])
+            held = [size is not None for size in sizes]
+            if not self._all_have_a_batch and not all(held):  # at the first one only
+                given = broadcast_object(self._stand_in if held[self._rank] else None, src=held.index(True))
+                self._stand_in = self._stand_in if held[self._rank] else given
+            self._all_have_a_batch = True
             known = [size or 0 for size in sizes]
             mean = sum(known) / self._world_size
             yield Batch(self._stand_in, known[self._rank], mean, is_own, batches.indices)
@@ -259,14 +263,6 @@ class EvenBatches:
         if compares:
             check_heads(self._loader, [head for _, head in gathered])
         return [size for size, _ in gathered]
-
-    def _ensure_stand_in(self, held: list[bool]) -> None:
-        """Make sure that every rank has a batch to repeat; needed at the first one only."""
-        if not self._all_have_a_batch and not all(held):
-            batch = broadcast_object(self._stand_in if held[self._rank] else None, src=held.index(True))
-            if not held[self._rank]:
-                self._stand_in = batch
-        self._all_have_a_batch = True
 
 
 @contextmanager
@@ -286,40 +282,39 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
             module._buffers.update(buffers)
 
 
-class Prefetch:
-    """Copies batches to an accelerator on a stream of their own.
+def prefetching(device: torch.device) -> Callable[[Any], Any]:
+    """Return a function that copies a batch to an accelerator, on a stream of its own.
 
     What the device has been given before goes on; what it is given afterwards waits for the copy. So the batch of a
     step arrives during the step before, as long as no step lets the host wait for the device. No batch is taken from
     the loader earlier than without this: its position, and the random numbers that it draws, stay those of the step.
+    What has a `.to` of its own is copied on the present stream.
 
     Args:
         device: the accelerator.
 
     **Cost**: memory for the batches of the steps that the host is ahead of the device.
     """
+    stream = torch.Stream(device)
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.Stream(device)
-
-    def __call__(self, batch: Any) -> Any:
-        """Return the batch on the device; what has a `.to` of its own is copied on the present stream."""
+    def prefetch(batch: Any) -> Any:
         copies: list[Tensor] = []
 
         def copied(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or not leaf.is_cpu:
                 return leaf
-            copies.append(leaf.to(self._device, non_blocking=True))
+            copies.append(leaf.to(device, non_blocking=True))
             return copies[-1]
 
-        with self._stream:
+        with stream:
             moved = tree_map(copied, batch)
         present = torch.accelerator.current_stream()
-        present.wait_stream(self._stream)
+        present.wait_stream(stream)
         for copy in copies:
             copy.record_stream(present)  # else the memory might be given to a later batch too early
-        return move_to_device(moved, self._device)
+        return move_to_device(moved, device)
+
+    return prefetch
 
 
 def _shard_of(loader: Any) -> int:
