@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.checkpoint.search import POINTER_FILE, candidates
 from lockstep.dist import barrier, get_rank
 from lockstep.errors import CheckpointError
 from lockstep.hooks import Hook
@@ -59,6 +61,13 @@ def test_an_older_one_is_taken_on_every_rank(tmp_path: Path, where: str) -> None
     resumed = trained(work_dir, 3, resume=True)
     assert resumed.run.resume_from == first.run_dir / "epoch_1"
     assert resumed.epoch == 3
+
+
+def test_in_a_copy_the_newest_is_that_which_says_so(tmp_path: Path) -> None:
+    first = trained(tmp_path, 2)
+    (tmp_path / POINTER_FILE).unlink()
+    os.utime(first.run_dir / "epoch_1" / "manifest.json", (2e9, 2e9))  # copied last
+    assert [one.name for one, fault in candidates(tmp_path)] == ["epoch_2", "epoch_1"]
 
 
 def test_where_no_other_is_whole_both_faults_are_said(tmp_path: Path) -> None:

@@ -74,9 +74,10 @@ def candidates(work_dir: Location, roots: Sequence[Location] = ()) -> Iterator[t
         tried.sort(key=written_at, reverse=True)
     for directory in tried:
         yield directory, fault_found_by(check, directory) if directory.is_dir() else str(removed(directory))
-    for directory in find_checkpoints([work_dir, *roots]):
-        if directory not in tried:
-            yield directory, fault_found_by(check, directory)
+    # By what they say themselves: a copy of a folder has other times of its files.
+    others = [directory for directory in find_checkpoints([work_dir, *roots]) if directory not in tried]
+    for directory in sorted(others, key=written_at, reverse=True):
+        yield directory, fault_found_by(check, directory)
 
 
 def find_last_checkpoint(work_dir: Location) -> Location | None:
