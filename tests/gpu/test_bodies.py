@@ -48,6 +48,7 @@ def test_on_a_mesh_losses_are_those_of_a_plain_loop_on_the_cpu(case: str, tmp_pa
     check_mesh(case, tmp_path)
 
 
+@pytest.mark.jobs  # where nothing is cached, a compiler of C++ runs for a minute or two
 def test_torchs_own_backend_translates_for_it(tmp_path: Path):
     check_translated("ddp", "reduce-overhead", 2, tmp_path)
 
