@@ -352,14 +352,14 @@ def test_what_does_not_fit_is_refused_on_every_rank_before_training(tmp_path: Pa
 
 def test_a_second_hook_of_the_type_of_a_default_one_is_told(caplog):
     misspelt = {"chekpoint": {"type": "CheckpointHook", "interval": 1}}
-    assert [hook["type"] for hook in default_hooks(misspelt, None)].count("CheckpointHook") == 2
+    assert [hook["type"] for hook in default_hooks(misspelt)].count("CheckpointHook") == 2
     assert "Name it `checkpoint`" in caplog.text
     caplog.clear()
-    default_hooks({**misspelt, "checkpoint": {"interval": 2}}, None)
+    default_hooks({**misspelt, "checkpoint": {"interval": 2}})
     assert "Name it `checkpoint`" in caplog.text
     caplog.clear()
-    default_hooks({"each_iteration": misspelt["chekpoint"], "checkpoint": {"interval": 2}}, None)  # on purpose
-    default_hooks({"own": {"type": "EMAHook"}}, None)
+    default_hooks({"each_iteration": misspelt["chekpoint"], "checkpoint": {"interval": 2}})  # on purpose
+    default_hooks({"own": {"type": "EMAHook"}})
     assert not caplog.records
 
 
