@@ -294,6 +294,7 @@ def test_ranks_may_have_seeds_of_their_own(tmp_path: Path):
     [
         ({"hooks": []}, TypeError, "a Runner has no argument `hooks`: it is `custom_hooks`"),
         ({"max_epochs": 3}, TypeError, "a Runner has no argument `max_epochs`: it is a key of `train_cfg`"),
+        ({"log_processor": {}}, TypeError, "a Runner has no argument `log_processor`: it is lockstep-mmengine's"),
         ({"devices": 2}, TypeError, "a Runner has no argument `devices`: it is given to the launcher: lockstep launch"),
         ({"train_loader": []}, TypeError, "a Runner has no argument `train_loader`: did you mean `train_dataloader`"),
         ({"model": "resnet"}, TypeError, r"`model` must be a torch.nn.Module.*'resnet'"),
