@@ -294,6 +294,7 @@ def test_ranks_may_have_seeds_of_their_own(tmp_path: Path):
     [
         ({"hooks": []}, TypeError, "a Runner has no argument `hooks`: it is `custom_hooks`"),
         ({"max_epochs": 3}, TypeError, "a Runner has no argument `max_epochs`: it is a key of `train_cfg`"),
+        ({"log_processor": {}}, TypeError, "a Runner has no argument `log_processor`: it is lockstep-mmengine's"),
         ({"devices": 2}, TypeError, "a Runner has no argument `devices`: it is given to the launcher: lockstep launch"),
         ({"train_loader": []}, TypeError, "a Runner has no argument `train_loader`: did you mean `train_dataloader`"),
         ({"model": "resnet"}, TypeError, r"`model` must be a torch.nn.Module.*'resnet'"),
@@ -352,14 +353,14 @@ def test_what_does_not_fit_is_refused_on_every_rank_before_training(tmp_path: Pa
 
 def test_a_second_hook_of_the_type_of_a_default_one_is_told(caplog):
     misspelt = {"chekpoint": {"type": "CheckpointHook", "interval": 1}}
-    assert [hook["type"] for hook in default_hooks(misspelt, None)].count("CheckpointHook") == 2
+    assert [hook["type"] for hook in default_hooks(misspelt)].count("CheckpointHook") == 2
     assert "Name it `checkpoint`" in caplog.text
     caplog.clear()
-    default_hooks({**misspelt, "checkpoint": {"interval": 2}}, None)
+    default_hooks({**misspelt, "checkpoint": {"interval": 2}})
     assert "Name it `checkpoint`" in caplog.text
     caplog.clear()
-    default_hooks({"each_iteration": misspelt["chekpoint"], "checkpoint": {"interval": 2}}, None)  # on purpose
-    default_hooks({"own": {"type": "EMAHook"}}, None)
+    default_hooks({"each_iteration": misspelt["chekpoint"], "checkpoint": {"interval": 2}})  # on purpose
+    default_hooks({"own": {"type": "EMAHook"}})
     assert not caplog.records
 
 

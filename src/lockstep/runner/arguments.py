@@ -239,6 +239,7 @@ _FOREIGN_NAMES = {
     ),
     "benchmark": "`cudnn_benchmark`, a key of `env_cfg`",
     "enable_progress_bar": "default_hooks=dict(progress=None)",
+    "log_processor": "lockstep-mmengine's; a LoggerHook's records hold the means of all values",
     "max_steps": "`max_iters`, a key of `train_cfg`",
     "num_sanity_val_steps": "runner.val() before runner.train()",
     "profiler": "a ProfilerHook in `custom_hooks`",

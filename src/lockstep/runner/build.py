@@ -291,20 +291,17 @@ def build_evaluator(given: Any, run: Run, mode: Literal["val", "test"] = "val") 
     return built
 
 
-def default_hooks(changes: Mapping[str, Any] | None, interval: int | None) -> list[Hook | Mapping[str, Any]]:
+def default_hooks(changes: Mapping[str, Any] | None) -> list[Hook | Mapping[str, Any]]:
     """Return the default hooks with the changes applied, as hooks and configs.
 
     Args:
         changes: by name: None to remove a hook, a hook, or the config of one; a config without `type` changes arguments
             of the default hook.
-        interval: iterations from one checkpoint to the next by default; None to count epochs.
 
     Raises:
         ConfigError: a name is not known, and is close to that of a default hook, or comes without a `type`.
     """
     items: dict[str, Any] = {**DEFAULT_HOOKS}
-    if interval is not None:
-        items["checkpoint"] = {**items["checkpoint"], "by_epoch": False, "interval": interval}
     changes = changes or {}
     for name, given in changes.items():
         if (says := default_hook_fault(name, given)) is not None:

@@ -49,7 +49,7 @@ def checkpoint_folders(args: RunnerArguments, hooks: Iterable[Any] = ()) -> list
     """
     work_dir = Path(args.work_dir)
     places: list[Location] = [work_dir]
-    for hook in [*default_hooks(args.default_hooks, None), *(args.custom_hooks or ()), *hooks]:
+    for hook in [*default_hooks(args.default_hooks), *(args.custom_hooks or ()), *hooks]:
         is_config = isinstance(hook, Mapping)
         kind = hook.get("type") if is_config else type(hook)
         if isinstance(kind, str):

@@ -483,8 +483,7 @@ class Runner(_AttributesOfRun):
         if run is self._run:
             return
         run.tell_hub()
-        interval = run.train_loop.val_interval if isinstance(run, TrainRun) and run.max_epochs is None else None
-        default = [(hook, None) for hook in build.default_hooks(self.args.default_hooks, interval)]
+        default = [(hook, None) for hook in build.default_hooks(self.args.default_hooks)]
         for hook, priority in [*default, *self._custom_hooks]:
             run.register_hook(hook, priority)
         self._run = run

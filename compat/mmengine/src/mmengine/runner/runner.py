@@ -25,7 +25,6 @@ from lockstep.registry import in_default_scope
 from lockstep.runner import build, start
 from lockstep.runner.arguments import DEFAULT_HOOKS, RunnerArguments
 from lockstep.runner.hook import HookList
-from lockstep.runner.loops import DEFAULT_INTERVAL
 from lockstep.runner.run import AnyTrainLoop, Run, TrainRun, Workspace
 from lockstep.strategy import Strategy, build_strategy
 from lockstep.weights import find_checkpoint, load_weights
@@ -313,7 +312,7 @@ class Runner(BuildsParts, lockstep.runner.Runner):
 
     def register_default_hooks(self, hooks: Mapping[str, Any] | None = None) -> None:
         """Add the default hooks with these changes."""
-        for hook in build.default_hooks(hooks, self._checkpoint_interval()):
+        for hook in build.default_hooks(hooks):
             self.register_hook(hook)
 
     def register_custom_hooks(self, hooks: list[Any]) -> None:
@@ -381,7 +380,7 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         strategy, model = self._before_wrapping()
         model = vars(self).pop("model", model)  # the caller's own
         if training:
-            if self._checkpoint_interval() is not None:
+            if self._counts_iterations():
                 # MMEngine opens the data of a loop by iterations before it initialises the weights, and torch's loader
                 # draws a number when it is opened.
                 torch.empty((), dtype=torch.int64).random_()
@@ -423,7 +422,7 @@ class Runner(BuildsParts, lockstep.runner.Runner):
             options = self.args.randomness or {}
             seed = space.seed + (get_rank() if options.get("diff_rank_seed") else 0)
             given = as_mmengine(given, seed, shard.rank)
-            if mode == "train" and self._checkpoint_interval() is not None:
+            if mode == "train" and self._counts_iterations():
                 given["generator"] = given["generator"] or torch.Generator()  # the number has been drawn
         return build.build_loader(mode, given, space, shard)
 
@@ -469,7 +468,7 @@ class Runner(BuildsParts, lockstep.runner.Runner):
 
     def _built_hooks(self) -> HookList:
         if self._early_hooks is None:
-            hooks = HookList(build.default_hooks(self.args.default_hooks, self._checkpoint_interval()))
+            hooks = HookList(build.default_hooks(self.args.default_hooks))
             for hook, priority in self._custom_hooks:
                 hooks.register(hook, priority)
             self._early_hooks = hooks
@@ -477,11 +476,10 @@ class Runner(BuildsParts, lockstep.runner.Runner):
             self.args = replace(self.args, default_hooks=dict.fromkeys(DEFAULT_HOOKS))
         return self._early_hooks
 
-    def _checkpoint_interval(self) -> int | None:
-        """Return the iterations from one checkpoint to the next by default, in a training that counts iterations."""
+    def _counts_iterations(self) -> bool:
+        """Return whether the training counts iterations, not epochs."""
         cfg = self.args.train_cfg if isinstance(self.args.train_cfg, Mapping) else {}
-        by_epoch = cfg.get("by_epoch", "max_iters" not in cfg)
-        return None if by_epoch else cfg.get("val_interval", DEFAULT_INTERVAL)
+        return not cfg.get("by_epoch", "max_iters" not in cfg)
 
     @contextmanager
     def _running(self, what: str, *, trains: bool = False) -> Iterator[Workspace]:
