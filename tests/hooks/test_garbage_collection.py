@@ -92,10 +92,11 @@ def test_the_collector_is_as_before_after_a_failure(tmp_path: Path, automatic):
 
 
 @ranks(1)
-def test_what_somebody_else_froze_stays_frozen(tmp_path: Path):
+def test_what_somebody_else_froze_stays_frozen_alone(tmp_path: Path):
     gc.freeze()
+    before = gc.get_freeze_count()
     make_runner(tmp_path, [GarbageCollectionHook()], **BRIEF).train()
-    assert gc.get_freeze_count() > 0
+    assert 0 < gc.get_freeze_count() <= before
 
 
 @pytest.mark.parametrize("options", [{"interval": 0}, {"generation": 3}])

@@ -9,13 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent, indent
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep import Runner
+from lockstep.evaluator import Accuracy
 
 BEGIN = """
 import torch
@@ -114,6 +117,36 @@ def test_workers_that_a_loader_keeps_end_with_the_run(tmp_path: Path):
     assert set(multiprocessing.active_children()) <= before
     assert runner.val()["loss"] > 0  # with new ones
     assert set(multiprocessing.active_children()) <= before
+
+
+class Repaired(TensorDataset):
+    """Has wrong labels, and a sample that can't be read, as long as a file is there."""
+
+    def __init__(self, broken: Path) -> None:
+        super().__init__(torch.eye(4), torch.arange(4))
+        self.broken = broken
+
+    def __getitem__(self, index: int) -> Any:
+        x, label = super().__getitem__(index)
+        if not self.broken.exists():
+            return x, label
+        if index == 3:
+            raise ValueError("sample 3 is broken")
+        return x, label + 1
+
+
+def test_a_validation_that_failed_leaves_no_results_and_a_loader_with_its_workers(tmp_path: Path):
+    (tmp_path / "broken").touch()
+    workers = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+    loader = DataLoader(Repaired(tmp_path / "broken"), **workers)
+    runner = Runner(
+        nn.Identity(), tmp_path, val_dataloader=loader, loss=nn.CrossEntropyLoss(), log_level="WARNING", visualizer=[],
+        val_evaluator=[Accuracy(), MulticlassAccuracy(num_classes=4, average="micro")],
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="sample 3 is broken"):
+        runner.val()
+    (tmp_path / "broken").unlink()
+    assert {**runner.val(), "loss": 0} == {"accuracy": 100.0, "MulticlassAccuracy": 1.0, "loss": 0}
 
 
 class Ignored:

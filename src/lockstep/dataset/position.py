@@ -273,9 +273,12 @@ class CountedBatches:
         return batch
 
     def shut_down(self) -> None:
-        """End the loader's workers, if it has some."""
+        """End the loader's workers after an error, if it has some, and does not keep them for the next pass.
+
+        Else they live as long as the error is held, and then take torch five seconds each to end.
+        """
         end = getattr(self._batches, "_shutdown_workers", None)  # they end in no public way (2.13)
-        if end is not None:
+        if end is not None and not getattr(self._loader, "persistent_workers", False):
             end()
 
 

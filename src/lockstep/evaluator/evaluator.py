@@ -134,6 +134,13 @@ class Evaluator:
         for metric in self.metrics:
             metric.dataset_meta = meta
 
+    def reset(self) -> None:
+        """Forget the results of a pass that has failed; a pass that is complete leaves none."""
+        for metric in self.metrics:
+            metric.results = []
+            if isinstance(metric, TorchmetricsMetric):
+                metric.metric.reset()
+
     def begin_batch(self, samples: int, indices: Sequence[int] | None = None) -> None:
         """Say how many samples the next batch has, and which, to metrics that can't tell from the batch itself."""
         for metric in self.metrics:

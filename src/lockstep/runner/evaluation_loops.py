@@ -137,6 +137,7 @@ class EvalLoop:
         for one in self.sets:
             if len(self.sets) > 1:  # an evaluator may be that of another set, too
                 one.evaluator.set_dataset_meta(getattr(one.dataset, "metainfo", None))
+            one.evaluator.reset()
             autocast = nullcontext() if self._dtype is None else torch.autocast(get_device(), dtype=self._dtype)
             kept = random_state_kept() if self.keeps_random_state else nullcontext()
             with kept, autocast, runner.agreement.evaluation():
@@ -212,7 +213,7 @@ class PredictLoop(TestLoop):
 
 
 def _own_batches(batches: CountedBatches) -> Iterator[Batch]:
-    """Yield this rank's batches; if reading fails, end the workers first, which the error would keep alive."""
+    """Yield this rank's batches; if reading fails, end the workers first; see `CountedBatches.shut_down`."""
     try:
         for batch in batches:
             size = batch_size_of(batch) if batches.samples is None else batches.samples

@@ -138,9 +138,7 @@ class EvenBatches:
                 samples = self._size_of(batch, batches) if amount is None else amount.size_of(index)
                 yield Batch(batch, samples, samples, True, batches.indices)
         except Exception:
-            if not getattr(self._loader, "persistent_workers", False):
-                # Else its workers live as long as the error is held, and then take torch five seconds each to end.
-                batches.shut_down()
+            batches.shut_down()
             raise
 
     def position(self, epoch: int, batches: int = 0, begin: Position = BEGINNING) -> dict[str, Any]:
