@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
@@ -116,6 +116,36 @@ def test_an_immutable_mapping_is_made_anew() -> None:
     result = tree_map(plus_one, Immutable({"a": [1]}))
     assert type(result) is Immutable
     assert dict(result) == {"a": [2]}
+
+
+class Inner(MutableMapping[str, Any]):
+    """Keeps its items in a dict of its own, which a shallow copy shares."""
+
+    def __init__(self, items: Any = ()) -> None:
+        self.items_of = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.items_of[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.items_of[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.items_of[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_of)
+
+    def __len__(self) -> int:
+        return len(self.items_of)
+
+
+def test_a_mapping_whose_copies_share_its_items_is_not_changed() -> None:
+    given = Inner({"a": 1, "b": [2]})
+    result = tree_map(plus_one, given)
+    assert type(result) is Inner
+    assert dict(result) == {"a": 2, "b": [3]}
+    assert dict(given) == {"a": 1, "b": [2]}
 
 
 def test_a_defaultdict_keeps_its_factory() -> None:

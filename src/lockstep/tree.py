@@ -123,7 +123,10 @@ def _rebuild_mapping(tree: Any, children: dict[Any, Any]) -> Any:
     if not isinstance(tree, MutableMapping):
         return type(tree)(children)  # immutable ones are made from their items
     # A shallow copy keeps what a subclass carries besides its items (a default factory, attributes).
-    twin = copy(tree)
+    twin, held = copy(tree), dict(tree)
     for key, child in children.items():
         twin[key] = child
+        if child is not held[key] and tree[key] is child:  # the copy shares its items with the original
+            tree[key] = held[key]
+            return type(tree)(children)  # type: ignore[call-arg]
     return twin

@@ -109,6 +109,8 @@ def test_accuracy_finds_scores_and_labels(batch, samples):
         (None, TypeError, "scores of a batch and its labels.*predicted NoneType"),
         ((SCORES, LABELS[:2]), ValueError, r"\(3, 2\) and \(2,\)"),
         ([SCORES[0], SCORES[1]], TypeError, "predicted list"),  # for a batch of two
+        ((SCORES[:, 0], LABELS), ValueError, r"float32 of shape \(3,\)\. One score .* by \(score > 0\)\.long\(\)"),
+        ((SCORES[:, :1], LABELS), ValueError, r"float32 of shape \(3, 1\)"),
     ],
 )
 def test_accuracy_refuses_what_it_cannot_read(samples, error, says):

@@ -27,12 +27,13 @@ pytestmark = pytest.mark.jobs
     most=st.none() | st.integers(1, 500),
     start=st.integers(1, 500),
     bisect=st.booleans(),
+    drops=st.booleans(),
 )
-def test_the_size_that_is_found_is_the_largest_that_was_seen_to_fit(memory, samples, most, start, bisect):
+def test_the_size_that_is_found_is_the_largest_that_was_seen_to_fit(memory, samples, most, start, bisect, drops):
     def try_size(size: int) -> Trial:
-        if min(size, samples) > memory:
+        if min(size, samples) > memory and not (drops and size > samples):
             return Trial(size, "out of memory")
-        return Trial(size, "fits") if size <= samples else Trial(samples, "too few samples")
+        return Trial(size, "fits") if size <= samples else Trial(0 if drops else samples, "too few samples")
 
     found = search_sizes(try_size, start, most, bisect=bisect)
     size = found.batch_size
@@ -40,6 +41,9 @@ def test_the_size_that_is_found_is_the_largest_that_was_seen_to_fit(memory, samp
     assert size == max(trial.batch_size for trial in found.trials if trial.outcome == "fits")
     assert size <= min(memory, limit)
     assert len(found.trials) < 24
+    if drops:  # `drop_last`: too large a size has no batch at all
+        assert found.ended_by != "samples" or memory >= size
+        return
     if memory >= limit:
         assert size == limit or samples < start
         assert size * 2 > limit or bisect
@@ -59,6 +63,18 @@ def test_the_sizes_in_their_order():
     assert [trial.batch_size for trial in tried] == [100, 50, 25, 12]
     found = search_sizes(try_size, 4, 12, bisect=False)
     assert ([trial.batch_size for trial in found.trials], found.ended_by) == ([4, 8, 12], "limit")
+
+
+def test_a_size_without_a_batch_is_not_taken_for_one_that_does_not_fit():
+    def try_size(size: int) -> Trial:
+        return Trial(size, "fits") if size <= 40 else Trial(0, "too few samples")
+
+    for start in (64, 4):
+        found = search_sizes(try_size, start, None, bisect=True)
+        assert 38 <= found.batch_size <= 40
+        assert found.ended_by == "samples"
+    with pytest.raises(ConfigError, match="has none even of a size of 1"):
+        search_sizes(lambda size: Trial(0, "too few samples"), 4, None, bisect=True)
 
 
 def test_where_nothing_fits():

@@ -224,6 +224,7 @@ class Stateful:
 
     def __init__(self) -> None:
         self.next = 0
+        self.rank = get_rank()  # all ranks are to train on the same
 
     def __len__(self) -> int:
         return 4

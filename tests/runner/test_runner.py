@@ -299,7 +299,7 @@ def test_ranks_may_have_seeds_of_their_own(tmp_path: Path):
         ({"train_loader": []}, TypeError, "a Runner has no argument `train_loader`: did you mean `train_dataloader`"),
         ({"model": "resnet"}, TypeError, r"`model` must be a torch.nn.Module.*'resnet'"),
         ({"work_dir": None}, TypeError, "`work_dir` must be a path"),
-        ({"resume": "checkpoint"}, TypeError, "checkpoint goes to `load_from`"),
+        ({"resume": "checkpoint"}, TypeError, "from the last checkpoint, or from `load_from`"),
         ({"custom_hooks": Hook()}, TypeError, "`custom_hooks` must be a list"),
         ({"randomness": 3}, TypeError, "`randomness` must be a dict or None"),
         ({"val_dataloader": {"a": {"dataset": data()}}, "val_evaluator": {"b": Accuracy()}}, TypeError, "key 'b'"),

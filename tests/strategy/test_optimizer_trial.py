@@ -88,6 +88,13 @@ class ByIndex(SGD):
                 torch.linalg.eigh(parameter.data.view(-1)[:4].view(2, 2))
 
 
+class FailsOnOneRank(SGD):
+    def step(self) -> None:
+        super().step()
+        if get_rank() == 1 and any(isinstance(p, DTensor) for group in self.param_groups for p in group["params"]):
+            raise ValueError("a shard that is too short")
+
+
 def root(total: float) -> float:
     return total**0.5 + 1e-3
 
@@ -153,6 +160,13 @@ def test_an_optimizer_that_reads_a_part_for_the_whole_is_refused(is_inside: bool
     optimizer = Own(net.parameters(), scale)
     with pytest.raises(ConfigError, match=r"must update shards as it updates .* (Own|Wrapping) does not: .* by \d+%"):
         FSDPStrategy().prepare(net, Wrapping(optimizer) if is_inside else optimizer)
+
+
+@ranks(2)
+def test_an_optimizer_that_fails_on_one_ranks_shards_is_refused_on_all():
+    net = Net()
+    with pytest.raises(ConfigError, match="FailsOnOneRank can't: its first steps raise ValueError: a shard that is"):
+        FSDPStrategy().prepare(net, FailsOnOneRank(net.parameters(), lr=0.1))
 
 
 @ranks(1, 2)

@@ -43,7 +43,7 @@ class Accuracy(BaseMetric):
         super().__init__(**kwargs)
         ks = topk if isinstance(topk, Sequence) else (topk,)
         self._names = {k: "accuracy" if isinstance(topk, int) else f"accuracy/top{k}" for k in ks}
-        if not self._names or not all(isinstance(k, int) and k >= 1 for k in self._names):
+        if not self._names or not all(type(k) is int and k >= 1 for k in self._names):
             raise ValueError(f"`topk` must be an int of at least 1, or several of them, but is {topk!r}")
         self.units = dict.fromkeys(self._names.values(), "%")
 
@@ -63,8 +63,14 @@ class Accuracy(BaseMetric):
                 "scores must have shape [batch, classes] and labels [batch], "
                 f"but have {tuple(scores.shape)} and {tuple(labels.shape)}"
             )
-        labels = labels.to(scores.device)
+        # A blocking copy would wait for all that the device has been given.
+        labels = labels.to(scores.device, non_blocking=not scores.is_cpu)
         most = max(self._names)
+        if scores.shape[1:] == (1,) or (scores.dim() == 1 and scores.is_floating_point()):
+            raise ValueError(
+                f"scores must have shape [batch, classes], or be classes [batch], but are {scores.dtype} of shape "
+                f"{tuple(scores.shape)}. One score for each sample becomes a class by (score > 0).long()"
+            )
         if scores.dim() == 1:
             if most > 1:
                 raise ValueError(f"scores must have shape [batch, classes] for the top {most}, but are classes")

@@ -179,22 +179,27 @@ def search_sizes(
                 if size == low and ended_by != "samples":  # `most` may come from the number of samples
                     ended_by = "limit"
             case "out of memory":
-                high = size
+                high, ended_by = size, "memory"
+            case "too few samples" if trials[-1].batch_size == 0:  # not even one batch, as with `drop_last`
+                high, ended_by = size, "samples"
             case "too few samples":
                 most, ended_by = max(low, trials[-1].batch_size), "samples"
                 size = most
     while high is not None and (low == 0 or bisect) and high - low > max(1, low // 16):
         size = (low + high) // 2
-        if outcome_of(size) == "fits":
-            low = size
-        else:
-            high = size
+        match outcome_of(size):
+            case "fits":
+                low = size
+            case outcome:
+                high, ended_by = size, "memory" if outcome == "out of memory" else "samples"
+    if low == 0 and ended_by == "samples":
+        raise ConfigError("`train_dataloader` must have a batch for each rank, but has none even of a size of 1")
     if low == 0:
         raise ConfigError(
             f"`train_dataloader.batch_size` must be at least 1, but not even 1 fits: {trials[-1].message}\nUse "
             "accumulative_counts, activation checkpointing, bfloat16, strategy fsdp or a smaller model"
         )
-    return BatchSizeSearch(low, "memory" if high is not None else ended_by, trials, nproc)
+    return BatchSizeSearch(low, ended_by, trials, nproc)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,9 @@ def part_ranks(randomness: Mapping[str, Any] | None, seed: int, shard: int) -> N
 
 
 def set_random_seed(seed: int | None = None, deterministic: bool = False, diff_rank_seed: bool = False) -> int:
-    """Seed the random generators as a Runner does, in a script without one; see `set_randomness`.
+    """Seed the random generators in a script without a Runner: alike on all ranks, unless `diff_rank_seed`.
+
+    See `set_randomness`; a Runner, by default, lets ranks that see other samples draw other numbers.
 
     Example:
         >>> set_random_seed(3)

@@ -105,7 +105,7 @@ def reduction(op: OpName, dtype: torch.dtype) -> Reduction:
         raise TypeError(f"`op` must not be {op!r} for {dtype}: only integers and bool have bits")
     if dtype in _FLOATS:
         if op == "mean" and dtype.itemsize == 2:
-            # A sum of half numbers overflows where their mean does not.
+            # The sum of half numbers may overflow where their mean does not (float16), and each addition rounds it.
             return Reduction("mean", torch.Tensor.float, lambda x, n: x.to(dtype))
         return Reduction(op)
     if dtype.is_complex:
