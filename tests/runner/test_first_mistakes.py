@@ -209,14 +209,17 @@ def test_values_are_recorded_also_from_a_dict(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     model, _, batches = session.prepare(model, optimizer, loader(), schedule)
-    for _ in session.epochs(1):
+    for _ in session.epochs(2):
         for x, y in batches:
             session.step(nn.functional.mse_loss(model(x), y))
             session.log({"norm": 2.0}, other=3.0)
             with pytest.raises(TypeError, match="Leave out `step`"):
                 session.log({"norm": 2.0}, step=3)
-    record = json.loads((session.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
-    assert (record["norm"], record["other"]) == (2.0, 3.0)
+        schedule.step()
+    records = [json.loads(line) for line in (session.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert {(record["norm"], record["other"]) for record in records} == {(2.0, 3.0)}
+    rates = [record["lr"] for record in records if record["mode"] == "epoch"]
+    assert rates == pytest.approx([0.1, 0.01])  # with which they were trained
 
 
 @ranks(1, 2)

@@ -153,6 +153,7 @@ class LoggerHook(Hook):
             raise ConfigError(f"`slow_factor` must be above 1 or None, but is {self.slow_factor}")
         # Samples of each iteration since the last record, and the names of the values that the model returned.
         self._samples: list[int] = []
+        self._rates: dict[str, float] = {}  # of the last iteration of an epoch
         self._output_names: set[str] = set()
         self._unwritten: deque[_Unwritten] = deque()
         self._gathering: _Gathering | None = None  # of the last record
@@ -200,6 +201,8 @@ class LoggerHook(Hook):
         self._samples.append(loop.samples)
         if self._work is not None:
             self._work.note(done, hub)
+        if done == loop.epoch_end:  # a loop by hand may step its schedules before the epoch ends
+            self._rates = _first_learning_rates(runner)
         if done % self.interval == 0:
             self._make_record(runner, done)
         for timer in self._timers:
@@ -213,9 +216,10 @@ class LoggerHook(Hook):
             self._write_all()
         self._samples = []
         if runner.rank == 0 and self._epoch.parts:
-            means = {**self._epoch.means(), **_first_learning_rates(runner)}
+            means = {**self._epoch.means(), **(self._rates or _first_learning_rates(runner))}
             runner.message_hub.update_info("epoch_means", means)
             runner.records.write({"mode": "epoch", "epoch": runner.epoch + 1, "iter": runner.iter, **means})
+        self._rates = {}
 
     def before_val_epoch(self, runner: Run) -> None:
         """Write pending records, which come before those of the validation."""
@@ -260,7 +264,7 @@ class LoggerHook(Hook):
             parts = self._parts_of_rank(last, samples, reading(), share)
             return {"parts": parts, "peak_flops": peak_flops, "memory_mib": (peak_memory() or 0) / 2**20}
 
-        rates = _first_learning_rates(runner)
+        rates = self._rates or _first_learning_rates(runner)
         record = _Unwritten(
             runner, runner.epoch + 1, iteration, len(samples), rates, moment, lambda: [numbers_of_rank()]
         )
