@@ -50,7 +50,7 @@ def node(rdzv):
     made = []
 
     def node(rank, nnodes=2, seconds=10.0, least=None, say=lambda text: None):
-        rendezvous = NodesRendezvous(JobSpec(1, nnodes, rank, rdzv, None, least), seconds, say)
+        rendezvous = NodesRendezvous(JobSpec(1, nnodes, rank, rdzv, None, least, seconds), say)
         made.append(rendezvous)
         return rendezvous
 
@@ -277,7 +277,7 @@ def test_the_first_node_does_not_wait_for_one_that_is_lost_at_the_end(node, leas
     waits.start()
     waits.join(2)
     assert waits.is_alive()  # it waits for a node that works for longer
-    assert said[0].startswith("waiting for node 1 to end (--rdzv 127.0.0.1:")
+    assert said[0].startswith("waiting for node 1 to end (")
     second.shutdown()  # as if it were lost
     waits.join(30)
     assert not waits.is_alive()

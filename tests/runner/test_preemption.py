@@ -313,11 +313,15 @@ def test_a_session_stops_and_goes_on(tmp_path, ranks, when):
         check_stop_and_resume(tmp_path, ranks, job, SESSION)
 
 
+@pytest.mark.parametrize("is_passed_on", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_ctrl_c_saves_and_stops_and_the_last_line_says_how_to_go_on(tmp_path, ranks):
+def test_ctrl_c_saves_and_stops_and_the_last_line_says_how_to_go_on(tmp_path, ranks, is_passed_on):
     with Job(tmp_path, ranks, SESSION, SLOW="0.05") as job:
         job.until("train", 5)
         os.killpg(job.process.pid, signal.SIGINT)  # as a terminal sends it
+        if is_passed_on:  # as `timeout --foreground` does, which the terminal signals, too
+            time.sleep(0.005)
+            job.process.send_signal(signal.SIGINT)
         job.end()
         last = (job.errors.read_text() if ranks > 1 else job.shown).splitlines()[-1]
         check_stop_and_resume(tmp_path, ranks, job, SESSION)
@@ -326,8 +330,9 @@ def test_ctrl_c_saves_and_stops_and_the_last_line_says_how_to_go_on(tmp_path, ra
 
 @pytest.mark.parametrize(("ranks", "code"), [(1, -signal.SIGINT), (2, 130)])
 def test_a_second_ctrl_c_ends_at_once(tmp_path, ranks, code):
-    with Job(tmp_path, ranks, SESSION, SLOW="2") as job:
+    with Job(tmp_path, ranks, SESSION, SLOW="5") as job:
         job.until("train", 1)
+        time.sleep(1.0)  # it is in the second iteration now, which takes long
         for _ in range(2):
             os.killpg(job.process.pid, signal.SIGINT)
             time.sleep(0.5)

@@ -36,6 +36,10 @@ Folder = Annotated[
 
 
 _WIDTH = 160  # columns of output that does not go to a terminal
+_WIDE = 120  # columns of a terminal from which on all is shown
+_COLUMNS = ("checkpoint", "written", "strategy", "whole", "epoch", "iter", "ranks", "model", "optimizer", "all")
+_NEEDED = ("checkpoint", "whole", "epoch", "iter", "ranks", "all")
+_TEXTS = ("checkpoint", "written", "strategy", "whole")
 
 
 class _ListByDefault(TyperGroup):
@@ -82,10 +86,10 @@ def list_checkpoints(
     found = _find_or_refuse(root)
     last, faults = _read_last(root)
     table = Table(title=_cell(f"{counted(len(found), 'checkpoint')} in {directory}"), title_justify="left", box=SIMPLE)
-    for name in ("checkpoint", "written", "strategy", "whole"):
-        table.add_column(name, overflow="fold")
-    for name in ("epoch", "iter", "ranks", "model", "optimizer", "all"):
-        table.add_column(name, justify="right")
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    shown = [name for name in _COLUMNS if console.width >= _WIDE or name in _NEEDED]
+    for name in shown:
+        table.add_column(name, justify="left" if name in _TEXTS else "right", no_wrap=name == "checkpoint")
     for one, time in found.items():
         fault = fault_found_by(verify if verify_all else check, one)
         if fault is not None:
@@ -94,8 +98,8 @@ def list_checkpoints(
         whole = "no" if fault else "yes" if verify_all else "not verified"
         strategy, *numbers = _columns_of(one, readable_manifest(one))
         written = f"{datetime.fromtimestamp(time):%Y-%m-%d %H:%M}"
-        table.add_row(*map(_cell, [name, written, strategy, whole, *numbers]))
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+        row = dict(zip(_COLUMNS, [name, written, strategy, whole, *numbers], strict=True))
+        table.add_row(*[_cell(row[column]) for column in shown])
     console.print(table)
     for draft in drafts_in(root):
         state = "is being written" if is_owned(draft) else "was left by an interrupted save; `prune` removes it"

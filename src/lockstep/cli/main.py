@@ -25,6 +25,7 @@ from lockstep.cli.options import (
     MaxRestarts,
     Numa,
     RankOptions,
+    RdzvTimeout,
     ScriptCommand,
     command,
     print_error,
@@ -82,6 +83,7 @@ class Launch(RankOptions):
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")] = False
     max_restarts: MaxRestarts = 0
     grace_seconds: GraceSeconds = 60
+    rdzv_timeout: RdzvTimeout = 900.0
     numa: Numa = None
     log_dir: Annotated[
         Path | None, typer.Option(help="Write what ranks other than 0 print to rank_N.log in this folder.")

@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -90,6 +90,7 @@ Numa = Annotated[
         help="Bind each rank to CPUs near its GPU, as torchrun does.",
     ),
 ]
+RdzvTimeout = Annotated[float, rank_option(min=1, metavar="SECONDS", help="How long to wait for the other machines.")]
 MaxRestarts = Annotated[int, rank_option(min=0, metavar="N", help="How often all ranks start again after one failed.")]
 
 
@@ -127,7 +128,8 @@ class RankOptions:
                     f"start again. Give both, or one number of {what}"
                 )
         try:
-            return JobSpec(self.nproc or 1, self.nnodes, self.node_rank, self.rdzv, least, least_nodes)
+            job = JobSpec(self.nproc or 1, self.nnodes, self.node_rank, self.rdzv, least, least_nodes)
+            return replace(job, rdzv_timeout_seconds=getattr(self, "rdzv_timeout", job.rdzv_timeout_seconds))
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
 

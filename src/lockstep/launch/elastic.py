@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # of torch's agent; its de
 _SECONDS_FOR_CAUSE = 3.0  # for another node to say that it failed first
 _SECONDS_TO_END = 3.0  # after SIGTERM, when another rank has failed
 _SECONDS_TO_CLEAN_UP = 10.0  # after an error that the rank has reported
+_SECONDS_OF_A_PRESS = 0.3
 _SECONDS_TO_DIE = 30  # after SIGKILL: a process that waits for a device ends when the device answers
 
 
@@ -50,7 +52,6 @@ def run_ranks(
     max_restarts: int,
     logs: str | None,
     payload: str | None,
-    rdzv_timeout_seconds: float,
     grace_seconds: int,
     trains: bool,
     numa: str | None,
@@ -61,7 +62,7 @@ def run_ranks(
             "`--numa` must have a CUDA GPU for each rank of this machine, to bind it near that, but there are "
             f"{torch.cuda.device_count()} GPUs for {counted(job.nproc, 'rank')}. Leave out --numa"
         )
-    rendezvous = NodesRendezvous(job, rdzv_timeout_seconds, say)
+    rendezvous = NodesRendezvous(job, say)
     spec = WorkerSpec(
         role="rank",
         local_world_size=job.nproc,
@@ -186,11 +187,27 @@ class _Agent(LocalElasticAgent):
         self._failed_since = self._preempted_since = None
         self._memory_kills = OomKills()
         pids: dict[int, int] = super()._start_workers(worker_group)
+        self._let_a_press_be_one()
         files = self._setup.error_files
         ranks = [(worker.global_rank, worker.local_rank) for worker in worker_group.workers]
         records = [RankRecord(rank, pids[local], error_file=files[local]) for rank, local in ranks]
         self._processes = RankProcesses(records)
         return pids
+
+    def _let_a_press_be_one(self) -> None:
+        """Pass over a SIGINT that comes with another: of one Ctrl-C, a program around this one sends a second."""
+        handle = signal.getsignal(signal.SIGINT)  # torch's, set anew with each attempt
+        if not callable(handle) or threading.current_thread() is not threading.main_thread():
+            return
+        pressed = float("-inf")
+
+        def once(number: int, frame: FrameType | None) -> None:
+            nonlocal pressed
+            if (now := time.monotonic()) > pressed + _SECONDS_OF_A_PRESS:
+                pressed = now
+                handle(number, frame)
+
+        signal.signal(signal.SIGINT, once)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._setup.failing.touch()  # a rank that would save first must not: others are gone

@@ -34,6 +34,7 @@ class JobSpec:
             their number.
         least_nnodes: nodes that are lost are left out, and taken in again when they come back, as long as so many are
             there, node 0 among them. None needs all.
+        rdzv_timeout_seconds: how long to wait for all nodes.
 
     Raises:
         ValueError: a number is out of range, or `rdzv` is missing, not valid, or given with one node.
@@ -45,6 +46,7 @@ class JobSpec:
     rdzv: str | None = None
     least_nproc: int | None = None
     least_nnodes: int | None = None
+    rdzv_timeout_seconds: float = 900.0
 
     def __post_init__(self) -> None:
         for name, count in (("--nproc", self.nproc), ("--nnodes", self.nnodes)):

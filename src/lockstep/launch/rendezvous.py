@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import socket
 import threading
 import time
@@ -64,15 +65,13 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
 
     Args:
         job: the nodes of the job.
-        timeout_seconds: how long to wait for all nodes.
         say: a function that prints messages, such as which nodes are missing.
     """
 
-    def __init__(self, job: JobSpec, timeout_seconds: float, say: Callable[[str], None]) -> None:
+    def __init__(self, job: JobSpec, say: Callable[[str], None]) -> None:
         self._job = job
         self._host, self._port = job.endpoint()
         self._run_id = uuid.uuid4().hex if job.nnodes == 1 else f"lockstep-{self._host}-{self._port}"
-        self._timeout_seconds = timeout_seconds
         self._say = say
         self._token = uuid.uuid4().hex  # tells this launcher from one that is started again on the same node
         self._store: TCPStore | None = None
@@ -89,7 +88,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         self.attempt += 1
         if self._closed is not None:
             raise NodeFailedError(*self._closed)
-        deadline = time.monotonic() + self._timeout_seconds
+        deadline = time.monotonic() + self._job.rdzv_timeout_seconds
         try:
             if self._store is None:
                 self._store = self._open(deadline)
@@ -159,7 +158,10 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
                 why = (error.strerror or str(error)).partition(" (while")[0]
                 remedy = "Choose an address of this machine and a free port, the same on all nodes"
                 if error.errno == errno.EADDRINUSE:
-                    remedy = "Another job or program has that port: choose another, the same on all nodes"
+                    remedy = (
+                        "Another job or program has that port: choose another, the same on all nodes. Or it is node 0 "
+                        "of this job: then give this node its own --node-rank"
+                    )
                 elif self._job.rdzv is None:
                     remedy = "Bring up the loopback interface (ip link set lo up)"
                 raise rendezvous.RendezvousConnectionError(
@@ -334,7 +336,9 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
                 )
             if now > begun + due:
                 due *= 2
-                self._say(f"waiting for {what}" + (f" (--rdzv {self._job.rdzv})" if self._job.rdzv else ""))
+                limit = "" if math.isinf(deadline) else f" of {deadline - begun:.0f} s"
+                where = f", --rdzv {self._job.rdzv}" if self._job.rdzv else ""
+                self._say(f"waiting for {what} ({now - begun:.0f} s{limit}{where})")
             time.sleep(_POLL_SECONDS)
 
     @property

@@ -22,7 +22,6 @@ def launch(
     max_restarts: int = 0,
     log_dir: str | os.PathLike[str] | None = None,
     payload: str | None = None,
-    rdzv_timeout_seconds: float = 900.0,
     grace_seconds: int = 60,
     trains: bool = False,
     numa: str | None = None,
@@ -43,7 +42,6 @@ def launch(
             print to the terminal.
         payload: a string for the ranks of a command; they read it from the file that the variable LOCKSTEP_PAYLOAD
             names.
-        rdzv_timeout_seconds: how long to wait for all nodes.
         grace_seconds: how long ranks may take to end after a signal, before they are killed.
         trains: the ranks run a training by a Runner. A signal before its first iteration is complete then ends the job
             with exit code 75, as it does where the training was saved.
@@ -105,7 +103,6 @@ def launch(
         max_restarts=max_restarts,
         logs=logs,
         payload=payload,
-        rdzv_timeout_seconds=rdzv_timeout_seconds,
         grace_seconds=grace_seconds,
         trains=trains,
         numa=numa,

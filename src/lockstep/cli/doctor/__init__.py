@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -90,14 +90,14 @@ class Doctor(RankOptions):
 
     def _start_ranks(self, own: Sequence[Finding]) -> None:
         """Start ranks that look together, and print what they have found on node 0."""
-        spec = self.job_spec()
+        spec = replace(self.job_spec(), rdzv_timeout_seconds=self.timeout)
         with TemporaryDirectory(prefix="lockstep-") as folder:
             file = Path(folder, "found.json")
             payload = json.dumps(
                 {"job": "Doctor", "file": str(file), "timeout": self.timeout, "gloo": os.environ.get(_GLOO)}
             )
             try:
-                launch(["-m", "lockstep.cli.rank"], spec, payload=payload, rdzv_timeout_seconds=self.timeout)
+                launch(["-m", "lockstep.cli.rank"], spec, payload=payload)
             except LaunchError as error:
                 if self.json_:
                     print(as_json([*own, Finding("meeting", str(error), "fault")], spec.nproc * spec.nnodes))

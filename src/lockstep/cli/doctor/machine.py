@@ -360,7 +360,7 @@ def loopback(env: Mapping[str, str]) -> Finding:
 
     from lockstep.launch.rendezvous import NodesRendezvous
 
-    rendezvous = NodesRendezvous(JobSpec(), timeout_seconds=5.0, say=print)
+    rendezvous = NodesRendezvous(JobSpec(rdzv_timeout_seconds=5.0), say=print)
     try:
         meeting = rendezvous.next_rendezvous().bootstrap_store_info
         assert meeting is not None
