@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.tree import TreeNode, tree_items, tree_leaves, tree_map, tree_unflatten
+from lockstep.tree import TreeNode, tree_items, tree_leaves, tree_map
 
 Renamed = namedtuple("Renamed", ["ok", "class"], rename=True)
 
@@ -230,16 +230,3 @@ def test_leaves_paths_and_map_share_one_order(tree: Any) -> None:
     seen: list[Any] = []
     tree_map(seen.append, tree)
     assert tree_leaves(tree) == seen == [leaf for _, leaf in tree_items(tree)]
-
-
-@given(trees)
-def test_unflattening_the_leaves_gives_the_tree_back(tree: Any) -> None:
-    assert tree_unflatten(tree, tree_leaves(tree)) == tree
-    numbered = tree_unflatten(tree, list(range(len(tree_leaves(tree)))))
-    assert tree_leaves(numbered) == list(range(len(tree_leaves(tree))))
-
-
-@pytest.mark.parametrize("count", [0, 2, 4])
-def test_unflattening_asks_for_as_many_leaves(count: int) -> None:
-    with pytest.raises(ValueError, match=f"`leaves` must have 3 entries, one for each leaf, but has {count}"):
-        tree_unflatten({"a": [1, 2], "b": 3}, [0] * count)

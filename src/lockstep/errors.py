@@ -7,7 +7,6 @@ LockstepError
 ├── ConfigError (ValueError)             a config names something that does not exist or does not fit
 │   └── CheckpointError                  a checkpoint is damaged, has been removed, or is none that a run saves
 ├── RegistryError (KeyError)             a registry has no such name, or has it already
-├── ReportError (ValueError)             a folder holds no run that can be shown
 └── DistError (RuntimeError)             something between ranks
     ├── PeerError                        another rank failed first; names it and its cause
     ├── CollectiveMismatchError          ranks called with arguments that do not belong together
@@ -82,10 +81,6 @@ class RegistryError(LockstepError, KeyError):
         return str(self.args[0]) if self.args else ""
 
 
-class ReportError(LockstepError, ValueError):
-    """A folder holds no run that can be shown, or there is no place for its page."""
-
-
 class DistError(LockstepError, RuntimeError):
     """Something went wrong between ranks."""
 
@@ -141,7 +136,7 @@ class CollectiveTimeoutError(DistError, TimeoutError):
 
 
 # Errors that the user must fix: a traceback through lockstep would only hide the message.
-INPUT_ERRORS = (ConfigError, LaunchError, RegistryError, ReportError, TopologyError)
+INPUT_ERRORS = (ConfigError, LaunchError, RegistryError, TopologyError)
 # What backends and stores say (torch 2.13) of a connection whose other end is gone.
 PEER_IS_GONE = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited"),

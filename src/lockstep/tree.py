@@ -75,19 +75,6 @@ def tree_items(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from tree_items(child, step)
 
 
-def tree_unflatten(like: Any, leaves: list[Any]) -> Any:
-    """Return a tree with the structure of `like` and the given leaves, in the order of `tree_leaves`.
-
-    Raises:
-        ValueError: the numbers of leaves differ.
-    """
-    count = len(tree_leaves(like))
-    if count != len(leaves):
-        raise ValueError(f"`leaves` must have {count} entries, one for each leaf, but has {len(leaves)}")
-    rest = iter(leaves)
-    return tree_map(lambda _: next(rest), like)
-
-
 def _children(tree: Any) -> dict[Any, Any] | None:
     if isinstance(tree, Mapping):
         return dict(tree)

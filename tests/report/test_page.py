@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.errors import ReportError
+from lockstep.errors import ConfigError
 from lockstep.report import page_html, read_run, write_page
 from lockstep.report.best import best
 from lockstep.report.page import highlighted
@@ -203,7 +203,7 @@ def test_faults_are_told_on_the_page(tmp_path: Path):
 
 def test_a_page_that_cannot_be_written_is_told(tmp_path: Path):
     run = read_run(write_run(tmp_path / "run"))
-    with pytest.raises(ReportError, match=r"cannot be written to `.*page.html`: No such file or directory"):
+    with pytest.raises(ConfigError, match=r"cannot be written to `.*page.html`: No such file or directory"):
         write_page(run, tmp_path / "nowhere" / "page.html")
 
 

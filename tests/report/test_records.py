@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.errors import ReportError
+from lockstep.errors import ConfigError
 from lockstep.report import find_run, read_run, write_page
 from lockstep.report.records import number
 
@@ -40,21 +40,21 @@ def test_the_last_training_is_taken_though_a_test_came_after_it(tmp_path: Path):
 
 
 def test_where_there_is_no_run_that_is_told(tmp_path: Path):
-    with pytest.raises(ReportError, match=r"there is no folder `.*nothing`"):
+    with pytest.raises(ConfigError, match=r"there is no folder `.*nothing`"):
         find_run(tmp_path / "nothing")
-    with pytest.raises(ReportError, match=r"holds no run: there is no metrics.jsonl in it or in a folder of it"):
+    with pytest.raises(ConfigError, match=r"holds no run: there is no metrics.jsonl in it or in a folder of it"):
         find_run(tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(ReportError, match=r"must be the folder of a run, but `.*file` is a file"):
+    with pytest.raises(ConfigError, match=r"must be the folder of a run, but `.*file` is a file"):
         find_run(tmp_path / "file")
 
 
 def test_an_empty_run_is_told(tmp_path: Path):
     folder = write_run(tmp_path / "run", records=[])
-    with pytest.raises(ReportError, match=r"has no record yet; there is nothing to show"):
+    with pytest.raises(ConfigError, match=r"has no record yet; there is nothing to show"):
         read_run(folder)
     (folder / "metrics.jsonl").write_text("no json\n")
-    with pytest.raises(ReportError, match=r"has no record yet, only what cannot be read \(metrics.jsonl: 1 unreadable"):
+    with pytest.raises(ConfigError, match=r"has no record yet, only what cannot be read \(metrics.jsonl: 1 unreadable"):
         read_run(folder)
 
 

@@ -158,7 +158,7 @@ class Counting(Visualizer):
 
 def test_a_class_of_ones_own_keeps_its_methods_and_can_be_had_anywhere():
     board = Board()
-    build_visualizers({"type": "Counting", "vis_backends": [board], "fig_save_cfg": {"frameon": False}}).make_current()
+    build_visualizers({"type": "Counting", "vis_backends": [board]}).make_current()
     current = Visualizer.get_current_instance()
     assert isinstance(current, Counting)
     current.add_datasample("x", 3, step=2)

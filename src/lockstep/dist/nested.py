@@ -26,7 +26,7 @@ from lockstep.errors import CollectiveMismatchError
 from lockstep.groups import Comm, GroupLike, resolve
 from lockstep.transport.control import exchange, report_failure
 from lockstep.transport.reduce_ops import OpLike, OpName, op_name, reduction
-from lockstep.tree import tree_items, tree_unflatten
+from lockstep.tree import tree_items, tree_map
 
 T = TypeVar("T")
 D = TypeVar("D", bound=MutableMapping[Any, Any])
@@ -115,8 +115,8 @@ def all_reduce_tree(data: T, op: OpLike = "sum", group: GroupLike = None) -> T:
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for _, leaf in items):
             warn_of_lost_gradients("all_reduce_tree", GRADIENT_ENDS)
     reduced = _reduce_leaves(items, op, comm)
-    leaves = [_as_leaf(result, leaf) for result, (_, leaf) in zip(reduced, items, strict=True)]
-    return tree_unflatten(data, leaves)  # type: ignore[no-any-return]
+    leaves = (_as_leaf(result, leaf) for result, (_, leaf) in zip(reduced, items, strict=True))
+    return tree_map(lambda _: next(leaves), data)  # type: ignore[no-any-return]
 
 
 def all_gather_tree(data: T, group: GroupLike = None) -> list[T]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from lockstep.errors import ReportError, counted
+from lockstep.errors import ConfigError, counted
 from lockstep.report.contents import charts_of, search_of, suggestion_of
 from lockstep.report.facts import environment_html, evaluations_html, started, stragglers_html, tiles_html
 from lockstep.report.figures import chart_html, shown
@@ -63,13 +63,13 @@ def write_page(run: RunRecords, path: Path) -> None:
     """Write the report of a run to a file.
 
     Raises:
-        ReportError: it cannot be written.
+        ConfigError: it cannot be written.
     """
     html = page_html(run, path.parent)
     try:
         path.write_text(html, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        raise ReportError(f"the report cannot be written to `{path}`: {error.strerror}") from error
+        raise ConfigError(f"the report cannot be written to `{path}`: {error.strerror}") from error
 
 
 def _search_html(run: RunRecords) -> tuple[str, dict[str, Any]] | None:

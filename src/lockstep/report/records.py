@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from lockstep.errors import ReportError, counted
+from lockstep.errors import ConfigError, counted
 from lockstep.masking import mask_text, mask_value
 
 Record: TypeAlias = Mapping[str, Any]
@@ -64,17 +64,17 @@ def find_run(path: Path) -> Path:
     Trainings come before runs that only test or predict.
 
     Raises:
-        ReportError: `path` is not a folder, or holds no run.
+        ConfigError: `path` is not a folder, or holds no run.
     """
     if not path.exists():
-        raise ReportError(f"there is no folder `{path}`")
+        raise ConfigError(f"there is no folder `{path}`")
     if not path.is_dir():
-        raise ReportError(f"`RUN_DIR` must be the folder of a run, but `{path}` is a file")
+        raise ConfigError(f"`RUN_DIR` must be the folder of a run, but `{path}` is a file")
     if (path / _RECORDS).is_file():
         return path
     runs = [folder for folder in path.iterdir() if (folder / _RECORDS).is_file()]
     if not runs:
-        raise ReportError(
+        raise ConfigError(
             f"`{path}` holds no run: there is no {_RECORDS} in it or in a folder of it. "
             "The folder of a run is what `lockstep train` names at its end"
         )
@@ -92,13 +92,13 @@ def read_run(folder: Path) -> RunRecords:
     Unreadable lines are left out and listed in `faults`.
 
     Raises:
-        ReportError: there is no record.
+        ConfigError: there is no record.
     """
     faults: list[str] = []
     records = _records_of(folder, faults)
     if not records:
         found = f", only what cannot be read ({faults[0]})" if faults else ""
-        raise ReportError(f"`{folder / _RECORDS}` has no record yet{found}; there is nothing to show of this run")
+        raise ConfigError(f"`{folder / _RECORDS}` has no record yet{found}; there is nothing to show of this run")
     config = folder / "config.py"
     searches = [record for record in records if record["mode"] == _LR_SEARCH]
     # Each search counts its iterations from 1.

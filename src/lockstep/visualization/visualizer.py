@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from lockstep.config import Config
-from lockstep.errors import ConfigError, error_in_words
+from lockstep.errors import error_in_words
 from lockstep.registry import VISUALIZERS
 from lockstep.visualization.files import as_picture
 from lockstep.visualization.library import LibraryVisualizer
@@ -46,9 +46,6 @@ class Visualizers:
         vis_backends: the visualizers, or their configs.
         save_dir: the folder that they are opened with, by default the run's.
         name: the visualizer's name.
-        image: from MMEngine, like the next two; must be None, because drawing on images is left to other libraries.
-        fig_save_cfg: MMEngine's options for drawing; has no effect.
-        fig_show_cfg: the same.
     """
 
     _current: ClassVar[Visualizers | None] = None
@@ -58,16 +55,7 @@ class Visualizers:
         vis_backends: Iterable[Any] | None = (),
         save_dir: str | Path | None = None,
         name: str = "visualizer",
-        *,
-        image: None = None,
-        fig_save_cfg: Mapping[str, Any] | None = None,
-        fig_show_cfg: Mapping[str, Any] | None = None,
     ) -> None:
-        if image is not None:
-            raise ConfigError(
-                "`image` must be None: lockstep's visualizer shows pictures and does not draw on them. Draw with "
-                "another library, and call add_image(name, picture, step)"
-            )
         self.name = name
         self.parts: list[ShowsScalars] = [_build(part) for part in vis_backends or ()]
         self._save_dir = None if save_dir is None else Path(save_dir)
@@ -122,7 +110,7 @@ class Visualizers:
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
         """Show an image: a tensor or array of dtype uint8, [height, width] or [height, width, 3]."""
         if showing := self._with("add_image"):
-            as_picture(image)  # an image that none can show is the caller's error, and raises
+            image = as_picture(image)  # one that none can show is the caller's error, and raises
         for part, add_image in showing:
             with self._failure_as_warning(part):
                 add_image(name, image, step)
