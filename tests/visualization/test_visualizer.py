@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config import Config
-from lockstep.errors import ConfigError, RegistryError
+from lockstep.errors import RegistryError
 from lockstep.registry import VISUALIZERS
 from lockstep.visualization import (
     CsvVisualizer,
@@ -175,8 +175,6 @@ def test_the_names_of_files_may_be_others(tmp_path: Path):
 
 
 def test_what_may_not():
-    with pytest.raises(ConfigError, match="does not draw on them"):
-        build_visualizers({"type": "Visualizer", "image": torch.zeros(2, 2)})
     with pytest.raises(TypeError, match="`visualizer` must have a method add_scalars, but is 3"):
         build_visualizers([Board(), 3])
     with pytest.raises(RegistryError, match="TensorBoardVisualizer"):
