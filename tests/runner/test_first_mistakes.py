@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Runner, Session
+from lockstep.dist import get_rank
+from lockstep.errors import ConfigError
 from lockstep.testing import ranks
 
 DATA = TensorDataset(torch.ones(8, 2), torch.zeros(8, 1))
@@ -249,3 +251,25 @@ def test_a_complete_session_says_so_and_warns_of_no_missing_steps(tmp_path):
                 session.step(nn.functional.mse_loss(model(x), y))
     assert log_of(tmp_path).count(COMPLETE) == 1
     assert STEPLESS not in log_of(tmp_path)
+
+
+@ranks(2)
+def test_metrics_of_one_ranks_part_are_refused(tmp_path):
+    session = Session(tmp_path, log_level="ERROR")
+    model = nn.Linear(2, 1)
+    model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    for _ in session.epochs(1):
+        for x, y in batches:
+            session.step(nn.functional.mse_loss(model(x), y))
+        session.log_metrics(accuracy=0.5 + get_rank() * 1e-9)  # another last digit is none
+        with pytest.raises(
+            ConfigError, match=r"same values on every rank, but has {'accuracy': 0.0} on .*1.0"
+        ):
+            session.log_metrics(accuracy=float(get_rank()))
+
+
+def test_a_loader_in_the_place_of_schedulers_is_refused_without_reading_it(tmp_path):
+    session = Session(tmp_path, log_level="ERROR")
+    model = nn.Linear(2, 1)
+    with pytest.raises(TypeError, match=r"has <.*DataLoader object.*data to evaluate on go to prepare_evaluation\(\)"):
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader(), loader())

@@ -332,7 +332,7 @@ def _print_table(mode: Literal["val", "test"], metrics: Mapping[str, Any], runne
     from rich.text import Text
 
     data = {"test": "test data", "val": "validation data"}[mode]
-    units = getattr(runner, f"{mode}_evaluator").units
+    units = getattr(runner, f"{mode}_loop").units
     table = Table("metric", data, title=Text(str(runner.args.load_from)), title_justify="left")
     for name, value in metrics.items():
         number = f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -153,7 +153,7 @@ class LoggerHook(Hook):
             raise ConfigError(f"`slow_factor` must be above 1 or None, but is {self.slow_factor}")
         # Samples of each iteration since the last record, and the names of the values that the model returned.
         self._samples: list[int] = []
-        self._rates: dict[str, float] = {}  # of the last iteration of an epoch
+        self._last_rates: tuple[int, dict[str, float]] = 0, {}  # of the last iteration of an epoch, and its number
         self._output_names: set[str] = set()
         self._unwritten: deque[_Unwritten] = deque()
         self._gathering: _Gathering | None = None  # of the last record
@@ -201,25 +201,26 @@ class LoggerHook(Hook):
         self._samples.append(loop.samples)
         if self._work is not None:
             self._work.note(done, hub)
-        if done == loop.epoch_end:  # a loop by hand may step its schedules before the epoch ends
-            self._rates = _first_learning_rates(runner)
         if done % self.interval == 0:
-            self._make_record(runner, done)
+            self._make_record(runner, done, _first_learning_rates(runner))
+        if done == loop.epoch_end:  # a loop by hand may step its schedules before the epoch ends
+            self._last_rates = done, _first_learning_rates(runner)
         for timer in self._timers:
             timer.begin_wait_for_data()
 
     def after_train_epoch(self, runner: TrainRun) -> None:
         """Record what is left, and the means of the whole epoch."""
         self._write_all()
+        at, rates = self._last_rates
+        rates = rates if at == runner.iter else _first_learning_rates(runner)
         if self._samples and not self.ignore_last:
-            self._make_record(runner, runner.iter)
+            self._make_record(runner, runner.iter, rates)
             self._write_all()
         self._samples = []
         if runner.rank == 0 and self._epoch.parts:
-            means = {**self._epoch.means(), **(self._rates or _first_learning_rates(runner))}
+            means = {**self._epoch.means(), **rates}
             runner.message_hub.update_info("epoch_means", means)
             runner.records.write({"mode": "epoch", "epoch": runner.epoch + 1, "iter": runner.iter, **means})
-        self._rates = {}
 
     def before_val_epoch(self, runner: Run) -> None:
         """Write pending records, which come before those of the validation."""
@@ -249,7 +250,7 @@ class LoggerHook(Hook):
             if self._work is not None:
                 self._work.close()
 
-    def _make_record(self, runner: TrainRun, iteration: int) -> None:
+    def _make_record(self, runner: TrainRun, iteration: int, rates: dict[str, float]) -> None:
         """Begin to gather each rank's numbers since the last record; one process computes them later."""
         samples, self._samples = self._samples, []
         moment = perf_counter()
@@ -264,7 +265,6 @@ class LoggerHook(Hook):
             parts = self._parts_of_rank(last, samples, reading(), share)
             return {"parts": parts, "peak_flops": peak_flops, "memory_mib": (peak_memory() or 0) / 2**20}
 
-        rates = self._rates or _first_learning_rates(runner)
         record = _Unwritten(
             runner, runner.epoch + 1, iteration, len(samples), rates, moment, lambda: [numbers_of_rank()]
         )

@@ -340,7 +340,9 @@ def _point_meant(name: str) -> str | None:
         return next(iter(get_close_matches(name, POINTS, n=1, cutoff=0.8)), None)
     callback = _CALLBACK.fullmatch(name)
     if callback is None:
-        return {"on_save_checkpoint": "before_save_checkpoint", "on_load_checkpoint": "after_load_checkpoint"}.get(name)
+        saves = dict.fromkeys(("on_save_checkpoint", "state_dict"), "before_save_checkpoint")
+        loads = dict.fromkeys(("on_load_checkpoint", "load_state_dict"), "after_load_checkpoint")
+        return {**saves, **loads, "setup": "before_run", "teardown": "after_run"}.get(name)
     mode, what, when = callback.groups("")
     # The metrics are those of the epoch.
     point = "train" + what if mode in ("fit", "train") else f"{mode}{what or '_epoch'}"

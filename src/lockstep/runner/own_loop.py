@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from lockstep.dataset import set_epoch
 from lockstep.device import get_device
+from lockstep.dist.agreement import differing
 from lockstep.errors import ConfigError
 from lockstep.evaluator.evaluator import plain_value
 from lockstep.model import ModelWrapper, unwrap_model
@@ -230,6 +232,16 @@ class OwnLoop(TrainLoop):
     def log_metrics(self, metrics: dict[str, Any]) -> None:
         """Call the hooks of a validation."""
         run, metrics = self.runner, {name: plain_value(value) for name, value in metrics.items()}
+        if by_rank := differing(metrics):
+            metrics = by_rank[0]  # where they differ in last digits alone, as on unlike processors
+            if (
+                other := next((rank for rank, one in enumerate(by_rank) if not _close(one, metrics)), None)
+            ) is not None:
+                raise ConfigError(
+                    f"log_metrics() must be given the same values on every rank, but has {metrics} on rank 0 and "
+                    f"{by_rank[other]} on rank {other} (rank {run.rank} of {run.world_size}). Compute them from what "
+                    "session.gather() returns in a pass through a loader of prepare_evaluation(), or reduce them"
+                )
         if run.val_loop is None:
             run.val_loop = _Evaluation(metrics)
         run.val_loop.metrics, run.val_loop.at_iter, run.last_evaluation = metrics, self.iter, run.val_loop
@@ -371,6 +383,16 @@ class OwnLoop(TrainLoop):
         step = model.step_context(optim_wrapper) if isinstance(model, ModelWrapper) else nullcontext()
         with step, forwarded(core, call):
             yield
+
+
+def _close(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether metrics are the same, but for the last digits of numbers."""
+    pairs = [(value, other.get(name)) for name, value in one.items()]
+    return one.keys() == other.keys() and all(
+        isinstance(mine, float) and isinstance(theirs, float) and math.isclose(mine, theirs, rel_tol=1e-5)
+        for mine, theirs in pairs
+        if repr(mine) != repr(theirs)
+    )
 
 
 def _in_float32(outputs: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -220,12 +220,13 @@ class Session:
         if isinstance(model, Mapping | nn.ModuleDict):
             model = Parts(dict(model.items()))
         vars(model)["train_step"] = _SessionStep(calls_parts=isinstance(model, Parts))
-        schedules = list(schedulers) if isinstance(schedulers, Iterable) else [schedulers]
+        schedules = [*schedulers] if isinstance(schedulers, list | tuple) else [schedulers]
         for one in schedules:
-            if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+            if hasattr(one, "__iter__") or not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
                 raise TypeError(
                     f"`schedulers` must have state_dict() and load_state_dict(), but has {one!r} of type "
-                    f"{type(one).__name__}. Make them over your optimizer before prepare(), as in StepLR(optimizer, 10)"
+                    f"{type(one).__name__}. Make them over your optimizer before prepare(), as in StepLR(optimizer, "
+                    "10); data to evaluate on go to prepare_evaluation()"
                 )
         # As torch's schedulers note it, before the run makes any of its own.
         given = list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]
