@@ -167,6 +167,10 @@ RECIPES: dict[str, Callable[[Path, int], Any]] = {
     "HuggingFace `Dataset`": map_style,
     'HuggingFace stream of 6 shards, `split="ranks"`': over_ranks,
     'HuggingFace stream of 1 shard, `split="ranks"`': lambda folder, workers: over_ranks(folder, workers, 1),
+    'HuggingFace stream that is shuffled, `split="ranks"`': lambda folder, workers: {
+        **over_ranks(folder, workers),
+        "dataset": stream(folder).shuffle(seed=0, buffer_size=7),
+    },
     "HuggingFace stream of 6 shards, `split_dataset_by_node`": by_node,
     "HuggingFace stream of 1 shard, `split_dataset_by_node`": lambda folder, workers: by_node(folder, workers, 1),
     "webdataset, `split_by_node`": webdataset,
