@@ -433,6 +433,15 @@ def test_a_statistic_of_ones_own_is_shown():
     custom = [dict(data_src="loss", log_name="second", method_name="second_largest")]
     tag, _ = LogProcessor(custom_cfg=custom).get_log_after_iter(runner_of(hub_of(**HISTORY)), 3, "train")
     assert tag["second"] == 3.0
+    if LOCKSTEP:  # the hub of a run has buffers of another class
+        from lockstep.logging import MessageHub as RunsHub
+
+        hub = RunsHub()
+        for name, (values, _) in ((name, buffer.data) for name, buffer in hub_of(**HISTORY).log_scalars.items()):
+            for value in values:
+                hub.update_scalar(name, float(value))
+        tag, _ = LogProcessor(custom_cfg=custom).get_log_after_iter(runner_of(hub), 3, "train")
+        assert tag["second"] == 3.0
 
 
 def test_wrong_further_values():

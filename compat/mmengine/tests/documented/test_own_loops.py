@@ -245,7 +245,7 @@ def test_a_loop_of_ones_own_gets_a_list_of_evaluators(tmp_path):
         val_cfg=dict(type="OverSets"),
     )
     _, own = trained(tmp_path, **sets)
-    assert own.val_loop.run().keys() == {"0/toy/accuracy", "1/toy/accuracy"}
+    assert own.val().keys() == {"0/toy/accuracy", "1/toy/accuracy"}
 
 
 def test_load_checkpoint_loads_at_once_and_returns_what_it_holds(tmp_path):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mmengine.device import get_max_cuda_memory
+from mmengine.logging import HistoryBuffer
 from mmengine.registry import LOG_PROCESSORS
 
 __all__ = ["LogProcessor"]
@@ -128,7 +129,8 @@ class LogProcessor:
             if "window_size" in arguments:
                 arguments["window_size"] = self._window(arguments["window_size"], runner, batch_idx)
             if f"{mode}/{source}" in histories:
-                tag[self._named(name, mode)] = histories[f"{mode}/{source}"].statistics(method, **arguments)
+                history = HistoryBuffer(*histories[f"{mode}/{source}"].data)  # which knows registered statistics
+                tag[self._named(name, mode)] = history.statistics(method, **arguments)
         return tag
 
     def _window(self, size: int | str, runner: Any, batch_idx: int) -> int:
