@@ -250,6 +250,7 @@ def test_a_second_interrupt_ends_a_rank_that_is_deaf_to_the_first(scripts):
     assert job.stdout.readline() == "ready\n"
     job.send_signal(signal.SIGINT)
     assert any("once more" in line for line in iter(job.stderr.readline, ""))
+    time.sleep(0.5)  # two within 0.3 s are one press
     job.send_signal(signal.SIGINT)
     assert job.wait(timeout=40) == 130  # within the grace of 60 seconds
     assert "rank 0 had not ended and had to be killed (a second Ctrl-C)" in job.stderr.read()
