@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import Runner, Session
 from lockstep.dist import get_rank
 from lockstep.errors import ConfigError
+from lockstep.hooks import Hook
 from lockstep.testing import ranks
 
 DATA = TensorDataset(torch.ones(8, 2), torch.zeros(8, 1))
@@ -262,9 +263,7 @@ def test_metrics_of_one_ranks_part_are_refused(tmp_path):
         for x, y in batches:
             session.step(nn.functional.mse_loss(model(x), y))
         session.log_metrics(accuracy=0.5 + get_rank() * 1e-9)  # another last digit is none
-        with pytest.raises(
-            ConfigError, match=r"same values on every rank, but has {'accuracy': 0.0} on .*1.0"
-        ):
+        with pytest.raises(ConfigError, match=r"same values on every rank, but has {'accuracy': 0.0} on .*1.0"):
             session.log_metrics(accuracy=float(get_rank()))
 
 
@@ -273,3 +272,24 @@ def test_a_loader_in_the_place_of_schedulers_is_refused_without_reading_it(tmp_p
     model = nn.Linear(2, 1)
     with pytest.raises(TypeError, match=r"has <.*DataLoader object.*data to evaluate on go to prepare_evaluation\(\)"):
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader(), loader())
+
+
+def test_a_hook_can_ask_the_runner_for_no_second_run_within_the_first(tmp_path):
+    class Predicts(Hook):
+        def after_train_epoch(self, runner: Any) -> None:
+            with pytest.raises(RuntimeError, match=r"is running, and can't be predicted by one of its own hooks"):
+                whole.predict(loader())
+            runner.visualizer.add_scalar("still_open", 1.0)
+
+    whole = Runner(
+        nn.Linear(2, 1),
+        tmp_path,
+        train_dataloader=loader(),
+        loss=nn.MSELoss(),
+        train_cfg={"max_epochs": 2},
+        optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.1}},
+        custom_hooks=[Predicts()],
+        visualizer={"type": "TensorBoardVisualizer"},
+    )
+    whole.train()
+    assert len(whole.predict(loader())) == 8  # after the run, it can

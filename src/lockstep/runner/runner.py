@@ -129,6 +129,7 @@ class Runner(_AttributesOfRun):
         self._workspace: Workspace | None = None
         self._run: Run | None = None
         self._spent = ""  # why it can't train any more
+        self._is_running = False
 
     @classmethod
     def from_cfg(cls, cfg: Mapping[str, Any]) -> Runner:
@@ -356,6 +357,12 @@ class Runner(_AttributesOfRun):
     @contextmanager
     def _running(self, what: str, *, trains: bool = False) -> Iterator[Workspace]:
         """Log to the run's folder, and close what has been opened, even after an error."""
+        if self._is_running:  # its end would close the records, visualizers and workers of the run around it
+            raise RuntimeError(
+                f"this Runner is running, and can't be {what} by one of its own hooks or steps. What a validation "
+                "predicts is the argument `outputs` of after_val_iter; further data to validate on are further "
+                'entries of `val_dataloader`, as in {"clean": ..., "noisy": ...}'
+            )
         began = perf_counter()
         space = self._workspace
         if space is None:
@@ -365,7 +372,7 @@ class Runner(_AttributesOfRun):
             start.let_train(space, self._load_from, self._hooks)
         self.message_hub.make_current()
         with start.logging_to_folder(space):
-            failed = True
+            failed = self._is_running = True
             try:
                 yield space
                 failed = False
@@ -373,6 +380,7 @@ class Runner(_AttributesOfRun):
                 start.note_failure(error, self._run or space)
                 raise
             finally:
+                self._is_running = False
                 try:
                     (self._run or space).close(failed=failed)
                 except Exception as error:
