@@ -348,7 +348,14 @@ OF_OTHERS = {
     *("_Feature", "_inheriting", "_register_atexit"),
     *("_release_process_group_references", "_hp_mapping"),
     *("_padding_dim", "_origin_length", "_current_length"),
-    *("_no_split_modules", "_tp_plan", "_hf_peft_config_loaded", "_parent_loader", "_report_subprocess_enabled"),
+    *(
+        "_no_split_modules",
+        "_ex_iterable",
+        "_tp_plan",
+        "_hf_peft_config_loaded",
+        "_parent_loader",
+        "_report_subprocess_enabled",
+    ),
     *("_base_", "_delete_", "_scope_", "_lockstep_outside_loss", "_IFNAME"),
 }
 _PRIVATE = re.compile(r"_[A-Za-z]\w*$|torch(\.\w+)*\._\w+(\.\w+)*$")

@@ -59,4 +59,7 @@ def check_metrics(option: str, metrics: Iterable[str], runner: TrainRun) -> None
 
 def unknown_metric(option: str, name: str, known: Iterable[str]) -> ConfigError:
     """Return the error for a metric that a validation does not have."""
-    return ConfigError(f"`{option}` must be a metric of the validation, but is {name!r}{did_you_mean(name, known)}")
+    said = did_you_mean(name, known := list(known))
+    if "loss" in name and not any("loss" in one for one in known):
+        said += " The loss is one where the Runner is given it: `loss=lambda outputs, batch: outputs.loss`"
+    return ConfigError(f"`{option}` must be a metric of the validation, but is {name!r}{said}")
