@@ -84,3 +84,9 @@ def test_a_warning_is_shown_once_although_filters_change():
         warn(1)
         warn(1, distributed)
     assert [warning.filename for warning in caught] == ["one.py"]
+
+
+def test_a_log_that_cannot_be_completed_hides_no_error():
+    with pytest.raises(ValueError, match="of the training"), run_logging(open_console(prints=False), Path("/dev/full")):
+        logging.getLogger("lockstep").info("one line")
+        raise ValueError("of the training")

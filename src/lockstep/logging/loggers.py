@@ -63,7 +63,11 @@ def run_logging(
         logger.propagate = propagate_before
         for handler in handlers:
             logger.removeHandler(handler)
-            handler.close()
+        try:
+            for handler in handlers:
+                handler.close()
+        except OSError as error:  # such as a full disk, and an error about it may be on its way
+            logger.warning("%s lacks its last lines: %s", file, error)
 
 
 @contextmanager
