@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -199,3 +201,26 @@ def test_wrong_configs_are_refused(cfg, says):
 
 def test_samples_need_not_be_put_into_batches():
     assert seen(loader(Plain(), batch_size=None)) == [[number] for number in range(23)]
+
+
+class Shuffled(IterableDataset[int]):
+    """Shuffles by one of the global generators."""
+
+    def __init__(self, generator: str) -> None:
+        self.generator = generator
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(23))
+        if self.generator == "python":
+            random.shuffle(order)
+        draws = {"torch": torch.randperm, "numpy": np.random.permutation}
+        yield from draws[self.generator](23).tolist() if self.generator in draws else order
+
+
+@pytest.mark.parametrize("generator", ["torch", "numpy", "python"])
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+def test_each_pass_has_another_order_by_each_generator(generator, workers, persistent):
+    orders = [sum(batches, []) for batches in passes(Shuffled(generator), workers, 4, 3, persistent)]
+    assert len(set(map(tuple, orders))) == 3
+    assert all(sorted(order) == [*range(23)] for order in orders)
+    assert passes(Shuffled(generator), 0, 4, 3, persistent=False) == passes(Shuffled(generator), workers, 4, 3, persistent)

@@ -48,7 +48,9 @@ class Net(nn.Module):
         return self.second(self.first(samples)).mean()
 
 
-def train(work_dir: Path, different: bool | None, workers: int = 0, **options: Any) -> list[dict[str, list[Any]]]:
+def train(
+    work_dir: Path, different: bool | None, workers: int = 0, epochs: int = 1, **options: Any
+) -> list[dict[str, list[Any]]]:
     """Return what each rank has seen."""
     model = Net()
     randomness = {"seed": 3} if different is None else {"seed": 3, "diff_rank_seed": different}
@@ -57,7 +59,7 @@ def train(work_dir: Path, different: bool | None, workers: int = 0, **options: A
         options.pop("model", model),
         work_dir,
         train_dataloader={"dataset": Drawing(), "batch_size": 2, **context},
-        train_cfg={"max_epochs": 1},
+        train_cfg={"max_epochs": epochs},
         optim_wrapper={"optimizer": {"type": "SGD", "lr": 1e-3}},
         randomness=randomness,
         visualizer=[],
@@ -79,6 +81,14 @@ def test_dropout_numpy_and_python_differ_between_ranks_by_default(different: boo
     assert apart[0]["made"] != apart[1]["made"]
     assert [seen["samples"] for seen in alike] == [seen["samples"] for seen in apart]
     assert apart == train(tmp_path, different, workers)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_sample_of_each_epoch_is_augmented_anew(workers: int, tmp_path: Path):
+    seen = train(tmp_path, None, workers, epochs=3)
+    made = [value for rank in seen for batch in rank["made"] for (value,) in batch]
+    assert len(set(made)) == len(made) == 48
 
 
 @ranks(2)

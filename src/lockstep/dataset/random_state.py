@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,15 @@ def separate_random_state(states: dict[str, Any]) -> Iterator[None]:
     finally:
         states.update(generator_states())
         set_generator_states(outside)
+
+
+def mixed_seed(*parts: int) -> int:
+    """Return a seed of 63 bits, of which each depends on all parts, such as a seed and an epoch.
+
+    The generators of torch on the CPU and of numpy use 32 bits of a seed, the lowest (torch 2.13): a part that is only
+    in the higher ones has no effect.
+    """
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
 def seed_generators(seed: int) -> None:

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from lockstep.dataset.order import MOST_DRAWN, ComputedOrder, Order, drawn, items_at, unshuffled
-from lockstep.dataset.random_state import seed_generators, separate_random_state
+from lockstep.dataset.random_state import mixed_seed, seed_generators, separate_random_state
 from lockstep.dataset.rank_aware import parts_of
 from lockstep.dist import all_gather, get_dist_info, get_rank, get_world_size, sync_random_seed
 from lockstep.errors import ConfigError, counted
@@ -277,7 +277,7 @@ class WorkerSeeds(torch.Generator):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the seeds of the next pass."""
-        self.manual_seed((self._seed + (epoch << 32)) % 2**63)
+        self.manual_seed(mixed_seed(self._seed, epoch))
 
 
 class DataShard(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lockstep.dataset.random_state import portable, seed_generators, separate_random_state, set_random_state
+from lockstep.dataset.random_state import mixed_seed, portable, seed_generators, separate_random_state, set_random_state
 from lockstep.dataset.sampler import HEAD_LENGTH, is_other
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError, listed
@@ -182,7 +182,7 @@ class StreamShard(IterableDataset[Any]):
             self._open(state, workers)
             return chain(turn, self._whole(iter(self._source)))
         with separate_random_state(self._random):
-            seed_generators((self._seed + (int(self._epoch) << 32)) % 2**63)
+            seed_generators(mixed_seed(self._seed, int(self._epoch)))
             self._open(state, workers)
             samples = islice(self._source, None)  # `iter` of it does not begin anew, as that of a dataset may
             # Now, as the training goes on from here.
