@@ -223,4 +223,6 @@ def test_each_pass_has_another_order_by_each_generator(generator, workers, persi
     orders = [sum(batches, []) for batches in passes(Shuffled(generator), workers, 4, 3, persistent)]
     assert len(set(map(tuple, orders))) == 3
     assert all(sorted(order) == [*range(23)] for order in orders)
-    assert passes(Shuffled(generator), 0, 4, 3, persistent=False) == passes(Shuffled(generator), workers, 4, 3, persistent)
+    assert passes(Shuffled(generator), 0, 4, 3, persistent=False) == passes(
+        Shuffled(generator), workers, 4, 3, persistent
+    )

@@ -174,6 +174,9 @@ class EMAHook(Hook):
 
     def after_load_weights(self, runner: Run) -> None:
         """Forget the average, and weights to put back: the model has others now."""
+        self._forget()
+
+    def _forget(self, *_: Any) -> None:
         self._trained_weights = None
         if self._strategy is not None:
             self.ema_model.steps.zero_()
@@ -200,6 +203,7 @@ class EMAHook(Hook):
             raise ConfigError(f"`ema_type` must build a BaseAveragedModel, but built {type(ema_model).__name__}")
         self.ema_model = ema_model.float() if any(x.dtype in _HALF for x in ema_model.parameters()) else ema_model
         self._strategy = ref(runner.strategy)
+        self.src_model.register_load_state_dict_post_hook(self._forget)  # by the user's own code, as in a Session
 
     def _has_average(self) -> bool:
         return self._strategy is not None and int(self.ema_model.steps) > 0

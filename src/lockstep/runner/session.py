@@ -21,6 +21,7 @@ from lockstep.dataset import build_dataloader
 from lockstep.device import get_device
 from lockstep.dist import all_gather, get_dist_info
 from lockstep.errors import did_you_mean
+from lockstep.location import Location
 from lockstep.model import unwrap_model
 from lockstep.model.steps import parse_losses
 from lockstep.optim import OptimWrapper, OptimWrapperDict
@@ -126,7 +127,7 @@ class Session:
             **options,
         }
         # Checked now, so that a wrong option is reported before the model is built.
-        Runner(nn.Identity(), **self._options)
+        self._runner = Runner(nn.Identity(), **self._options)
         join_ranks(options.get("launcher"), options.get("env_cfg"))
         set_randomness(options.get("randomness"))
         self.rank, self.world_size = get_dist_info()
@@ -159,6 +160,11 @@ class Session:
     def run_dir(self) -> Path:
         """The folder of this session, within the work_dir."""
         return self.run.run_dir
+
+    @property
+    def best_checkpoint(self) -> Location | None:
+        """The best checkpoint by the first metric of `save_best`, of the last run in the work_dir that has kept one."""
+        return self._runner.best_checkpoint
 
     @overload
     def prepare(
@@ -238,8 +244,8 @@ class Session:
         hooks = {"param_scheduler": None, **(self._options.get("default_hooks") or {})}
         options = {**self._options, "default_hooks": hooks}
         data = _NO_DATA if dataloader is None else dataloader
-        runner = Runner(model, train_dataloader=data, optim_wrapper=optim, **options)
-        run = self._closing.enter_context(runner.training(self._make_loop, schedules))
+        self._runner = Runner(model, train_dataloader=data, optim_wrapper=optim, **options)
+        run = self._closing.enter_context(self._runner.training(self._make_loop, schedules))
         assert isinstance(run.train_loop, OwnLoop)
         self._loop = run.train_loop
         if scheduled and not schedules:
@@ -265,7 +271,7 @@ class Session:
 
         def __getattr__(self, name: str) -> Any:
             instead = INSTEAD_OF_ACCELERATE.get(name)
-            public = [known for known in dir(type(self)) if not known.startswith("_")]
+            public = [known for known in dir(self) if not known.startswith("_")]
             if name in public:  # a property has raised an AttributeError, which names what was wrong
                 return object.__getattribute__(self, name)
             remedy = did_you_mean(name, public) if instead is None else f". Instead: {instead}"
