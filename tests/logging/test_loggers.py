@@ -87,6 +87,10 @@ def test_a_warning_is_shown_once_although_filters_change():
 
 
 def test_a_log_that_cannot_be_completed_hides_no_error():
-    with pytest.raises(ValueError, match="of the training"), run_logging(open_console(prints=False), Path("/dev/full")):
-        logging.getLogger("lockstep").info("one line")
-        raise ValueError("of the training")
+    def train() -> None:
+        with run_logging(open_console(prints=False), Path("/dev/full")) as logger:
+            logger.info("one line")
+            raise ValueError("of the training")
+
+    with pytest.raises(ValueError, match="of the training"):
+        train()

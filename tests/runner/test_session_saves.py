@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import Session
 from lockstep.checkpoint import read_meta
 from lockstep.dist import barrier, get_rank, get_world_size
-from lockstep.runner import preemption
+from lockstep.runner import load_checkpoint, preemption
 from lockstep.testing import ranks
 
 X = torch.ones(12, 4)
@@ -118,3 +118,34 @@ def test_a_script_that_ends_within_an_iteration_has_saved(tmp_path, how, code):
     assert read_meta(saved)["iter"] == 1
     assert "asked is saved at the end of the present iteration" in ended.stdout
     assert ended.stdout.count("after 1 iterations") == 1
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_best_weights_take_the_place_of_an_average(tmp_path, strategy):
+    hooks = {"custom_hooks": [{"type": "EMAHook", "momentum": 0.5}]}
+    options = {"strategy": strategy, "default_hooks": {"checkpoint": {"save_best": "accuracy"}}, **hooks}
+    session, model, _, batches = prepared(tmp_path / "run", **options)
+    loader = session.prepare_evaluation(DataLoader(X[:4], batch_size=2))
+
+    def predicted() -> torch.Tensor:
+        with torch.no_grad():
+            return torch.cat([session.gather(model(x)) for x in loader])
+
+    averages = []
+    with session:
+        for epoch in session.epochs(3):
+            for x, y in batches:
+                session.step(F.cross_entropy(model(x), y))
+            averages.append(predicted())
+            session.log_metrics(accuracy=[0.5, 0.9, 0.3][epoch])
+        assert session.best_checkpoint.name == "best_accuracy_epoch_2"
+        load_checkpoint(model, session.best_checkpoint)
+        assert torch.equal(predicted(), averages[1])
+        session.save_pretrained(tmp_path / "exported")
+    session, model, _, batches = prepared(tmp_path / "run", resume=True, **options)  # a new folder
+    with session:
+        assert session.best_checkpoint.name == "best_accuracy_epoch_2"
+    exported = nn.Linear(4, 2)
+    load_checkpoint(exported, tmp_path / "exported")
+    assert torch.allclose(exported(X[:4]), averages[1])

@@ -31,8 +31,8 @@ def interrupt(comm: Comm) -> None:
     gloo = pg if control_group is None else control_group()
     if gloo is not None and (control_group is not None or "cpu" in comm.devices):
         # A receive that times out is what ends gloo's waits, by closing all connections of the group. Its `abort` and
-        # `shutdown` don't (torch 2.13). From any rank, because one from a rank to which there is no connection makes one
-        # first, for which it waits, as for a rank that is gone.
+        # `shutdown` don't (torch 2.13). It is from any rank: from a certain one, it would first wait for a connection,
+        # for a minute if that rank is gone.
         with suppress(RuntimeError):
             work = torch_dist.irecv(torch.empty(1, device="cpu"), group=gloo, tag=_TAG)
             if work is not None:
