@@ -162,7 +162,7 @@ LEFT_ALONE = {
     "sharded stream": (lambda: DataLoader(ShardedStream()), "INFO: DataLoader of ShardedStream.* knows of ranks"),
     "stream": (
         lambda: DataLoader(Endless()),
-        r"INFO: DataLoader of Endless .* each of the 2 ranks .* all that it yields.* config dict\(dataset=",
+        r"WARNING: DataLoader of Endless .* each of the 2 ranks .* all that it yields.* config dict\(dataset=",
     ),
     "wrapped": (
         lambda: Prefetcher(DataLoader(Counting())),
