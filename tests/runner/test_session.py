@@ -207,6 +207,9 @@ def test_gathered_rows_are_the_dataset_in_its_order(tmp_path, strategy):
             session.gather(wrong)
     with pytest.raises(ValueError, match=rf"but they have 3, 2 rows \(rank {get_rank()} of"):
         session.gather(X[:3], X[:2])
+    if session.world_size > 1:
+        with pytest.raises(ValueError, match=r"one shape on all ranks, but theirs are \(1,\), \(2,\).* Pad them alike"):
+            session.gather(X[:2, : get_rank() + 1])
 
 
 @ranks(2)

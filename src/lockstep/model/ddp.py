@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
@@ -141,8 +142,10 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         self.clock = ExchangeClock()
         if get_world_size(kwargs.get("process_group")) > 1:
             refuse_max_norm(module, "where each rank has its own batch, so that replicas would differ")
-        if steps.calls_parts(module) and not kwargs.get("static_graph"):
-            kwargs.setdefault("find_unused_parameters", True)
+        if steps.calls_parts(module) and not kwargs.get("static_graph") and "find_unused_parameters" not in kwargs:
+            kwargs["find_unused_parameters"] = True
+            # It is not the user's choice, and advice about it no help.
+            warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
         self._replicate(module, kwargs, comm_hook)
         self.detect_anomalous_params = detect_anomalous_params
         self._named_anomalous: set[str] = set()

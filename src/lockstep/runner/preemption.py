@@ -224,7 +224,7 @@ class _StoreAgreement:
 
 def _tell(reason: str) -> None:
     again = ". Ctrl-C once more ends it at once, without saving" if reason.startswith("SIGINT") else ""
-    _logger.warning("%s: training stops as soon as the present iteration is complete%s", reason, again)
+    _logger.warning("%s: training stops as soon as the present update is complete%s", reason, again)
 
 
 def ranks_meet() -> bool:

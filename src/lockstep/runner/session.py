@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lockstep.dataset import build_dataloader
 from lockstep.device import get_device
 from lockstep.dist import all_gather, get_dist_info
-from lockstep.errors import did_you_mean
+from lockstep.errors import did_you_mean, listed
 from lockstep.location import Location
 from lockstep.model import unwrap_model
 from lockstep.model.steps import parse_losses
@@ -395,7 +395,7 @@ class Session:
 
         Raises:
             TypeError: something else is given than tensors with rows.
-            ValueError: they have different numbers of rows.
+            ValueError: they have different numbers of rows, or rows of other shapes on other ranks.
         """
         for x in tensors:
             if not isinstance(x, Tensor) or x.dim() == 0:
@@ -412,6 +412,12 @@ class Session:
         self._prepared().warn_of_gather()
         sends = self._prepared().counts and self.run.data_shard.is_first
         parts = [all_gather(x if sends else x[:0]) for x in tensors]
+        for rows in parts:
+            if len(shapes := dict.fromkeys(str(tuple(part.shape[1:])) for part in rows)) > 1:
+                raise ValueError(
+                    f"gather() takes rows of one shape on all ranks, but theirs are {listed([*shapes])} (rank "
+                    f"{self.rank} of {self.world_size}). Pad them alike, or reduce each to a number before"
+                )
         order = _order_of([len(part) for part in parts[0]], tensors[0].device) if parts else None
         gathered = tuple(torch.cat(part)[order] for part in parts)
         return gathered[0] if len(gathered) == 1 else gathered
