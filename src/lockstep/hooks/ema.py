@@ -203,7 +203,8 @@ class EMAHook(Hook):
             raise ConfigError(f"`ema_type` must build a BaseAveragedModel, but built {type(ema_model).__name__}")
         self.ema_model = ema_model.float() if any(x.dtype in _HALF for x in ema_model.parameters()) else ema_model
         self._strategy = ref(runner.strategy)
-        self.src_model.register_load_state_dict_post_hook(self._forget)  # by the user's own code, as in a Session
+        # By code of the user's own, as in a Session.
+        self.src_model.register_load_state_dict_post_hook(self._forget)  # type: ignore[no-untyped-call]
 
     def _has_average(self) -> bool:
         return self._strategy is not None and int(self.ema_model.steps) > 0
