@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -140,6 +142,10 @@ def test_the_best_weights_take_the_place_of_an_average(tmp_path, strategy):
             averages.append(predicted())
             session.log_metrics(accuracy=[0.5, 0.9, 0.3][epoch])
         assert session.best_checkpoint.name == "best_accuracy_epoch_2"
+        if strategy == "ddp":  # what is loaded into a copy is not loaded into the model
+            for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+                load_checkpoint(copied, session.best_checkpoint)
+                assert torch.equal(predicted(), averages[2])
         load_checkpoint(model, session.best_checkpoint)
         assert torch.equal(predicted(), averages[1])
         session.save_pretrained(tmp_path / "exported")

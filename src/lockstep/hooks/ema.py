@@ -34,6 +34,20 @@ class _Weight(NamedTuple):
     trained: Tensor
 
 
+class _Forgets:
+    """Tells the hook that the user's own code, as in a Session, has loaded weights; in a copy of the model, nobody."""
+
+    def __init__(self, hook: EMAHook | None = None) -> None:
+        self._hook = None if hook is None else ref(hook)
+
+    def __call__(self, *_: object) -> None:
+        if self._hook is not None and (hook := self._hook()) is not None:
+            hook.after_load_weights()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _Forgets, ()
+
+
 @HOOKS.register_module()
 class EMAHook(Hook):
     """Average the model's weights during training; validate, test and save the average.
@@ -172,11 +186,8 @@ class EMAHook(Hook):
         runner.strategy.load_state({**checkpoint["model"], **checkpoint[_KEY]})
         self.ema_model.steps.fill_(checkpoint["meta"][_KEY]["steps"])
 
-    def after_load_weights(self, runner: Run) -> None:
+    def after_load_weights(self, runner: Run | None = None) -> None:
         """Forget the average, and weights to put back: the model has others now."""
-        self._forget()
-
-    def _forget(self, *_: Any) -> None:
         self._trained_weights = None
         if self._strategy is not None:
             self.ema_model.steps.zero_()
@@ -203,8 +214,7 @@ class EMAHook(Hook):
             raise ConfigError(f"`ema_type` must build a BaseAveragedModel, but built {type(ema_model).__name__}")
         self.ema_model = ema_model.float() if any(x.dtype in _HALF for x in ema_model.parameters()) else ema_model
         self._strategy = ref(runner.strategy)
-        # By code of the user's own, as in a Session.
-        self.src_model.register_load_state_dict_post_hook(self._forget)  # type: ignore[no-untyped-call]
+        self.src_model.register_load_state_dict_post_hook(_Forgets(self))  # type: ignore[no-untyped-call]
 
     def _has_average(self) -> bool:
         return self._strategy is not None and int(self.ema_model.steps) > 0
