@@ -58,7 +58,7 @@ def train(
     runner = Runner(
         options.pop("model", model),
         work_dir,
-        train_dataloader={"dataset": Drawing(), "batch_size": 2, **context},
+        train_dataloader=options.pop("train_dataloader", None) or {"dataset": Drawing(), "batch_size": 2, **context},
         train_cfg={"max_epochs": epochs},
         optim_wrapper={"optimizer": {"type": "SGD", "lr": 1e-3}},
         randomness=randomness,
@@ -85,8 +85,13 @@ def test_dropout_numpy_and_python_differ_between_ranks_by_default(different: boo
 
 @ranks(1, 2)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_each_sample_of_each_epoch_is_augmented_anew(workers: int, tmp_path: Path):
-    seen = train(tmp_path, None, workers, epochs=3)
+@pytest.mark.parametrize("kind", ["config", "seeded loader"])
+def test_each_sample_of_each_epoch_is_augmented_anew(kind: str, workers: int, tmp_path: Path):
+    loader = None
+    if kind == "seeded loader":  # as torch's page on reproducibility has it
+        seeded = torch.Generator().manual_seed(0)
+        loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=workers, generator=seeded)
+    seen = train(tmp_path, None, workers, epochs=3, train_dataloader=loader)
     made = [value for rank in seen for batch in rank["made"] for (value,) in batch]
     assert len(set(made)) == len(made) == 48
 

@@ -143,7 +143,7 @@ def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool, shard: tup
         dataset = _first_samples(dataset, batches * _samples_in_batch(arguments) * shard[1])
     in_batches = arguments.get("batch_size", 1) is not None or arguments.get("batch_sampler") is not None
     arguments["collate_fn"] = _collate_fn(arguments.get("collate_fn"), in_batches)
-    arguments.setdefault("generator", WorkerSeeds(seed, shard[0]))
+    arguments["generator"] = WorkerSeeds(seed, shard[0])
     # Without workers, samples may be on the accelerator already, which torch's loader can't pin.
     arguments.setdefault("pin_memory", can_pin_memory() and arguments.get("num_workers", 0) > 0)
     split, is_stream = arguments.pop("split", None), isinstance(dataset, IterableDataset)
@@ -441,8 +441,8 @@ def _sharded(loader: DataLoader[Any], seed: int, evaluation: bool, shard: tuple[
     # Batches are not repeated to give each rank equally many: `EvenBatches` handles unequal numbers of batches.
     split = shard_sampler(sampler, seed, shard, round_up=in_samples and not evaluation, batch_size=batch_size)
     sharded = with_sampler(loader, split)
-    if loader.generator is None:
-        sharded.generator = WorkerSeeds(seed, shard[0])
+    # Also in the place of one that the user has seeded: it gave the workers of all ranks the same seeds.
+    sharded.generator = WorkerSeeds(seed, shard[0])
     _log_split(loader, sampler, split, "samples" if in_samples else "batches", shard[1])
     return sharded
 
