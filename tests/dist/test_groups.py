@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
-import psutil
 import pytest
 import torch
 import torch.distributed as torch_dist
@@ -285,18 +284,3 @@ def test_a_group_ends_with_its_owner() -> None:
     del group
     gc.collect()
     assert remembered() is None
-
-
-@ranks(4)
-def test_a_group_connects_no_ranks_before_they_exchange_something():
-    """Else a group would cost connections with the square of its ranks: `_LAZY_GLOO`."""
-
-    def connections() -> int:
-        return sum(each.status == psutil.CONN_ESTABLISHED for each in psutil.Process().net_connections())
-
-    barrier()
-    before = connections()
-    group = torch_dist.new_group()
-    assert connections() == before
-    torch_dist.barrier(group)
-    assert connections() > before

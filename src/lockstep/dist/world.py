@@ -46,10 +46,6 @@ _INIT_BACKENDS = ("torch", "deepspeed", "colossalai")
 # Each backend's variable for the network interface of its own connections.
 _INTERFACE_VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
 
-# Lets gloo connect two ranks when they first exchange something. Else every group connects each rank to each when it is
-# made, at a cost that grows with the square of the ranks: 1.3 s at 96 ranks of one host, 0.1 s with it (torch 2.13).
-_LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
-
 _logger = logging.getLogger("lockstep.dist")
 _undo = ExitStack()  # undoes what `init_dist` has set up; `destroy_dist` closes it
 # Whether the group can't be ended: torch's watchdog sleeps for a minute after an error, and torch waits for it (2.11).
@@ -135,9 +131,6 @@ def init_dist(
         if is_one_node(topology):
             _keep_on_loopback(backend, undo)
         _allow_many_files()
-        if _LAZY_GLOO not in os.environ:
-            undo.callback(os.environ.pop, _LAZY_GLOO, None)
-            os.environ[_LAZY_GLOO] = "1"
         try:
             shared_store = meet(topology, store, port, duration or _STORE_TIMEOUT, _generations[address], undo)
             if topology.world_size > 1:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
+from lockstep.errors import PEER_IS_GONE
 from lockstep.groups import Comm, control_groups
 
 _SECONDS_TO_ABORT = 2.0  # how long torch's `abort` is waited for
@@ -31,12 +32,17 @@ def interrupt(comm: Comm) -> None:
     gloo = pg if control_group is None else control_group()
     if gloo is not None and (control_group is not None or "cpu" in comm.devices):
         # A receive that times out is what ends gloo's waits, by closing all connections of the group. Its `abort` and
-        # `shutdown` don't (torch 2.13). It is from any rank: from a certain one, it would first wait for a connection,
-        # for a minute if that rank is gone.
-        with suppress(RuntimeError):
-            work = torch_dist.irecv(torch.empty(1, device="cpu"), group=gloo, tag=_TAG)
-            if work is not None:
-                work.wait(timedelta(milliseconds=1))
+        # `shutdown` don't (torch 2.13). A receive from a rank that is gone fails without that.
+        for step in range(1, comm.size):
+            source = (comm.rank + step) % comm.size
+            try:
+                work = torch_dist.irecv(torch.empty(1, device="cpu"), group=gloo, group_src=source, tag=_TAG)
+                if work is not None:
+                    work.wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if any(words in str(error) for words in PEER_IS_GONE):
+                    continue
+            break
     if comm.devices - {"cpu"}:
         # In a thread of its own, because `abort` may never return on a device that hangs.
         aborting = threading.Thread(target=_abort, args=(pg,), name="lockstep-abort", daemon=True)
