@@ -174,6 +174,7 @@ def _loss(mean: float | None) -> list[str]:
 
 def _rates(samples: float | None, tokens: float | None, mfu: float | None) -> list[str]:
     """Return those of samples per second, tokens per second and MFU that are known, in words."""
+    samples = None if samples == tokens else samples  # with `batch_size_of`, they may be tokens
     shown = {"{:,.0f} samples/s": samples, "{:,.0f} tokens/s": tokens, "MFU {:.1f} %": mfu and 100 * mfu}
     return [form.format(value) for form, value in shown.items() if value]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from lockstep.errors import ConfigError
 from lockstep.optim import OptimWrapper, OptimWrapperDict, ReduceOnPlateauLR
 from lockstep.registry import HOOKS
@@ -12,6 +14,7 @@ from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
 
 _KEY = "param_scheduler_hook"
+_ZEROS = 3
 
 
 @HOOKS.register_module()
@@ -30,6 +33,7 @@ class ParamSchedulerHook(Hook):
     # `before_train` is relied upon: MMEngine's hook has none, so subclasses with their own call none.
     _skipped: Sequence[int] = ()
     _held: Sequence[float] = ()
+    _zeros: int | None = None  # iterations in a row whose rates are all 0; None before one was not, as in a warm-up
 
     def before_train(self, runner: TrainRun) -> None:
         """Raise an error if a scheduler waits for a plateau but nothing is validated."""
@@ -48,6 +52,22 @@ class ParamSchedulerHook(Hook):
         for scheduler in by_iteration:
             if id(scheduler.optimizer) not in idle:
                 scheduler.step()
+        if by_iteration:
+            self._warn_of_zero(runner)
+
+    def _warn_of_zero(self, runner: TrainRun) -> None:
+        """Warn, once, if the schedules have ended before the training: nothing is trained at a rate of 0."""
+        rates = [group["lr"] for group in runner.optim_wrapper.param_groups]
+        if any(isinstance(rate, Tensor) or rate != 0 for rate in rates):  # a tensor may be on a device
+            self._zeros = 0
+        elif self._zeros is not None:
+            self._zeros += 1
+        if self._zeros == _ZEROS and (left := runner.max_iters - runner.iter - 1) > 0:
+            runner.logger.warning(
+                "the schedules have set all learning rates to 0, %d iterations before the end of %d: nothing is trained "
+                "at that rate. A schedule by iterations counts batches, of which `accumulative_counts` make an update",
+                left + _ZEROS - 1, runner.max_iters,
+            )  # fmt: skip
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Add the iterations that are not to count."""

@@ -128,6 +128,10 @@ class EvalLoop:
     @torch.no_grad()
     def run(self) -> dict[str, Any]:
         """Return the metrics, the same on every rank."""
+        with random_state_kept() if self.keeps_random_state else nullcontext():  # also from hooks that draw numbers
+            return self._run()
+
+    def _run(self) -> dict[str, Any]:
         runner, mode = self.runner, self.mode
         runner.set_optimizer_mode(training=False)
         runner.call_hook(f"before_{mode}")

@@ -245,8 +245,9 @@ class OwnLoop(TrainLoop):
         if run.val_loop is None:
             run.val_loop = _Evaluation(metrics)
         run.val_loop.metrics, run.val_loop.at_iter, run.last_evaluation = metrics, self.iter, run.val_loop
-        run.call_hook("after_val_epoch", metrics=metrics)
-        run.call_hook("after_val")
+        with random_state_kept():
+            run.call_hook("after_val_epoch", metrics=metrics)
+            run.call_hook("after_val")
 
     def save(self, name: str | None, async_save: bool) -> None:
         """Save a checkpoint after the present iteration, or now if there is none."""

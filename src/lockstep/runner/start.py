@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, cast
@@ -17,8 +18,10 @@ from typing import IO, Any, cast
 import torch
 from rich.text import Text
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lockstep.config import Config
+from lockstep.config.source_form import plain_data
 from lockstep.device import get_device
 from lockstep.dist import (
     gather_object,
@@ -35,7 +38,7 @@ from lockstep.evaluator import format_metrics
 from lockstep.location import Location
 from lockstep.logging import JsonLinesSink, MessageHub, open_console, run_logging, warnings_once
 from lockstep.logging.loggers import broken_between_values
-from lockstep.masking import mask_text, mask_words, secrets_in
+from lockstep.masking import mask_text, mask_value, mask_words, secrets_in
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.registry import in_default_scope
 from lockstep.registry.signatures import Arguments
@@ -353,8 +356,8 @@ def begin_records(run: Run) -> None:
 
     def begin() -> None:
         run.visualizer.open(run.run_dir)
-        if isinstance(run.cfg, Mapping):
-            run.visualizer.add_config((run.cfg if isinstance(run.cfg, Config) else Config(run.cfg)).masked())
+        cfg = run.cfg if isinstance(run.cfg, Mapping) else _described(run.args)
+        run.visualizer.add_config((cfg if isinstance(cfg, Config) else Config(cfg)).masked())
 
     run_on_main(begin)
 
@@ -404,6 +407,7 @@ def _describe_run(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": _command(),
         "model": describe_model(run.model, run.strategy),
+        "arguments": {} if run.cfg is not None else mask_value(_described(run.args)),
         "seed": run.seed,
         "world_size": run.world_size,
         "backend": get_backend() if run.distributed else None,
@@ -415,6 +419,20 @@ def _describe_run(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "units": {} if loop is None else dict(loop.units),
         "ranks": ranks,
     }
+
+
+def _described(args: RunnerArguments) -> dict[str, Any]:
+    """Return what a run without a config was given, in JSON values, objects as their `repr`; not the model."""
+    given = {each.name: getattr(args, each.name) for each in fields(args)}
+    given = {name: value for name, value in given.items() if value is not None and name not in ("cfg", "model")}
+    for name, value in given.items():
+        if isinstance(value, DataLoader):
+            given[name] = {
+                "dataset": type(value.dataset).__name__,
+                "batch_size": value.batch_size,
+                "num_workers": value.num_workers,
+            }
+    return {name: plain_data(value) for name, value in given.items()}
 
 
 def _command() -> str:
