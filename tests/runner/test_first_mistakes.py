@@ -242,6 +242,20 @@ def test_a_step_or_a_clearing_within_a_window_is_refused(tmp_path):
     assert session.iter == len(batches)
 
 
+@ranks(1, 2)
+@pytest.mark.parametrize("counts", [1, 2])
+def test_a_clearing_by_the_model_within_a_window_is_refused(tmp_path, counts):
+    session = Session(tmp_path, log_level="ERROR", accumulative_counts=counts)
+    model = nn.Linear(2, 1)
+    model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    says = r"gradients of SGD must be kept within a window .* are gone \(rank \d of \d\)\. Call session\.step\(loss\)"
+    with pytest.raises(RuntimeError, match=says) if counts > 1 else nullcontext():
+        for _ in session.epochs(1):
+            for x, y in batches:
+                model.zero_grad()
+                session.step(nn.functional.mse_loss(model(x), y))
+
+
 def test_a_complete_session_says_so_and_warns_of_no_missing_steps(tmp_path):
     for resume in (False, True):
         session = Session(tmp_path, resume=resume)
