@@ -20,7 +20,7 @@ from lockstep.testing import ranks
 
 DATA = TensorDataset(torch.ones(8, 2), torch.zeros(8, 1))
 STEPLESS = "has ended without a call of session.step(loss)"
-LIGHTNING = "training_step and configure_optimizers of Lit, as of a Lightning module, are not called"
+LIGHTNING = "methods of Lit, as of a Lightning module, are not called by a Runner: "
 COMPLETE = "nothing is left to train: the resumed training has completed"
 
 
@@ -79,7 +79,7 @@ def test_a_class_that_needs_none_is_a_function_that_returns_a_model(tmp_path):
 def test_a_lightning_module_is_told_how_it_can_be_trained(tmp_path):
     with pytest.raises(TypeError, match="A model trains in one of three forms"):
         train(tmp_path / "runner", Lit(), loss=None)
-    assert LIGHTNING in log_of(tmp_path / "runner")
+    assert f"{LIGHTNING}training_step is `loss`, a `forward` that returns the loss" in log_of(tmp_path / "runner")
     session = Session(tmp_path / "session", log_level="ERROR")
     model = Lit()
     model, _, batches = session.prepare(model, model.configure_optimizers(), loader())
@@ -150,7 +150,62 @@ def test_a_train_step_that_only_returns_its_loss_is_told(tmp_path):
 
 def test_the_optimizer_of_a_lightning_module_is_told_beside_a_loss(tmp_path):
     train(tmp_path, Lit(), optim_wrapper=None)
-    assert LIGHTNING in log_of(tmp_path)
+    assert log_of(tmp_path).count(f"{LIGHTNING}configure_optimizers is `optim_wrapper` and `param_scheduler`\n") == 1
+
+
+class Loses(nn.Linear):
+    """Trains as a Runner's model does, and has what Lightning would call beside it."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(super().forward(x), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def on_train_epoch_end(self) -> None: ...
+
+
+class Steps(nn.Module):
+    """Has no `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> None:
+        optim_wrapper.update_params(nn.functional.mse_loss(self.linear(data[0]), data[1]))
+
+
+class TakesIndices(Steps):
+    def val_step(self, batch: Any, batch_idx: int) -> None: ...
+
+
+def test_what_lightning_would_call_beside_the_training_is_told(tmp_path):
+    train(tmp_path, Loses(2, 1), loss=None, val_dataloader=loader())
+    hook = "on_train_epoch_end is after_train_epoch of a hook in `custom_hooks`"
+    assert f"by a Runner: {hook}; validation_step is `val_evaluator`, or val_step(data)" in log_of(tmp_path)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (Steps, r"^Steps must have a `forward`, or a `val_step` of its own, for `val_dataloader`, but has neither"),
+        (TakesIndices, r"^`val_step` of TakesIndices must be val_step\(data\), but its parameters are \(batch: "),
+    ],
+)
+def test_a_model_that_cannot_be_validated_is_refused_before_it_trains(tmp_path, model, says):
+    with pytest.raises(ConfigError, match=rf"{says}.*\n\(rank \d of \d, after 0 iterations\)"):
+        train(tmp_path, model(), loss=None, val_dataloader=loader())
+
+
+def test_a_lightning_module_without_forward_is_told_what_to_give_it(tmp_path):
+    class Bare(Steps):
+        train_step = None
+
+        def training_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"Bare must have a `forward`.* training_step is `loss`, a `forward` that"):
+        train(tmp_path, Bare(), loss=None)
 
 
 @ranks(1, 2)

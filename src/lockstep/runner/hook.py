@@ -328,12 +328,12 @@ def _acts_at(hook: Hook, point: str) -> bool:
 
 def _warn_of_misspelt_points(hook: Hook) -> None:
     for name in dir(type(hook)):
-        if name not in POINTS and (meant := _point_meant(name)) is not None:
+        if name not in POINTS and (meant := point_meant(name)) is not None:
             _logger.warning("`%s` of %s is not a hook point, which only your own `call_hook` calls: did you mean `%s`?",
                             name, type(hook).__name__, meant)  # fmt: skip
 
 
-def _point_meant(name: str) -> str | None:
+def point_meant(name: str) -> str | None:
     """Return the hook point that a method's name means, if it is misspelt, or Lightning's name of a callback."""
     name = re.sub("batch|step", "iter", name).replace("validation", "val")
     if name.startswith(("before_", "after_")):
