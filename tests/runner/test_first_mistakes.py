@@ -362,3 +362,18 @@ def test_a_hook_can_ask_the_runner_for_no_second_run_within_the_first(tmp_path):
     )
     whole.train()
     assert len(whole.predict(loader())) == 8  # after the run, it can
+
+
+class AsksATrainer(Hook):
+    def after_train_epoch(self, runner: Any) -> None:
+        with pytest.raises(AttributeError, match=r"'TrainRun' .* no attribute 'current_epoch'\. Instead: epoch$"):
+            _ = runner.current_epoch
+
+
+def test_names_of_trainers_are_told_what_a_runner_calls_them(tmp_path):
+    runner = Runner(nn.Linear(2, 1), tmp_path, loss=nn.MSELoss(), val_dataloader=loader())
+    with pytest.raises(AttributeError, match=r"'Runner' object has no attribute 'fit'\. Instead: train\(\), without"):
+        runner.fit(loader())
+    with pytest.raises(TypeError, match=r"but is of type DataLoader\. Data to validate are `val_dataloader` of"):
+        runner.val(loader())
+    train(tmp_path, custom_hooks=[AsksATrainer()])

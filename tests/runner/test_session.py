@@ -537,8 +537,18 @@ def test_names_of_accelerate_are_told_what_to_do_instead(tmp_path):
         session.backward(torch.ones(1))
     with pytest.raises(AttributeError, match="no attribute 'prepar': did you mean `prepare`"):
         _ = session.prepar
-    with pytest.raises(AttributeError, match=r"no attribute 'reduce'(?!.*__)"):
+    with pytest.raises(AttributeError, match=r"no attribute 'gathered'(?!.*__)"):
+        _ = session.gathered
+    with pytest.raises(AttributeError, match=r"no attribute 'reduce'\. Instead: lockstep\.dist\.all_reduce\("):
         _ = session.reduce
+    model = network()
+    _, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    with pytest.raises(AttributeError, match=r"no attribute 'set_epoch'\. Instead: nothing, since session\.epochs\("):
+        batches.set_epoch(1)
+    with pytest.raises(AttributeError, match=r"no attribute 'batch_size'\. Instead: its `loader\.batch_size`"):
+        _ = batches.batch_size
+    with pytest.raises(TypeError, match=r"got a tuple .*\. Hand them in one by one, as in predictions, labels = "):
+        session.gather((torch.ones(2), torch.ones(2)))
 
 
 def test_an_attribute_error_within_a_property_is_the_one_that_is_raised(tmp_path):

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lockstep.dataset import build_dataloader
 from lockstep.device import get_device
 from lockstep.dist import all_gather, get_dist_info
-from lockstep.errors import did_you_mean, listed
+from lockstep.errors import did_you_mean, listed, no_attribute
 from lockstep.location import Location
 from lockstep.model import unwrap_model
 from lockstep.model.steps import parse_losses
@@ -397,12 +397,17 @@ class Session:
             TypeError: something else is given than tensors with rows.
             ValueError: they have different numbers of rows, or rows of other shapes on other ranks.
         """
-        for x in tensors:
+        given: tuple[Any, ...] = tensors
+        for x in given:
             if not isinstance(x, Tensor) or x.dim() == 0:
                 what = "a tensor without dimensions" if isinstance(x, Tensor) else f"{x!r} of type {type(x).__name__}"
+                remedy = "For one value per rank use lockstep.dist.all_gather or all_reduce"
+                if isinstance(x, list | tuple) and any(isinstance(one, Tensor) for one in x):
+                    what = f"a {type(x).__name__}"
+                    remedy = "Hand them in one by one, as in predictions, labels = session.gather(predictions, labels)"
                 raise TypeError(
                     f"gather() takes tensors with one row per sample, but got {what} (rank {self.rank} of "
-                    f"{self.world_size}). For one value per rank use lockstep.dist.all_gather or all_reduce"
+                    f"{self.world_size}). {remedy}"
                 )
         if len({len(x) for x in tensors}) > 1:
             raise ValueError(
@@ -487,6 +492,14 @@ class PreparedLoader:
     def dataset(self) -> Any:
         """The dataset."""
         return self.loader.dataset
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            instead = {"set_epoch": "nothing, since session.epochs(count) does it"}
+            if hasattr(vars(self).get("loader"), name):
+                instead.setdefault(name, f"its `loader.{name}`")
+            raise no_attribute(self, name, instead)
 
 
 class Parts(nn.ModuleDict):
