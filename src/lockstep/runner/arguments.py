@@ -361,6 +361,9 @@ def invalid_arguments(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, argument in ARGUMENTS.items():
         if name in given and argument.types and not isinstance(given[name], argument.types):
             yield name, f"must be {argument.must_be}, but is {given[name]!r} of {type(given[name]).__name__}"
+    for name in ("optim_wrapper", "train_dataloader", "val_dataloader", "test_dataloader"):
+        if (says := fault_of_prepared(given.get(name))) is not None:
+            yield name, says
     if isinstance(given.get("model"), type) and (says := fault_of_model_class(given["model"])) is not None:
         yield "model", says
     if "" not in (several := named_loaders(given.get("train_dataloader"))):
@@ -382,6 +385,14 @@ def invalid_arguments(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     levels, level = logging.getLevelNamesMapping(), given.get("log_level")
     if isinstance(level, str) and level not in levels:
         yield "log_level", f"must be a level of logging, but is {level!r}{did_you_mean(level, levels)}"
+
+
+def fault_of_prepared(given: Any) -> str | None:
+    """Return what is wrong with an object that accelerate has prepared: it shares out data, and leaves out steps."""
+    kind = type(given)
+    if kind.__module__.partition(".")[0] != "accelerate":
+        return None
+    return f"must be your own, but is accelerate's {kind.__name__}. Hand in what you gave to its prepare()"
 
 
 def fault_of_model_class(kind: type) -> str | None:

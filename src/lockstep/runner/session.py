@@ -29,6 +29,7 @@ from lockstep.runner.arguments import (
     ARGUMENTS,
     DONE_OTHERWISE_IN_SESSION,
     INSTEAD_OF_ACCELERATE,
+    fault_of_prepared,
     unknown_argument,
 )
 from lockstep.runner.data_workers import let_workers_outlive_signals
@@ -227,6 +228,10 @@ class Session:
             model = Parts(dict(model.items()))
         vars(model)["train_step"] = _SessionStep(calls_parts=isinstance(model, Parts))
         schedules = [*schedulers] if isinstance(schedulers, list | tuple) else [schedulers]
+        optimizers = optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]
+        for argument, given in {"optimizer": optimizers, "dataloader": [dataloader], "schedulers": schedules}.items():
+            for one in given:
+                _require_own(argument, one)
         for one in schedules:
             if hasattr(one, "__iter__") or not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
                 raise TypeError(
@@ -234,13 +239,6 @@ class Session:
                     f"{type(one).__name__}. Make them over your optimizer before prepare(), as in StepLR(optimizer, "
                     "10); data to evaluate on go to prepare_evaluation()"
                 )
-        # As torch's schedulers note it, before the run makes any of its own.
-        given = list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]
-        scheduled = [
-            one
-            for one in given
-            if isinstance(one, Optimizer) and any("initial_lr" in group for group in one.param_groups)
-        ]
         hooks = {"param_scheduler": None, **(self._options.get("default_hooks") or {})}
         options = {**self._options, "default_hooks": hooks}
         data = _NO_DATA if dataloader is None else dataloader
@@ -248,12 +246,6 @@ class Session:
         run = self._closing.enter_context(self._runner.training(self._make_loop, schedules))
         assert isinstance(run.train_loop, OwnLoop)
         self._loop = run.train_loop
-        if scheduled and not schedules:
-            run.logger.warning(
-                "%s has a scheduler that is not handed to prepare(..., schedulers=...): its position is not saved, so "
-                "that a session that resumes begins it anew",
-                type(scheduled[0]).__name__,
-            )
         self._closing.push(self._loop.save_at_close)
         wrapper = run.optim_wrapper
         for name, one in wrapper.items() if isinstance(wrapper, OptimWrapperDict) else [(None, wrapper)]:
@@ -299,6 +291,7 @@ class Session:
         session is closed after the last epoch; as a context manager, at the end of its block.
         """
         loop = self._prepared()
+        self._warn_of_schedulers()
         with nullcontext() if self._is_entered else self._closing:
             yield from loop.epochs(count)
 
@@ -309,6 +302,7 @@ class Session:
         1000th: `default_hooks=dict(checkpoint=dict(interval=...))` chooses another number.
         """
         loop = self._prepared()
+        self._warn_of_schedulers()
         with nullcontext() if self._is_entered else self._closing:
             yield from loop.iterations(count)
 
@@ -464,6 +458,17 @@ class Session:
     def __exit__(self, *exception: Any) -> bool | None:
         return self._closing.__exit__(*exception)
 
+    def _warn_of_schedulers(self) -> None:
+        """Warn if an optimizer has a scheduler, as torch's note it, that is not saved with it."""
+        run = self.run
+        groups = [] if run.param_schedulers or run.strategy.own_schedule else run.optim_wrapper.param_groups
+        if any("initial_lr" in group for group in groups):
+            run.logger.warning(
+                "%s has a scheduler that is not handed to prepare(..., schedulers=...), before which it must be made: "
+                "its position is not saved, so that a session that resumes begins it anew",
+                type(run.optim_wrapper.optimizers[0]).__name__,
+            )
+
     def _prepared(self) -> OwnLoop:
         if self._loop is None:
             raise RuntimeError("session.prepare(model, optimizer, dataloader) must be called first")
@@ -527,6 +532,15 @@ class _SessionStep:
 
     def __call__(self, data: Any, optim_wrapper: Any) -> Any:
         raise RuntimeError("this model is trained by the loop of a Session, so that no Runner can train it")
+
+
+def _require_own(name: str, given: Any) -> None:
+    """Refuse what accelerate, or a session, has prepared already."""
+    says = fault_of_prepared(given)
+    if isinstance(given, OptimWrapper | PreparedLoader):
+        says = f"must be your own, but is a {type(given).__name__}, which prepare() has returned before"
+    if says is not None:
+        raise TypeError(f"`{name}` {says}")
 
 
 def _close_at_exit(session: weakref.ref[Session], pid: int) -> None:
