@@ -26,7 +26,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from traceback import walk_tb
 from types import TracebackType
@@ -247,6 +247,12 @@ def _only_end_alike(one: str, other: str) -> bool:
 def wrong_type(name: str, wanted: str, value: object) -> TypeError:
     """Return the error for an argument of a wrong type."""
     return TypeError(f"`{name}` must be {wanted}, but is {value!r} of type {type(value).__name__}")
+
+
+def no_attribute(owner: object, name: str, instead: Mapping[str, str]) -> AttributeError:
+    """Return the error for an attribute that `owner` has not, with what is `instead` of another framework's."""
+    remedy = f". Instead: {instead[name]}" if name in instead else ""
+    return AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}{remedy}", name=name, obj=owner)
 
 
 def require_known(name: str, given: Iterable[str], known: Collection[str]) -> None:

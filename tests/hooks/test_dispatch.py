@@ -93,6 +93,26 @@ def test_methods_that_nobody_calls_are_told(tmp_path: Path):
     assert "after_zzz" not in log
 
 
+class TakesTooLittle(Hook):
+    main_only = True
+
+    def after_train_epoch(self, *args, **kwargs) -> None: ...
+
+    def after_val_iter(self, runner, batch_idx, **others) -> None: ...
+
+    def after_test_iter(self, runner, index) -> None: ...
+
+
+@ranks(1, 2)
+def test_a_method_that_cannot_take_what_its_point_gives_is_refused_before_the_training(tmp_path):
+    says = (
+        r"`after_test_iter` of TakesTooLittle must be after_test_iter\(self, runner, batch_idx, data_batch, outputs\), "
+        r"but its parameters are \(runner, index\)"
+    )
+    with pytest.raises(TypeError, match=says):
+        make_runner(tmp_path, [TakesTooLittle()], train_cfg={"max_epochs": 1}).train()
+
+
 class OfItsOwnPoint(Hook):
     """Calls hooks at a point of the project's own, and can't be closed."""
 

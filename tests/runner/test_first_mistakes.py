@@ -20,7 +20,7 @@ from lockstep.testing import ranks
 
 DATA = TensorDataset(torch.ones(8, 2), torch.zeros(8, 1))
 STEPLESS = "has ended without a call of session.step(loss)"
-LIGHTNING = "training_step and configure_optimizers of Lit, as of a Lightning module, are not called"
+LIGHTNING = "methods of Lit, as of a Lightning module, are not called by a Runner: "
 COMPLETE = "nothing is left to train: the resumed training has completed"
 
 
@@ -79,7 +79,7 @@ def test_a_class_that_needs_none_is_a_function_that_returns_a_model(tmp_path):
 def test_a_lightning_module_is_told_how_it_can_be_trained(tmp_path):
     with pytest.raises(TypeError, match="A model trains in one of three forms"):
         train(tmp_path / "runner", Lit(), loss=None)
-    assert LIGHTNING in log_of(tmp_path / "runner")
+    assert f"{LIGHTNING}training_step is `loss`, a `forward` that returns the loss" in log_of(tmp_path / "runner")
     session = Session(tmp_path / "session", log_level="ERROR")
     model = Lit()
     model, _, batches = session.prepare(model, model.configure_optimizers(), loader())
@@ -150,7 +150,62 @@ def test_a_train_step_that_only_returns_its_loss_is_told(tmp_path):
 
 def test_the_optimizer_of_a_lightning_module_is_told_beside_a_loss(tmp_path):
     train(tmp_path, Lit(), optim_wrapper=None)
-    assert LIGHTNING in log_of(tmp_path)
+    assert log_of(tmp_path).count(f"{LIGHTNING}configure_optimizers is `optim_wrapper` and `param_scheduler`\n") == 1
+
+
+class Loses(nn.Linear):
+    """Trains as a Runner's model does, and has what Lightning would call beside it."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(super().forward(x), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def on_train_epoch_end(self) -> None: ...
+
+
+class Steps(nn.Module):
+    """Has no `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> None:
+        optim_wrapper.update_params(nn.functional.mse_loss(self.linear(data[0]), data[1]))
+
+
+class TakesIndices(Steps):
+    def val_step(self, batch: Any, batch_idx: int) -> None: ...
+
+
+def test_what_lightning_would_call_beside_the_training_is_told(tmp_path):
+    train(tmp_path, Loses(2, 1), loss=None, val_dataloader=loader())
+    hook = "on_train_epoch_end is after_train_epoch of a hook in `custom_hooks`"
+    assert f"by a Runner: {hook}; validation_step is `val_evaluator`, or val_step(data)" in log_of(tmp_path)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (Steps, r"^Steps must have a `forward`, or a `val_step` of its own, for `val_dataloader`, but has neither"),
+        (TakesIndices, r"^`val_step` of TakesIndices must be val_step\(data\), but its parameters are \(batch: "),
+    ],
+)
+def test_a_model_that_cannot_be_validated_is_refused_before_it_trains(tmp_path, model, says):
+    with pytest.raises(ConfigError, match=rf"{says}.*\n\(rank \d of \d, after 0 iterations\)"):
+        train(tmp_path, model(), loss=None, val_dataloader=loader())
+
+
+def test_a_lightning_module_without_forward_is_told_what_to_give_it(tmp_path):
+    class Bare(Steps):
+        train_step = None
+
+        def training_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"Bare must have a `forward`.* training_step is `loss`, a `forward` that"):
+        train(tmp_path, Bare(), loss=None)
 
 
 @ranks(1, 2)
@@ -242,6 +297,20 @@ def test_a_step_or_a_clearing_within_a_window_is_refused(tmp_path):
     assert session.iter == len(batches)
 
 
+@ranks(1, 2)
+@pytest.mark.parametrize("counts", [1, 2])
+def test_a_clearing_by_the_model_within_a_window_is_refused(tmp_path, counts):
+    session = Session(tmp_path, log_level="ERROR", accumulative_counts=counts)
+    model = nn.Linear(2, 1)
+    model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    says = r"gradients of SGD must be kept within a window .* are gone \(rank \d of \d\)\. Call session\.step\(loss\)"
+    with pytest.raises(RuntimeError, match=says) if counts > 1 else nullcontext():
+        for _ in session.epochs(1):
+            for x, y in batches:
+                model.zero_grad()
+                session.step(nn.functional.mse_loss(model(x), y))
+
+
 def test_a_complete_session_says_so_and_warns_of_no_missing_steps(tmp_path):
     for resume in (False, True):
         session = Session(tmp_path, resume=resume)
@@ -293,3 +362,18 @@ def test_a_hook_can_ask_the_runner_for_no_second_run_within_the_first(tmp_path):
     )
     whole.train()
     assert len(whole.predict(loader())) == 8  # after the run, it can
+
+
+class AsksATrainer(Hook):
+    def after_train_epoch(self, runner: Any) -> None:
+        with pytest.raises(AttributeError, match=r"'TrainRun' .* no attribute 'current_epoch'\. Instead: epoch$"):
+            _ = runner.current_epoch
+
+
+def test_names_of_trainers_are_told_what_a_runner_calls_them(tmp_path):
+    runner = Runner(nn.Linear(2, 1), tmp_path, loss=nn.MSELoss(), val_dataloader=loader())
+    with pytest.raises(AttributeError, match=r"'Runner' object has no attribute 'fit'\. Instead: train\(\), without"):
+        runner.fit(loader())
+    with pytest.raises(TypeError, match=r"but is of type DataLoader\. Data to validate are `val_dataloader` of"):
+        runner.val(loader())
+    train(tmp_path, custom_hooks=[AsksATrainer()])

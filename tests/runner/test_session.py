@@ -537,8 +537,18 @@ def test_names_of_accelerate_are_told_what_to_do_instead(tmp_path):
         session.backward(torch.ones(1))
     with pytest.raises(AttributeError, match="no attribute 'prepar': did you mean `prepare`"):
         _ = session.prepar
-    with pytest.raises(AttributeError, match=r"no attribute 'reduce'(?!.*__)"):
+    with pytest.raises(AttributeError, match=r"no attribute 'gathered'(?!.*__)"):
+        _ = session.gathered
+    with pytest.raises(AttributeError, match=r"no attribute 'reduce'\. Instead: lockstep\.dist\.all_reduce\("):
         _ = session.reduce
+    model = network()
+    _, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    with pytest.raises(AttributeError, match=r"no attribute 'set_epoch'\. Instead: nothing, since session\.epochs\("):
+        batches.set_epoch(1)
+    with pytest.raises(AttributeError, match=r"no attribute 'batch_size'\. Instead: its `loader\.batch_size`"):
+        _ = batches.batch_size
+    with pytest.raises(TypeError, match=r"got a tuple .*\. Hand them in one by one, as in predictions, labels = "):
+        session.gather((torch.ones(2), torch.ones(2)))
 
 
 def test_an_attribute_error_within_a_property_is_the_one_that_is_raised(tmp_path):
@@ -551,18 +561,41 @@ def test_an_attribute_error_within_a_property_is_the_one_that_is_raised(tmp_path
         _ = Own(tmp_path, log_level="ERROR").best
 
 
-@pytest.mark.parametrize("is_handed_in", [False, True])
-def test_a_scheduler_that_is_not_handed_in_is_told(tmp_path, is_handed_in):
+@pytest.mark.parametrize("is_made", ["before", "before and handed in", "after"])
+def test_a_scheduler_that_is_not_handed_in_is_told(tmp_path, is_made):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    schedules = [] if is_made == "after" else [torch.optim.lr_scheduler.StepLR(optimizer, 10)]
     session = Session(tmp_path)
-    session.prepare({"net": model}, {"net": optimizer}, schedulers=[schedule] if is_handed_in else [])
-    told = (
-        "SGD has a scheduler that is not handed to prepare(..., schedulers=...)"
-        in (session.run_dir / "log.txt").read_text()
-    )
-    assert told is not is_handed_in
+    handed_in = schedules if is_made == "before and handed in" else []
+    _, wrappers = session.prepare({"net": model}, {"net": optimizer}, schedulers=handed_in)
+    if is_made == "after":
+        torch.optim.lr_scheduler.StepLR(wrappers["net"].optimizer, 10)
+    next(session.iterations(1))
+    told = "SGD has a scheduler that is not handed to prepare(..., schedulers=...), before which it must be made"
+    assert (told in (session.run_dir / "log.txt").read_text()) is not bool(handed_in)
+
+
+class OfAccelerate(torch.optim.SGD):
+    """Stands for an optimizer that accelerate has prepared."""
+
+    __module__ = "accelerate.optimizer"
+
+
+def test_what_has_been_prepared_already_is_refused(tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = session_of(tmp_path)
+    model, wrapper, batches = session.prepare(model, optimizer, loader())
+    for given, name in ((wrapper, "optimizer"), (batches, "dataloader")):
+        with pytest.raises(TypeError, match=rf"`{name}` must be your own, .*, which prepare\(\) has returned before"):
+            session_of(tmp_path).prepare(network(), **{"optimizer": optimizer, "dataloader": loader(), name: given})
+    prepared = OfAccelerate(model.parameters(), lr=0.1)
+    says = r" must be your own, but is accelerate's OfAccelerate\. Hand in what you gave to its prepare\(\)"
+    with pytest.raises(TypeError, match="`optimizer`" + says):
+        session_of(tmp_path).prepare(network(), prepared)
+    with pytest.raises(TypeError, match="`optim_wrapper`" + says):
+        Runner(model, tmp_path, optim_wrapper=prepared)
 
 
 def test_what_is_no_scheduler_is_refused(tmp_path):

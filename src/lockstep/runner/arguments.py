@@ -262,21 +262,59 @@ DONE_OTHERWISE_IN_SESSION = {
 }
 # Attributes of an Accelerator, and what to do instead.
 INSTEAD_OF_ACCELERATE = {
-    "backward": "session.step(loss), which also steps the optimizer and clears the gradients",
-    "accumulate": "Session(accumulative_counts=...), and session.step(loss) in each iteration",
+    **dict.fromkeys(("accumulate", "gradient_accumulation_steps", "no_sync"), "Session(accumulative_counts=...)"),
     "autocast": "Session(amp='bfloat16')",
+    "backward": "session.step(loss), which also steps the optimizer and clears the gradients",
     "clip_grad_norm_": "Session(clip_grad=dict(max_norm=...))",
+    "clip_grad_value_": "Session(clip_grad=dict(type='value', clip_value=...))",
+    "end_training": "nothing, since the session is closed after the last epoch or iteration",
     "gather_for_metrics": "session.gather(...) over a loader of session.prepare_evaluation(...)",
+    **dict.fromkeys(("get_state_dict", "save_model"), "session.save_pretrained(folder), or session.save()"),
+    **dict.fromkeys(("get_tracker", "trackers"), "session.run.visualizer"),
+    "init_trackers": "Session(visualizer=...)",
+    "is_local_main_process": "lockstep.dist.get_local_rank() == 0",
     "is_main_process": "session.is_main",
+    "join_uneven_inputs": "nothing, since ranks may have different numbers of batches",
     "load_state": "Session(resume=True)",
+    "local_process_index": "lockstep.dist.get_local_rank()",
+    **{name: f"lockstep.dist.{name}()" for name in ("local_main_process_first", "main_process_first")},
     "num_processes": "session.world_size",
+    "on_main_process": "lockstep.dist.run_on_main(function)",
+    "optimizer_step_was_skipped": "not session.is_update",
+    "pad_across_processes": "lockstep.dist.all_gather(tensor), of any shapes",
+    **dict.fromkeys(
+        ("prepare_data_loader", "prepare_model", "prepare_optimizer", "prepare_scheduler"),
+        "session.prepare(model, optimizer, dataloader, schedulers=...)",
+    ),
     "print": "if session.is_main: print(...)",
     "process_index": "session.rank",
+    "project_dir": "session.run_dir",
+    "reduce": "lockstep.dist.all_reduce(tensor, 'mean'), which works in place",
+    "register_for_checkpointing": "session.prepare(..., schedulers=[...]), of what has JSON values as its state",
     "save_state": "session.save()",
     "skip_first_batches": "Session(resume=True), which goes on within an epoch",
     "sync_gradients": "session.is_update",
     "unwrap_model": "the model that prepare() returns, which is your own module",
     "wait_for_everyone": "lockstep.dist.barrier()",
+}
+# Attributes of the Trainers of Lightning and transformers, and what a Runner and the `runner` of a hook have instead.
+INSTEAD_OF_TRAINER = {
+    **dict.fromkeys(("add_callback", "callbacks"), "`custom_hooks` of the Runner, or register_hook(hook)"),
+    **dict.fromkeys(("callback_metrics", "logged_metrics"), "what val() returns, or `metrics` of after_val_epoch"),
+    "current_epoch": "epoch",
+    **dict.fromkeys(("estimated_stepping_batches", "max_steps"), "max_iters, which counts batches"),
+    **dict.fromkeys(("evaluate", "validate"), "val(), over the `val_dataloader` of the Runner"),
+    "fit": "train(), without arguments: model and data are those of the Runner",
+    "global_rank": "rank",
+    "global_step": "iter, which counts batches",
+    **dict.fromkeys(("is_global_zero", "is_world_process_zero"), "rank == 0"),
+    **dict.fromkeys(
+        ("log", "log_dict", "log_metrics"), "what the model's `forward` or `train_step` returns is recorded"
+    ),
+    **dict.fromkeys(("lr_scheduler", "lr_schedulers"), "param_schedulers"),
+    **dict.fromkeys(("optimizer", "optimizers"), "optim_wrapper"),
+    "save_model": "save_pretrained(folder)",
+    "should_stop": "train_loop.stop_training",
 }
 
 
@@ -323,6 +361,9 @@ def invalid_arguments(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, argument in ARGUMENTS.items():
         if name in given and argument.types and not isinstance(given[name], argument.types):
             yield name, f"must be {argument.must_be}, but is {given[name]!r} of {type(given[name]).__name__}"
+    for name in ("optim_wrapper", "train_dataloader", "val_dataloader", "test_dataloader"):
+        if (says := fault_of_prepared(given.get(name))) is not None:
+            yield name, says
     if isinstance(given.get("model"), type) and (says := fault_of_model_class(given["model"])) is not None:
         yield "model", says
     if "" not in (several := named_loaders(given.get("train_dataloader"))):
@@ -344,6 +385,14 @@ def invalid_arguments(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     levels, level = logging.getLevelNamesMapping(), given.get("log_level")
     if isinstance(level, str) and level not in levels:
         yield "log_level", f"must be a level of logging, but is {level!r}{did_you_mean(level, levels)}"
+
+
+def fault_of_prepared(given: Any) -> str | None:
+    """Return what is wrong with an object that accelerate has prepared: it shares out data, and leaves out steps."""
+    kind = type(given)
+    if kind.__module__.partition(".")[0] != "accelerate":
+        return None
+    return f"must be your own, but is accelerate's {kind.__name__}. Hand in what you gave to its prepare()"
 
 
 def fault_of_model_class(kind: type) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -37,8 +38,8 @@ from lockstep.runner.arguments import (
     named_loaders,
 )
 from lockstep.runner.data_workers import end_workers_at_exit, let_workers_outlive_signals
-from lockstep.runner.evaluation_loops import EvalLoop
-from lockstep.runner.hook import Hook
+from lockstep.runner.evaluation_loops import EvalLoop, TestLoop, ValLoop
+from lockstep.runner.hook import Hook, point_meant
 from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TrainLoop
 from lockstep.runner.options import record_config, record_first_options
 from lockstep.runner.run import Run, TrainRun, Workspace
@@ -46,6 +47,13 @@ from lockstep.strategy import Strategy
 from lockstep.visualization import Visualizers, build_visualizers
 
 _logger = logging.getLogger(__name__)
+_INSTEAD_OF_LIGHTNING = {
+    "training_step": "`loss`, a `forward` that returns the loss, or train_step(data, optim_wrapper); in the loop of a "
+    "Session, session.step(model.training_step(batch, batch_idx))",
+    "validation_step": "`val_evaluator`, or val_step(data), which returns predictions",
+    "configure_optimizers": "`optim_wrapper` and `param_scheduler`",
+    "configure_gradient_clipping": "`clip_grad` of `optim_wrapper`",
+}
 
 
 def strategy_of(args: RunnerArguments) -> Any:
@@ -81,8 +89,7 @@ def build_model(args: RunnerArguments, strategy: Strategy) -> nn.Module:
     if args.data_preprocessor is not None and not has_own:
         preprocessor = _build_module("data_preprocessor", args.data_preprocessor, type="BaseDataPreprocessor")
         unwrap_model(built).data_preprocessor = preprocessor
-    if args.train_dataloader is not None and (args.loss is None or args.optim_wrapper is None):
-        _tell_of_lightning_steps(unwrap_model(built))
+    _tell_of_lightning(args, unwrap_model(built))
     if args.loss is not None:
         OutsideLoss(MODELS.build(args.loss) if isinstance(args.loss, Mapping) else args.loss).attach(
             unwrap_model(built)
@@ -100,16 +107,34 @@ def build_model(args: RunnerArguments, strategy: Strategy) -> nn.Module:
     return built
 
 
-def _tell_of_lightning_steps(core: nn.Module) -> None:
-    """Warn that the training steps of a Lightning module are not called."""
-    names = ("training_step", "configure_optimizers")
-    if all(callable(getattr(core, name, None)) for name in names) and not steps.defines_step(core, "train_step"):
-        _logger.warning(
-            "training_step and configure_optimizers of %s, as of a Lightning module, are not called: give the Runner "
-            "loss=... and optim_wrapper=... and let forward compute the outputs, or train it by the loop of a Session, "
-            "with session.step(model.training_step(batch, batch_idx))",
-            type(core).__name__,
-        )
+def _tell_of_lightning(args: RunnerArguments, core: nn.Module) -> None:
+    """Warn of methods of a Lightning module that a Runner does not call, unless an argument takes their place."""
+    if "train_step" not in vars(core) and (left := _left_of_lightning(args, core)):  # a Session's loop is the user's
+        kind = type(core).__name__
+        _logger.warning("methods of %s, as of a Lightning module, are not called by a Runner: %s", kind, left)
+
+
+def _left_of_lightning(args: RunnerArguments, core: nn.Module) -> str:
+    """Return in words what stands here for each of the methods."""
+    trains, validates = args.train_dataloader is not None, args.val_dataloader is not None
+    counts = {
+        "training_step": trains and args.loss is None and not steps.defines_step(core, "train_step"),
+        "configure_optimizers": trains and args.optim_wrapper is None,
+        "configure_gradient_clipping": trains and args.optim_wrapper is None,
+        "validation_step": validates and args.val_evaluator is None and not steps.defines_step(core, "val_step"),
+    }
+    found = []
+    for name in dir(type(core)):
+        if counts.get(name):
+            instead = _INSTEAD_OF_LIGHTNING[name]
+        elif trains and name.startswith("on_") and (point := point_meant(name)) is not None:
+            instead = f"{point} of a hook in `custom_hooks`"
+        else:
+            continue
+        owner = getattr(getattr(type(core), name), "__module__", None) or ""
+        if owner.partition(".")[0] not in ("lightning", "pytorch_lightning"):  # their base class has them all
+            found.append(f"{name} is {instead}")
+    return "; ".join(found)
 
 
 def init_weights(model: nn.Module) -> None:
@@ -160,6 +185,7 @@ def build_train_loop(cfg: TrainLoop | Mapping[str, Any], run: TrainRun) -> Train
     if not isinstance(loop, TrainLoop):
         raise TypeError(f"`train_cfg` must build a TrainLoop, but built {loop!r}")
     _refuse_own_steps(loop)
+    _require_step(loop)
     _warn_of_sync_norms(run, loop)
     return loop
 
@@ -171,6 +197,29 @@ def _refuse_own_steps(loop: TrainLoop | EvalLoop) -> None:
         raise ConfigError(
             f"{type(loop).__name__} must not rely on {' and '.join(names)}, which `run` does not call. What is done "
             "there belongs to `train_step` or `val_step` of the model, or to a hook; or override `run`"
+        )
+
+
+def _require_step(loop: TrainLoop | EvalLoop) -> None:
+    """Refuse a model that has nothing which a loop of lockstep's own could call, or a step with other parameters."""
+    if type(loop) not in (EpochBasedTrainLoop, IterBasedTrainLoop, ValLoop, TestLoop):
+        return
+    core, mode = unwrap_model(loop.runner.model), getattr(loop, "mode", "train")
+    name, takes = f"{mode}_step", ["data", "optim_wrapper"] if mode == "train" else ["data"]
+    if steps.defines_step(core, name):
+        signature = inspect.signature(getattr(core, name))
+        try:
+            signature.bind(*takes)
+        except TypeError as error:
+            raise ConfigError(
+                f"`{name}` of {type(core).__name__} must be {name}({', '.join(takes)}), but its parameters are "
+                f"{signature}: {error}"
+            ) from None
+    elif type(core).forward is nn.Module.forward and "forward" not in vars(core):
+        left = _left_of_lightning(loop.runner.args, core)
+        raise ConfigError(
+            f"{type(core).__name__} must have a `forward`, or a `{name}` of its own, for `{mode}_dataloader`, but has "
+            f"neither{left and f'. Of its methods, as of a Lightning module, {left}'}"
         )
 
 
@@ -253,6 +302,7 @@ def build_eval_loop(mode: Literal["val", "test"], run: Run, dataloader: Any) -> 
         evaluator = evaluator if isinstance(dataloader, Mapping) else [*evaluator.values()]
     loop: EvalLoop = LOOPS.build(cfg or {}, type=kind, runner=run, dataloader=dataloader, evaluator=evaluator)
     _refuse_own_steps(loop)
+    _require_step(loop)
     return loop
 
 

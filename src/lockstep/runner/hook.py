@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -273,10 +274,14 @@ class HookList:
         """Add a hook, or the config of one; a `priority` overrides the hook's own.
 
         It is called from the next point on. A hook with `main_only` is left out on all ranks but 0.
+
+        Raises:
+            TypeError: it is no hook, or its method for a point can't take what hooks are given there.
         """
         built = _build_hook(hook)
         if priority is not None:
             built.priority = priority
+        _require_parameters(built)
         if built.main_only and get_dist_info()[0] != 0:
             return
         _warn_of_misspelt_points(built)
@@ -326,14 +331,31 @@ def _acts_at(hook: Hook, point: str) -> bool:
     return any(getattr(type(hook), name) is not getattr(Hook, name) for name in names)
 
 
+def _require_parameters(hook: Hook) -> None:
+    for point in POINTS:
+        if getattr(type(hook), point) is getattr(Hook, point):
+            continue
+        signature, wanted = (
+            inspect.signature(getattr(hook, point)),
+            [*inspect.signature(getattr(Hook, point)).parameters],
+        )
+        try:
+            signature.bind(None, **dict.fromkeys(wanted[2:]))  # all but `self` and `runner` by name
+        except TypeError as error:
+            raise TypeError(
+                f"`{point}` of {type(hook).__name__} must be {point}({', '.join(wanted)}), but its parameters are "
+                f"{signature}: {error}"
+            ) from None
+
+
 def _warn_of_misspelt_points(hook: Hook) -> None:
     for name in dir(type(hook)):
-        if name not in POINTS and (meant := _point_meant(name)) is not None:
+        if name not in POINTS and (meant := point_meant(name)) is not None:
             _logger.warning("`%s` of %s is not a hook point, which only your own `call_hook` calls: did you mean `%s`?",
                             name, type(hook).__name__, meant)  # fmt: skip
 
 
-def _point_meant(name: str) -> str | None:
+def point_meant(name: str) -> str | None:
     """Return the hook point that a method's name means, if it is misspelt, or Lightning's name of a callback."""
     name = re.sub("batch|step", "iter", name).replace("validation", "val")
     if name.startswith(("before_", "after_")):

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
@@ -195,8 +196,9 @@ class ResumedOptions:
 
     def _summary(self) -> str:
         changes = sorted({f"{key} {old} -> {new}" for group in self.changed for key, (old, new) in group.items()})
-        if self.has_new_schedules:
-            changes.append("the schedules")
+        if self.has_new_schedules and self.begun_with is not None:
+            pairs = zip_longest(self.begun_with["schedules"], self.run.begun_with["schedules"], fillvalue="none")
+            changes += [f"the schedule {former} -> {now}" for former, now in pairs if former != now]
         if self.begun_with is None:
             return (
                 f"{self.origin} does not say which options its config had: those of the optimizer go on as they were "

@@ -292,20 +292,27 @@ class OwnLoop(TrainLoop):
         Gradients of passes around the session are neither weighted by samples, nor divided by the batches of a window,
         nor unscaled; a step or a `zero_grad` within a window takes part of its gradients away. Gradients that are there
         when a window begins are an error, too; with several optimizers, by name, the loss of another may have left
-        them, which is warned of.
+        them, which is warned of. So are gradients that something else has cleared within a window, such as
+        `model.zero_grad()`.
         """
         update_params, windows_left = wrapper.update_params, _WINDOWS_LOOKED_AT
+        summed: torch.nn.Parameter | None = None  # one that has a gradient of the window that is open
         call = "session.step(loss)" if name is None else f"optimizers[{name!r}].update_params(loss)"
 
         def refuse(what: str, why: str) -> None:
             raise RuntimeError(
                 f"the {what} of {type(wrapper.optimizer).__name__} {why} (rank {self.runner.rank} of "
                 f"{self.runner.world_size}). Call {call}, in place of loss.backward(), optimizer.step() and "
-                "optimizer.zero_grad()"
+                "optimizer.zero_grad() or model.zero_grad()"
             )
 
         def update(*args: Any, **kwargs: Any) -> None:
-            nonlocal windows_left
+            nonlocal windows_left, summed
+            if summed is not None and summed.grad is None:
+                refuse(
+                    "gradients",
+                    "must be kept within a window of accumulation, but those of its batches so far are gone",
+                )
             if windows_left and not wrapper.has_open_window:
                 windows_left -= 1
                 grads = [parameter.grad for group in wrapper.param_groups for parameter in group["params"]]
@@ -320,6 +327,10 @@ class OwnLoop(TrainLoop):
                         "requires_grad_(False) for the parameters while the other's loss is computed", name, name,
                     )  # fmt: skip
             update_params(*args, **kwargs)
+            parameters = (one for group in wrapper.param_groups for one in group["params"])
+            summed = (
+                next((one for one in parameters if one.grad is not None), None) if wrapper.has_open_window else None
+            )
 
         def before_step(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
             has_closure = len(arguments) > 1 or bool(options)  # the first one is the optimizer

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Unpack
 from weakref import ref
 
 import torch
@@ -25,13 +25,13 @@ from lockstep.checkpoint.loading import Stored
 from lockstep.dataset import DataShard, Position
 from lockstep.dataset.position import end_workers
 from lockstep.device import get_device
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, no_attribute
 from lockstep.location import Location, locate
 from lockstep.logging import JsonLinesSink, MessageHub
 from lockstep.model import unwrap_model
 from lockstep.model.shards import reshard
 from lockstep.optim import OptimWrapper, ParamScheduler
-from lockstep.runner.arguments import RunnerArguments, named_loaders
+from lockstep.runner.arguments import INSTEAD_OF_TRAINER, RunnerArguments, named_loaders
 from lockstep.runner.checkpointing import Save, Saving
 from lockstep.runner.preemption import Agreement
 from lockstep.runner.uneven_inputs import EvenBatches, prefetching
@@ -180,6 +180,13 @@ class Run(Workspace):
     @property
     def _training(self) -> AnyTrainLoop | None:
         return getattr(self, "train_loop", None)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):  # a property has raised an AttributeError, which names what was wrong
+                return object.__getattribute__(self, name)
+            raise no_attribute(self, name, INSTEAD_OF_TRAINER)
 
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
         """Call every hook at a point; see `lockstep.hooks.Hook`.

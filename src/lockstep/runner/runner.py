@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
@@ -13,7 +14,7 @@ from torch import nn
 
 from lockstep.dataset import DataShard, agree_on_shard
 from lockstep.dist import run_on_main
-from lockstep.errors import ConfigError, error_in_words
+from lockstep.errors import ConfigError, error_in_words, no_attribute
 from lockstep.evaluator import Evaluator
 from lockstep.evaluator.metric import Predictions
 from lockstep.location import Location, locate, require_disk
@@ -22,7 +23,14 @@ from lockstep.model import unwrap_model
 from lockstep.optim import OptimWrapper
 from lockstep.registry import RUNNERS
 from lockstep.runner import build, resuming, start
-from lockstep.runner.arguments import DEFAULT_OPTIM_WRAPPER, DEFAULT_TRAIN_CFG, RunnerArguments, named_loaders, taking
+from lockstep.runner.arguments import (
+    DEFAULT_OPTIM_WRAPPER,
+    DEFAULT_TRAIN_CFG,
+    INSTEAD_OF_TRAINER,
+    RunnerArguments,
+    named_loaders,
+    taking,
+)
 from lockstep.runner.evaluation_loops import EvalLoop, PredictLoop
 from lockstep.runner.hook import Hook, HookList
 from lockstep.runner.lr_finder import DIVERGENCE, LRSearch, check_range, search_lr
@@ -155,7 +163,7 @@ class Runner(_AttributesOfRun):
                 raise _not_built(name)
             kind = self._train_run_type
             if not (hasattr(kind, name) or name in kind.__dataclass_fields__):
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+                raise no_attribute(self, name, INSTEAD_OF_TRAINER)
             built = self._run or self._workspace
             if hasattr(built, name):
                 return getattr(built, name)
@@ -450,6 +458,11 @@ class Runner(_AttributesOfRun):
         make_loop: Callable[[Run], EvalLoop],
     ) -> dict[str, Any]:
         verb = {"val": "validate"}.get(mode, mode)
+        if checkpoint is not None and not isinstance(checkpoint, str | PathLike | Location):
+            raise TypeError(
+                f"`checkpoint` must be the path of a checkpoint, but is of type {type(checkpoint).__name__}. Data to "
+                f"{verb} are `{mode}_dataloader` of the Runner; predict(dataloader) takes others"
+            )
         if mode != "predict" and getattr(self.args, f"{mode}_dataloader") is None:
             raise ConfigError(f"`{mode}_dataloader` must be given to {verb}, but is None")
         with self._running(f"{verb.removesuffix('e')}ed") as space:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lockstep.dataset import build_dataloader
 from lockstep.device import get_device
 from lockstep.dist import all_gather, get_dist_info
-from lockstep.errors import did_you_mean, listed
+from lockstep.errors import did_you_mean, listed, no_attribute
 from lockstep.location import Location
 from lockstep.model import unwrap_model
 from lockstep.model.steps import parse_losses
@@ -29,6 +29,7 @@ from lockstep.runner.arguments import (
     ARGUMENTS,
     DONE_OTHERWISE_IN_SESSION,
     INSTEAD_OF_ACCELERATE,
+    fault_of_prepared,
     unknown_argument,
 )
 from lockstep.runner.data_workers import let_workers_outlive_signals
@@ -227,6 +228,10 @@ class Session:
             model = Parts(dict(model.items()))
         vars(model)["train_step"] = _SessionStep(calls_parts=isinstance(model, Parts))
         schedules = [*schedulers] if isinstance(schedulers, list | tuple) else [schedulers]
+        optimizers = optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]
+        for argument, given in {"optimizer": optimizers, "dataloader": [dataloader], "schedulers": schedules}.items():
+            for one in given:
+                _require_own(argument, one)
         for one in schedules:
             if hasattr(one, "__iter__") or not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
                 raise TypeError(
@@ -234,13 +239,6 @@ class Session:
                     f"{type(one).__name__}. Make them over your optimizer before prepare(), as in StepLR(optimizer, "
                     "10); data to evaluate on go to prepare_evaluation()"
                 )
-        # As torch's schedulers note it, before the run makes any of its own.
-        given = list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]
-        scheduled = [
-            one
-            for one in given
-            if isinstance(one, Optimizer) and any("initial_lr" in group for group in one.param_groups)
-        ]
         hooks = {"param_scheduler": None, **(self._options.get("default_hooks") or {})}
         options = {**self._options, "default_hooks": hooks}
         data = _NO_DATA if dataloader is None else dataloader
@@ -248,12 +246,6 @@ class Session:
         run = self._closing.enter_context(self._runner.training(self._make_loop, schedules))
         assert isinstance(run.train_loop, OwnLoop)
         self._loop = run.train_loop
-        if scheduled and not schedules:
-            run.logger.warning(
-                "%s has a scheduler that is not handed to prepare(..., schedulers=...): its position is not saved, so "
-                "that a session that resumes begins it anew",
-                type(scheduled[0]).__name__,
-            )
         self._closing.push(self._loop.save_at_close)
         wrapper = run.optim_wrapper
         for name, one in wrapper.items() if isinstance(wrapper, OptimWrapperDict) else [(None, wrapper)]:
@@ -299,6 +291,7 @@ class Session:
         session is closed after the last epoch; as a context manager, at the end of its block.
         """
         loop = self._prepared()
+        self._warn_of_schedulers()
         with nullcontext() if self._is_entered else self._closing:
             yield from loop.epochs(count)
 
@@ -309,6 +302,7 @@ class Session:
         1000th: `default_hooks=dict(checkpoint=dict(interval=...))` chooses another number.
         """
         loop = self._prepared()
+        self._warn_of_schedulers()
         with nullcontext() if self._is_entered else self._closing:
             yield from loop.iterations(count)
 
@@ -397,12 +391,17 @@ class Session:
             TypeError: something else is given than tensors with rows.
             ValueError: they have different numbers of rows, or rows of other shapes on other ranks.
         """
-        for x in tensors:
+        given: tuple[Any, ...] = tensors
+        for x in given:
             if not isinstance(x, Tensor) or x.dim() == 0:
                 what = "a tensor without dimensions" if isinstance(x, Tensor) else f"{x!r} of type {type(x).__name__}"
+                remedy = "For one value per rank use lockstep.dist.all_gather or all_reduce"
+                if isinstance(x, list | tuple) and any(isinstance(one, Tensor) for one in x):
+                    what = f"a {type(x).__name__}"
+                    remedy = "Hand them in one by one, as in predictions, labels = session.gather(predictions, labels)"
                 raise TypeError(
                     f"gather() takes tensors with one row per sample, but got {what} (rank {self.rank} of "
-                    f"{self.world_size}). For one value per rank use lockstep.dist.all_gather or all_reduce"
+                    f"{self.world_size}). {remedy}"
                 )
         if len({len(x) for x in tensors}) > 1:
             raise ValueError(
@@ -459,6 +458,17 @@ class Session:
     def __exit__(self, *exception: Any) -> bool | None:
         return self._closing.__exit__(*exception)
 
+    def _warn_of_schedulers(self) -> None:
+        """Warn if an optimizer has a scheduler, as torch's note it, that is not saved with it."""
+        run = self.run
+        groups = [] if run.param_schedulers or run.strategy.own_schedule else run.optim_wrapper.param_groups
+        if any("initial_lr" in group for group in groups):
+            run.logger.warning(
+                "%s has a scheduler that is not handed to prepare(..., schedulers=...), before which it must be made: "
+                "its position is not saved, so that a session that resumes begins it anew",
+                type(run.optim_wrapper.optimizers[0]).__name__,
+            )
+
     def _prepared(self) -> OwnLoop:
         if self._loop is None:
             raise RuntimeError("session.prepare(model, optimizer, dataloader) must be called first")
@@ -488,6 +498,14 @@ class PreparedLoader:
         """The dataset."""
         return self.loader.dataset
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            instead = {"set_epoch": "nothing, since session.epochs(count) does it"}
+            if hasattr(vars(self).get("loader"), name):
+                instead.setdefault(name, f"its `loader.{name}`")
+            raise no_attribute(self, name, instead)
+
 
 class Parts(nn.ModuleDict):
     """Modules that are called one by one; FSDP refuses a container without a `forward`."""
@@ -514,6 +532,15 @@ class _SessionStep:
 
     def __call__(self, data: Any, optim_wrapper: Any) -> Any:
         raise RuntimeError("this model is trained by the loop of a Session, so that no Runner can train it")
+
+
+def _require_own(name: str, given: Any) -> None:
+    """Refuse what accelerate, or a session, has prepared already."""
+    says = fault_of_prepared(given)
+    if isinstance(given, OptimWrapper | PreparedLoader):
+        says = f"must be your own, but is a {type(given).__name__}, which prepare() has returned before"
+    if says is not None:
+        raise TypeError(f"`{name}` {says}")
 
 
 def _close_at_exit(session: weakref.ref[Session], pid: int) -> None:
