@@ -377,3 +377,13 @@ def test_names_of_trainers_are_told_what_a_runner_calls_them(tmp_path):
     with pytest.raises(TypeError, match=r"but is of type DataLoader\. Data to validate are `val_dataloader` of"):
         runner.val(loader())
     train(tmp_path, custom_hooks=[AsksATrainer()])
+
+
+def test_schedules_that_end_before_the_training_are_told(tmp_path):
+    ramp = {"type": "LinearLR", "start_factor": 0.1, "by_epoch": False, "end": 2}
+    fall = {"type": "LinearLR", "start_factor": 1.0, "end_factor": 0.0, "by_epoch": False, "begin": 2}
+    for end in (6, 16):
+        train(tmp_path / str(end), train_cfg={"max_epochs": 4}, param_scheduler=[ramp, {**fall, "end": end}])
+    says = "have set all learning rates to 0, 11 iterations before the last of 16: nothing is trained at that rate"
+    assert says in log_of(tmp_path / "6")
+    assert "learning rates to 0" not in log_of(tmp_path / "16")

@@ -182,3 +182,15 @@ def test_each_rank_goes_on_with_its_own_numbers(different: bool | None, tmp_path
     assert len(whole[0]["mask"]) == 4
     for rank in (0, 1):
         assert resumed[rank] == {kind: values[2:] for kind, values in whole[rank].items()}
+
+
+def test_what_hooks_of_a_validation_draw_is_not_missing_in_the_training(tmp_path: Path):
+    class Draws(Hook):
+        def after_val_epoch(self, runner: Any, metrics: dict[str, Any] | None = None) -> None:
+            drawn.append((torch.randn(7), random.random(), np.random.rand()))
+
+    drawn: list[Any] = []
+    validated = {"val_dataloader": {"dataset": Drawing(), "batch_size": 4}}
+    plain, drawing = [train(tmp_path, None, epochs=2, custom_hooks=hooks, **validated) for hooks in ([], [Draws()])]
+    assert plain == drawing
+    assert len(drawn) == 2

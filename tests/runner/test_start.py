@@ -81,6 +81,7 @@ def test_the_environment_is_written_down(tmp_path: Path):
     assert known["units"] == {"accuracy": "%"}
     assert [rank["device"] for rank in known["ranks"]] == ["cpu", "cpu"]
     assert known["started"][:2] == "20"
+    assert known["arguments"] == {}  # the config has them
 
 
 @ranks(2)
@@ -185,11 +186,16 @@ def test_a_tracker_has_the_config_of_each_run_and_hears_which_one_has_failed(tmp
     try:
         make(tmp_path, visualizer=first, custom_hooks=[Fails()]).train()
     except MemoryError:
-        runner = make(tmp_path, visualizer=second)
+        runner = make(tmp_path, visualizer=second, cfg=None)
         runner.val()
         runner.train()
     assert (first.failed, second.failed) == ([True], [False, False])
+    assert first.configs == [{"seed": 1, "lr": 0.5}]
     assert len(second.configs) == 2
+    given = {"dataset": "TensorDataset", "batch_size": 2, "num_workers": 0}
+    assert second.configs[1]["train_dataloader"] == given  # without a config, the arguments
+    written = json.loads((runner.run_dir / "environment.json").read_text())
+    assert written["arguments"]["train_dataloader"] == given
 
 
 @ranks(2)

@@ -64,8 +64,9 @@ class ParamSchedulerHook(Hook):
             self._zeros += 1
         if self._zeros == _ZEROS and (left := runner.max_iters - runner.iter - 1) > 0:
             runner.logger.warning(
-                "the schedules have set all learning rates to 0, %d iterations before the end of %d: nothing is trained "
-                "at that rate. A schedule by iterations counts batches, of which `accumulative_counts` make an update",
+                "the schedules have set all learning rates to 0, %d iterations before the last of %d: nothing is "
+                "trained at that rate. A schedule by iterations counts batches, of which `accumulative_counts` make an "
+                "update",
                 left + _ZEROS - 1, runner.max_iters,
             )  # fmt: skip
 
