@@ -270,3 +270,10 @@ def test_names_of_values_are_known_before_where_the_class_itself_gives_them() ->
     assert Evaluator(Halved()).value_names is None
     assert Evaluator([LossMetric(), Accuracy(), Halved()]).value_names is None
     assert Evaluator([Perplexity(), HalvedByName()]).value_names == ["loss", "perplexity", "half_accuracy"]
+
+
+def test_a_loss_is_found_beside_whatever_a_step_returns_with_it():
+    metric = Perplexity()
+    metric.samples = 4
+    metric.process(None, {"loss": torch.tensor(0.0), "generated": torch.ones(4, 2, dtype=torch.int64)})
+    assert metric.evaluate(4) == {"loss": 0.0, "perplexity": 1.0}

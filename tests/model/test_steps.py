@@ -137,6 +137,11 @@ def test_entries_called_loss_are_added_and_all_are_logged():
         (None, TypeError, "must return a loss in training.*returned None"),
         ((torch.tensor(1.0), torch.tensor(2.0)), TypeError, "returned a tuple of"),
         ({"accuracy": torch.tensor(1.0)}, TypeError, "contains 'loss', but returned only .*accuracy"),
+        (
+            {"loss": torch.ones(()), "ids": torch.ones(2).long()},
+            TypeError,
+            r"losses\['ids'\]` .* is torch.int64. Leave it out",
+        ),
         ({"loss": 1.0}, TypeError, r"losses\['loss'\]` must be a tensor.*1.0"),
         (torch.ones(2), ValueError, r"must be a scalar, but has shape \(2,\)"),
     ],

@@ -215,7 +215,9 @@ class Perplexity(LossMetric):
 
 
 def _own_loss(outputs: Any) -> Tensor:
-    """Return the loss in what a model has returned for a batch in evaluation."""
+    """Return the loss in what a model has returned for a batch in evaluation, whatever else is beside it."""
+    if isinstance(outputs, Mapping) and not hasattr(outputs, "loss"):
+        outputs = {name: value for name, value in outputs.items() if "loss" in name} or outputs
     try:
         return parse_losses(outputs)[0].detach()
     except (TypeError, ValueError) as error:

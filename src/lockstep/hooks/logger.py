@@ -383,7 +383,7 @@ class LoggerHook(Hook):
         return parts
 
     def _record_metrics(self, runner: Run, mode: str, metrics: dict[str, Any]) -> None:
-        if runner.rank == 0:
+        if runner.rank == 0 and metrics:  # `predict` has none
             is_epoch_based = runner.max_epochs is not None
             # Records count epochs from 1. An epoch-based loop validates after it has counted the epoch that has ended.
             epoch = runner.epoch if is_epoch_based else runner.epoch + 1

@@ -163,6 +163,8 @@ def _scalar(loss: Tensor) -> Tensor:
 
 def _mean(name: str, value: Any) -> Tensor:
     if isinstance(value, Tensor):
+        if value.dim() and not value.is_floating_point():
+            raise TypeError(f"`losses[{name!r}]` must be of numbers to average, but is {value.dtype}. Leave it out")
         return value.mean() if value.dim() else value
     if isinstance(value, list | tuple) and value and all(isinstance(v, Tensor) for v in value):
         means: list[Tensor] = [item.mean() for item in value]
