@@ -82,78 +82,78 @@ def stream(folder: Path, shards: int = 6) -> Any:
 
 def map_style(folder: Path, workers: int) -> Any:
     data = rows(folder)
-    # --8<-- [start:map-style]
+    # [start:map-style]
     loader = DataLoader(data, batch_size=2, shuffle=True, num_workers=workers)
-    # --8<-- [end:map-style]
+    # [end:map-style]
     return loader
 
 
 def over_ranks(folder: Path, workers: int, shards: int = 6) -> Any:
     data = stream(folder, shards)
-    # --8<-- [start:huggingface]
+    # [start:huggingface]
     loader = dict(dataset=data, batch_size=2, num_workers=workers, split="ranks")
-    # --8<-- [end:huggingface]
+    # [end:huggingface]
     return loader
 
 
 def by_node(folder: Path, workers: int, shards: int = 6) -> Any:
     data = stream(folder, shards)
-    # --8<-- [start:split_dataset_by_node]
+    # [start:split_dataset_by_node]
     part = split_dataset_by_node(data, rank=get_rank(), world_size=get_world_size())
     loader = dict(dataset=part, batch_size=2, num_workers=workers, split=False)
-    # --8<-- [end:split_dataset_by_node]
+    # [end:split_dataset_by_node]
     return loader
 
 
 def webdataset(folder: Path, workers: int) -> Any:
     files = tars(folder)
-    # --8<-- [start:webdataset]
+    # [start:webdataset]
     data = wds.WebDataset(files, shardshuffle=False, nodesplitter=wds.split_by_node).map(json_of)
     loader = dict(dataset=data, batch_size=2, num_workers=workers, split=False)
-    # --8<-- [end:webdataset]
+    # [end:webdataset]
     return loader
 
 
 def webdataset_of_few_files(folder: Path, workers: int) -> Any:
     files = tars(folder)
-    # --8<-- [start:few]
+    # [start:few]
     data = wds.WebDataset(files, shardshuffle=False, nodesplitter=None, workersplitter=None, seed=0).map(json_of)
     loader = dict(dataset=data, batch_size=2, num_workers=workers)
-    # --8<-- [end:few]
+    # [end:few]
     return loader
 
 
 def lit(folder: Path, workers: int) -> Any:
-    # --8<-- [start:litdata]
+    # [start:litdata]
     data = litdata.StreamingDataset(str(folder / "lit"))
     loader = litdata.StreamingDataLoader(data, batch_size=2, num_workers=workers)
-    # --8<-- [end:litdata]
+    # [end:litdata]
     return loader
 
 
 def mosaic(folder: Path, workers: int) -> Any:
-    # --8<-- [start:mosaic]
+    # [start:mosaic]
     data = streaming.StreamingDataset(local=str(folder / "mds"), batch_size=2, shuffle=True)
     loader = streaming.StreamingDataLoader(data, batch_size=2, num_workers=workers)
-    # --8<-- [end:mosaic]
+    # [end:mosaic]
     return loader
 
 
 def stateful(folder: Path, workers: int) -> Any:
     data = [_row(number) for number in range(SAMPLES)]
-    # --8<-- [start:torchdata]
+    # [start:torchdata]
     loader = StatefulDataLoader(data, batch_size=2, shuffle=True, num_workers=workers)
-    # --8<-- [end:torchdata]
+    # [end:torchdata]
     return loader
 
 
 def nodes(folder: Path, workers: int) -> Any:
     data = list(range(SAMPLES))
-    # --8<-- [start:nodes]
+    # [start:nodes]
     part = torchdata.nodes.IterableWrapper(data[get_rank() :: get_world_size()])
     batches = torchdata.nodes.Batcher(part, batch_size=2, drop_last=False)
     loader = torchdata.nodes.Loader(torchdata.nodes.Mapper(batches, collated))
-    # --8<-- [end:nodes]
+    # [end:nodes]
     return loader
 
 

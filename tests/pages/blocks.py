@@ -8,6 +8,7 @@ A page is a script: its Python blocks run in the order of the page, in one names
 * ```` ```yaml ````, ```` ```json ````: parsed.
 * ```` ```text ````: output.
 * `<!-- setup ... -->`, `<!-- bash ... -->`: Python and commands that readers need not see.
+* After `<!-- from FILE:NAME -->`: what stands in FILE between `# [start:NAME]` and `# [end:NAME]`; not run here.
 
 `python blocks.py PAGE` runs the Python blocks of a page, on each rank of a job.
 """
@@ -21,11 +22,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 _FENCE = re.compile(
-    r"^(?P<indent> *)```(?P<language>\w*)(?P<options>[^\n]*)\n(?P<code>.*?)^(?P=indent)```$"
+    r"^(?:<!-- from (?P<source>\S+) -->\n)?(?P<indent> *)```(?P<language>\w*)(?P<options>[^\n]*)\n(?P<code>.*?)^(?P=indent)```$"
     r"|^<!-- (?P<hidden>setup|bash)\n(?P<unseen>.*?)^-->$",
     re.MULTILINE | re.DOTALL,
 )
 LANGUAGES = {"python", "bash", "shell", "yaml", "json", "text"}
+
+
+def copies_of(page: Path) -> Iterator[tuple[str, str]]:
+    """Yield the blocks of a page that are copies: where each is from, and its lines."""
+    for found in _FENCE.finditer(page.read_text()):
+        if found["source"]:
+            yield found["source"], found["code"]
 
 
 class Block(NamedTuple):
@@ -51,8 +59,8 @@ def blocks_of(page: Path) -> Iterator[Block]:
         if found["hidden"] is not None:
             yield Block(found["hidden"], found["unseen"], text.count("\n", 0, found.start("unseen")) + 1)
             continue
-        if found["code"].startswith("--8<--"):
-            continue  # a file of the repository, with tests of its own
+        if found["source"] or found["code"].startswith("--8<--"):
+            continue  # from a file of the repository, with tests of its own
         code = re.sub(rf"^{found['indent']}", "", found["code"], flags=re.MULTILINE)
         title = re.search(r'title="([^"]+)"', found["options"])
         line = text.count("\n", 0, found.start("code")) + 1

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import click
@@ -130,3 +131,12 @@ def test_the_messages_that_the_page_of_errors_explains_exist():
     parts = [part.strip() for text in quoted for part in text.split("...") if part.strip()]
     assert len(parts) > 20
     assert [part for part in parts if " ".join(part.split()) not in known] == []
+
+
+def test_code_that_is_copied_from_a_file_is_that_of_the_file():
+    copies = [copy for page in sorted((ROOT / "docs").glob("*.md")) for copy in blocks.copies_of(page)]
+    assert len(copies) > 5
+    for source, code in copies:
+        file, _, name = source.partition(":")
+        _, _, rest = (ROOT / file).read_text().partition(f"# [start:{name}]\n")
+        assert textwrap.dedent(rest.partition(f"# [end:{name}]")[0]).strip() == code.strip(), source
