@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 _FENCE = re.compile(
-    r"^(?:<!-- from (?P<source>\S+) -->\n)?(?P<indent> *)```(?P<language>\w*)(?P<options>[^\n]*)\n(?P<code>.*?)^(?P=indent)```$"
+    r"^(?:<!-- from (?P<source>\S+) -->\n)?"
+    r"(?P<indent> *)```(?P<language>\w*)(?P<options>[^\n]*)\n(?P<code>.*?)^(?P=indent)```$"
     r"|^<!-- (?P<hidden>setup|bash)\n(?P<unseen>.*?)^-->$",
     re.MULTILINE | re.DOTALL,
 )
