@@ -261,18 +261,14 @@ def _styles_inside(around: str, styles: Mapping[str, ParallelStyle]) -> dict[str
 
 def _returns_parts(style: ParallelStyle) -> bool:
     """Return whether a layer with this style returns only a part of its output on each rank."""
-    return isinstance(style, ColwiseParallel) and not all(map(_is_whole, style.output_layouts))
+    return isinstance(style, ColwiseParallel) and set(style.output_layouts) != {Replicate()}
 
 
 def _returns_whole(style: ParallelStyle) -> bool:
     """Return whether a layer with this style makes a whole output from parts."""
     if isinstance(style, RowwiseParallel):
-        return all(map(_is_whole, style.output_layouts))
-    return isinstance(style, PrepareModuleOutput) and all(map(_is_whole, style.desired_output_layouts))
-
-
-def _is_whole(placement: object) -> bool:
-    return isinstance(placement, Replicate)
+        return set(style.output_layouts) == {Replicate()}
+    return isinstance(style, PrepareModuleOutput) and set(style.desired_output_layouts) == {Replicate()}
 
 
 def _may_be_copied(module: nn.Module) -> bool:
