@@ -203,7 +203,7 @@ PRIVATE: dict[str, Private] = {
         lambda: takes(
             importlib.import_module("torch.distributed._functional_collectives").AsyncCollectiveTensor.wait, "self"
         ),
-        ("model/tensor_parallel.py", "model/tensor_parallel_plan.py"),
+        ("model/tensor_parallel_plan.py",),
     ),
     # Modules.
     "_modules": Private(
