@@ -25,7 +25,7 @@ from torch.amp import GradScaler
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.fsdp import FSDPModule, ShardingStrategy, wrap
+from torch.distributed.fsdp import FSDPModule, ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -203,7 +203,7 @@ PRIVATE: dict[str, Private] = {
         lambda: takes(
             importlib.import_module("torch.distributed._functional_collectives").AsyncCollectiveTensor.wait, "self"
         ),
-        ("model/tensor_parallel.py", "model/tensor_parallel_plan.py"),
+        ("model/tensor_parallel_plan.py",),
     ),
     # Modules.
     "_modules": Private(
@@ -259,10 +259,6 @@ PRIVATE: dict[str, Private] = {
     ),
     "_get_fsdp_state": Private(lambda: takes(FSDPModule._get_fsdp_state, "self"), ("model/fsdp/wrapper.py",)),
     "_lazy_init": Private(lambda: fsdp_state_has("_lazy_init"), ("model/fsdp/wrapper.py",)),
-    "_run_policy": Private(
-        lambda: takes(wrap.CustomPolicy._run_policy, "self", "root_module", "ignored_modules", "root_kwargs"),
-        ("model/fsdp/units.py",),
-    ),
     "_HYBRID_SHARD_ZERO2": Private(
         lambda: "_HYBRID_SHARD_ZERO2" in ShardingStrategy.__members__, ("model/fsdp/arguments.py",)
     ),

@@ -77,14 +77,12 @@ class CallOrder:
         **Collective**: every rank.
         """
         self.begin("forward")
+        failed = True
         try:
             yield
-        except BaseException:
-            self.end(failed=True)
-            raise
-        else:
-            self.end(failed=False)
+            failed = False
         finally:
+            self.end(failed=failed)
             self.is_compared = False
 
     def begin(self, kind: str) -> None:

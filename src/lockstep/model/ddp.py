@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 import logging
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from time import perf_counter
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.device import Moment, moment
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.dist.consistency import check_call
-from lockstep.errors import ConfigError, listed, message_of, require_known, require_one_of, wrong_type
+from lockstep.errors import ConfigError, listed, require_known, require_one_of, wrong_type
 from lockstep.groups import resolve
 from lockstep.model import steps
 from lockstep.model.autograd_graph import (
@@ -167,7 +166,7 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         self._begin_drift_check()
 
     def _begin_drift_check(self) -> None:
-        self._drift = DriftCheck(self._replicated, self.process_group, OWN_STEP if self._trains_itself else AVERAGED)
+        self._drift = DriftCheck(self.replicated, self.process_group, OWN_STEP if self._trains_itself else AVERAGED)
 
     def _replicate(self, module: nn.Module, options: Mapping[str, Any], comm_hook: HookConfig | None) -> None:
         super().__init__(module, **options)
@@ -192,9 +191,9 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
                 with self._meeting():
                     return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
+        except RuntimeError:
             with backend_errors_translated():
-                self._explain(error)
+                raise
 
     @contextmanager
     def _meeting(self) -> Iterator[None]:
@@ -321,23 +320,10 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         return [name for name, parameter in self._averaged() if parameter not in reached]
 
     def _averaged(self) -> list[tuple[str, nn.Parameter]]:
-        named, ignored = self.module.named_parameters(), self.parameters_to_ignore
-        return [(name, parameter) for name, parameter in named if parameter.requires_grad and name not in ignored]
+        return [(name, parameter) for name, parameter in self.replicated() if parameter.requires_grad]
 
-    def _explain(self, error: RuntimeError) -> NoReturn:
-        """Raise an error that names the parameters for which torch's error gives only indices; else raise `error`.
-
-        So it is where backward passes go around this wrapper, which would name them itself.
-        """
-        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text := message_of(error))
-        if found is None or "finished reduction" not in text:
-            raise error
-        averaged = self._averaged()
-        unused = [averaged[int(index)][0] for index in found.group(1).split()]
-        rank, size = get_rank(self.process_group), get_world_size(self.process_group)
-        raise ConfigError(_unused(unused, rank, size)) from error
-
-    def _replicated(self) -> list[tuple[str, nn.Parameter]]:
+    def replicated(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the module's parameters that are equal on all ranks, with their names."""
         ignored = self.parameters_to_ignore
         return [(name, own) for name, own in self.module.named_parameters() if name not in ignored]
 

@@ -78,8 +78,7 @@ class MMSeparateDistributedDataParallel(ModelWrapper):
             (f"{name}.{own_name}", own)
             for name, part in self.module.named_modules()
             if isinstance(part, MMDistributedDataParallel)
-            for own_name, own in part.module.named_parameters()
-            if own_name not in part.parameters_to_ignore
+            for own_name, own in part.replicated()
         ]
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
@@ -26,7 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.dist import all_reduce
 from lockstep.errors import ConfigError, DistError
-from lockstep.model.parts import owners_of_parameters
+from lockstep.model.parts import is_callable, owners_of_parameters
+from lockstep.model.shards import gather_full
 from lockstep.model.tensor_parallel_plan import check_layer, read_plan, split_layer
 from lockstep.tree import tree_leaves
 
@@ -170,7 +170,7 @@ class PlanTrial:
     def _runs_compiled(self, name: str) -> bool:
         """Return whether a module around this one is compiled, in which a hook would only make another graph."""
         parts = name.split(".")
-        return any(_is_compiled(self._model.get_submodule(".".join(parts[:end]))) for end in range(len(parts)))
+        return any(_forward_of(self._model.get_submodule(".".join(parts[:end])))[1] for end in range(len(parts)))
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -216,11 +216,12 @@ class PlanTrial:
         kind, where = type(whole).__name__, f"`{region.name}`"
         layers = ", ".join(f"`{layer}`" for layer in region.styles if layer)
         of_output, of_input, *of_parameters = differences
-        if of_output > _TOLERANCE:
+        if (difference := max(of_output, of_input)) > _TOLERANCE:
             raise ConfigError(
-                f"`tensor_parallel` must split {where} so that it returns what it returns as a whole, but a copy of it "
-                f"with random weights differs by {of_output:.0%}. {kind} may divide what a split layer returns by a "
-                f"fixed number of heads, or cut it into several by `chunk` or `split`. Leave {layers} out of the plan"
+                f"`tensor_parallel` must split {where} so that it returns what it returns as a whole, and its inputs "
+                f"get their whole gradients, but a copy of it with random weights differs by {difference:.0%}. {kind} "
+                "may divide what a split layer returns by a fixed number of heads, or cut it into several by `chunk` "
+                f"or `split`. Leave {layers} out of the plan"
             )
         for name, difference in zip(names, of_parameters, strict=True):
             if difference > _TOLERANCE:
@@ -232,11 +233,6 @@ class PlanTrial:
                     f"part of what {kind} computes. Add {{{pattern!r}: 'replicated_with_grad_allreduce'}} to the plan, "
                     f"or leave {layers} whole"
                 )
-        if of_input > _TOLERANCE:
-            raise ConfigError(
-                f"`tensor_parallel` must split {where} so that its inputs get their whole gradients, but in a trial "
-                f"with random weights they differ by {of_input:.0%}. Leave {layers} out of the plan"
-            )
 
 
 def _regions_of(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> list[_Region]:
@@ -247,7 +243,8 @@ def _regions_of(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> list[_
             continue
         around = name.rpartition(".")[0]
         while around and not (
-            _is_called(model, around) and any(map(_returns_whole, _styles_inside(around, styles).values()))
+            is_callable(model.get_submodule(around))
+            and any(map(_returns_whole, _styles_inside(around, styles).values()))
         ):
             around = around.rpartition(".")[0]
         if around:
@@ -257,10 +254,6 @@ def _regions_of(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> list[_
     return list(regions.values())
 
 
-def _is_called(model: nn.Module, name: str) -> bool:
-    return not isinstance(model.get_submodule(name), nn.ModuleList | nn.ModuleDict)
-
-
 def _styles_inside(around: str, styles: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
     """Return the styles of the layers inside a module, by their names in it."""
     return {name[len(around) + 1 :]: style for name, style in styles.items() if f"{name}.".startswith(f"{around}.")}
@@ -268,41 +261,36 @@ def _styles_inside(around: str, styles: Mapping[str, ParallelStyle]) -> dict[str
 
 def _returns_parts(style: ParallelStyle) -> bool:
     """Return whether a layer with this style returns only a part of its output on each rank."""
-    return isinstance(style, ColwiseParallel) and not all(map(_is_whole, style.output_layouts))
+    return isinstance(style, ColwiseParallel) and set(style.output_layouts) != {Replicate()}
 
 
 def _returns_whole(style: ParallelStyle) -> bool:
     """Return whether a layer with this style makes a whole output from parts."""
     if isinstance(style, RowwiseParallel):
-        return all(map(_is_whole, style.output_layouts))
-    return isinstance(style, PrepareModuleOutput) and all(map(_is_whole, style.desired_output_layouts))
-
-
-def _is_whole(placement: object) -> bool:
-    return isinstance(placement, Replicate)
+        return set(style.output_layouts) == {Replicate()}
+    return isinstance(style, PrepareModuleOutput) and set(style.desired_output_layouts) == {Replicate()}
 
 
 def _may_be_copied(module: nn.Module) -> bool:
-    has_own_forward = any("forward" in vars(part) and not _has_forward_of_class(part) for part in module.modules())
+    has_own_forward = any(
+        "forward" in vars(part) and getattr(_forward_of(part)[0], "__func__", None) is not type(part).forward
+        for part in module.modules()
+    )
     has_ties = any(len(sites) > 1 for sites in owners_of_parameters(module).values())
     return not has_own_forward and not has_ties and not any(isinstance(x, DTensor) for x in module.parameters())
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def _forward_of(module: nn.Module) -> tuple[Any, bool]:
+    """Return a module's `forward` as it is inside compilation and recomputation, and whether it is compiled."""
     forward: Any = module.forward
-    while isinstance(forward, partial) and forward.func is checkpoint:
-        forward = forward.args[0]
-    return hasattr(forward, "_torchdynamo_orig_callable") or module._compiled_call_impl is not None
-
-
-def _has_forward_of_class(module: nn.Module) -> bool:
-    """Return whether the `forward` of an instance is only its class's, compiled or wrapped for recomputation."""
-    forward: Any = module.forward
-    while (inner := getattr(forward, "_torchdynamo_orig_callable", None)) is not None or (
-        isinstance(forward, partial) and forward.func is checkpoint
-    ):
-        forward = forward.args[0] if inner is None else inner
-    return getattr(forward, "__func__", None) is type(module).forward
+    is_compiled = module._compiled_call_impl is not None
+    while True:
+        if isinstance(forward, partial) and forward.func is checkpoint:
+            forward = forward.args[0]
+        elif (inner := getattr(forward, "_torchdynamo_orig_callable", None)) is not None:
+            forward, is_compiled = inner, True
+        else:
+            return forward, is_compiled
 
 
 def _without_weights(module: nn.Module) -> nn.Module:
@@ -390,7 +378,7 @@ class _TrialRun:
         with _seeded(seed, device), torch.autocast(device.type, enabled=False):
             leaves = tree_leaves(module(*args, **kwargs))
         self._returned = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
-        self.outputs = [_gathered(x.detach()) for x in self._returned]
+        self.outputs: list[Tensor] = [gather_full(x.detach()) for x in self._returned]
 
     def gradients(self, chosen: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the gradients of the inputs and of the parameters, for random gradients of some outputs."""
@@ -412,14 +400,13 @@ def _differences(whole: _TrialRun, split: _TrialRun) -> Tensor:
         [*zip(*pair, strict=True)] for pair in zip(whole.gradients(chosen), split.gradients(chosen), strict=True)
     )
     gradients = [one for one, _ in inputs + parameters]
-    usual = _size(gradients) / max(1, sum(one.numel() for one in gradients)) ** 0.5
-    least = [_NEGLIGIBLE * usual * one.numel() ** 0.5 for one, _ in parameters]
+    least = _NEGLIGIBLE * _size(gradients) / max(1, sum(one.numel() for one in gradients)) ** 0.5
     found = [
         _relative([outputs[index] for index in chosen]),
         _relative(inputs),
-        *(_relative([pair], floor) for pair, floor in zip(parameters, least, strict=True)),
+        *(_relative([pair], least * pair[0].numel() ** 0.5) for pair in parameters),
     ]
-    return torch.stack([one.to(usual.device) for one in found])  # there may be no inputs with gradients
+    return torch.stack([one.to(least.device) for one in found])  # there may be no inputs with gradients
 
 
 def _relative(pairs: list[tuple[Tensor, Tensor]], floor: Tensor | float = 0.0) -> Tensor:
@@ -434,10 +421,5 @@ def _size(tensors: list[Tensor]) -> Tensor:
 
 
 def _gradient(tensor: Tensor) -> Tensor:
-    return _gathered((torch.zeros_like(tensor) if tensor.grad is None else tensor.grad).detach())
-
-
-def _gathered(tensor: Tensor) -> Tensor:
-    """Return the whole tensor of a DTensor, after waiting for its collective; another tensor as it is."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.wait() if isinstance(whole, AsyncCollectiveTensor) else whole
+    gradient: Tensor = gather_full(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+    return gradient.detach()

@@ -151,7 +151,9 @@ class AmpOptimWrapper(OptimWrapper):
         if self.clip_grad is not None:
             former = self._grad_norm
             self._clip_grad()
-            self._grad_norm = _norm_of_updates(self._grad_norm, former)
+            if (norm := self._grad_norm) is not None:  # of an update that is made; nothing is read from the device
+                former = torch.zeros_like(norm) if former is None else former
+                self._grad_norm = torch.where(norm.isfinite(), norm, former)
         self._scaler.step(self.optimizer, **kwargs)
         self._scaler.update()
 
@@ -185,16 +187,6 @@ class AmpOptimWrapper(OptimWrapper):
         """Restore what `state_dict` returned."""
         super().load_state_dict({name: value for name, value in state_dict.items() if name != _STATE})
         self._load_scale(state_dict)
-
-
-def _norm_of_updates(norm: Tensor | None, former: Tensor | None) -> Tensor | None:
-    """Return `norm` if it is finite; otherwise, as the update is skipped, the norm of the previous update.
-
-    Before the first update that is 0. Nothing is read from the device.
-    """
-    if norm is None:
-        return None
-    return torch.where(norm.isfinite(), norm, torch.zeros_like(norm) if former is None else former)
 
 
 def _checked_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -282,7 +274,8 @@ class LossScaler(GradScaler):
         result = super().step(optimizer, *args, **kwargs)
         # So fused optimizers tell torch's scaler that they skip the update themselves.
         if self.is_enabled() and getattr(optimizer, "_step_supports_amp_scaling", False):
-            while self._unknown and _has_happened(self._unknown[0][1]):  # so that they don't add up if nobody asks
+            # So that they don't add up if nobody asks.
+            while self._unknown and ((event := self._unknown[0][1]) is None or event.query()):
                 self._know()
             flags = self._flags[id(optimizer)]
             found = torch.stack([flag.to(flags[0].device, non_blocking=True) for flag in flags]).amax()
@@ -348,10 +341,6 @@ class LossScaler(GradScaler):
                 "bfloat16, which needs no scaling"
             )
         self._skipped.zero_()
-
-
-def _has_happened(event: torch.Event | None) -> bool:
-    return event is None or event.query()
 
 
 def _own_part(param: Any) -> Any:

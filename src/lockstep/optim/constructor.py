@@ -343,7 +343,7 @@ class DefaultOptimWrapperConstructor:
                 )
         for site, options in chosen.values():
             # A linear search: options may hold lists, which can't be dict keys, and there are few groups.
-            group = next((group for group in params if _own_options(group) == options), None)
+            group = next((own for own in params if {**own, "params": 0} == {**options, "params": 0}), None)
             if group is None:
                 group = {"params": [], **options}
                 params.append(group)
@@ -380,10 +380,6 @@ def _options(cfg: Any) -> tuple[Collection[str] | None, Options]:
     defaults = {name: option.default for name, option in named.items() if option.default is not option.empty}
     given = {name: value for name, value in cfg.items() if name != "type"}
     return None if takes.takes_others else named, {**defaults, **given}
-
-
-def _own_options(group: Mapping[str, Any]) -> Options:
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _is_by_part(model: nn.Module, cfg: Mapping[str, Any]) -> bool:

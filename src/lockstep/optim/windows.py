@@ -15,9 +15,9 @@ class Windows:
 
     An update follows the mean over all samples of its window, on all ranks. Wrappers average gradients over ranks,
     which gives every batch the same weight. So a loss is multiplied by its batch's number of samples, divided by a
-    reference: the mean over ranks of the first batch of the window. It is also divided by the length that the window
-    was expected to have. At the window's end `correction` says by what the gradients must be multiplied, so that they
-    are divided by its true length and number of samples; if all batches have the same size, that is exactly 1.
+    reference: the mean over ranks of the first batch of the window. It is also divided by `size`. At the window's end
+    `correction` says by what the gradients must be multiplied, so that they are divided by its true length and number
+    of samples; if the window is full and all batches have the same size, that is exactly 1.
 
     Args:
         size: backward passes in a window.
@@ -50,11 +50,11 @@ class Windows:
         self._per_iteration: int | None = state.get("per_iteration")
         self._iterations = total
         self._before: int | None = None  # backward passes before the present iteration, if it was announced
-        self._end = self._expected = None if total is None else self.count + total - done
+        self._end = None if total is None else self.count + total - done
         lost: int = state["open"]
         # The window goes on with what is left of it, unless windows have another size now.
         self._left = self.size - lost if 0 < lost < self.size else 0
-        self._made, self._length = 0, self.size
+        self._made = 0
         self._reference, self._samples = 1.0, 0.0
         return lost
 
@@ -64,8 +64,8 @@ class Windows:
         self._before = self.count
         if self._iterations is not None:
             left = self._iterations - index
-            self._expected = self.count + left * (self._per_iteration or 1)
-            self._end = self._expected if self._per_iteration or left == 1 else None
+            is_known = self._per_iteration or left == 1
+            self._end = self.count + left * (self._per_iteration or 1) if is_known else None
 
     @property
     def is_complete(self) -> bool:
@@ -89,26 +89,15 @@ class Windows:
         return 0 if self.is_complete else self._made
 
     def weigh(self) -> float:
-        """Count the samples of the present batch, and return the factor for its loss, which is divided by `length`."""
+        """Count the samples of the present batch, and return the factor for its loss, which is divided by `size`."""
         if self.is_complete or self._made == 0:
             self._reference, self._samples = self.mean or 1.0, 0.0
         self._samples += self.mean
         return self.own / self._reference
 
-    @property
-    def length(self) -> int:
-        """The expected length of the window of the next backward pass."""
-        if self._made and not self.is_complete:
-            return self._length
-        left = (0 if self.is_complete else self._left) or self.size
-        return left if self._expected is None else max(1, min(left, self._expected - self.count))
-
     def add(self) -> None:
         """Count a backward pass."""
-        begins = self.is_complete
-        if begins or self._made == 0:
-            self._length = self.length
-        if begins:
+        if self.is_complete:
             self._made, self._left = 0, self.size
         self.count += 1
         self._made += 1
@@ -119,7 +108,7 @@ class Windows:
     def correction(self) -> float:
         """Return the factor for the gradients of a complete window, and forget its samples."""
         samples, self._samples = self._samples, 0.0
-        return self._reference * self._length / samples if samples else 1.0
+        return self._reference * self.size / samples if samples else 1.0
 
     def state(self) -> dict[str, Any]:
         """Return what resuming needs, in JSON values."""

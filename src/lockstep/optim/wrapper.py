@@ -208,13 +208,11 @@ class OptimWrapper:
         self.zero_grad()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Divide by the number of backward passes in the current window; see also `count_samples`."""
+        """Divide by the number of backward passes in a full window; see also `count_samples`."""
         weight = self._windows.weigh()
         if weight != 1:
             loss = loss * weight
-        if self.accumulative_counts == 1:
-            return loss
-        return loss / self._windows.length
+        return loss if self.accumulative_counts == 1 else loss / self.accumulative_counts
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of a scaled loss, and count the batch.

@@ -28,7 +28,6 @@ _REFUSED = {
     Adafactor: "takes norms over whole parameters. Use AdamW",
     Rprop: "writes to single elements. Use AdamW or SGD",
 }
-_OTHERWISE = "or strategy 'ddp', which keeps every parameter whole"
 
 
 @STRATEGIES.register_module(name=["FSDPStrategy", "fsdp"])
@@ -180,7 +179,7 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         if reason is not None:
             raise ConfigError(
                 f"`optimizer` must be one that can update `{names[parameter]}` in shards, but is {kind}, which "
-                f"{reason}, {_OTHERWISE}"
+                f"{reason}, or strategy 'ddp', which keeps every parameter whole"
             )
 
 

@@ -7,8 +7,7 @@ state: the import takes half as long as that of torch, and a run without checkpo
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -42,8 +41,7 @@ class NativeStrategy(Strategy):
             ConfigError: a parameter or buffer is on the meta device.
         """
         refuse_meta(model)
-        with _parameters_kept(torch.device(get_device())) as device:
-            return model.to(device)
+        return _moved(model, torch.device(get_device()))
 
     @abstractmethod
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -114,9 +112,8 @@ class NativeStrategy(Strategy):
         return self._optim_wrapper
 
 
-@contextmanager
-def _parameters_kept(device: torch.device) -> Iterator[torch.device]:
-    """Let a move to a device keep the parameters, which an optimizer may hold, and several modules may share.
+def _moved(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move a model to a device, and keep its parameters, which an optimizer may hold, and several modules may share.
 
     torch replaces them where a device's tensors are of another kind than the CPU's, as on many third-party devices.
     """
@@ -125,7 +122,7 @@ def _parameters_kept(device: torch.device) -> Iterator[torch.device]:
     probe.weight = weight = nn.Parameter(torch.empty(1))
     torch.__future__.set_swap_module_params_on_conversion(former or probe.to(device).weight is not weight)
     try:
-        yield device
+        return model.to(device)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(former)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
 from copy import deepcopy
 from math import prod
 from typing import Any
@@ -142,7 +141,9 @@ def _copy(optimizer: Optimizer, twins: dict[int, Any]) -> Optimizer:
     """
     copy: Optimizer = object.__new__(type(optimizer))
     twins[id(optimizer)] = copy
-    for name, value in _attributes(optimizer):
+    for name, value in vars(optimizer).items():
+        if name == "step":  # a scheduler has wrapped it
+            continue
         if isinstance(value, Optimizer):
             value = twins.get(id(value)) or _copy(value, twins)
         elif name.endswith("_hooks"):
@@ -153,7 +154,3 @@ def _copy(optimizer: Optimizer, twins: dict[int, Any]) -> Optimizer:
             value = deepcopy(value, twins)
         vars(copy)[name] = value
     return copy
-
-
-def _attributes(optimizer: Optimizer) -> Iterable[tuple[str, Any]]:
-    return [(name, value) for name, value in vars(optimizer).items() if name != "step"]  # a scheduler may wrap `step`

@@ -180,9 +180,10 @@ def test_models_in_the_style_of_huggingface_train_too(stage: int):
 SAMPLES = [(3, 1), (2, 2), (1, 2), (4, 4)]  # of each rank, in each batch
 
 
-def train_on_uneven_batches(kind: str) -> list[float]:
-    """Return the losses of two updates, of two batches of unequal size each."""
-    training = Training(kind, {"optimizer": SGD, "accumulative_counts": 2})
+def train_on_uneven_batches(kind: str, offload: bool = False) -> list[float]:
+    """Return the losses of two updates, of two batches of unequal size each, whose gradients are clipped."""
+    clipped = {"optimizer": SGD, "accumulative_counts": 2, "clip_grad": {"max_norm": 0.5}}
+    training = Training(kind, clipped, **({"offload": True} if offload else {}))
     losses = []
     for index, samples in enumerate(SAMPLES):
         own = samples[get_rank()]
@@ -192,8 +193,8 @@ def train_on_uneven_batches(kind: str) -> list[float]:
     return losses + training.run(0, 1)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_each_sample_counts_alike_in_batches_of_unequal_size(stage: int):
+@pytest.mark.parametrize(("stage", "offload"), [*((stage, False) for stage in STAGES), (1, True), (2, True), (3, True)])
+def test_each_sample_counts_alike_in_batches_of_unequal_size(stage: int, offload: bool):
     expected = run_ranks(2, train_on_uneven_batches, "ddp")
-    for losses, by_ddp in zip(run_ranks(2, train_on_uneven_batches, f"zero{stage}"), expected, strict=True):
+    for losses, by_ddp in zip(run_ranks(2, train_on_uneven_batches, f"zero{stage}", offload), expected, strict=True):
         assert losses == pytest.approx(by_ddp, abs=tolerance(stage), rel=0)

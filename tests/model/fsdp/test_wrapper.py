@@ -156,9 +156,6 @@ def test_the_mesh_is_what_was_asked_for():
     pair = in_pairs[get_rank() // 2]
     assert mesh_of(process_group=mesh["inner"]) == (pair, ("inner",))
     assert mesh_of(process_group=mesh.get_group("inner")) == (pair, ("shard",))
-    both = mesh.get_group("inner"), mesh.get_group("outer")
-    assert mesh_of(process_group=both) == (in_pairs, ("replicate", "shard"))
-    assert mesh_of(process_group=both, sharding_strategy="HYBRID_SHARD") == (in_pairs, ("replicate", "shard"))
 
 
 @ranks(2)
@@ -168,6 +165,7 @@ def test_the_mesh_is_what_was_asked_for():
         ({"device_mesh": (2, 2)}, ValueError, r"shape for 2 ranks, but is \(2, 2\) \(rank \d of 2\)"),
         ({"device_mesh": (-1, -2)}, ValueError, r"shape for 2 ranks, but is \(-1, -2\)"),
         ({"device_mesh": "all"}, TypeError, "there is 'all'"),
+        ({"process_group": (None, None)}, TypeError, "must be a ProcessGroup or None, and `device_mesh` a DeviceMesh"),
         ({"device_mesh": (1, 2), "process_group": 3}, ValueError, "not be given both"),
         ({"device_mesh": (1, 2), "sharding_strategy": "NO_SHARD"}, ValueError, "is NO_SHARD. Use MMDistributed"),
         ({"device_mesh": (1, 2), "sharding_strategy": "FULL_SHARD"}, ValueError, "wants one axis and the mesh has 2"),

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, get_process_group_ranks
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -224,7 +224,7 @@ def _dtype(name: str, value: Any) -> torch.dtype:
 
 
 MeshLike: TypeAlias = DeviceMesh | Sequence[int]
-GroupsLike: TypeAlias = ProcessGroup | DeviceMesh | Sequence[ProcessGroup]
+GroupsLike: TypeAlias = ProcessGroup | DeviceMesh
 
 REPLICATE, SHARD = "replicate", "shard"
 DATA_AXES, TENSOR_AXIS = ("dp_replicate", "dp_shard"), "tp"
@@ -258,7 +258,7 @@ def make_meshes(
         sharding: whether the mesh has two axes, or no shards.
         request: what `tensor_parallel` asks for. The axes are then `dp_shard` and `tp`, or `dp_replicate`, `dp_shard`
             and `tp`: neighbouring ranks compute together, because they communicate most.
-        process_group: the ranks to shard over; a pair (to shard over, to replicate over); or a one-axis mesh.
+        process_group: the ranks to shard over, as a group or a one-axis mesh.
         device_mesh: the mesh itself, or its shape (replicas, shards).
 
     Without a mesh or groups, parameters are sharded over all ranks, or within each node if hybrid. Without a default
@@ -308,10 +308,6 @@ def _data_mesh(device_type: str, sharding: Sharding, given: Any) -> DeviceMesh:
         mesh = DeviceMesh.from_group(given, device_type, mesh_dim_names=(SHARD,))
     elif isinstance(given, DeviceMesh):
         mesh = _checked(device_type, given, None)
-    elif isinstance(given, Sequence) and len(given) == 2 and all(isinstance(item, ProcessGroup) for item in given):
-        shard, replicate = given
-        ranks = torch.tensor(dist.all_gather_object(get_process_group_ranks(shard), group=replicate))
-        mesh = DeviceMesh.from_group([replicate, shard], device_type, mesh=ranks, mesh_dim_names=(REPLICATE, SHARD))
     else:
         ranks = _by_node() if given is None and sharding.hybrid else _ranks(*_shape(given, sharding))
         mesh = _grid(device_type, ranks, (REPLICATE, SHARD))
@@ -341,8 +337,8 @@ def _shape(given: Any, sharding: Sharding, degree: int = 1) -> tuple[int, ...]:
         return (ranks, 1) if sharding.replicated else (ranks,)
     if not isinstance(given, Sequence) or len(given) != 2 or not all(isinstance(length, int) for length in given):
         raise TypeError(
-            "`process_group` must be a ProcessGroup, a pair of them (to shard over, to replicate over) or None, and "
-            f"`device_mesh` a DeviceMesh or its shape (replicas, shards), but there is {given!r}"
+            "`process_group` must be a ProcessGroup or None, and `device_mesh` a DeviceMesh or its shape (replicas, "
+            f"shards), but there is {given!r}"
         )
     if min(given) < 1 or given[0] * given[1] != ranks:
         wanted = f"{ranks} groups of {degree} ranks each" if degree > 1 else f"{ranks} ranks"

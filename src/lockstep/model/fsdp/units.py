@@ -1,10 +1,10 @@
 """Choosing the units of a model: the parts that FSDP gathers and frees together.
 
 A policy is one of: a class of modules or its name, or several of them; a function of a module that says whether it is a
-unit; one of torch's policies (`ModuleWrapPolicy`, `CustomPolicy`, and functions of `module, recurse, nonwrapped_numel`,
-whose last argument may have its torch 1 name, `unwrapped_params`); an object with `choose(model)`; a name in
-`FSDP_WRAP_POLICIES`, or a dict with such a `type` and its options. FSDP needs units whose parameters have one dtype:
-parts with another dtype become separate units, see `cut_by_dtype`.
+unit; one of torch's policies (`ModuleWrapPolicy`, and functions of `module, recurse, nonwrapped_numel`, whose last
+argument may have its torch 1 name, `unwrapped_params`); an object with `choose(model)`, which gets the whole model; a
+name in `FSDP_WRAP_POLICIES`, or a dict with such a `type` and its options. FSDP needs units whose parameters have one
+dtype: parts with another dtype become separate units, see `cut_by_dtype`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,19 +49,11 @@ FSDP_WRAP_POLICIES = Registry("FSDP wrap policy", scope="lockstep")
 """FSDP's policies for choosing units, by name."""
 for _name in (
     "always_wrap_policy", "lambda_auto_wrap_policy", "size_based_auto_wrap_policy", "transformer_auto_wrap_policy",
-    "CustomPolicy", "ModuleWrapPolicy",
+    "ModuleWrapPolicy",
 ):  # fmt: skip
     FSDP_WRAP_POLICIES.register_module(module=getattr(wrap, _name))
 # torch 1.11's name for size_based_auto_wrap_policy, which MMEngine's registry still uses.
 FSDP_WRAP_POLICIES.register_module(name="default_auto_wrap_policy", module=wrap.size_based_auto_wrap_policy)
-
-
-@runtime_checkable
-class WrapPolicy(Protocol):
-    """A policy that looks at the model as a whole."""
-
-    def choose(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules of `model` that become units."""
 
 
 @FSDP_WRAP_POLICIES.register_module(name="repeated_blocks")
@@ -150,25 +142,13 @@ def _ask_by_recursion(
     return units
 
 
-def _run_custom_policy(policy: wrap.CustomPolicy, model: nn.Module) -> list[nn.Module]:
-    # torch has no public method to apply this policy (2.13).
-    chosen = policy._run_policy(model, set(), {})
-    if options := next((options for options in chosen.values() if options), None):
-        raise ValueError(
-            "`auto_wrap_policy` must answer True or False for each module, but this CustomPolicy answers "
-            f"{options!r}. All units take the arguments of the wrapper"
-        )
-    return list(chosen)
-
-
 def _ask_policy(model: nn.Module, policy: Any, left_out: Collection[nn.Module]) -> Collection[nn.Module]:
     """Return the modules of `model` that `policy`, of any kind, chooses."""
     if isinstance(policy, str | Mapping):
         policy = _from_registry(model, policy)
-    if isinstance(policy, WrapPolicy):
-        return policy.choose(model)
-    if isinstance(policy, wrap.CustomPolicy):
-        return _run_custom_policy(policy, model)
+    if hasattr(policy, "choose"):
+        chosen: list[nn.Module] = policy.choose(model)
+        return chosen
     if isinstance(policy, type | list | tuple | set | frozenset):
         kinds = classes_in(model, policy, what="auto_wrap_policy")
         return [module for module in model.modules() if isinstance(module, kinds)]

@@ -61,7 +61,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
 
     Args:
         module: the module. It is changed in place and can't be copied or pickled any more; its state dict can.
-        process_group: the ranks to shard over (by default all), or a pair (to shard over, to replicate over).
+        process_group: the ranks to shard over, by default all; for replicas see `device_mesh`.
         sharding_strategy: a `ShardingStrategy` or its name. `FULL_SHARD` frees gathered parameters after the forward
             pass, `SHARD_GRAD_OP` after the backward pass, `HYBRID_SHARD` and `_HYBRID_SHARD_ZERO2` do the same within
             each node, and `NO_SHARD` keeps them on every rank. By default `FULL_SHARD`, hybrid over a mesh of two axes.
@@ -330,20 +330,16 @@ def _shard(
                 parallel.apply(unit)
             for name, parameter in unit.named_parameters():
                 if parameter.dim() == 0 and parameter not in ignored_params:
-                    _check_scalar(name, parameter)
+                    if isinstance(parameter, DTensor):
+                        raise ConfigError(
+                            "`tensor_parallel` must leave out parameters of dimension 0, but splits the module of "
+                            f"`{name}`. Give that parameter a dimension, or leave the module out of the plan"
+                        )
                     parameter.data = parameter.data.to(materializer.device)
                     scalars.append(parameter)
                     ignored_params.add(parameter)
             shard(unit, mp_policy=precisions[unit], ignored_params=ignored_params or None)
     return scalars
-
-
-def _check_scalar(name: str, parameter: nn.Parameter) -> None:
-    if isinstance(parameter, DTensor):
-        raise ConfigError(
-            f"`tensor_parallel` must leave out parameters of dimension 0, but splits the module of `{name}`. "
-            "Give that parameter a dimension, or leave the module out of the plan"
-        )
 
 
 def _precisions_of_norms(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -15,6 +15,9 @@ from lockstep.strategy import optim_state as canonical
 from lockstep.strategy.base import ModelState, OptimState
 from lockstep.strategy.engine_parameters import MasterWeights, newer
 from lockstep.strategy.engine_strategy import EngineState, check_shape
+
+# What torch's optimizers keep once for a parameter, not for each of its elements.
+_COUNTERS = ("step", "mu_product", "eta", "mu")
 
 
 class ColossalAIState(EngineState):
@@ -97,11 +100,10 @@ class ColossalAIState(EngineState):
         )
         named = self._trained()
         packed: dict[int, dict[str, Any]] = {}
-        of_numbers = self._keys_of_numbers(options)
         for index, name in enumerate(chain.from_iterable(group["params"] for group in groups)):
             entry = {key: gather_full(value) for key, value in state["state"].get(name, {}).items()}
             if entry:
-                packed[index] = self._own_entry(named[name][0], entry, of_numbers)
+                packed[index] = self._own_entry(named[name][0], entry)
         canonical.write_entries(self._optimizer, packed, options)
 
     def _trained(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -115,23 +117,12 @@ class ColossalAIState(EngineState):
         groups = self._optimizer.param_groups
         return canonical.named_groups(groups, ([names[trained] for trained in group["params"]] for group in groups))
 
-    def _keys_of_numbers(self, options: Sequence[Mapping[str, Any]]) -> set[str] | None:
-        """Return the keys with one value per element of a parameter in the state; None if they are not known."""
-        first = canonical.first_state(self._optimizer, options[0], 1)
-        return (
-            None
-            if first is None
-            else {key for key, value in first.items() if isinstance(value, Tensor) and value.dim()}
-        )
-
-    def _own_entry(self, param: Tensor, entry: Mapping[str, Any], of_numbers: set[str] | None) -> dict[str, Any]:
+    def _own_entry(self, param: Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's part of a parameter's state."""
         own: dict[str, Any] = {}
         for key, value in entry.items():
-            has_form = isinstance(value, Tensor) and value.shape == param.shape
-            if has_form and param.dim() == 0:  # counters also have no dims
-                has_form = key != "step" if of_numbers is None else key in of_numbers
-            if has_form:
+            is_counter = param.dim() == 0 and key in _COUNTERS  # which has no dims either
+            if isinstance(value, Tensor) and value.shape == param.shape and not is_counter:
                 own[key] = self._own_shard(param, value).clone()
             elif key == "step" and type(self._optimizer).__module__.startswith("colossalai."):
                 own[key] = int(value)  # torch's optimizers would convert it to a tensor

@@ -205,10 +205,19 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
         return loss
 
     def _multiply_gradients(self, factor: float) -> None:
-        parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
-        load_engine("deepspeed.utils").safe_update_full_grad_vectorized(
-            parameters, lambda gradient, _: gradient * factor
-        )
+        zero = self.engine.optimizer
+        if self._stage in (1, 2) and self.engine.zero_cpu_offload():
+            # In flat buffers in CPU memory, where DeepSpeed's function does not change them (0.19).
+            for gradient in [flat.grad for flat in zero.single_partition_of_fp32_groups if flat.grad is not None]:
+                gradient.mul_(factor)
+        else:
+            parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+            load_engine("deepspeed.utils").safe_update_full_grad_vectorized(
+                parameters, lambda gradient, _: gradient * factor
+            )
+        # With offloading, taken as the gradients came.
+        for norm in getattr(zero, "norm_for_param_grads", {}).values():
+            norm.mul_(factor)
 
 
 def read_optim(
