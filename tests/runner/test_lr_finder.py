@@ -323,6 +323,11 @@ class NotANumber(Line):
         return super().forward(x, y) * math.nan
 
 
+class Two(nn.ModuleDict):
+    def forward(self, x: Tensor) -> Tensor:
+        return self["a"](x)
+
+
 @pytest.mark.parametrize(
     ("model", "changes", "says"),
     [
@@ -332,7 +337,7 @@ class NotANumber(Line):
         (NotANumber, {}, "the loss must be finite before training, but is nan at the first rate, 1e-07"),
         (Line, {"train_dataloader": None}, "`train_dataloader` must be given to search a learning rate, but is None"),
         (
-            lambda: nn.ModuleDict({"a": Line(), "b": Line()}),
+            lambda: Two({"a": Line(), "b": Line()}),
             {"optim_wrapper": {name: {"optimizer": {"type": "SGD", "lr": 0.1}} for name in "ab"}},
             r"`optim_wrapper` must have one optimizer to search its learning rate, but has 2 \(a, b\)",
         ),

@@ -90,6 +90,9 @@ def test_of_two_optimizers_of_one_class_the_first_is_compared_too(tmp_path: Path
             super().__init__()
             self.first, self.second = nn.Linear(4, 1), nn.Linear(4, 1)
 
+        def forward(self, x, y):
+            return self.first(x).mean() + self.second(x).mean()
+
     lr = 0.1 + get_rank()
     wrappers = {name: {"optimizer": {"type": "Adam", "lr": 0.1}} for name in ("first", "second")}
     wrappers["first"]["optimizer"]["lr"] = lr
