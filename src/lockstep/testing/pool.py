@@ -12,8 +12,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from io import TextIOWrapper
@@ -121,13 +121,6 @@ def close_pools() -> None:
     """End all rank processes and remove their folders. The next `run_ranks` starts new ones."""
     while _alive:
         _alive.popitem()[1].close()
-
-
-def start_importing() -> None:
-    """Let a process import what ranks will need, while this one goes on: they are forked from it."""
-    _forkserver()
-    with _one_thread():
-        pass
 
 
 class Pool:
@@ -276,9 +269,8 @@ class RankProcess:
         self.rank = seat.rank
         self._seat = seat
         self._connection, theirs = multiprocessing.Pipe()
-        self._process = _forkserver().Process(target=_serve, args=(seat, theirs), name=f"lockstep-rank{seat.rank}")
-        with _one_thread():
-            self._process.start()
+        self._process = start_importing().Process(target=_serve, args=(seat, theirs), name=f"lockstep-rank{seat.rank}")
+        self._process.start()
         theirs.close()
 
     @property
@@ -380,26 +372,19 @@ def _redirect_output(path: Path) -> None:
 
 
 @cache
-def _forkserver() -> ForkServerContext:
+def start_importing() -> ForkServerContext:
+    """Let a process import what ranks will need, while this one goes on: they are forked from it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_modules_to_preload())
-    return context
-
-
-def _modules_to_preload() -> list[str]:
-    """Return modules that bodies will need, in the order in which they were first imported here."""
+    # In the order in which they were first imported here.
     used = [name for name in list(sys.modules) if f"{name}.".startswith(_PRELOADED_IF_USED)]
-    return [*_PRELOADED, *(name for name in used if not f"{name}.".startswith(_NEVER_PRELOADED))]
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Start the forkserver, if it is not running, so that it imports torch with one thread per process."""
+    context.set_forkserver_preload(
+        [*_PRELOADED, *(name for name in used if not f"{name}.".startswith(_NEVER_PRELOADED))]
+    )
     before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["OMP_NUM_THREADS"] = "1"  # torch computes with one thread in each rank
     try:
         forkserver.ensure_running()
-        yield
+        return context
     finally:
         if before is None:
             del os.environ["OMP_NUM_THREADS"]
