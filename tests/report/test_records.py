@@ -75,7 +75,7 @@ def test_what_cannot_be_read_is_left_out_and_told(tmp_path: Path):
     run = read_run(folder)
     assert len(run.train) == 10
     assert run.faults == [
-        "metrics.jsonl: 6 unreadable lines left out (13, 14, 16, 17, 18, ...)",
+        "metrics.jsonl: 6 unreadable lines left out (13, 14, 16, 17, 18 and 1 more)",
         "environment.json: unreadable, left out",
     ]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from lockstep.errors import ConfigError, counted
+from lockstep.errors import ConfigError, counted, listed
 from lockstep.masking import mask_text, mask_value
 
 Record: TypeAlias = Mapping[str, Any]
@@ -172,8 +172,7 @@ def _json_lines(path: Path, faults: list[str]) -> Iterator[Record]:
             elif line.strip():
                 broken.append(line_number)
     if broken:
-        shown = ", ".join(map(str, broken[:5])) + (", ..." if len(broken) > 5 else "")
-        faults.append(f"{path.name}: {counted(len(broken), 'unreadable line')} left out ({shown})")
+        faults.append(f"{path.name}: {counted(len(broken), 'unreadable line')} left out ({listed(broken)})")
 
 
 def _json_object(path: Path, faults: list[str]) -> Record:

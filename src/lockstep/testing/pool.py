@@ -23,6 +23,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+from lockstep.errors import counted, require_count
 from lockstep.testing.messages import (
     STACK_SIGNAL,
     Answer,
@@ -97,11 +98,10 @@ def run_body(
 ) -> list[Any]:
     """Run a body on `size` ranks; see `ranks` for the options."""
     __tracebackhide__ = True
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"`size` must be a positive integer, but is {size!r}")
+    require_count("size", size)
     address = FunctionReference.of(body)
     task = Task(address, _pickled(address, args, kwargs), dict(os.environ), os.getcwd(), list(sys.path), warnings)
-    title = f"{address.qualname} on {size} rank{'s' * (size != 1)}"
+    title = f"{address.qualname} on {counted(size, 'rank')}"
     try:
         values = (_run_fresh if fresh else _run_pooled)(size, task, timeout, title)
     except RankFailure as failure:

@@ -125,8 +125,7 @@ class WandbVisualizer(LibraryVisualizer):
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
         """Log an image."""
-        run = self.opened
-        run.log({name: import_module(self.package).Image(as_picture(image).numpy())}, step=step)
+        self.opened.log({name: import_module(self.package).Image(as_picture(image).numpy())}, step=step)
 
     def add_text(self, name: str, text: str, step: int = 0) -> None:
         """Log a text."""
@@ -213,13 +212,11 @@ class CometVisualizer(LibraryVisualizer):
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Log values as metrics."""
-        values = {name: float(value) for name, value in scalar_dict.items()}
-        self.opened.log_metrics(values, step=step)
+        self.opened.log_metrics({name: float(value) for name, value in scalar_dict.items()}, step=step)
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
         """Log an image."""
-        file = BytesIO(png_bytes(as_picture(image)))
-        self.opened.log_image(file, name=name, step=step)
+        self.opened.log_image(BytesIO(png_bytes(as_picture(image))), name=name, step=step)
 
     def add_text(self, name: str, text: str, step: int = 0) -> None:
         """Log a text, with its name as metadata."""
@@ -268,17 +265,11 @@ class AimVisualizer(LibraryVisualizer):
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
         """Track an image."""
-        run = self.opened
-        from aim import Image
-
-        run.track(Image(as_picture(image).numpy()), name=name, step=step)
+        self.opened.track(import_module("aim").Image(as_picture(image).numpy()), name=name, step=step)
 
     def add_text(self, name: str, text: str, step: int = 0) -> None:
         """Track a text."""
-        run = self.opened
-        from aim import Text
-
-        run.track(Text(text), name=name, step=step)
+        self.opened.track(import_module("aim").Text(text), name=name, step=step)
 
     def add_config(self, config: Config) -> None:
         """Store the config as the run's `hparams`."""
@@ -353,8 +344,7 @@ class ClearMLVisualizer(LibraryVisualizer):
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
         """Report an image, which ClearML compresses as JPEG."""
         title, series = _plot(name)
-        logger = self.opened.get_logger()
-        logger.report_image(title, series, iteration=step, image=as_picture(image).numpy())
+        self.opened.get_logger().report_image(title, series, iteration=step, image=as_picture(image).numpy())
 
     def add_text(self, name: str, text: str, step: int = 0) -> None:
         """Report a text as a file, beside the images."""
