@@ -151,7 +151,9 @@ class Pool:
         passed = self._exchange(task, timeout, title)
         clean_up = CleanUp(regroup=any(answer.made_groups for answer in passed))
         self._exchange(clean_up, _CLEAN_UP_SECONDS, title)
-        self._show_output()
+        for rank in self._ranks:  # so that `pytest -s` and `-rP` show it
+            for line in rank.output().splitlines():
+                print(f"[rank {rank.rank}] {line}")
         return [pickle.loads(answer.value) for answer in passed]
 
     def close(self, patience: float = 2.0) -> None:
@@ -191,12 +193,6 @@ class Pool:
 
     def _failure(self, title: str, reports: list[RankReport]) -> RankFailure:
         return RankFailure.of(title, [replace(one, output=self._ranks[one.rank].output()) for one in reports])
-
-    def _show_output(self) -> None:
-        """Print what a passed body has written, so that `pytest -s` and `-rP` show it."""
-        for rank in self._ranks:
-            for line in rank.output().splitlines():
-                print(f"[rank {rank.rank}] {line}")
 
 
 _alive: dict[int, Pool] = {}  # the pools of this process, by size, least recently used first
@@ -354,21 +350,17 @@ class RankProcess:
 
 
 def _serve(seat: Seat, connection: Connection) -> None:
-    _redirect_output(seat.output)
-    # Imported here, so that the test process itself need not import torch.
-    from lockstep.testing.worker import serve
-
-    serve(seat, connection)
-
-
-def _redirect_output(path: Path) -> None:
-    output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    output = os.open(seat.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, TextIOWrapper)
         stream.reconfigure(line_buffering=True, errors="backslashreplace")
+    # Imported here, so that the test process itself need not import torch.
+    from lockstep.testing.worker import serve
+
+    serve(seat, connection)
 
 
 @cache

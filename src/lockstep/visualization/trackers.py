@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from html import escape
 from importlib import import_module
 from io import BytesIO, StringIO
@@ -281,6 +281,7 @@ class AimVisualizer(LibraryVisualizer):
 
 
 @VISUALIZERS.register_module(name=["ClearMLVisualizer", "ClearMLVisBackend"])
+@dataclass(eq=False, repr=False)
 class ClearMLVisualizer(LibraryVisualizer):
     """Reports to a task of ClearML.
 
@@ -302,17 +303,14 @@ class ClearMLVisualizer(LibraryVisualizer):
 
     package = "clearml"
 
-    def __init__(
-        self,
-        init_kwargs: Mapping[str, Any] | None = None,
-        artifact_suffix: str | Sequence[str] = (),
-        save_dir: str | Path | None = None,
-        *,
-        offline: bool = False,
-    ) -> None:
-        super().__init__(init_kwargs, save_dir)
-        self._artifact_suffix = artifact_suffix
-        self._offline = offline
+    init_kwargs: Mapping[str, Any] | None = None
+    artifact_suffix: str | Sequence[str] = ()
+    save_dir: str | Path | None = None
+    _: KW_ONLY
+    offline: bool = False
+
+    def __post_init__(self) -> None:
+        super().__init__(self.init_kwargs)
         self._run_dir = Path()
 
     def open(self, run_dir: Path) -> None:
@@ -322,7 +320,7 @@ class ClearMLVisualizer(LibraryVisualizer):
         # ClearML 2.1 reports from a fork of the training process, whatever threads and devices that has. The fork holds
         # the pipes of programs that a thread of ClearML starts in the meantime, and close() then waits for minutes.
         Task._report_subprocess_enabled = False
-        if self._offline:
+        if self.offline:
             Task.set_offline(True)
         self._run_dir = run_dir
         defaults = {
@@ -359,7 +357,7 @@ class ClearMLVisualizer(LibraryVisualizer):
     def _end(self, task: Any, *, failed: bool) -> None:
         if failed:
             task.add_tags(["failed"])  # also in the files that ClearML writes offline, which hold no status
-        for file in with_suffix(self._run_dir, self._artifact_suffix):
+        for file in with_suffix(self._run_dir, self.artifact_suffix):
             task.upload_artifact(file.name, file)
         task.close()
         if failed:
@@ -373,6 +371,7 @@ def _plot(name: str) -> tuple[str, str]:
 
 
 @VISUALIZERS.register_module(name=["DVCLiveVisualizer", "DVCLiveVisBackend"])
+@dataclass(eq=False, repr=False)
 class DVCLiveVisualizer(LibraryVisualizer):
     """Writes the files of DVCLive: `metrics.json`, `params.yaml` and `plots/`.
 
@@ -388,14 +387,12 @@ class DVCLiveVisualizer(LibraryVisualizer):
 
     package = "dvclive"
 
-    def __init__(
-        self,
-        save_dir: str | Path | None = None,
-        artifact_suffix: str | Sequence[str] = (),
-        init_kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(init_kwargs, save_dir)
-        self._artifact_suffix = artifact_suffix
+    save_dir: str | Path | None = None
+    artifact_suffix: str | Sequence[str] = ()
+    init_kwargs: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        super().__init__(self.init_kwargs, self.save_dir)
         self._run_dir = Path()
 
     def open(self, run_dir: Path) -> None:
@@ -426,6 +423,6 @@ class DVCLiveVisualizer(LibraryVisualizer):
 
     def _end(self, live: Any, *, failed: bool) -> None:
         live.summary["status"] = "failed" if failed else "finished"  # in metrics.json
-        for file in with_suffix(self._run_dir, self._artifact_suffix):
+        for file in with_suffix(self._run_dir, self.artifact_suffix):
             live.log_artifact(str(file))
         live.end()
