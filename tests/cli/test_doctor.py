@@ -253,13 +253,14 @@ def test_tables_have_each_finding_and_remedy(lockstep):
     assert "Set OMP_NUM_THREADS=" in out
 
 
-def test_what_a_rank_finds_otherwise_than_its_launcher_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = [Finding("host", "vm (127.0.0.1)"), Finding("cores", "2")]
+def test_what_other_ranks_find_is_shown_where_it_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     found = [
-        Finding("host", "MASTER_ADDR, 127.0.0.1, is 127.0.0.1 here", "fault", "Set it.", ranks=(0,)),
-        Finding("cores", "2", ranks=(0, 1)),
+        Finding("host", "MASTER_ADDR, 127.0.0.1, is 127.0.0.1 here", "fault", "Set it.", ranks=(1,)),
+        Finding("cores", "2", ranks=(0,)),
+        Finding("cores", "4", ranks=(1,)),
     ]
-    Doctor()._print(found, 2, shown)
+    Doctor()._print(found, 2)
     printed = capsys.readouterr().out
-    assert "MASTER_ADDR, 127.0.0.1, is 127.0.0.1 here" in printed
-    assert "cores" not in printed
+    assert "rank 1: MASTER_ADDR, 127.0.0.1, is 127.0.0.1 here" in printed
+    assert "rank 0: 2" in printed
+    assert "rank 1: 4" not in printed

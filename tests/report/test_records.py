@@ -75,7 +75,7 @@ def test_what_cannot_be_read_is_left_out_and_told(tmp_path: Path):
     run = read_run(folder)
     assert len(run.train) == 10
     assert run.faults == [
-        "metrics.jsonl: 6 unreadable lines left out (13, 14, 16, 17, 18, ...)",
+        "metrics.jsonl: 6 unreadable lines left out (13, 14, 16, 17, 18 and 1 more)",
         "environment.json: unreadable, left out",
     ]
 
@@ -94,10 +94,8 @@ def test_nan_is_a_number():
     assert math.isnan(number("nan"))
 
 
-@pytest.mark.parametrize("line", ["[" * 100_000, '{"iter": 1, "mode": "train", "x": ' + "[" * 900 + "]" * 900 + "}",
-                                  '{"iter": 1, "mode": "train", "loss": 1' + "0" * 400 + "}"])  # fmt: skip
-def test_a_line_that_no_run_writes_is_left_out(line: str, tmp_path: Path):
-    folder = write_run(tmp_path / "run")
+def test_a_line_that_no_run_writes_is_left_out(tmp_path: Path):
+    folder, line = write_run(tmp_path / "run"), "[" * 100_000
     (folder / "environment.json").write_text(line)
     with (folder / "metrics.jsonl").open("a") as records:
         records.write(line + "\n")

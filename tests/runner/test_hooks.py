@@ -391,9 +391,6 @@ def test_history_reads_numbers_and_tensors():
         buffer.update(value)
     assert len(buffer) == 3
     assert (buffer.mean(), buffer.mean(2), buffer.current()) == (2.0, 2.5, 3.0)
-    assert buffer.weighted_mean([1, 3]) == 2.75
-    assert buffer.weighted_mean([5, 2, 0, 0]) == 1.0
-    assert buffer.weighted_mean([0, 0]) == 0.0
     hub = MessageHub()
     hub.update_scalars({"train/loss": 2.0})
     assert hub.get_scalar("train/loss").current() == 2.0

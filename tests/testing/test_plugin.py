@@ -187,7 +187,7 @@ def test_start_up_can_be_tested_with_fresh_ranks(pytester: pytest.Pytester) -> N
     ("code", "error"),
     [
         ("@ranks()\ndef test_it(): pass", "*ValueError: `sizes` must name at least one*"),
-        ("@ranks(0)\ndef test_it(): pass", "*ValueError: `sizes` must be positive integers*"),
+        ("@ranks(0)\ndef test_it(): pass", "*ConfigError: `sizes` must be an int of at least 1*"),
         ("@ranks(2, warnings='off')\ndef test_it(): pass", "*invalid action: 'off'*"),
         ("@pytest.mark.ranks\ndef test_it(): pass", "*use @lockstep.testing.ranks*"),
     ],

@@ -413,7 +413,7 @@ def test_bodies_must_be_found_by_name() -> None:
 
 @pytest.mark.parametrize("size", [0, -1, True, 2.0])
 def test_sizes_must_be_positive_integers(size: Any) -> None:
-    with pytest.raises(ValueError, match="`size` must be a positive integer"):
+    with pytest.raises(ValueError, match="`size` must be an int of at least 1"):
         run_ranks(size, sum_of_ranks)
 
 

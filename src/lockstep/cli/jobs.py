@@ -87,10 +87,6 @@ class Job(RankOptions, ABC):
         """Return the mode of the run: here "train"."""
         return "train"
 
-    def run(self) -> None:
-        """Run the command."""
-        self.start()
-
     def read(self) -> Config:
         """Return the config with all changes.
 
@@ -119,9 +115,9 @@ class Job(RankOptions, ABC):
         if runner.rank == 0:
             _print_table(mode, metrics, runner)
 
-    def start(self, max_restarts: int = 0, grace_seconds: int = 60, numa: str | None = None) -> None:
+    def run(self) -> None:
         """Run the config in this process, or in ranks that are started here."""
-        spec = self.job_spec()
+        spec, max_restarts = self.job_spec(), getattr(self, "max_restarts", 0)
         launcher = self.launcher or infer_launcher(os.environ)
         here = launcher != "none" or (spec.nproc == 1 and spec.nnodes == 1 and max_restarts == 0)
         if launcher != "none":
@@ -142,7 +138,7 @@ class Job(RankOptions, ABC):
 
                 check_config(cfg, needed=("model", f"{self.mode(cfg)}_dataloader"))
             if not here:
-                _start_ranks(self, cfg, spec, max_restarts, grace_seconds, numa)
+                _start_ranks(self, cfg, spec)
         if here:
             self.execute(cfg)
 
@@ -163,10 +159,6 @@ class Train(Job):
     def complete(self, cfg: Config) -> None:
         """Set whether to resume."""
         cfg.resume = self.resume or cfg.get("resume") or False
-
-    def run(self) -> None:
-        """Train."""
-        self.start(self.max_restarts, self.grace_seconds, self.numa)
 
 
 @contextmanager
@@ -279,7 +271,7 @@ class Predict(Test):
             runner.console.print(f"written {self.out}", markup=False, soft_wrap=True)
 
 
-def _start_ranks(job: Job, cfg: Config, spec: JobSpec, max_restarts: int, grace_seconds: int, numa: str | None) -> None:
+def _start_ranks(job: Job, cfg: Config, spec: JobSpec) -> None:
     """Start ranks that run a config, and return when they have ended."""
     from lockstep.runner import Runner  # imports torch
     from lockstep.runner.start import make_folder
@@ -289,16 +281,8 @@ def _start_ranks(job: Job, cfg: Config, spec: JobSpec, max_restarts: int, grace_
     make_folder(log_dir)
     request = {"argv": sys.argv, "job": type(job).__name__, "options": asdict(job)}
     payload = json.dumps(request, default=str)  # paths become strings
-    launch(
-        ["-m", "lockstep.cli.rank"],
-        spec,
-        max_restarts=max_restarts,
-        log_dir=log_dir,
-        payload=payload,
-        grace_seconds=grace_seconds,
-        trains=isinstance(job, Train),
-        numa=numa,
-    )
+    command = ["-m", "lockstep.cli.rank"]
+    launch(command, spec, log_dir=log_dir, payload=payload, trains=isinstance(job, Train), **job.of_launch())
 
 
 def default_work_dir(config: Path) -> Path:

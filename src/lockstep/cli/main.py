@@ -94,14 +94,7 @@ class Launch(RankOptions):
         job = self.job_spec()
         _check_target(self.script[0], self.module)
         words = ["-m", *self.script] if self.module else self.script
-        launch(
-            words,
-            job,
-            max_restarts=self.max_restarts,
-            log_dir=self.log_dir,
-            grace_seconds=self.grace_seconds,
-            numa=self.numa,
-        )
+        launch(words, job, log_dir=self.log_dir, **self.of_launch())
 
 
 def _check_target(name: str, module: bool) -> None:

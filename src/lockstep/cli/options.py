@@ -133,6 +133,11 @@ class RankOptions:
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
 
+    def of_launch(self) -> dict[str, Any]:
+        """Return those options of the command that are arguments of `launch`."""
+        names = ("max_restarts", "grace_seconds", "numa")
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+
 
 def command(options: type[Any]) -> Callable[..., None]:
     """Return a function that Typer can use as a command: it has one parameter for each field of a dataclass.

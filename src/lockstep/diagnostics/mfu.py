@@ -122,7 +122,7 @@ class MFUHook(Hook):
         require_count("max_shapes", max_shapes)
         self.max_shapes = max_shapes
         self._flops_of = flops_of
-        self._peak = None if given is None else PeakFlops(given, "given")
+        self._peak = None if given is None else (given, "given")
         self._told: set[str] = set()  # warnings that are given once
         self._counting: StepFlops | None = None
         self._began = 0.0
@@ -171,7 +171,7 @@ class MFUHook(Hook):
         # A batch that counts for nothing repeats the last one, while other ranks have more.
         hub.update_scalar("amounts/flops", flops if runner.train_loop.samples else 0.0)
         if self._peak is not None:
-            hub.update_info("peak_flops", self._peak.value)
+            hub.update_info("peak_flops", self._peak[0])
 
     def after_train_epoch(self, runner: TrainRun) -> None:
         """Drop the count of a step that a loop has left early."""
@@ -209,7 +209,7 @@ class MFUHook(Hook):
                     "by MFUHook(peak_flops=...)", _device_name(), _dtype_name(dtype),
                 )  # fmt: skip
         if is_first:
-            peak = "unknown" if self._peak is None else f"{self._peak.value / 1e12:.4g} TFLOP/s ({self._peak.source})"
+            peak = "unknown" if self._peak is None else f"{self._peak[0] / 1e12:.4g} TFLOP/s ({self._peak[1]})"
             runner.logger.info(
                 "a step of each rank takes %.4g GFLOP, counted in %.2f s; peak of its device: %s",
                 counted.total / 1e9, seconds, peak,
@@ -316,7 +316,13 @@ class StepFlops(FlopCounterMode):
                 self.unseen.add(f"{library}::{name}")
         elif not _is_recomputed():
             tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-            _refuse_split(tensors, func_packet)
+            if any(map(is_dtensor, tensors)):
+                raise ConfigError(
+                    f"FLOPs can't be counted where ranks split a product, but `{func_packet}` has a DTensor: some "
+                    "operators would show the shapes of all ranks, others those of one. Use "
+                    "MFUHook(flops_of=function of the batch, peak_flops=...), for instance with 6 FLOPs per parameter "
+                    "and token"
+                )
             self.by_dtype[tensors[0].dtype] += _flops(formula, func_packet, out, args, kwargs)
         return out
 
@@ -359,24 +365,7 @@ def _is_recomputed() -> bool:
     return frame is not None
 
 
-def _refuse_split(tensors: list[Tensor], packet: Any) -> None:
-    if any(map(is_dtensor, tensors)):
-        raise ConfigError(
-            f"FLOPs can't be counted where ranks split a product, but `{packet}` has a DTensor: some operators would "
-            "show the shapes of all ranks, others those of one. Use "
-            "MFUHook(flops_of=function of the batch, peak_flops=...), for instance with 6 FLOPs per parameter and token"
-        )
-
-
-_HALF = (torch.float16, torch.bfloat16)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-
-
-class PeakFlops(NamedTuple):
-    """The peak FLOP/s of one device, and where the number comes from."""
-
-    value: float
-    source: str
 
 
 class _Device(NamedTuple):
@@ -420,8 +409,10 @@ _DEVICES = (
 )
 
 
-def device_peak(dtype: torch.dtype) -> PeakFlops | None:
-    """Return the peak FLOP/s of this rank's device for matrix products of a dtype; None if it is not known.
+def device_peak(dtype: torch.dtype) -> tuple[float, str] | None:
+    """Return the peak FLOP/s of this rank's device for matrix products of a dtype, and where the number comes from.
+
+    It is None if it is not known.
 
     Args:
         dtype: that of the factors. Products of float32 count as TF32 where torch may round them.
@@ -429,9 +420,7 @@ def device_peak(dtype: torch.dtype) -> PeakFlops | None:
     name = _device_name()
     may_round = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     value = from_data_sheet(name, dtype, may_round=may_round)
-    if value is None:
-        return None
-    return PeakFlops(value, f"data sheet of {name}, {'TF32' if may_round else _dtype_name(dtype)}")
+    return None if value is None else (value, f"data sheet of {name}, {'TF32' if may_round else _dtype_name(dtype)}")
 
 
 def from_data_sheet(name: str, dtype: torch.dtype, *, may_round: bool = False) -> float | None:
@@ -443,21 +432,16 @@ def from_data_sheet(name: str, dtype: torch.dtype, *, may_round: bool = False) -
         >>> from_data_sheet("NVIDIA A100-SXM4-40GB MIG 1g.5gb", torch.bfloat16)  # a part of it
     """
     bare = re.sub(r"^(NVIDIA|Tesla|AMD) ", "", name)
-    for device in _DEVICES:
-        if re.fullmatch(device.name, bare):
-            value = _tflops(device, dtype, may_round)
-            return None if value is None else value * 1e12
-    return None
-
-
-def _tflops(device: _Device, dtype: torch.dtype, may_round: bool) -> float | None:
-    if dtype in _HALF:
-        return device.half if device.has_bf16 or dtype == torch.float16 else None
-    if dtype in _FP8:
-        return device.fp8
-    if dtype == torch.float32:
-        return device.tf32 if may_round and device.tf32 else device.fp32
-    return None
+    device = next((device for device in _DEVICES if re.fullmatch(device.name, bare)), None)
+    if device is None:
+        return None
+    tflops = {
+        torch.float16: device.half,
+        torch.bfloat16: device.half if device.has_bf16 else None,
+        torch.float32: device.tf32 if may_round and device.tf32 else device.fp32,
+        **dict.fromkeys(_FP8, device.fp8),
+    }.get(dtype)
+    return None if tflops is None else tflops * 1e12
 
 
 def _device_name() -> str:

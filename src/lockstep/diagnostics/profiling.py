@@ -7,8 +7,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
@@ -79,8 +78,6 @@ class ProfilerHook(Hook):
             require_one_of("on_trace_ready['type']", given.get("type"), ("log_trace", "tb_trace"))
         self._activities = _activities(self.activity_with_cpu, self.activity_with_cuda)
         self._schedule = None if self.schedule is None else make_schedule(**self.schedule)
-        # Only cycles warn; and each such block lets warnings that have been shown once be shown again.
-        self._without_warning = nullcontext if self._schedule is None else _no_warning_of_cycles
         self._profiler: profile | None = None
         self._done = 0
         self._iteration = 0
@@ -98,8 +95,9 @@ class ProfilerHook(Hook):
             with_stack=self.with_stack,
             with_flops=self.with_flops,
         )
-        with self._without_warning():
-            profiler.start()
+        if self.schedule is not None:  # a cycle drops the events of the previous one, whose trace is written by then
+            warnings.filterwarnings("ignore", message=".*Profiler clears events")
+        profiler.start()
         self._profiler = profiler
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
@@ -107,8 +105,7 @@ class ProfilerHook(Hook):
         if self._profiler is None:
             return
         self._iteration = runner.iter + 1
-        with self._without_warning():
-            self._profiler.step()
+        self._profiler.step()
         if not self.by_epoch:
             self._count_towards_end()
 
@@ -169,14 +166,6 @@ def _logging_failures(handler: TraceHandler) -> TraceHandler:
             _logger.warning("the trace of operators can't be written: %s", error_in_words(error))
 
     return handle
-
-
-@contextmanager
-def _no_warning_of_cycles() -> Iterator[None]:
-    """Do not warn that each cycle drops the events of the previous one, whose trace has been written by then."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*Profiler clears events")
-        yield
 
 
 def _activities(with_cpu: bool, with_accelerator: bool | None) -> list[ProfilerActivity]:

@@ -26,6 +26,7 @@ from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import TrainRun
 from lockstep.strategy.native import NativeStrategy
+from lockstep.tree import tree_items
 
 _Key: TypeAlias = tuple[str, str]  # the name of what is held, and which part of it
 
@@ -308,25 +309,15 @@ def _optimizer_state(run: TrainRun, names: Mapping[nn.Parameter, str], group: st
             for place, parameter in enumerate(options["params"]):
                 name = names.get(parameter, f"parameter {place} of group {number} of {kind}")
                 for key, value in optimizer.state.get(parameter, {}).items():
-                    for suffix, entry in _entries(value):
+                    # A dict may hold what an optimizer has dealt out to ranks.
+                    for path, entry in () if isinstance(value, Mapping) else tree_items(value, key):
                         # The number of steps is the same for all shards.
-                        shared = is_dtensor(entry) or key == "step"
-                        part = _part_of(entry if shared else parameter, group)
-                        yield Held(f"{key}{suffix} of {name}", part, entry)
+                        part = _part_of(entry if is_dtensor(entry) or key == "step" else parameter, group)
+                        is_dense = isinstance(entry, Tensor) and entry.layout is torch.strided
+                        if is_dense or isinstance(entry, bool | int | float | str):
+                            yield Held(f"{path} of {name}", part, entry)
     if extra := wrapper.extra_state():
         yield Held("state of the optim wrapper", group, extra)
-
-
-def _entries(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and numbers in an entry of an optimizer's state, with what tells them apart."""
-    if isinstance(value, list | tuple):
-        for index, each in enumerate(value):
-            for suffix, entry in _entries(each):
-                yield f"[{index}]{suffix}", entry
-    elif isinstance(value, Tensor | bool | int | float | str) and not (
-        isinstance(value, Tensor) and value.layout is not torch.strided
-    ):
-        yield "", value
 
 
 def _averages(run: TrainRun, group: str) -> Iterator[Held]:

@@ -57,20 +57,9 @@ class _Iteration(NamedTuple):
     is_host_bound: bool
 
 
-class _Times(NamedTuple):
-    """The seconds of one iteration, when all its moments have passed."""
-
-    number: int
-    step: float
-    data: float
-    compute: float  # NaN if the wait for others is not known
-    communication: float
-    host: float
-    is_host_bound: bool
-
-    @property
-    def work(self) -> float:
-        return self.data if math.isnan(self.compute) else self.data + self.compute
+# Of one iteration, when all its moments have passed: its number, and the seconds of its step, data, compute,
+# communication, own work and host; compute is NaN if the wait for others is not known. Last, whether it is host-bound.
+_Times: TypeAlias = tuple[int, float, float, float, float, float, float, bool]
 
 
 class Sample(NamedTuple):
@@ -165,8 +154,10 @@ class OwnWork:
             wait = sum(seconds_between(*wait) for wait in each.waits) if self._clocks else math.nan
             step = seconds_between(each.begin, each.end)
             compute = max(step - each.data - wait - each.communication, 0.0)  # `max` returns NaN, its first argument
-            times = _Times(each.number, step, each.data, compute, each.communication, each.host, each.is_host_bound)
-            self._completed.append(times)
+            work = each.data + (0.0 if math.isnan(compute) else compute)
+            self._completed.append(
+                (each.number, step, each.data, compute, each.communication, work, each.host, each.is_host_bound)
+            )
             waited.append(wait)
         samples = []
         while len(self._completed) >= self._size:
@@ -193,11 +184,10 @@ def _clock_of(wrapper: DistributedDataParallel) -> ExchangeClock:
 def _sample(rows: Sequence[_Times]) -> Sample:
     count = len(rows)
     half, few = count // 2, count // _SAMPLE
-    _, steps, data, compute, communication, host, is_bound = (sorted(column) for column in zip(*rows, strict=True))
-    works = sorted(row.work for row in rows)
+    numbers, steps, data, compute, communication, works, host, is_bound = map(sorted, zip(*rows, strict=True))
     median_compute = math.nan if any(map(math.isnan, compute)) else compute[half]
     return Sample(
-        rows[-1].number, count, steps[half], data[half], median_compute, communication[half], works[few],
+        numbers[-1], count, steps[half], data[half], median_compute, communication[half], works[few],
         works[-1 - few], communication[few], host[few], is_bound[half],
     )  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any, ClassVar, TypeAlias
 
@@ -79,8 +79,7 @@ class HistoryBuffer:
 
     def current(self) -> float:
         """Return the last value."""
-        self._must_have_values()
-        return float(self.values[-1])
+        return float(self._last(1)[0])
 
     @property
     def data(self) -> tuple[list[float], list[int]]:
@@ -107,24 +106,11 @@ class HistoryBuffer:
         values = read_scalars(self._last(window_size))
         return sum(values) / len(values)
 
-    def weighted_mean(self, weights: Sequence[float]) -> float:
-        """Return the weighted mean of the last `len(weights)` values; the last weight belongs to the last value.
-
-        If the buffer holds fewer values, the last weights count. If all of these are 0, the mean is 0.
-        """
-        numbers = read_scalars(self._last(len(weights)))
-        weights = weights[-len(numbers) :]
-        pairs = zip(reversed(weights), numbers, strict=True)
-        return float(sum(weight * number for weight, number in pairs if weight) / (sum(weights) or 1.0))
-
     def _last(self, count: int | None) -> list[Scalar]:
         """Return the last values, the latest first."""
-        self._must_have_values()
-        return self.tail(len(self.values) if count is None else max(1, count))
-
-    def _must_have_values(self) -> None:
         if not self.values:
             raise ValueError("the buffer must hold a value to be read, but is empty")
+        return self.tail(len(self.values) if count is None else max(1, count))
 
 
 class MessageHub:

@@ -25,7 +25,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.registry.registry import (
-    Library,
     Registry,
     default_scope,
     in_default_scope,
@@ -52,12 +51,9 @@ __all__ = [
     "PARAM_SCHEDULERS",
     "RUNNERS",
     "STRATEGIES",
-    "TASK_UTILS",
     "TRANSFORMS",
-    "VISBACKENDS",
     "VISUALIZERS",
     "BuildError",
-    "Library",
     "Registry",
     "default_scope",
     "in_default_scope",
@@ -91,7 +87,7 @@ OPTIMIZERS = Registry(
             *("DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedAdam", "FusedLamb", "FusedLion")
         ],
     },
-    libraries=[Library("torch.optim", base="Optimizer")],
+    libraries={"torch.optim": "Optimizer"},
 )
 """Optimizers: those of torch, of the engines, and your own."""
 OPTIM_WRAPPERS = Registry(
@@ -109,9 +105,7 @@ PARAM_SCHEDULERS = Registry("parameter scheduler", locations=["lockstep.optim"])
 """Schedules of learning rates and other options."""
 DATASETS = Registry("dataset", locations=["lockstep.dataset"])
 """Datasets."""
-DATA_SAMPLERS = Registry(
-    "data sampler", locations=["lockstep.dataset"], libraries=[Library("torch.utils.data", base="Sampler")]
-)
+DATA_SAMPLERS = Registry("data sampler", locations=["lockstep.dataset"], libraries={"torch.utils.data": "Sampler"})
 """Samplers and batch samplers."""
 METRICS = Registry("metric", locations=["lockstep.evaluator"])
 """Metrics."""
@@ -135,9 +129,6 @@ STRATEGIES = Registry(
 """Strategies."""
 VISUALIZERS = Registry("visualizer", locations=["lockstep.visualization"])
 """Visualizers."""
-# MMEngine's name for the registry of visualizer backends, which in lockstep are visualizers.
-VISBACKENDS = VISUALIZERS
-"""MMEngine's name for `VISUALIZERS`."""
 RUNNERS = Registry("runner", locations=["lockstep.runner"], build_func=_build_runner)
 """Runners."""
 # For a user's own functions and classes: collate functions, transforms, and others.
@@ -145,5 +136,3 @@ FUNCTIONS = Registry("function", locations=["lockstep.dataset"])
 """Functions, such as those that collate a batch."""
 TRANSFORMS = Registry("transform", locations=["lockstep.dataset"])
 """Transforms of one sample."""
-TASK_UTILS = Registry("task utility")
-"""What belongs to one task, such as box coders; empty, for libraries."""

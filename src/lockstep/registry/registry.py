@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from inspect import getmembers, isclass, isroutine
 from types import MappingProxyType
@@ -26,25 +25,6 @@ _base_scope: str | None = None
 _registries: WeakSet[Registry] = WeakSet()
 
 
-@dataclass(frozen=True, slots=True)
-class Library:
-    """A module whose classes count as entries of a registry without being registered.
-
-    Attributes:
-        module: dotted name; the module is imported at the first lookup of a name that is not registered.
-        base: a class in that module; only its subclasses count.
-    """
-
-    module: str
-    base: str
-
-    def entries(self) -> dict[str, Entry]:
-        """Import the module and return its public subclasses of `base` by name."""
-        module = import_module(self.module)
-        base = getattr(module, self.base)
-        return dict(getmembers(module, lambda value: isclass(value) and issubclass(value, base) and value is not base))
-
-
 class Registry:
     """A table of classes and functions by name, from which configs are built.
 
@@ -59,7 +39,8 @@ class Registry:
         locations: modules that register entries when they are imported. The modules of a list are imported at the first
             lookup of a name that is not registered. In a mapping, each module has the names that it registers, and is
             imported when one of these names is looked up.
-        libraries: foreign modules whose classes count as entries; registered entries come first.
+        libraries: foreign modules, each with the name of a class in it, whose public subclasses count as entries.
+            Registered entries come first. A module is imported at the first lookup of a name that is not registered.
         build_func: what `build` calls instead of the constructor, with the config, this registry as `registry`, and the
             default arguments; by default the parent's.
 
@@ -90,7 +71,7 @@ class Registry:
         parent: Registry | None = None,
         *,
         locations: Iterable[str] | Mapping[str, Iterable[str]] = (),
-        libraries: Iterable[Library] = (),
+        libraries: Mapping[str, str] = MappingProxyType({}),
         build_func: Entry | None = None,
     ) -> None:
         if scope is None:
@@ -105,7 +86,7 @@ class Registry:
         by_module = locations if isinstance(locations, Mapping) else dict.fromkeys(locations, ())
         # A module without names may register any.
         self._locations = {module: tuple(names) for module, names in by_module.items()}
-        self._libraries = tuple(libraries)
+        self._libraries = libraries
         self._build_func: Entry | None = build_func or (None if parent is None else parent._build_func)
         self._entries: dict[str, Entry] = {}
         self._children: dict[str, Registry] = {}
@@ -280,10 +261,18 @@ class Registry:
         for location, names in self._locations.items():
             if name not in self._entries and (not names or name in names):
                 import_module(location)
-        if name in self._entries:
-            return self._entries[name]
-        found = (library.entries().get(name) for library in self._libraries)
-        return next((entry for entry in found if entry is not None), None)
+        return self._entries[name] if name in self._entries else self._of_libraries().get(name)
+
+    def _of_libraries(self) -> dict[str, Entry]:
+        """Import the libraries, and return what counts as entries."""
+        found: dict[str, Entry] = {}
+        for module_name, base_name in self._libraries.items():
+            module = import_module(module_name)
+            base = getattr(module, base_name)
+            found |= {
+                name: one for name, one in getmembers(module, isclass) if issubclass(one, base) and one is not base
+            }
+        return found
 
     def _find_in_scope(self, scope: str, name: str) -> Entry | None:
         found = (registry for registry in (self, *self.root._family()) if registry.scope == scope)
@@ -301,8 +290,7 @@ class Registry:
         others = (other for other in self.root._family() if other not in self._ancestry)
         names = {f"{other.scope}.{name}" for other in others for name in other}
         for registry in self._ancestry:
-            names.update(registry, *registry._locations.values())
-            names.update(*(library.entries() for library in registry._libraries))
+            names.update(registry, *registry._locations.values(), registry._of_libraries())
         return names
 
 

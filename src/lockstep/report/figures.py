@@ -106,14 +106,10 @@ def shown(value: float | None) -> str:
         return "not finite"
     if not math.isfinite(value):
         return str(value)
-    if value == int(value) and abs(value) < _EXPONENT_FROM:
-        return f"{int(value):,}"
-    if abs(value) < 1e-3 or abs(value) >= _EXPONENT_FROM:
+    if 0 < abs(value) < 1e-3 or abs(value) >= _EXPONENT_FROM:
         digits, _, power = f"{value:.2e}".partition("e")
         return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
-    decimals = max(0, 3 - math.floor(math.log10(abs(value))))
-    text = f"{value:,.{decimals}f}"
-    return text.rstrip("0").rstrip(".") if decimals else text
+    return f"{value:,.0f}" if value == int(value) or abs(value) >= 1e3 else f"{value:.4g}"
 
 
 def _rounded(value: float) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from lockstep.errors import ConfigError, counted
+from lockstep.errors import ConfigError, counted, listed
 from lockstep.masking import mask_text, mask_value
 
 Record: TypeAlias = Mapping[str, Any]
@@ -18,7 +18,6 @@ MODES = ("val", "test")
 _LR_SEARCH = "lr_search"
 _STRAGGLER = "straggler"
 _RESUMED = "resumed"
-_MOST_NESTED = 50  # levels of dicts and lists
 _NOT_FINITE = {"nan", "inf", "-inf"}
 
 
@@ -173,8 +172,7 @@ def _json_lines(path: Path, faults: list[str]) -> Iterator[Record]:
             elif line.strip():
                 broken.append(line_number)
     if broken:
-        shown = ", ".join(map(str, broken[:5])) + (", ..." if len(broken) > 5 else "")
-        faults.append(f"{path.name}: {counted(len(broken), 'unreadable line')} left out ({shown})")
+        faults.append(f"{path.name}: {counted(len(broken), 'unreadable line')} left out ({listed(broken)})")
 
 
 def _json_object(path: Path, faults: list[str]) -> Record:
@@ -189,15 +187,6 @@ def _json_object(path: Path, faults: list[str]) -> Record:
 
 def _parsed(text: str) -> Any:
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return value if _is_flat(value, _MOST_NESTED) else None
-
-
-def _is_flat(value: Any, most: int) -> bool:
-    """Return whether dicts and lists are nested at most `most` times, and each integer fits into a float."""
-    if isinstance(value, dict | list):
-        items = value.values() if isinstance(value, dict) else value
-        return most > 0 and all(_is_flat(item, most - 1) for item in items)
-    return not isinstance(value, int) or abs(value) < 10**300

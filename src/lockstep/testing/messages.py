@@ -194,7 +194,7 @@ class RankFailure(AssertionError):  # noqa: N818 - reads as what it is; not ever
 
         A leak is told once, with the ranks that left it.
         """
-        ordered = sorted(reports, key=_by_cause)
+        ordered = sorted(reports, key=lambda one: (_CAUSES_FIRST.index(one.kind), one.consequence, one.rank))
         first = ordered[0]
         leaks: dict[str, list[int]] = {}
         for report in ordered:
@@ -232,10 +232,6 @@ def describe_exit(exitcode: int | None) -> str:
         return f"killed by {signal.Signals(-exitcode).name}"
     except ValueError:
         return f"killed by signal {-exitcode}"
-
-
-def _by_cause(report: RankReport) -> tuple[int, bool, int]:
-    return _CAUSES_FIRST.index(report.kind), report.consequence, report.rank
 
 
 @dataclass(frozen=True, slots=True)

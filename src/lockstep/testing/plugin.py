@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.errors import listed, require_count
 from lockstep.testing import pool
 from lockstep.testing.messages import BODY_ATTRIBUTE, RankFailure
 from lockstep.testing.pool import DEFAULT_TIMEOUT_SECONDS, run_body
@@ -118,8 +119,7 @@ class RankTests:
         complaints = []
         missing = sorted(name for name, (_, outcome) in self._outcomes.items() if outcome == "not run")
         if missing:
-            shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-            complaints.append(f"{len(missing)} selected, but not run: {shown}")
+            complaints.append(f"{len(missing)} selected, but not run: {listed(missing)}")
         passed, least = len(self._passed()), self._config.getoption("--min-rank-tests")
         if passed < least:
             complaints.append(f"only {passed} passed, but --min-rank-tests asks for {least}")
@@ -170,8 +170,7 @@ def ranks(
             assert data.item() == get_world_size()
     """
     for size in sizes:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"`sizes` must be positive integers, but contain {size!r}")
+        require_count("sizes", size)
     if not sizes:
         raise ValueError("`sizes` must name at least one number of ranks, as in @ranks(2)")
 

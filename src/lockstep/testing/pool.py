@@ -12,8 +12,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from io import TextIOWrapper
@@ -23,6 +23,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+from lockstep.errors import counted, require_count
 from lockstep.testing.messages import (
     STACK_SIGNAL,
     Answer,
@@ -97,11 +98,10 @@ def run_body(
 ) -> list[Any]:
     """Run a body on `size` ranks; see `ranks` for the options."""
     __tracebackhide__ = True
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"`size` must be a positive integer, but is {size!r}")
+    require_count("size", size)
     address = FunctionReference.of(body)
     task = Task(address, _pickled(address, args, kwargs), dict(os.environ), os.getcwd(), list(sys.path), warnings)
-    title = f"{address.qualname} on {size} rank{'s' * (size != 1)}"
+    title = f"{address.qualname} on {counted(size, 'rank')}"
     try:
         values = (_run_fresh if fresh else _run_pooled)(size, task, timeout, title)
     except RankFailure as failure:
@@ -121,13 +121,6 @@ def close_pools() -> None:
     """End all rank processes and remove their folders. The next `run_ranks` starts new ones."""
     while _alive:
         _alive.popitem()[1].close()
-
-
-def start_importing() -> None:
-    """Let a process import what ranks will need, while this one goes on: they are forked from it."""
-    _forkserver()
-    with _one_thread():
-        pass
 
 
 class Pool:
@@ -158,7 +151,9 @@ class Pool:
         passed = self._exchange(task, timeout, title)
         clean_up = CleanUp(regroup=any(answer.made_groups for answer in passed))
         self._exchange(clean_up, _CLEAN_UP_SECONDS, title)
-        self._show_output()
+        for rank in self._ranks:  # so that `pytest -s` and `-rP` show it
+            for line in rank.output().splitlines():
+                print(f"[rank {rank.rank}] {line}")
         return [pickle.loads(answer.value) for answer in passed]
 
     def close(self, patience: float = 2.0) -> None:
@@ -198,12 +193,6 @@ class Pool:
 
     def _failure(self, title: str, reports: list[RankReport]) -> RankFailure:
         return RankFailure.of(title, [replace(one, output=self._ranks[one.rank].output()) for one in reports])
-
-    def _show_output(self) -> None:
-        """Print what a passed body has written, so that `pytest -s` and `-rP` show it."""
-        for rank in self._ranks:
-            for line in rank.output().splitlines():
-                print(f"[rank {rank.rank}] {line}")
 
 
 _alive: dict[int, Pool] = {}  # the pools of this process, by size, least recently used first
@@ -276,9 +265,8 @@ class RankProcess:
         self.rank = seat.rank
         self._seat = seat
         self._connection, theirs = multiprocessing.Pipe()
-        self._process = _forkserver().Process(target=_serve, args=(seat, theirs), name=f"lockstep-rank{seat.rank}")
-        with _one_thread():
-            self._process.start()
+        self._process = start_importing().Process(target=_serve, args=(seat, theirs), name=f"lockstep-rank{seat.rank}")
+        self._process.start()
         theirs.close()
 
     @property
@@ -362,44 +350,33 @@ class RankProcess:
 
 
 def _serve(seat: Seat, connection: Connection) -> None:
-    _redirect_output(seat.output)
-    # Imported here, so that the test process itself need not import torch.
-    from lockstep.testing.worker import serve
-
-    serve(seat, connection)
-
-
-def _redirect_output(path: Path) -> None:
-    output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    output = os.open(seat.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, TextIOWrapper)
         stream.reconfigure(line_buffering=True, errors="backslashreplace")
+    # Imported here, so that the test process itself need not import torch.
+    from lockstep.testing.worker import serve
+
+    serve(seat, connection)
 
 
 @cache
-def _forkserver() -> ForkServerContext:
+def start_importing() -> ForkServerContext:
+    """Let a process import what ranks will need, while this one goes on: they are forked from it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_modules_to_preload())
-    return context
-
-
-def _modules_to_preload() -> list[str]:
-    """Return modules that bodies will need, in the order in which they were first imported here."""
+    # In the order in which they were first imported here.
     used = [name for name in list(sys.modules) if f"{name}.".startswith(_PRELOADED_IF_USED)]
-    return [*_PRELOADED, *(name for name in used if not f"{name}.".startswith(_NEVER_PRELOADED))]
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Start the forkserver, if it is not running, so that it imports torch with one thread per process."""
+    context.set_forkserver_preload(
+        [*_PRELOADED, *(name for name in used if not f"{name}.".startswith(_NEVER_PRELOADED))]
+    )
     before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["OMP_NUM_THREADS"] = "1"  # torch computes with one thread in each rank
     try:
         forkserver.ensure_running()
-        yield
+        return context
     finally:
         if before is None:
             del os.environ["OMP_NUM_THREADS"]

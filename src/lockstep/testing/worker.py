@@ -117,7 +117,8 @@ class _Rank:
         self._before = Surroundings()
         with _warnings_as(self._warnings):
             value = pickle.dumps(body(*args, **kwargs), protocol=5)
-        return Passed(value, made_groups=_number_of_groups() > 1)
+        # torch 2.13 has no public list of the groups of a process.
+        return Passed(value, made_groups=len(distributed_c10d._world.pg_map) > 1)
 
     def clean_up(self, request: CleanUp) -> Answer:
         """Release what the body used, and compare the surroundings with those before it.
@@ -203,11 +204,6 @@ def _warnings_as(action: str) -> Iterator[None]:
         # The process group of every rank has threads, so this warning says nothing about the test.
         warnings.filterwarnings("ignore", "This process .* is multi-threaded, use of fork")
         yield
-
-
-def _number_of_groups() -> int:
-    # torch 2.13 has no public list of the groups of a process.
-    return len(distributed_c10d._world.pg_map)
 
 
 def _describe(error: BaseException, rank: int) -> RankReport:

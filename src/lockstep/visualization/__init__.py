@@ -6,15 +6,18 @@ Each is a thin adapter to a library that it imports when it is opened; `Visualiz
 
 from __future__ import annotations
 
-from lockstep.visualization.aim import AimVisualizer
-from lockstep.visualization.clearml import ClearMLVisualizer
-from lockstep.visualization.comet import CometVisualizer
-from lockstep.visualization.dvclive import DVCLiveVisualizer
 from lockstep.visualization.files import CsvVisualizer, LocalVisualizer
-from lockstep.visualization.mlflow import MLflowVisualizer
 from lockstep.visualization.tensorboard import TensorBoardVisualizer
+from lockstep.visualization.trackers import (
+    AimVisualizer,
+    ClearMLVisualizer,
+    CometVisualizer,
+    DVCLiveVisualizer,
+    MLflowVisualizer,
+    TrackioVisualizer,
+    WandbVisualizer,
+)
 from lockstep.visualization.visualizer import ShowsScalars, Visualizers, build_visualizers
-from lockstep.visualization.wandb import TrackioVisualizer, WandbVisualizer
 
 Visualizer = Visualizers
 """MMEngine's name for `Visualizers`."""

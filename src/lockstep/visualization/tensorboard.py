@@ -8,7 +8,7 @@ from typing import Any
 from lockstep.config import Config
 from lockstep.registry import VISUALIZERS
 from lockstep.visualization.files import as_picture
-from lockstep.visualization.library import LibraryVisualizer, is_installed
+from lockstep.visualization.library import LibraryVisualizer
 
 _FLUSH_SECONDS = 10
 # Records come in batches. With the default of 10 events, the training would wait for the writing thread.
@@ -29,11 +29,6 @@ class TensorBoardVisualizer(LibraryVisualizer):
 
     def __init__(self, save_dir: str | Path | None = None) -> None:
         super().__init__(save_dir=save_dir)
-
-    @staticmethod
-    def installed() -> bool:
-        """Return whether the package `tensorboard` is installed."""
-        return is_installed("tensorboard")
 
     def open(self, run_dir: Path) -> None:
         """Start an event file."""

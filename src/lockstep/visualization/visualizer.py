@@ -12,7 +12,7 @@ from lockstep.config import Config
 from lockstep.errors import error_in_words
 from lockstep.registry import VISUALIZERS
 from lockstep.visualization.files import as_picture
-from lockstep.visualization.library import LibraryVisualizer
+from lockstep.visualization.library import LibraryVisualizer, is_installed
 from lockstep.visualization.tensorboard import TensorBoardVisualizer
 
 
@@ -166,7 +166,7 @@ def build_visualizers(given: Any) -> Visualizers:
         ConfigError: a visualizer's library is not installed.
     """
     if given is None:
-        return Visualizers([TensorBoardVisualizer()] if TensorBoardVisualizer.installed() else [])
+        return Visualizers([TensorBoardVisualizer()] if is_installed("tensorboard") else [])
     if isinstance(given, Mapping):
         given = VISUALIZERS.build(given)
     if isinstance(given, Visualizers):

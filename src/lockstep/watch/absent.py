@@ -5,65 +5,142 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
-from torch.distributed import Store
+from torch.distributed import GroupMember, Store
 
 from lockstep.calls import Calls
 from lockstep.errors import CollectiveMismatchError, DistError
-from lockstep.groups import Comm
+from lockstep.groups import Comm, recorded_groups
 from lockstep.watch.board import Board, State, pauses
 from lockstep.watch.diagnosis import (
     Absent,
     absence,
     absent_ranks,
     deadlock,
+    described,
     mismatch_as_json,
+    mismatch_from_json,
     records_of,
     stuck_ranks,
     what_is_known,
 )
-from lockstep.watch.interrupt import let_graphs_be_captured
-from lockstep.watch.main_thread import is_waiting
+from lockstep.watch.interrupt import interrupt, let_graphs_be_captured
+from lockstep.watch.main_thread import is_waiting, stack_of_main_thread
 
 _logger = logging.getLogger("lockstep.dist")
+_SECONDS_TO_ASK_AGAIN = 5.0  # a store that has not answered
 _SECONDS_TO_CONFIRM = 0.5  # after which ranks that wait for each other are asked again
 
 
-class WatchOfRank(Protocol):
-    """What a search needs of the watch of its rank; see `Watch`."""
+class WatchOfRank:
+    """What the watch of a rank knows of groups that can't be used further, and tells others; the base of `Watch`.
 
-    rank: int
-    size: int
-    store: Store
-    board: Board
-    stopping: threading.Event
-    looks_for_others: bool
+    Attributes:
+        board: where ranks ask each other.
+        error: with which this rank ends.
+        cut_off_since: when the store has not answered, by the monotonic clock; None while it answers.
+        looks_for_others: whether a collective has failed here, because of another rank: this one is not late.
+        stopping: set when the thread is to end.
+    """
+
+    _thread: threading.Thread
+
+    def __init__(self, rank: int, size: int, store: Store) -> None:
+        self.rank, self.size, self.store = rank, size, store
+        self.error = ""
+        self.cut_off_since: float | None = None
+        self.looks_for_others = False
+        self.stopping = threading.Event()
+        self._since = time.monotonic()  # when the main thread has come to where it is
+        self._aborted: Calls | None = None  # of a group whose call ran on a device
+        self.board = Board(store, rank, size, self.state)
 
     @property
     def is_cut_off(self) -> bool:
         """Whether the store does not answer."""
+        return self.cut_off_since is not None
 
     def cut_off(self) -> None:
-        """Note that the store does not answer."""
+        """Note that the store does not answer; a thread then asks until it does."""
+        if self.cut_off_since is None:
+            self.cut_off_since = time.monotonic()
+            threading.Thread(target=self._ask_again, name="lockstep-ask-again", daemon=True).start()
+
+    def _ask_again(self) -> None:
+        """Ask the store until it answers. Each time may last for as long as its host is stopped or has no network."""
+        while not self.stopping.wait(_SECONDS_TO_ASK_AGAIN):
+            with suppress(Exception):  # the connection is broken, or the store is gone
+                self.store.check(["who/0"])
+                self.cut_off_since = None
+                return
+
+    def state(self, *, ended: bool = False) -> dict[str, Any]:
+        """Return what this rank does."""
+        return {
+            "groups": {comm.group_name: _exported(comm, calls) for comm, calls in recorded_groups()},
+            "stack": [] if ended else stack_of_main_thread(),
+            "still": time.monotonic() - self._since,
+            "ended": ended,
+            "error": self.error,
+            "looks": self.looks_for_others,
+        }
 
     def hear(self) -> DistError | None:
-        """Return why a group can't be used further, if this rank has heard of it."""
+        """Return the error that says why a group can't be used further, if this rank has heard of it."""
+        heard = []
+        for comm, calls in recorded_groups():
+            key = f"failure/{comm.group_name}"
+            if calls.failure is None and self.store.check([key]):
+                kind, *values = json.loads(self.store.get(key))
+                if kind == "gone":
+                    calls.failure = absence(comm, [Absent(*one) for one in values])
+                else:
+                    calls.failure = mismatch_from_json(values)
+                heard.append((comm, calls, calls.failure))
+        for one in heard:  # the main thread goes on when all are known
+            self.fail(*one)
+        return next((calls.failure for _, calls in recorded_groups() if calls.failure is not None), None)
 
     def difference(self, comm: Comm, states: Mapping[int, State | None]) -> CollectiveMismatchError:
-        """Return the error that names the first call in which the ranks of a group differ."""
+        """Return the error that names the first call in which the ranks of a group differ, by what they do."""
+        ended = [rank for rank, one in enumerate(comm.ranks) if (states[one] or {}).get("ended")]
+        return described(comm, records_of(comm, states), ended)
 
     def declare(self, group: str, ranks: Sequence[int], values: Sequence[object], kind: str = "calls") -> None:
-        """Tell the ranks of a group why it can't be used further."""
+        """Tell the ranks of a group why it can't be used further.
+
+        Args:
+            group: its name.
+            ranks: its ranks.
+            values: of a mismatch, as `mismatch_as_json` gives them; or what is known of ranks that are absent.
+            kind: `calls` for a mismatch, `gone` for ranks that are absent.
+        """
+        self.store.set(f"failure/{group}", json.dumps([kind, *values]))
+        self.board.notify([rank for rank in ranks if rank != self.rank])
 
     def fail(self, comm: Comm, calls: Calls, error: DistError) -> None:
         """Let this rank's call in a group fail, and all later ones."""
+        calls.failure = calls.failure or error
+        if threading.current_thread() is self._thread and calls.unfinished()[0]:
+            self.interrupt(comm, calls)
+
+    def interrupt(self, comm: Comm, calls: Calls) -> None:
+        """Make the collectives of a group fail, also torch's own."""
+        if calls.unfinished()[0] and not calls.waiting:
+            self._aborted, self._since = calls, time.monotonic()
+        interrupt(comm)
 
     def fail_all(self, comm: Comm, calls: Calls, error: CollectiveMismatchError) -> None:
         """Let all ranks of the group fail."""
+        if calls.failure is None:
+            self.declare(comm.group_name, comm.ranks, mismatch_as_json(error))
+            self.fail(comm, calls, error)
 
 
 @dataclass(frozen=True)
@@ -214,3 +291,9 @@ class AbsentSearch:
             for name, members in {(call.group, call.members) for calls in stuck.values() for call in calls}:
                 watch.declare(name, members, values)
             watch.hear()
+
+
+def _exported(comm: Comm, calls: Calls) -> dict[str, Any]:
+    """Return a group's record as the other ranks need it."""
+    ranks = None if comm.pg is GroupMember.WORLD else comm.ranks
+    return calls.export() | {"on_host": calls.waiting > 0, "inside": calls.inside, "ranks": ranks}

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from lockstep.calls import Calls, Record
-from lockstep.errors import CollectiveMismatchError, DistError, error_in_words
-from lockstep.groups import Comm, known_groups, recorded_groups
-from lockstep.watch.board import State, pauses
+from lockstep.calls import Record
+from lockstep.errors import DistError, error_in_words
+from lockstep.groups import known_groups, recorded_groups
+from lockstep.watch.board import pauses
 from lockstep.watch.diagnosis import (
     described,
     described_if_different,
@@ -68,14 +68,10 @@ def _failure_of_devices(watch: Watch) -> DistError | None:
     groups = recorded_groups()
     for _ in pauses(_SECONDS_OF_DEVICES if any(comm.devices - {"cpu"} for comm, _ in groups) else 0.0, 0.1):
         watch.look_at_devices()
-        if (failure := _unraised(groups)) is not None:
-            return failure
+        for _, calls in groups:
+            if calls.failure is not None and not calls.has_failed:
+                return calls.failure
     return None
-
-
-def _unraised(groups: Sequence[tuple[Comm, Calls]]) -> DistError | None:
-    """Return why a group can't be used, if no call of this rank has raised that."""
-    return next((calls.failure for _, calls in groups if calls.failure is not None and not calls.has_failed), None)
 
 
 class _LastComparison:
@@ -133,19 +129,21 @@ class _LastComparison:
 
         A failure that another rank has declared is not published again, because each rank reads it by itself.
         """
-        heard = difference = None
+        watch, heard, difference = self._watch, None, None
         result: object = None
         try:
-            heard = self._wait(_SECONDS_TO_END, self._watch.board.missing) if self._groups else None
-            states = {} if heard else self._watch.board.last_states(range(1, self._watch.size))
+            heard = self._wait(_SECONDS_TO_END, watch.board.missing) if self._groups else None
+            states = {} if heard else watch.board.last_states(range(1, watch.size))
             if any(state["failed"] for state in states.values()):
                 result = _FAILED
             elif not heard:
-                difference = self._difference(states)
+                states |= {_COMPARING_RANK: watch.state(ended=True)}
+                found = (described_if_different(comm, records_of(comm, states)) for comm, _ in self._groups)
+                difference = next((one for one in found if one is not None), None)
                 result = difference and mismatch_as_json(difference)
         finally:
-            self._watch.store.set("result", json.dumps(result))
-        return heard or difference or (_failure_of_devices(self._watch) if result == _FAILED else None)
+            watch.store.set("result", json.dumps(result))
+        return heard or difference or (_failure_of_devices(watch) if result == _FAILED else None)
 
     def _wait(self, seconds: float, missing: Callable[[], list[int]]) -> DistError | None:
         """Wait for the ranks that `missing` returns, while their processes live; return a failure that comes first."""
@@ -168,11 +166,6 @@ class _LastComparison:
         """Return why a group can't be used, if this rank has found or heard it."""
         self._watch.look_at_devices()
         return self._watch.hear()
-
-    def _difference(self, states: dict[int, State]) -> CollectiveMismatchError | None:
-        states[_COMPARING_RANK] = self._watch.state(ended=True)
-        differences = (described_if_different(comm, records_of(comm, states)) for comm, _ in self._groups)
-        return next((one for one in differences if one is not None), None)
 
     def _find_blocked_rank(self, ranks: Sequence[int]) -> DistError | None:
         """Return the error of a rank that waits in a call which this one will never make, as it ends; else None."""

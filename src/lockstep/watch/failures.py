@@ -58,7 +58,9 @@ def translate_error(error: RuntimeError, comm: Comm, *, is_called_by_torch: bool
     is_gone = any(words in text for words in PEER_IS_GONE)
     if not is_gone and not any(words in text for words in _TIMEOUT_MESSAGES):
         return DistError(f"{text} ({comm.this_rank})")
-    absent, is_cut_off = _absent(comm)
+    watch, absent, is_cut_off = current_watch(), list[Absent](), False
+    if watch is not None and calls is not None and comm.group_name:
+        absent, is_cut_off = AbsentSearch(watch, comm, calls, calls.number).find(), watch.is_cut_off
     if calls is not None and calls.failure is not None:
         return copy(calls.failure)
     return absence(
@@ -72,14 +74,6 @@ def _known_failure(comm: Comm, text: str) -> DistError | None:
     if comm.calls is None or comm.calls.failure is not None or not any(words in text for words in _ABORT_MESSAGES):
         return None if comm.calls is None else comm.calls.failure
     return next((calls.failure for _, calls in recorded_groups() if calls.failure is not None), None)
-
-
-def _absent(comm: Comm) -> tuple[list[Absent], bool]:
-    """Return the ranks that have not made the last call, and whether the store at which they met is gone."""
-    watch, calls = current_watch(), comm.calls
-    if watch is None or calls is None or not comm.group_name:
-        return [], False
-    return AbsentSearch(watch, comm, calls, calls.number).find(), watch.is_cut_off
 
 
 @contextmanager

@@ -19,7 +19,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from datetime import timedelta
@@ -31,25 +30,21 @@ from torch.distributed import GroupMember, ProcessGroup, Store
 from lockstep.calls import Calls
 from lockstep.errors import CollectiveMismatchError, DistError, message_of, ranks_in_words
 from lockstep.groups import Comm, recorded_groups
-from lockstep.watch.absent import AbsentSearch
-from lockstep.watch.board import Board, State, pauses
+from lockstep.watch.absent import AbsentSearch, WatchOfRank
+from lockstep.watch.board import pauses
 from lockstep.watch.diagnosis import (
-    Absent,
     absence,
-    described,
     lines_of,
     mismatch_as_json,
     mismatch_from_json,
-    records_of,
 )
-from lockstep.watch.interrupt import end_process, groups_in_error, interrupt, let_graphs_be_captured
+from lockstep.watch.interrupt import end_process, groups_in_error, let_graphs_be_captured
 from lockstep.watch.main_thread import frame_of_main_thread, stack_of_main_thread
 
 _SECONDS_TO_LOOK = 1.0  # after which a call is looked at for the first time, then at doubling intervals
 _TICKS_TO_COMPARE = 4
 _SECONDS_TO_GO_ON = 2.0  # for a main thread whose group has been aborted
 _SECONDS_TO_TELL = 45.0  # for a main thread whose device has lost a rank; torch ends the process after a minute
-_SECONDS_TO_ASK_AGAIN = 5.0  # a store that has not answered
 _SECONDS_OF_STORE = 10.0  # for one answer; torch would look for five minutes for the file of a FileStore that is gone
 _HEARTBEAT = "LOCKSTEP_HEARTBEAT"
 
@@ -103,46 +98,30 @@ def take_watch() -> Watch | None:
     return watch
 
 
-class Watch:
-    """What this rank knows about the others, and tells them.
+class Watch(WatchOfRank):
+    """The thread of a rank, which looks at the store, at devices and at the last call of each group.
 
     Attributes:
         default: `id` of the default group.
-        board: where ranks ask each other.
-        error: with which this rank ends.
-        cut_off_since: when the store has not answered, by the monotonic clock; None while it answers.
-        looks_for_others: whether a collective has failed here, because of another rank: this one is not late.
-        stopping: set when the thread is to end.
     """
 
     def __init__(self, default: ProcessGroup) -> None:
         self.default = id(default)
-        self.rank, self.size = default.rank(), default.size()
-        self.error = ""
-        self.cut_off_since: float | None = None
-        self.looks_for_others = False
         self._beat = _heartbeat_seconds()
         # For each group: when a call began, and after how many seconds of it to look and to warn.
         self._waits: dict[str, tuple[float, float, float]] = {}
         self._compared = time.monotonic()
         self._doubts: set[tuple[str, int]] = set()
-        self._position, self._since = (0, 0), time.monotonic()  # where the main thread is, and since when
-        self._aborted: Calls | None = None  # of a group whose call ran on a device
+        self._position = (0, 0)  # where the main thread is
         self._lost: tuple[Calls, float] | None = None  # of a group whose device has lost a rank, and since when
         self._heard = -1
         self._last_looks: dict[str, str] = {}  # for each group, what `look/g` was when this rank has last seen it
-        self.store = side_store()
-        self.store.set_timeout(timedelta(seconds=_SECONDS_OF_STORE))
-        self.board = Board(self.store, self.rank, self.size, self.state)
-        self.stopping = threading.Event()
+        store = side_store()
+        store.set_timeout(timedelta(seconds=_SECONDS_OF_STORE))
+        super().__init__(default.rank(), default.size(), store)
         self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
         self._thread.start()
         atexit.register(self.stop)
-
-    @property
-    def is_cut_off(self) -> bool:
-        """Whether the store does not answer."""
-        return self.cut_off_since is not None
 
     def stop(self) -> None:
         """End the thread, after what it does at present."""
@@ -150,20 +129,6 @@ class Watch:
         self.stopping.set()
         if self._thread is not threading.current_thread():
             self._thread.join(2.0)
-
-    def cut_off(self) -> None:
-        """Note that the store does not answer; a thread then asks until it does."""
-        if self.cut_off_since is None:
-            self.cut_off_since = time.monotonic()
-            threading.Thread(target=self._ask_again, name="lockstep-ask-again", daemon=True).start()
-
-    def _ask_again(self) -> None:
-        """Ask the store until it answers. Each time may last for as long as its host is stopped or has no network."""
-        while not self.stopping.wait(_SECONDS_TO_ASK_AGAIN):
-            with suppress(Exception):  # the connection is broken, or the store is gone
-                self.store.check(["who/0"])
-                self.cut_off_since = None
-                return
 
     def _run(self) -> None:
         while not self.stopping.wait(self.board.tick):
@@ -225,9 +190,7 @@ class Watch:
                 error = error or self._lost_on_device(comm, calls, next(iter(errors.values())))
                 calls.failure = calls.failure or error
                 self._lost = (calls, time.monotonic())
-                if calls.unfinished()[0] and not calls.waiting:
-                    self._aborted, self._since = calls, time.monotonic()
-                interrupt(comm)  # so that torch's own calls raise, too
+                self.interrupt(comm, calls)
         if error is not None:  # the main thread raises it in its next call
             _logger.warning("%s", message_of(error))
 
@@ -295,35 +258,6 @@ class Watch:
             return True
         return comm.timeout is not None and seconds >= comm.timeout.total_seconds()
 
-    def state(self, *, ended: bool = False) -> dict[str, Any]:
-        """Return what this rank does."""
-        return {
-            "groups": {comm.group_name: _exported(comm, calls) for comm, calls in recorded_groups()},
-            "stack": [] if ended else stack_of_main_thread(),
-            "still": time.monotonic() - self._since,
-            "ended": ended,
-            "error": self.error,
-            "looks": self.looks_for_others,
-        }
-
-    # What a mismatch is.
-
-    def hear(self) -> DistError | None:
-        """Return the error that says why a group can't be used further, if this rank has heard of it."""
-        heard = []
-        for comm, calls in recorded_groups():
-            key = f"failure/{comm.group_name}"
-            if calls.failure is None and self.store.check([key]):
-                kind, *values = json.loads(self.store.get(key))
-                if kind == "gone":
-                    calls.failure = absence(comm, [Absent(*one) for one in values])
-                else:
-                    calls.failure = mismatch_from_json(values)
-                heard.append((comm, calls, calls.failure))
-        for one in heard:  # the main thread goes on when all are known
-            self.fail(*one)
-        return next((calls.failure for _, calls in recorded_groups() if calls.failure is not None), None)
-
     def explain(self, comm: Comm, calls: Calls) -> CollectiveMismatchError:
         """Return the error that names the first call that differs between the ranks of a group, all of which call this.
 
@@ -339,37 +273,6 @@ class Watch:
         if comm.rank == 0:
             self.store.set(key, json.dumps(mismatch_as_json(error)))
         return error
-
-    def difference(self, comm: Comm, states: Mapping[int, State | None]) -> CollectiveMismatchError:
-        """Return the error that names the first call in which the ranks of a group differ, by what they do."""
-        ended = [rank for rank, one in enumerate(comm.ranks) if (states[one] or {}).get("ended")]
-        return described(comm, records_of(comm, states), ended)
-
-    def declare(self, group: str, ranks: Sequence[int], values: Sequence[object], kind: str = "calls") -> None:
-        """Tell the ranks of a group why it can't be used further.
-
-        Args:
-            group: its name.
-            ranks: its ranks.
-            values: of a mismatch, as `mismatch_as_json` gives them; or what is known of ranks that are absent.
-            kind: `calls` for a mismatch, `gone` for ranks that are absent.
-        """
-        self.store.set(f"failure/{group}", json.dumps([kind, *values]))
-        self.board.notify([rank for rank in ranks if rank != self.rank])
-
-    def fail(self, comm: Comm, calls: Calls, error: DistError) -> None:
-        """Let this rank's call in a group fail, and all later ones."""
-        calls.failure = calls.failure or error
-        if threading.current_thread() is self._thread and calls.unfinished()[0]:
-            if not calls.waiting:
-                self._aborted, self._since = calls, time.monotonic()
-            interrupt(comm)
-
-    def fail_all(self, comm: Comm, calls: Calls, error: CollectiveMismatchError) -> None:
-        """Let all ranks of the group fail."""
-        if calls.failure is None:
-            self.declare(comm.group_name, comm.ranks, mismatch_as_json(error))
-            self.fail(comm, calls, error)
 
     def _compare(self, comm: Comm, calls: Calls) -> None:
         """Compare the calls so far with those of the first rank of a group."""
@@ -389,12 +292,6 @@ class Watch:
                     self.fail_all(comm, calls, self.difference(comm, self.board.ask(comm.ranks)))
             else:
                 self._doubts.add(doubt)  # the main threads may be about to raise an error themselves
-
-
-def _exported(comm: Comm, calls: Calls) -> dict[str, Any]:
-    """Return a group's record as the other ranks need it."""
-    ranks = None if comm.pg is GroupMember.WORLD else comm.ranks
-    return calls.export() | {"on_host": calls.waiting > 0, "inside": calls.inside, "ranks": ranks}
 
 
 def _heartbeat_seconds() -> float:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -15,11 +14,11 @@ from typing import Annotated, Any
 import typer
 
 from lockstep.cli.doctor import machine
-from lockstep.cli.doctor.finding import Finding, as_json, print_table, run_checks, worst
+from lockstep.cli.doctor.finding import Finding, as_json, print_table, run_check, worst
 from lockstep.cli.jobs import check_ranks_found
 from lockstep.cli.options import RankOptions, print_error
 from lockstep.errors import ConfigError, LaunchError, LockstepError, counted
-from lockstep.launch import launch
+from lockstep.launch import JobSpec, launch
 from lockstep.topology import Topology, topology_if_known
 
 _TITLE = "lockstep doctor"
@@ -43,54 +42,36 @@ class Doctor(RankOptions):
 
     def run(self) -> None:
         """Look, and print what was found."""
-        spec = self.job_spec()
-        at = topology_if_known(os.environ)
+        spec, at = self.job_spec(), topology_if_known(os.environ)
         if at.world_size > 1:
             check_ranks_found(at.launcher, self)
             self._look_over_ranks(at)
-            return
-        own = _own_findings(os.environ)
-        if spec.nnodes > 1:
-            port = Finding(
-                "port", f"{spec.endpoint()[1]} (--rdzv), where node 0 listens", facts={"port": spec.endpoint()[1]}
-            )
-            own = [port if one.name == "port" else one for one in own]
-        if not self.json_:
-            print_table(_TITLE, own)
-        if spec.nproc > 1 or spec.nnodes > 1:
-            self._start_ranks(own)
-            return
-        by_torch = _torch_findings(os.environ)
-        if self.json_:
-            print(as_json([*own, *by_torch], world_size=1))
+        elif spec.nproc > 1 or spec.nnodes > 1:
+            self._start_ranks(replace(spec, rdzv_timeout_seconds=self.timeout))
         else:
-            print_table("as torch finds it", by_torch)
-        self._end([*own, *by_torch])
+            found = [*_own_findings(os.environ), *_torch_findings(os.environ)]
+            self._print(found, world_size=1)
+            self._end(found)
 
     def _look_over_ranks(self, at: Topology) -> None:
         """Look as a rank of a job; rank 0 prints."""
         own = _own_findings(os.environ)
-        if at.rank == 0 and not self.json_:
-            print_table(_TITLE, own)
         try:
             found = findings_over_ranks(own, self.timeout)
         except (ImportError, LockstepError, OSError, RuntimeError, ValueError) as error:
             met = Finding("meeting", f"the ranks cannot meet: {error}", "fault", ranks=(at.rank,))
-            if at.local_rank == 0 and not self.json_:
-                print_table(f"rank {at.rank} of {at.world_size}", [*(one for one in own if one.status != "ok"), met])
-            elif at.rank == 0:
-                print(as_json([*own, met], at.world_size))
+            if at.rank == 0 or (at.local_rank == 0 and not self.json_):
+                self._print([*(one for one in own if at.rank == 0 or one.status != "ok"), met], at.world_size)
             else:  # the first rank of a node may have met nobody, or not be there at all
                 print_error(ConfigError(f"rank {at.rank} of {at.world_size}: {met.text}"))
             raise typer.Exit(1) from None
         if at.rank == 0:
-            self._print(found, at.world_size, shown=own)
+            self._print(found, at.world_size)
         sys.stdout.flush()
         self._end(found, prints=at.rank == 0)
 
-    def _start_ranks(self, own: Sequence[Finding]) -> None:
+    def _start_ranks(self, spec: JobSpec) -> None:
         """Start ranks that look together, and print what they have found on node 0."""
-        spec = replace(self.job_spec(), rdzv_timeout_seconds=self.timeout)
         with TemporaryDirectory(prefix="lockstep-") as folder:
             file = Path(folder, "found.json")
             payload = json.dumps(
@@ -99,26 +80,28 @@ class Doctor(RankOptions):
             try:
                 launch(["-m", "lockstep.cli.rank"], spec, payload=payload)
             except LaunchError as error:
-                if self.json_:
-                    print(as_json([*own, Finding("meeting", str(error), "fault")], spec.nproc * spec.nnodes))
+                own = {one.name: one for one in _own_findings(os.environ)}
+                if spec.nnodes > 1:
+                    number = spec.endpoint()[1]
+                    own["port"] = Finding("port", f"{number} (--rdzv), where node 0 listens", facts={"port": number})
+                met = Finding("meeting", str(error), "fault")
+                self._print([*own.values(), met], spec.nproc * spec.nnodes)
                 raise
             if self.node_rank != 0:  # rank 0 has written the file on node 0
                 return
             known = json.loads(file.read_text(encoding="utf-8"))
         found = [Finding.of(one) for one in known["findings"]]
-        self._print(found, known["world_size"], shown=own)
+        self._print(found, known["world_size"])
         self._end(found)
 
-    def _print(self, found: Sequence[Finding], world_size: int, shown: Sequence[Finding]) -> None:
-        """Print what ranks have found, but for what is the same on rank 0 and shown already."""
+    def _print(self, found: Sequence[Finding], world_size: int) -> None:
+        """Print what was found; of what other ranks than 0 have found alone, only what is wrong."""
         if self.json_:
             print(as_json(found, world_size))
             return
-        names, known = {one.name for one in shown}, {(one.name, one.status) for one in shown}
-        bad = [one for one in found if one.ranks and one.status != "ok"]
-        others = [one for one in bad if (one.name, one.status) not in known or 0 not in one.ranks]
-        common = [one for one in found if not one.ranks or (0 in one.ranks and one.name not in names)]
-        print_table(f"over {world_size} ranks", [*(one for one in others if one not in common), *common], world_size)
+        title = _TITLE + (f" over {world_size} ranks" if world_size > 1 else "")
+        shown = [one for one in found if one.status != "ok" or not one.ranks or 0 in one.ranks]
+        print_table(title, shown, world_size)
 
     def _end(self, findings: Sequence[Finding], *, prints: bool = True) -> None:
         """Exit with code 1 if there are faults, and name them."""
@@ -161,17 +144,9 @@ def look_as_rank(asked: Mapping[str, Any]) -> None:
 
 def _own_findings(env: Mapping[str, str]) -> list[Finding]:
     """Return what this process finds without torch."""
-    checks: dict[str, Callable[[Mapping[str, str]], Finding]] = {
-        "cores": machine.cores,
-        "launcher": machine.launcher,
-        "variables": machine.variables,
-        "host": machine.host,
-        "interfaces": machine.interfaces,
-        "port": machine.port,
-        "shared memory": machine.shared_memory,
-        "limits": machine.limits,
-    }
-    return [*machine.versions(), *run_checks({name: partial(check, env) for name, check in checks.items()})]
+    of_host = (machine.cores, machine.launcher, machine.variables, machine.host)
+    checks = (*of_host, machine.interfaces, machine.port, machine.shared_memory, machine.limits)
+    return [*machine.versions(), *(run_check(check, env) for check in checks)]
 
 
 def _torch_findings(env: Mapping[str, str]) -> list[Finding]:

@@ -13,7 +13,7 @@ from lockstep.version import __version__
 
 FORMAT = 1  # changes when a key of the JSON is renamed or goes
 Status: TypeAlias = Literal["ok", "warning", "fault"]
-_STYLES = {"ok": None, "warning": "yellow", "fault": "bold red"}
+_STYLES: dict[Status, str | None] = {"ok": None, "warning": "yellow", "fault": "bold red"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,7 @@ class Finding:
 
 def worst(statuses: Iterable[Status]) -> Status:
     """Return the worst of several statuses; "ok" of none."""
-    found = set(statuses)
-    return "fault" if "fault" in found else "warning" if "warning" in found else "ok"
+    return max(statuses, key=[*_STYLES].index, default="ok")
 
 
 def summarise(name: str, usual: str, others: Iterable[tuple[Status, str, str]], facts: Mapping[str, Any]) -> Finding:
@@ -72,15 +71,12 @@ def summarise(name: str, usual: str, others: Iterable[tuple[Status, str, str]], 
     )
 
 
-def run_checks(checks: Mapping[str, Callable[[], Finding]]) -> list[Finding]:
-    """Run checks by name, and return their findings; a check that the system does not allow becomes a warning."""
-    found = []
-    for name, check in checks.items():
-        try:
-            found.append(check())
-        except (AttributeError, OSError) as error:  # other systems lack some of it
-            found.append(Finding(name, f"could not be found out: {error}", "warning"))
-    return found
+def run_check(check: Callable[[Mapping[str, str]], Finding], env: Mapping[str, str]) -> Finding:
+    """Return what a check finds in an environment; if the system does not allow it, a warning."""
+    try:
+        return check(env)
+    except (AttributeError, OSError) as error:  # other systems lack some of it
+        return Finding(check.__name__.replace("_", " "), f"could not be found out: {error}", "warning")
 
 
 def print_table(title: str, findings: Sequence[Finding], ranks: int = 1) -> None:

@@ -35,10 +35,12 @@ def examine(own: Sequence[Finding]) -> list[Finding]:
     )
     facts: list[dict[str, Any]] = [each["facts"] for each in described]
     hosts = [each["host"] for each in facts]
+    versions = ", ".join(f"{name} {version}" for name, version in facts[0]["versions"].items())
+    variables = f"{counted(len(facts[0]['variables']), 'variable')} of torch, NCCL and OpenMP"
     return [
         *_of_ranks([each["findings"] for each in described]),
-        _versions(facts),
-        _environment(facts),
+        _compared("versions", facts, "fault", "Install the same environment on all nodes.", versions),
+        _compared("variables", facts, "warning", "Set it to the same on all ranks, or unset it.", variables),
         Finding("hosts over ranks", _by_value(hosts), facts={"hosts": hosts}),
         _devices(facts),
         _threads(facts),
@@ -77,24 +79,12 @@ def _of_ranks(found: Sequence[Sequence[Mapping[str, Any]]]) -> list[Finding]:
     return list(alike.values())
 
 
-def _differing(ranks: Sequence[Mapping[str, str]], status: Status, remedy: str) -> list[tuple[Status, str, str]]:
-    """Return which names have different values on several ranks, for `summarise`."""
+def _compared(what: str, facts: Sequence[Mapping[str, Any]], status: Status, remedy: str, same: str) -> Finding:
+    """Find out which versions or variables have different values on several ranks."""
+    ranks = [each[what] for each in facts]
     values = {name: [each.get(name, "unset") for each in ranks] for name in sorted(set().union(*ranks))}
-    return [(status, f"{name} differs: {_by_value(v)}", remedy) for name, v in values.items() if len(set(v)) > 1]
-
-
-def _versions(facts: Sequence[Mapping[str, Any]]) -> Finding:
-    others = _differing([each["versions"] for each in facts], "fault", "Install the same environment on all nodes.")
-    usual = "" if others else "the same on all ranks: " + ", ".join(f"{n} {v}" for n, v in facts[0]["versions"].items())
-    return summarise("versions over ranks", usual, others, {"versions": [each["versions"] for each in facts]})
-
-
-def _environment(facts: Sequence[Mapping[str, Any]]) -> Finding:
-    remedy = "Set it to the same on all ranks, or unset it."
-    others = _differing([each["variables"] for each in facts], "warning", remedy)
-    count = len(facts[0]["variables"])
-    usual = "" if others else f"{counted(count, 'variable')} of torch, NCCL and OpenMP, the same on all ranks"
-    return summarise("variables over ranks", usual, others, {"variables": [dict(each["variables"]) for each in facts]})
+    others = [(status, f"{name} differs: {_by_value(v)}", remedy) for name, v in values.items() if len(set(v)) > 1]
+    return summarise(f"{what} over ranks", "" if others else f"the same on all ranks: {same}", others, {what: ranks})
 
 
 def _devices(facts: Sequence[Mapping[str, Any]]) -> Finding:

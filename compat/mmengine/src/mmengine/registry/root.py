@@ -31,7 +31,7 @@ MODEL_WRAPPERS = Registry("model wrapper", parent=core.MODEL_WRAPPERS, locations
 WEIGHT_INITIALIZERS = Registry("weight initializer", locations=["mmengine.model"])
 METRICS = Registry("metric", parent=core.METRICS, locations=["mmengine.evaluator"])
 EVALUATOR = Registry("evaluator", parent=core.EVALUATOR, locations=["mmengine.evaluator"])
-TASK_UTILS = Registry("task util", parent=core.TASK_UTILS)
+TASK_UTILS = Registry("task util")
 VISUALIZERS = Registry("visualizer", parent=core.VISUALIZERS, locations=["mmengine.visualization"])
 VISBACKENDS = Registry("visualizer backend", locations=["mmengine.visualization"])
 INFERENCERS = Registry("inferencer", locations=["mmengine.infer"])
