@@ -207,3 +207,15 @@ def test_custom_imports_may_fail_where_the_config_says_so(tmp_path: Path, caplog
     with pytest.raises(ConfigError, match="`no_such_module`, which cannot be imported"):
         Config.fromfile(file)
     assert Config.fromfile(file, import_custom_modules=False).custom_imports.imports == ["no_such_module"]
+
+
+def test_a_config_with_the_name_of_a_package_does_not_hide_it(tmp_path: Path, monkeypatch):
+    package = tmp_path / "project" / "named_alike"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("is_package = True\n")
+    monkeypatch.syspath_prepend(package.parent)
+    (tmp_path / "configs").mkdir()
+    file = tmp_path / "configs" / "named_alike.py"
+    file.write_text("custom_imports = dict(imports=['named_alike'])\n")
+    Config.fromfile(file)
+    assert sys.modules.pop("named_alike").is_package

@@ -20,6 +20,7 @@ from lockstep.hooks import Hook
 from lockstep.model import MMDistributedDataParallel
 from lockstep.registry import RUNNERS
 from lockstep.runner import FlexibleRunner, Runner
+from lockstep.runner.arguments import RunnerArguments
 from lockstep.runner.build import default_hooks
 from lockstep.strategy import DDPStrategy, SingleDeviceStrategy
 from lockstep.testing import ranks
@@ -222,6 +223,9 @@ def test_a_config_makes_the_same_runner(tmp_path: Path):
     assert "`optim_wraper` means nothing here: did you mean `optim_wrapper`?" in log
     assert "`model_wraper_cfg` means nothing here: did you mean `model_wrapper_cfg`?" in log
     assert "some_variable" not in log
+    file = tmp_path / "read.py"  # a key that the config itself reads is none that is misspelt
+    file.write_text("test_pipeline = [1]\ntest_dataloader = dict(dataset=test_pipeline)\n")
+    assert RunnerArguments(model=Classifier(), work_dir=tmp_path, cfg=Config.fromfile(file)).misspelt == {}
     del cfg["model"]
     with pytest.raises(ConfigError, match="key `model`"):
         Runner.from_cfg(cfg)

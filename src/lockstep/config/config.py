@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.machinery import PathFinder
 from os import PathLike
@@ -110,8 +111,7 @@ class Config(ConfigDict):
         cfg = cls(source.values(), filename=path, text=source.text())
         cfg._source = source
         if import_custom_modules:
-            with importable(path.parent):
-                import_custom(cfg)
+            import_custom(cfg)
         return cfg
 
     @property
@@ -226,17 +226,22 @@ def import_custom(cfg: Config) -> None:
         raise ConfigError(
             f"{cfg.filename}: `custom_imports` must be dict(imports=[...]) with names of modules, but is {custom!r}"
         )
+    file = Path(cfg.filename or "")
     for name in names:
-        try:
-            import_module(name)
-        except ImportError as error:
-            says = f"`custom_imports` names `{name}`, which cannot be imported: {error}{_hidden(name)}"
-            if not (isinstance(custom, dict) and custom.get("allow_failed_imports")):
-                raise ConfigError(f"{cfg.filename}: {says}") from error
-            _logger.warning(says)
-        else:
-            if hidden := _hidden(name):
-                _logger.warning("`custom_imports` names `%s`, of which there are several%s", name, hidden)
+        top = name.partition(".")[0]
+        # A config is no module that it means: where it has the name of one, that lies elsewhere.
+        is_itself = file.stem == top and not (file.parent / top).is_dir()
+        with nullcontext() if is_itself else importable(file.parent):
+            try:
+                import_module(name)
+            except ImportError as error:
+                says = f"`custom_imports` names `{name}`, which cannot be imported: {error}{_hidden(name)}"
+                if not (isinstance(custom, dict) and custom.get("allow_failed_imports")):
+                    raise ConfigError(f"{cfg.filename}: {says}") from error
+                _logger.warning(says)
+            else:
+                if hidden := _hidden(name):
+                    _logger.warning("`custom_imports` names `%s`, of which there are several%s", name, hidden)
 
 
 def _hidden(name: str) -> str:

@@ -161,11 +161,12 @@ class RunnerArguments:
     def misspelt(self) -> dict[str, str]:
         """Unknown keys of the config, each with the known one that was probably meant.
 
-        A config may hold variables of its own, so only a key very close to an argument's name is reported.
+        A config may hold variables of its own, so only a key very close to an argument's name is reported, and none
+        that the config's own code reads.
         """
-        known = [*ARGUMENTS, *CONFIG_KEYS]
+        known = [*ARGUMENTS, *CONFIG_KEYS, *getattr(self.cfg, "intermediate_keys", ())]
         strange = [key for key in self.cfg if key not in known] if isinstance(self.cfg, Mapping) else []
-        meant = {key: get_close_matches(str(key), known, n=1, cutoff=0.85) for key in strange}
+        meant = {key: get_close_matches(str(key), [*ARGUMENTS, *CONFIG_KEYS], n=1, cutoff=0.85) for key in strange}
         return {key: close[0] for key, close in meant.items() if close}
 
 

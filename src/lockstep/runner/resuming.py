@@ -290,6 +290,9 @@ def restore_run(
     run.call_hook("after_load_checkpoint", checkpoint={**state, "meta": meta})
     seen, total = position["samples"], position["total"]
     where = f", {seen}{f' of {total}' if total else ''} {position['unit']} into the epoch" if seen else ""
+    loader = run.train_dataloader
+    if seen and getattr(loader, "num_workers", 0) and not hasattr(loader, "state_dict"):
+        where += "; what its workers draw, as for augmentations, begins anew"
     _logger.info("resumed from %s: epoch %d, iter %d%s", origin, loop.epoch, loop.iter, where)
 
 
