@@ -131,7 +131,7 @@ def test_what_is_no_number_is_refused(tmp_path: Path, tokens_of, error, says):
 
 def test_batches_without_names_need_a_function(tmp_path: Path):
     runner = make_runner(tmp_path, [], default_hooks={"timer": {"tokens_of": "input_ids"}})
-    with pytest.raises(ConfigError, match=r"must be a function of the batch where batches are not dicts, .* is a list"):
+    with pytest.raises(ConfigError, match=r"must name a tensor in the batch, which is a list, .* also be a function"):
         runner.train()
 
 

@@ -67,14 +67,7 @@ def print_config(config: ConfigPath, cfg_options: CfgOptions = None, trust_confi
     """Print a config, merged with its bases and options, as Python. Passwords, tokens and keys in it are '***'."""
     cfg = read_config(config, trusted=trust_config)
     cfg.merge_from_dict(parse_options(cfg_options or []))
-    text = cfg.masked().pretty_text
-    if not sys.stdout.isatty():
-        print(text, end="")
-        return
-    from rich.console import Console
-    from rich.syntax import Syntax
-
-    Console().print(Syntax(text, "python", background_color="default", word_wrap=True))
+    print(cfg.masked().pretty_text, end="")
 
 
 def check(config: ConfigPath, cfg_options: CfgOptions = None, trust_config: TrustConfig = False) -> None:

@@ -82,15 +82,11 @@ def _tokens(batch: Any, tokens_of: TokensOf) -> float | Tensor:
         if not is_number:
             raise TypeError(f"`tokens_of` must return a number, but returned {count!r}")
         return count.detach() if isinstance(count, Tensor) else count
-    if not isinstance(batch, Mapping):
-        raise ConfigError(
-            f"`tokens_of` must be a function of the batch where batches are not dicts, but is {tokens_of!r}, and the "
-            f"batch is a {type(batch).__name__}"
-        )
-    entry = batch.get(tokens_of)
+    entry = batch.get(tokens_of) if isinstance(batch, Mapping) else None
     if not isinstance(entry, Tensor):
+        shown = f"has {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"is a {type(batch).__name__}"
         raise ConfigError(
-            f"`tokens_of` must name a tensor in the batch, which has {', '.join(map(str, batch))}, but is "
-            f"{tokens_of!r}. It may also be a function of the batch"
+            f"`tokens_of` must name a tensor in the batch, which {shown}, but is {tokens_of!r}. It may also be a "
+            "function of the batch"
         )
     return entry.numel()

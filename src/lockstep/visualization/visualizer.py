@@ -93,9 +93,7 @@ class Visualizers:
 
     def add_config(self, config: Config) -> None:
         """Show the config of the run."""
-        for part, add_config in self._with("add_config"):
-            with self._failure_as_warning(part):
-                add_config(config)
+        self._show("add_config", config)
 
     def add_scalar(self, name: str, value: float, step: int = 0) -> None:
         """Show one value."""
@@ -103,23 +101,16 @@ class Visualizers:
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Show values that belong to one step."""
-        for part in self.parts:
-            with self._failure_as_warning(part):
-                part.add_scalars(scalar_dict, step)
+        self._show("add_scalars", scalar_dict, step)
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
         """Show an image: a tensor or array of dtype uint8, [height, width] or [height, width, 3]."""
-        if showing := self._with("add_image"):
-            image = as_picture(image)  # one that none can show is the caller's error, and raises
-        for part, add_image in showing:
-            with self._failure_as_warning(part):
-                add_image(name, image, step)
+        if self._with("add_image"):  # an image that none can show is the caller's error, and raises
+            self._show("add_image", name, as_picture(image), step)
 
     def add_text(self, name: str, text: str, step: int = 0) -> None:
         """Show a text, such as what a model has generated: as it is, but in Trackio as Markdown, in DVCLive not."""
-        for part, add_text in self._with("add_text"):
-            with self._failure_as_warning(part):
-                add_text(name, text, step)
+        self._show("add_text", name, text, step)
 
     def close(self, *, failed: bool = False) -> None:
         """Close all visualizers, even if closing one of them fails, which is a warning too.
@@ -133,6 +124,11 @@ class Visualizers:
                     close(failed=failed)
                 else:
                     close()
+
+    def _show(self, method: str, *values: Any) -> None:
+        for part, show in self._with(method):
+            with self._failure_as_warning(part):
+                show(*values)
 
     def _with(self, method: str) -> list[tuple[ShowsScalars, Any]]:
         """Return the visualizers that have a method, each with that method."""
@@ -151,7 +147,7 @@ class Visualizers:
             warnings.warn(
                 f"the visualizer {type(part).__name__} has failed: {reason}. The run goes on without what it could not "
                 "show; further failures of it are not reported",
-                stacklevel=4,
+                stacklevel=5,
             )
 
 
