@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from time import perf_counter
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.device import Moment, moment
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.dist.consistency import check_call
-from lockstep.errors import ConfigError, listed, require_known, require_one_of, wrong_type
+from lockstep.errors import ConfigError, listed, message_of, require_known, require_one_of, wrong_type
 from lockstep.groups import resolve
 from lockstep.model import steps
 from lockstep.model.autograd_graph import (
@@ -191,9 +192,9 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
                 with self._meeting():
                     return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
-        except RuntimeError:
+        except RuntimeError as error:
             with backend_errors_translated():
-                raise
+                self._explain(error)
 
     @contextmanager
     def _meeting(self) -> Iterator[None]:
@@ -321,6 +322,19 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
 
     def _averaged(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in self.replicated() if parameter.requires_grad]
+
+    def _explain(self, error: RuntimeError) -> NoReturn:
+        """Raise an error that names the parameters for which torch's error gives only indices; else raise `error`.
+
+        So it is where backward passes go around this wrapper, which would name them itself.
+        """
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text := message_of(error))
+        if found is None or "finished reduction" not in text:
+            raise error
+        averaged = self._averaged()
+        unused = [averaged[int(index)][0] for index in found.group(1).split()]
+        rank, size = get_rank(self.process_group), get_world_size(self.process_group)
+        raise ConfigError(_unused(unused, rank, size)) from error
 
     def replicated(self) -> list[tuple[str, nn.Parameter]]:
         """Return the module's parameters that are equal on all ranks, with their names."""
