@@ -51,7 +51,7 @@ class Shows(Hook):
 
 
 def train(visualizer: dict[str, Any], name: str, fails: bool) -> None:
-    data = TensorDataset(torch.randn(8, 2), torch.arange(8) % 2)
+    data = TensorDataset(torch.randn(8, 2, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2)
     cfg = Config({"model": {"type": "Net", "depths": [2, 4]}, "seed": 0})
     runner = Runner(
         nn.Linear(2, 2),
