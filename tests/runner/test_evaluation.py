@@ -212,6 +212,7 @@ def test_predictions_are_in_the_order_of_the_dataset_each_once(tmp_path: Path):
         files = sorted((tmp_path / "out").iterdir())
         assert [file.name for file in files] == [f"{index:08}.pt" for index in range(13)]
         assert torch.allclose(torch.stack([torch.load(file) for file in files]), expected)
+        assert '"mode": "test"' not in (runner.run_dir / "metrics.jsonl").read_text()  # it has no metrics
     assert trained.training is False
     with pytest.raises(ConfigError, match="`dataloader` must be one data loader to predict for, but is None"):
         runner.predict()

@@ -198,6 +198,19 @@ def test_a_tracker_has_the_config_of_each_run_and_hears_which_one_has_failed(tmp
     assert written["arguments"]["train_dataloader"] == given
 
 
+def test_arguments_are_written_down_without_the_data_in_them(tmp_path: Path):
+    samples = [(torch.ones(2), 0)] * 4
+    optimizer = {"type": "SGD", "lr": 0.25}
+    options = {"train_cfg": {"by_epoch": False, "max_iters": 1}, "val_dataloader": None, "val_evaluator": None}
+    data = {"dataset": samples, "batch_size": 2}
+    runner = make(tmp_path, cfg=None, train_dataloader=data, optim_wrapper={"optimizer": optimizer}, **options)
+    runner.train()
+    written = json.loads((runner.run_dir / "environment.json").read_text())["arguments"]
+    assert written["train_dataloader"] == {"dataset": "list", "batch_size": 2}
+    assert written["optim_wrapper"] == {"optimizer": optimizer}
+    assert written["train_cfg"] == options["train_cfg"]
+
+
 @ranks(2)
 def test_a_missing_library_is_told_on_all_ranks_before_training(tmp_path: Path):
     with pytest.MonkeyPatch.context() as patch:

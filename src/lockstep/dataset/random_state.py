@@ -87,7 +87,7 @@ def mixed_seed(*parts: int) -> int:
     The generators of torch on the CPU and of numpy use 32 bits of a seed, the lowest (torch 2.13): a part that is only
     in the higher ones has no effect.
     """
-    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
+    return int.from_bytes(blake2b(repr([*map(int, parts)]).encode(), digest_size=8).digest(), "little") >> 1
 
 
 def seed_generators(seed: int) -> None:

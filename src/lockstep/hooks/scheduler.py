@@ -56,7 +56,7 @@ class ParamSchedulerHook(Hook):
             self._warn_of_zero(runner)
 
     def _warn_of_zero(self, runner: TrainRun) -> None:
-        """Warn, once, if the schedules have ended before the training: nothing is trained at a rate of 0."""
+        """Warn if the schedules have ended before the training: nothing is trained at a rate of 0."""
         rates = [group["lr"] for group in runner.optim_wrapper.param_groups]
         if any(isinstance(rate, Tensor) or rate != 0 for rate in rates):  # a tensor may be on a device
             self._zeros = 0

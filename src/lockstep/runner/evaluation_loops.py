@@ -143,7 +143,7 @@ class EvalLoop:
                 one.evaluator.set_dataset_meta(getattr(one.dataset, "metainfo", None))
             one.evaluator.reset()
             autocast = nullcontext() if self._dtype is None else torch.autocast(get_device(), dtype=self._dtype)
-            kept = random_state_kept() if self.keeps_random_state else nullcontext()
+            kept = random_state_kept() if self.keeps_random_state else nullcontext()  # each set draws as if alone
             with kept, autocast, runner.agreement.evaluation():
                 if runner.iter == 0:  # else the training has done so
                     part_ranks(runner.args.randomness, runner.seed, runner.data_shard.rank)

@@ -332,13 +332,12 @@ def _acts_at(hook: Hook, point: str) -> bool:
 
 
 def _require_parameters(hook: Hook) -> None:
+    """Refuse a method that can't take what its point gives, by name."""
     for point in POINTS:
         if getattr(type(hook), point) is getattr(Hook, point):
             continue
-        signature, wanted = (
-            inspect.signature(getattr(hook, point)),
-            [*inspect.signature(getattr(Hook, point)).parameters],
-        )
+        signature = inspect.signature(getattr(hook, point))
+        wanted = [*inspect.signature(getattr(Hook, point)).parameters]
         try:
             signature.bind(None, **dict.fromkeys(wanted[2:]))  # all but `self` and `runner` by name
         except TypeError as error:

@@ -234,9 +234,8 @@ class OwnLoop(TrainLoop):
         run, metrics = self.runner, {name: plain_value(value) for name, value in metrics.items()}
         if by_rank := differing(metrics):
             metrics = by_rank[0]  # where they differ in last digits alone, as on unlike processors
-            if (
-                other := next((rank for rank, one in enumerate(by_rank) if not _close(one, metrics)), None)
-            ) is not None:
+            other = next((rank for rank, one in enumerate(by_rank) if not _close(one, metrics)), None)
+            if other is not None:
                 raise ConfigError(
                     f"log_metrics() must be given the same values on every rank, but has {metrics} on rank 0 and "
                     f"{by_rank[other]} on rank {other} (rank {run.rank} of {run.world_size}). Compute them from what "
@@ -291,9 +290,9 @@ class OwnLoop(TrainLoop):
 
         Gradients of passes around the session are neither weighted by samples, nor divided by the batches of a window,
         nor unscaled; a step or a `zero_grad` within a window takes part of its gradients away. Gradients that are there
-        when a window begins are an error, too; with several optimizers, by name, the loss of another may have left
-        them, which is warned of. So are gradients that something else has cleared within a window, such as
-        `model.zero_grad()`.
+        when a window begins are an error, too, and so is it if something else, such as `model.zero_grad()`, has cleared
+        them within one. With several optimizers, by name, the loss of another may have left gradients before a window,
+        which is warned of.
         """
         update_params, windows_left = wrapper.update_params, _WINDOWS_LOOKED_AT
         summed: torch.nn.Parameter | None = None  # one that has a gradient of the window that is open
@@ -327,10 +326,10 @@ class OwnLoop(TrainLoop):
                         "requires_grad_(False) for the parameters while the other's loss is computed", name, name,
                     )  # fmt: skip
             update_params(*args, **kwargs)
-            parameters = (one for group in wrapper.param_groups for one in group["params"])
-            summed = (
-                next((one for one in parameters if one.grad is not None), None) if wrapper.has_open_window else None
-            )
+            summed = None
+            if wrapper.has_open_window:
+                parameters = (one for group in wrapper.param_groups for one in group["params"])
+                summed = next((one for one in parameters if one.grad is not None), None)
 
         def before_step(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
             has_closure = len(arguments) > 1 or bool(options)  # the first one is the optimizer

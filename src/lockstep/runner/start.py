@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -12,12 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
 from datetime import datetime
-from pathlib import Path
+from enum import Enum
+from pathlib import Path, PurePath
 from typing import IO, Any, cast
 
 import torch
 from rich.text import Text
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lockstep.config import Config
@@ -55,6 +58,8 @@ from lockstep.weights import Weights, best_checkpoint_in
 
 _RUNNING = ".running"  # in the folder of a run whose training goes on
 _logger = logging.getLogger(__name__)
+_MOST_ENTRIES = 100  # of a dict or a list of options; more are data
+_MOST_LETTERS = 4000
 
 
 def open_workspace(
@@ -422,17 +427,28 @@ def _describe_run(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _described(args: RunnerArguments) -> dict[str, Any]:
-    """Return what a run without a config was given, in JSON values, objects as their `repr`; not the model."""
-    given = {each.name: getattr(args, each.name) for each in fields(args)}
-    given = {name: value for name, value in given.items() if value is not None and name not in ("cfg", "model")}
-    for name, value in given.items():
-        if isinstance(value, DataLoader):
-            given[name] = {
-                "dataset": type(value.dataset).__name__,
-                "batch_size": value.batch_size,
-                "num_workers": value.num_workers,
-            }
-    return {name: plain_data(value) for name, value in given.items()}
+    """Return what a run without a config was given, in JSON values: options, and names of classes; not the model."""
+    given = {each.name: getattr(args, each.name) for each in fields(args) if each.name not in ("cfg", "model")}
+    return {name: plain_data(_without_data(value)) for name, value in given.items() if value is not None}
+
+
+def _without_data(value: Any) -> Any:
+    """Return an argument with the names of classes in the place of what may hold data, such as a list of samples."""
+    if isinstance(value, DataLoader):
+        return {
+            "dataset": type(value.dataset).__name__,
+            "batch_size": value.batch_size,
+            "num_workers": value.num_workers,
+        }
+    if isinstance(value, Optimizer):
+        return repr(value)[:_MOST_LETTERS]  # with its options
+    if isinstance(value, Mapping) and len(value) <= _MOST_ENTRIES:
+        config = isinstance(value.get("dataset"), Mapping)
+        return {k: _without_data(v) if k != "dataset" or config else type(v).__name__ for k, v in value.items()}
+    if isinstance(value, list | tuple) and len(value) <= _MOST_ENTRIES:
+        return [_without_data(item) for item in value]
+    is_plain = value is None or isinstance(value, str | int | float | PurePath | torch.dtype | Enum)
+    return value if is_plain or inspect.isclass(value) or inspect.isroutine(value) else type(value).__name__
 
 
 def _command() -> str:
