@@ -229,6 +229,17 @@ def test_the_rest_of_an_epoch_is_dealt_anew(kind, saved, resumed, tmp_path: Path
         assert f"{6 * saved} of {SIZE} samples into the epoch" in log_of(tmp_path / "work")
 
 
+def test_what_workers_draw_is_told_to_begin_anew_where_it_does(tmp_path: Path):
+    for workers in (0, 1):
+        data = {"dataset": Numbers(), "batch_size": 2, "num_workers": workers}
+        for stop in (3, None):
+            train(tmp_path / str(workers), "config", stop_after=stop, train_dataloader=data)
+        said = "into the epoch; what its workers draw, as for augmentations, begins anew" in log_of(
+            tmp_path / str(workers)
+        )
+        assert said == bool(workers)
+
+
 def test_it_can_be_resumed_several_times_in_one_epoch(tmp_path: Path):
     seen = together(run_ranks(2, train, tmp_path, "config", 2))
     for size, stop in ((3, 3), (1, 5), (2, 7)):
