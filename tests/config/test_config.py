@@ -57,7 +57,7 @@ plain = st.recursive(
     | st.booleans()
     | st.integers()
     | st.floats(allow_nan=False)
-    | st.text()
+    | st.text().filter(lambda text: "{{" not in text)  # `{{ name }}` is filled in when a file is read
     | st.binary()
     | st.frozensets(st.integers()),
     lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers(), inner),

@@ -12,7 +12,7 @@ import pytest
 import webdataset as wds
 
 from lockstep.dataset import build_dataloader
-from lockstep.dist import all_gather_object
+from lockstep.dist import all_gather_object, get_rank
 from lockstep.errors import ConfigError
 from lockstep.runner.uneven_inputs import EvenBatches
 from lockstep.testing import ranks
@@ -23,7 +23,9 @@ def number_in(sample: Any) -> int:
 
 
 def stream(folder: Path, **splitters: Any) -> Any:
-    """Return the numbers from 0 to 15, in four tar files."""
+    """Return the numbers from 0 to 15, in four tar files of the rank's own, so that no rank reads what another writes."""
+    folder = folder / f"rank_{get_rank()}"
+    folder.mkdir(exist_ok=True)
     for shard in range(4):
         with tarfile.open(folder / f"{shard}.tar", "w") as file:
             for number in range(shard * 4, shard * 4 + 4):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lockstep.dist import get_rank, main_process_first
+from lockstep.dist import get_rank, is_main_process, main_process_first
 from lockstep.errors import ConfigError
 from lockstep.runner import Runner
 from lockstep.testing import ranks
@@ -48,7 +48,9 @@ def load(path: Path | str, work_dir: Path, **options: Any) -> Runner:
 @pytest.mark.parametrize("name", ["words.weight", "head.weight"])
 def test_tied_weights_may_come_under_one_of_their_names(strategy: str, name: str, tmp_path: Path) -> None:
     weight = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
-    torch.save({name: weight}, tmp_path / "tied.pth")
+    with main_process_first():
+        if is_main_process():
+            torch.save({name: weight}, tmp_path / "tied.pth")
     runner = load(tmp_path / "tied.pth", tmp_path / "work", strategy=strategy)
     for value in runner.run.strategy.model_state().values():
         assert torch.equal(value.full_tensor() if hasattr(value, "full_tensor") else value, weight)

@@ -146,9 +146,10 @@ class Config(ConfigDict):
     def dump(self, file: str | PathLike[str] | None = None) -> str:
         """Return the config as text, and write it to `file`, whose suffix chooses the format.
 
-        Python source gives an equal config when it is read again. YAML and JSON have neither classes nor tuples: they
-        hold import paths and lists instead. Python and YAML files begin with a comment that lockstep wrote them.
-        Secrets are written as they are; see `masked`.
+        Python source gives an equal config when it is read again; only text that is a placeholder, such as
+        ``{{ fileBasename }}``, is filled in then. YAML and JSON have neither classes nor tuples: they hold import paths
+        and lists instead. Python and YAML files begin with a comment that lockstep wrote them. Secrets are written as
+        they are; see `masked`.
 
         Raises:
             ConfigError: the suffix is unknown.
