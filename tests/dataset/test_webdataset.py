@@ -23,7 +23,7 @@ def number_in(sample: Any) -> int:
 
 
 def stream(folder: Path, **splitters: Any) -> Any:
-    """Return the numbers from 0 to 15, in four tar files of the rank's own, so that no rank reads what another writes."""
+    """Return the numbers from 0 to 15, in four tar files. Each rank writes its own: none reads what another writes."""
     folder = folder / f"rank_{get_rank()}"
     folder.mkdir(exist_ok=True)
     for shard in range(4):
