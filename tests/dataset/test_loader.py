@@ -309,6 +309,7 @@ def test_workers_draw_other_numbers_on_every_rank_and_the_same_in_every_run():
     assert state(3) == state(3)
     assert len({state(3, 0), state(3, 1), state(4, 1), state(3, 2)}) == 4
     assert state(3, 7) == state(3, 7)
+    assert build_dataloader({"dataset": Counting(), "generator": None}, seed=0).generator is None  # torch's global one
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from lockstep.errors import ConfigError
 from lockstep.runner import Runner
 from lockstep.testing import ranks
 from lockstep.weights import load_checkpoint
+from lockstep.weights.source import TorchFile
 
 WORDS = torch.arange(12) % 5
 
@@ -147,6 +148,33 @@ def test_each_form_is_loaded_by_each_rank(strategy: str, tmp_path: Path) -> None
             whole = value.full_tensor() if hasattr(value, "full_tensor") else value
             assert torch.equal(whole, torch.arange(20.0).reshape(5, 4)), form
         assert "do not fit" not in (again.run_dir / "log.txt").read_text()
+
+
+@ranks(2)
+def test_what_all_ranks_need_whole_is_read_once_and_a_rank_that_cannot_is_named_on_all(tmp_path: Path) -> None:
+    file, weight = tmp_path / "net.pth", torch.arange(20.0).reshape(5, 4)
+    with main_process_first():
+        if is_main_process():
+            torch.save({"words.weight": weight.half()}, file)
+    read, rows = TorchFile.read, []
+
+    def noted(self: TorchFile, name: str, some: slice | None = None) -> Tensor:
+        rows.append(some)
+        return read(self, name, some)
+
+    def failing(self: TorchFile, name: str, some: slice | None = None) -> Tensor:
+        raise OSError(5, "Input/output error")
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("lockstep.weights.loading._MOST_AT_ONCE", 16)  # two rows in half precision
+        monkeypatch.setattr(TorchFile, "read", noted)
+        runner = load(file, tmp_path / "work", strategy="ddp")
+        for value in runner.run.strategy.model_state().values():
+            assert torch.equal(value, weight)
+        assert rows == ([slice(0, 2), slice(4, 5)] if get_rank() == 0 else [slice(2, 4)])
+        monkeypatch.setattr(TorchFile, "read", failing if get_rank() == 1 else read)
+        with pytest.raises(ConfigError, match=r"net\.pth cannot be read: .*Input/output error.* \(rank 1 of 2\)"):
+            load(file, tmp_path / "again", strategy="ddp")
 
 
 def written_by_main(folder: Path) -> Path:

@@ -2,8 +2,7 @@
 
 Of sharded tensors, a rank reads what overlaps with what it holds, so that any number of ranks, under any strategy, can
 read what any other has written. Whole tensors, which all ranks need, are read once: each rank reads some buckets of
-their bytes, and sends them to the others. If a rank can't read a bucket, it sends one without meaning, so that nobody
-waits for it, and all ranks raise its error at the end.
+their bytes, and sends them to the others.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from torch import Tensor
 from lockstep.checkpoint.files import DAMAGED
 from lockstep.checkpoint.layout import digest_of, pieces_of
 from lockstep.checkpoint.manifest import ITEM_SIZES, Block, Manifest, StoredTensor, checksum_at, read_manifest
-from lockstep.checkpoint.together import attempt, on_all
+from lockstep.checkpoint.together import on_all, read_once
 from lockstep.checkpoint.values import decode, leaves, tagged
 from lockstep.checkpoint.verifying import OpenFile, read_block, require_checkpoint
-from lockstep.dist import all_gather_object, broadcast
+from lockstep.dist import all_gather_object
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.groups import resolve
 from lockstep.location import Location
@@ -352,33 +351,17 @@ class _Load:
                 unless there are none: every rank.
         """
         shared = {name for section in alike for name in self.whole[section]}
-        self._read_together([read for read in self._plan if read.name in shared])
+        buckets = _buckets_of(self._stored, [read for read in self._plan if read.name in shared])
+        read_once(
+            [bucket[-1].end for bucket in buckets],
+            lambda number, into: self._read_bucket(buckets[number], into),
+            lambda number, sent: self._place(buckets[number], sent),
+        )
         for read in self._plan:
             if read.name not in shared:
                 self._stored.read(read)
         manifest = self._stored.manifest
         return {key: self._read(part, manifest.state.get(key), (key,)) for key, part in self._state.items()}
-
-    def _read_together(self, reads: Sequence[_Read]) -> None:
-        """Fill whole tensors, the same on every rank. **Collective**: every rank."""
-        comm, buckets = resolve(), _buckets_of(self._stored, reads)
-        own, error = torch.empty(0, device="cpu"), None
-        for number, bucket in enumerate(buckets):
-            src = number % comm.size
-            if src == 0 and number + comm.rank < len(buckets):  # all ranks read at the same time
-                mine = buckets[number + comm.rank]
-                own = torch.empty(mine[-1].end, dtype=torch.uint8, device="cpu")
-                if error is None:
-                    _, error = attempt(partial(self._read_bucket, mine, own))
-            if src == comm.rank:
-                sent = own.to(comm.comm_device)
-            else:
-                sent = torch.empty(bucket[-1].end, dtype=torch.uint8, device=comm.comm_device)
-            broadcast(sent, src)
-            if error is None:
-                _, error = attempt(partial(self._place, bucket, sent))
-        if error is not None:
-            raise error
 
     def _read_bucket(self, bucket: Sequence[_Range], into: Tensor) -> None:
         """Read a bucket from the files."""

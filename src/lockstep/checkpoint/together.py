@@ -1,13 +1,18 @@
-"""Steps of all ranks that fail together: work on each rank, then on rank 0 with what all have brought."""
+"""What all ranks do together: steps that fail on all or on none, and the reading of bytes that each of them needs."""
 
 from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from lockstep.dist import all_gather_object, gather_object, get_rank, get_world_size, scatter_object_list
+import torch
+from torch import Tensor
+
+from lockstep.dist import all_gather_object, broadcast, gather_object, get_rank, get_world_size, scatter_object_list
 from lockstep.errors import CheckpointError, ConfigError, DistError, caused_by, error_in_words, message_of
+from lockstep.groups import resolve
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -54,7 +59,8 @@ class Failure(NamedTuple):
         text = f"{what}: rank {self.rank}: {self.text}"
         error: Exception = DistError(text)
         if self.kind in kinds:
-            error = kinds[self.kind](f"{self.text} (rank {self.rank} of {get_world_size()})")
+            where = f" (rank {self.rank} of {get_world_size()})" if get_world_size() > 1 else ""
+            error = kinds[self.kind](self.text + where)
         elif self.number is not None:
             error = getattr(builtins, self.kind)(self.number, text, self.file, None, self.other_file)
         elif self.kind:
@@ -140,6 +146,38 @@ def on_all(what: str, step: Callable[[], T]) -> T:
         if failure is not None:
             raise _raised(failure, what, error)
     return result  # type: ignore[no-any-return]
+
+
+def read_once(sizes: Sequence[int], read: Callable[[int, Tensor], None], place: Callable[[int, Tensor], None]) -> None:
+    """Read what every rank needs: each rank reads some buckets of bytes, and sends them to the others.
+
+    If a rank can't read a bucket, it sends one without meaning, so that nobody waits for it.
+
+    Args:
+        sizes: the bytes of each bucket, the same on every rank.
+        read: fills bytes in CPU memory from the bucket of a number. No collective.
+        place: takes the bytes of the bucket of a number, on the group's device. No collective.
+
+    **Collective**: every rank. **Cost**: a broadcast of each bucket; memory for one on the host and on the device.
+
+    Raises:
+        BaseException: the first error of this rank. The caller tells the others of it, as `on_all` does.
+    """
+    comm = resolve()
+    own, error = torch.empty(0, device="cpu"), None
+    for number, size in enumerate(sizes):
+        src = number % comm.size
+        if src == 0 and number + comm.rank < len(sizes):  # all ranks read at the same time
+            own = torch.empty(sizes[number + comm.rank], dtype=torch.uint8, device="cpu")
+            if error is None:
+                _, error = attempt(partial(read, number + comm.rank, own))
+        is_own = src == comm.rank
+        sent = own.to(comm.comm_device) if is_own else torch.empty(size, dtype=torch.uint8, device=comm.comm_device)
+        broadcast(sent, src)
+        if error is None:
+            _, error = attempt(partial(place, number, sent))
+    if error is not None:
+        raise error
 
 
 def attempt(step: Callable[[], T]) -> tuple[Any, BaseException | None]:

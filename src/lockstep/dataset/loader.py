@@ -143,7 +143,8 @@ def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool, shard: tup
         dataset = _first_samples(dataset, batches * _samples_in_batch(arguments) * shard[1])
     in_batches = arguments.get("batch_size", 1) is not None or arguments.get("batch_sampler") is not None
     arguments["collate_fn"] = _collate_fn(arguments.get("collate_fn"), in_batches)
-    arguments["generator"] = WorkerSeeds(seed, shard[0])
+    if "generator" not in arguments or arguments["generator"] is not None:  # None: from torch's global one, as torch
+        arguments["generator"] = WorkerSeeds(seed, shard[0])
     # Without workers, samples may be on the accelerator already, which torch's loader can't pin.
     arguments.setdefault("pin_memory", can_pin_memory() and arguments.get("num_workers", 0) > 0)
     split, is_stream = arguments.pop("split", None), isinstance(dataset, IterableDataset)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,15 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import load_state, read_shapes
+from lockstep.checkpoint.layout import digest_of
+from lockstep.checkpoint.together import on_all, read_once
+from lockstep.dist import all_gather_object
 from lockstep.errors import ConfigError, listed
+from lockstep.groups import resolve
 from lockstep.location import Location, locate
 from lockstep.model import unwrap_model
 from lockstep.model.parts import INSIDE_WRAPPERS
 from lockstep.strategy import Strategy
+from lockstep.transport.moving import as_bytes
 from lockstep.weights.description import sized_on_loading, tied_names
 from lockstep.weights.source import WeightSource, find_checkpoint, open_source
 
 REVISE_KEYS = ((r"^module\.", ""),)
+_MOST_AT_ONCE = 64 * 2**20  # bytes of a tensor that travel at once, unless a row is longer
 _OF_OTHER_NAMES = "Rename them, by load_checkpoint(PATH, revise_keys=[(PATTERN, REPLACEMENT)])"
 _OF_ANOTHER_SIZE = (
     "The names are those of the model, but the weights are of a model of another size: build the model as it was when "
@@ -62,15 +69,17 @@ def load_weights(strategy: Strategy, core: nn.Module, weights: Weights, *, train
         training: whether the model is to be trained, and may keep its own weights where the loaded ones do not fit,
             such as those of a head for other classes.
 
-    **Collective**: every rank. **Cost**: each rank reads what it holds: of parameters that are sharded by rows, its
-    rows; of others, the whole tensor. Memory for one of them. Whole tensors of a checkpoint are read once by all ranks
-    together; see `load_state`.
+    **Collective**: every rank. **Cost**: tensors that are whole on every rank are read once by all ranks together, and
+    sent to each; of parameters that are sharded by rows, each rank reads its rows, and of those that are sharded
+    otherwise, the whole tensor. Memory for one tensor, or for 64 MiB on the host and on the device.
 
     Raises:
-        ConfigError: there are no weights, none of them fit, or, if strict, some do not fit.
+        ConfigError: on every rank, if on any there are no weights, none of them fit, or, if strict, some do not fit.
     """
     strict = not training if weights.strict is None else weights.strict
-    strategy.load_state(_filled(core, strategy.model_state(), weights, strict=strict))
+    failed = f"the weights in {weights.shown} could not be loaded"
+    load = on_all(failed, lambda: _Load(core, strategy.model_state(), weights, strict=strict))
+    strategy.load_state(load.read_on_all(failed))
     _logger.info("loaded the weights of %s", weights.shown)
 
 
@@ -111,58 +120,138 @@ def load_checkpoint(
         1.0
     """
     core = unwrap_model(model)
-    core.load_state_dict(
-        _filled(core, core.state_dict(), Weights(locate(filename), strict, revise_keys), strict=strict)
-    )
+    load = _Load(core, core.state_dict(), Weights(locate(filename), strict, revise_keys), strict=strict)
+    core.load_state_dict(load.read())
 
 
-def _filled(core: nn.Module, own: Mapping[str, Any], weights: Weights, *, strict: bool) -> dict[str, Any]:
-    """Return the model's state with its tensors filled in place; tied weights under each of their names."""
-    ties = {name: names for names in tied_names(core) for name in names}
-    checkpoint, source = find_checkpoint(weights.path), None
-    if checkpoint is not None:
-        stored = read_shapes(checkpoint, "model")
-        if not stored:
-            raise ConfigError(f"{checkpoint} must hold a model's weights, but has none")
-    else:
-        source = open_source(weights.path)
-        stored = {name: info.shape for name, info in source.tensors.items()}
-    origins = _renamed(stored, weights, own)
-    for name in sized_on_loading(core) & origins.keys():
-        shape = stored[origins[name]]
-        if shape is not None and not _is_alike(own.get(name), shape):
-            own = {**own, name: own[name].new_empty(shape)}
-    fitting = _fitting(own, {name: stored[origin] for name, origin in origins.items()}, ties, weights, strict=strict)
-    if checkpoint is not None:
-        wanted = {origins[name]: own[name] for name in fitting}
-        loaded = load_state(checkpoint, {"model": wanted})["model"]
-        read = {name: loaded[origins[name]] for name in fitting}
-    else:
-        assert source is not None
-        read = {name: own[name] for name in fitting}
-        _read(read, source, origins, weights.shown)
-    # A weight that is tied to a loaded one has its values, too.
-    twins = ((name, next((twin for twin in ties.get(name, ()) if twin in read), None)) for name in own)
-    return {**own, **{name: read[twin] for name, twin in twins if twin is not None}, **read}
+class _Part(NamedTuple):
+    """A tensor, or some of its rows, that one rank reads for all."""
+
+    name: str
+    rows: slice | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
-@torch.no_grad()
-def _read(targets: Mapping[str, Tensor], source: WeightSource, origins: Mapping[str, str], path: Location) -> None:
-    """Fill tensors in place, one after the other."""
-    for name, target in targets.items():
-        rows = _own_rows(target)
-        try:
-            value = source.read(origins[name], rows)
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error}") from error
-        if rows is not None:
-            target.to_local().copy_(value)  # type: ignore[attr-defined]
-        elif hasattr(target, "placements"):
-            from lockstep.model.shards import shard_like
+class _Load:
+    """The tensors of a model, and the weights that fill them.
 
-            target.copy_(shard_like(value, target))
+    Args:
+        core: the user's own module.
+        own: its state.
+        weights: where the weights come from.
+        strict: whether all must fit.
+
+    Raises:
+        ConfigError: there are no weights, none of them fit, or, if `strict`, some do not fit.
+    """
+
+    def __init__(self, core: nn.Module, own: Mapping[str, Any], weights: Weights, *, strict: bool) -> None:
+        self._ties = {name: names for names in tied_names(core) for name in names}
+        self._shown = weights.shown
+        self._checkpoint = find_checkpoint(weights.path)
+        self._source: WeightSource | None = None
+        if self._checkpoint is not None:
+            stored = read_shapes(self._checkpoint, "model")
+            if not stored:
+                raise ConfigError(f"{self._checkpoint} must hold a model's weights, but has none")
         else:
-            target.copy_(value)
+            self._source = open_source(weights.path)
+            stored = {name: info.shape for name, info in self._source.tensors.items()}
+        self._origins = _renamed(stored, weights, own)
+        for name in sized_on_loading(core) & self._origins.keys():
+            shape = stored[self._origins[name]]
+            if shape is not None and not _is_alike(own.get(name), shape):
+                own = {**own, name: own[name].new_empty(shape)}
+        self._own = own
+        shapes = {name: stored[origin] for name, origin in self._origins.items()}
+        self._fitting = _fitting(own, shapes, self._ties, weights, strict=strict)
+
+    def read(self) -> dict[str, Any]:
+        """Return the model's state with its tensors filled in place; tied weights under each of their names.
+
+        **Collective**: every rank, if the weights are those of a checkpoint.
+        """
+        if self._source is not None:
+            self._read_alone(self._source, self._fitting)
+            return self._state({name: self._own[name] for name in self._fitting})
+        assert self._checkpoint is not None
+        wanted = {self._origins[name]: self._own[name] for name in self._fitting}
+        loaded = load_state(self._checkpoint, {"model": wanted})["model"]
+        return self._state({name: loaded[self._origins[name]] for name in self._fitting})
+
+    def read_on_all(self, failed: str) -> dict[str, Any]:
+        """Do as `read` does, on all ranks, each of which raises what one does; whole tensors are read once.
+
+        **Collective**: every rank.
+        """
+        comm, source = resolve(), self._source
+        if source is None or comm.is_alone:
+            return self.read()
+        whole = [name for name in self._fitting if not hasattr(self._own[name], "placements")]
+        parts = self._parts(source, whole)
+        if len(set(all_gather_object(digest_of([str(part) for part in parts])))) > 1:
+            return on_all(failed, self.read)
+
+        def read() -> dict[str, Any]:
+            read_once(
+                [prod(part.shape) * part.dtype.itemsize for part in parts],
+                lambda number, into: self._read_part(source, parts[number], into),
+                lambda number, sent: self._place(parts[number], sent),
+            )
+            self._read_alone(source, [name for name in self._fitting if name not in whole])
+            return self._state({name: self._own[name] for name in self._fitting})
+
+        return on_all(failed, read)
+
+    def _state(self, read: dict[str, Any]) -> dict[str, Any]:
+        """Return the model's state with what was read. A weight that is tied to a loaded one has its values, too."""
+        twins = ((name, next((twin for twin in self._ties.get(name, ()) if twin in read), None)) for name in self._own)
+        return {**self._own, **{name: read[twin] for name, twin in twins if twin is not None}, **read}
+
+    @torch.no_grad()
+    def _read_alone(self, source: WeightSource, names: Iterable[str]) -> None:
+        """Fill tensors in place, one after the other."""
+        for name in names:
+            target = self._own[name]
+            rows = _own_rows(target)
+            value = self._rows(source, name, rows)
+            if rows is not None:
+                target.to_local().copy_(value)
+            elif hasattr(target, "placements"):
+                from lockstep.model.shards import shard_like
+
+                target.copy_(shard_like(value, target))
+            else:
+                target.copy_(value)
+
+    def _rows(self, source: WeightSource, name: str, rows: slice | None) -> Tensor:
+        try:
+            return source.read(self._origins[name], rows)
+        except OSError as error:
+            raise ConfigError(f"{self._shown} cannot be read: {error}") from error
+
+    def _parts(self, source: WeightSource, names: Iterable[str]) -> list[_Part]:
+        """Cut tensors by rows into what travels at once."""
+        parts = []
+        for name in names:
+            shape, dtype = source.tensors[self._origins[name]]
+            if not shape:
+                parts.append(_Part(name, None, shape, dtype))
+                continue
+            step = max(_MOST_AT_ONCE // max(prod(shape[1:]) * dtype.itemsize, 1), 1)
+            for first in range(0, shape[0], step):
+                count = min(step, shape[0] - first)
+                parts.append(_Part(name, slice(first, first + count), (count, *shape[1:]), dtype))
+        return parts
+
+    def _read_part(self, source: WeightSource, part: _Part, into: Tensor) -> None:
+        into.copy_(as_bytes(self._rows(source, part.name, part.rows).contiguous()))
+
+    @torch.no_grad()
+    def _place(self, part: _Part, sent: Tensor) -> None:
+        target = self._own[part.name]
+        (target if part.rows is None else target[part.rows]).copy_(sent.view(part.dtype).view(part.shape))
 
 
 def _own_rows(tensor: Tensor) -> slice | None:
