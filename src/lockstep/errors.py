@@ -35,7 +35,7 @@ from typing import TypeVar
 _CLOSE = 0.6  # how alike two names are at least that may be meant for each other, by difflib
 # What other frameworks call it: keys of their configs, arguments of their callbacks, names of their strategies.
 _ELSEWHERE = {
-    "save_top_k": "max_keep_ckpts", "monitor": "save_best", "mode": "rule", "every_n_epochs": "interval",
+    "save_top_k": "save_best", "monitor": "save_best", "mode": "rule", "every_n_epochs": "interval",
     "every_n_train_steps": "interval", "dirpath": "out_dir", "max_steps": "max_iters", "ddp_spawn": "ddp", "dp": "ddp",
     "fsdp2": "fsdp", "interval": "by_epoch",
 }  # fmt: skip

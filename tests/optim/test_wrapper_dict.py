@@ -70,6 +70,10 @@ def test_each_counts_its_own_batches_and_all_contexts_are_entered_together():
     wrapper["left"].update_params(loss)
     assert (wrapper["left"].inner_count, wrapper["right"].inner_count, wrapper.inner_count) == (1, 0, 1)
     assert model.left.weight.grad is not None
+    with pytest.raises(RuntimeError, match="zero_grad of SGD comes within a window of accumulation, of which 1 of 2"):
+        wrapper.zero_grad()
+    wrapper["left"].update_params(model.left(torch.ones(2)).sum())
+    model.left(torch.ones(2)).sum().backward()
     wrapper.zero_grad()
     assert model.left.weight.grad is None
 

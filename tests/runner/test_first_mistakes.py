@@ -143,7 +143,7 @@ class OnlyReturns(nn.Linear):
 
 @ranks(1, 2)
 def test_a_train_step_that_only_returns_its_loss_is_told(tmp_path):
-    told = "3 iterations have made no backward pass by the optim wrapper, so that it has updated nothing. `train"
+    told = "3 iterations have made no backward pass by the optim wrapper: a loss that `train_step` of OnlyReturns "
     train(tmp_path, OnlyReturns(2, 1), loss=None, train_cfg={"max_epochs": 3})
     assert log_of(tmp_path).count(told) == 1
 
@@ -292,9 +292,38 @@ def test_a_step_or_a_clearing_within_a_window_is_refused(tmp_path):
                 if session.is_update:
                     spoils()  # nothing is left after the update
                     continue
-                with pytest.raises(RuntimeError, match=r"a window of accumulation, but comes within one"):
+                with pytest.raises(
+                    RuntimeError, match=r"of SGD comes within a window of accumulation, of which 1 of 2"
+                ):
                     spoils()
     assert session.iter == len(batches)
+
+
+class Clears(nn.Linear):
+    """Has a line of an older loop left in its step."""
+
+    left_in = "model"
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        if self.left_in == "model":
+            self.zero_grad()
+        elif self.left_in == "zero_grad":
+            optim_wrapper.zero_grad()
+        loss = nn.functional.mse_loss(self(data[0]), data[1])
+        optim_wrapper.update_params(loss)
+        if self.left_in == "step":
+            optim_wrapper.step()
+        return {"loss": loss}
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("left_in", ["model", "zero_grad", "step"])
+def test_a_step_or_a_clearing_within_a_window_of_a_train_step_is_refused(tmp_path, left_in):
+    model = Clears(2, 1)
+    model.left_in = left_in
+    wrapper = {"optimizer": {"type": "SGD", "lr": 0.1}, "accumulative_counts": 2}
+    with pytest.raises(RuntimeError, match=r"of SGD (comes|are gone) within a window of accumulation, of which 1 of 2"):
+        train(tmp_path, model, loss=None, optim_wrapper=wrapper)
 
 
 @ranks(1, 2)
@@ -303,7 +332,7 @@ def test_a_clearing_by_the_model_within_a_window_is_refused(tmp_path, counts):
     session = Session(tmp_path, log_level="ERROR", accumulative_counts=counts)
     model = nn.Linear(2, 1)
     model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
-    says = r"gradients of SGD must be kept within a window .* are gone \(rank \d of \d\)\. Call session\.step\(loss\)"
+    says = r"gradients of SGD are gone within a window .* been made \(rank \d of \d\)\. Call session\.step\(loss\)"
     with pytest.raises(RuntimeError, match=says) if counts > 1 else nullcontext():
         for _ in session.epochs(1):
             for x, y in batches:
@@ -321,6 +350,27 @@ def test_a_complete_session_says_so_and_warns_of_no_missing_steps(tmp_path):
                 session.step(nn.functional.mse_loss(model(x), y))
     assert log_of(tmp_path).count(COMPLETE) == 1
     assert STEPLESS not in log_of(tmp_path)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("repeats", ["batch size", "rows", "none"])
+def test_rows_that_are_not_one_for_each_sample_are_told(tmp_path, repeats):
+    session = Session(tmp_path)
+    model = nn.Linear(2, 1)
+    model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    data = TensorDataset(torch.ones(7, 2), torch.zeros(7, 1))
+    with torch.no_grad():
+        for x, y in session.prepare_evaluation(DataLoader(data, batch_size=2)):
+            loss = nn.functional.mse_loss(model(x), y)
+            session.gather(loss.repeat({"batch size": 2, "rows": len(x), "none": 1}[repeats]))
+    session.save("done")
+    alone = session.world_size == 1
+    told = {
+        "batch size": f"with {2 if alone else 4} rows of all ranks for batches of {1 if alone else 3} samples",
+        "none": f"with {1 if alone else 2} rows of all ranks for batches of {2 if alone else 4} samples",
+    }
+    assert log_of(tmp_path).count("gather() was called") == (repeats != "rows")
+    assert told.get(repeats, "") in log_of(tmp_path)
 
 
 @ranks(2)

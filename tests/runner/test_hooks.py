@@ -254,7 +254,7 @@ def test_a_run_that_goes_on_remembers_what_was_best(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"save_best": "loss"}, r"but is 'loss'. Known: `strangeness`. The loss is one if .* `loss=lambda outputs"),
+        ({"save_best": "loss"}, r"but is 'loss'. Known: `strangeness`. The loss is one if .* loss=lambda outputs"),
         ({"save_best": "acc"}, "must be a metric of the validation, but is 'acc'. Known: `strangeness`"),
         ({"save_best": "auto"}, "`rule` must be 'greater' or 'less' for the metric 'strangeness'"),
         ({"rule": "more"}, "`rule` must be.*'more'"),

@@ -222,7 +222,7 @@ def _own_loss(outputs: Any) -> Tensor:
         return parse_losses(outputs)[0].detach()
     except (TypeError, ValueError) as error:
         raise TypeError(
-            "the model must return its loss in evaluation, too, to be validated by it, but `forward` returned a "
+            "the model must return its loss in evaluation, too, to be validated by it, but has returned a "
             f"{type(outputs).__name__} without one (rank {get_rank()} of {get_world_size()}): {error}. Give metrics of "
             "what it predicts, as in val_evaluator=dict(type='Accuracy')"
         ) from error

@@ -61,5 +61,8 @@ def unknown_metric(option: str, name: str, known: Iterable[str]) -> ConfigError:
     """Return the error for a metric that a validation does not have."""
     said = did_you_mean(name, known := list(known))
     if "loss" in name and not any("loss" in one for one in known):
-        said += " The loss is one if the Runner has it: `loss=lambda outputs, batch: outputs.loss`."
+        said += (
+            " The loss is one if the Runner has it, as loss=lambda outputs, batch: outputs.loss; or else by "
+            "val_evaluator=[dict(type='LossMetric'), ...], of what the model returns as `loss`."
+        )
     return ConfigError(f"`{option}` must be a metric of the validation, but is {name!r}{said}")

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.errors import ConfigError
+from lockstep.hooks.arguments import check_metrics
 from lockstep.optim import OptimWrapper, OptimWrapperDict, ReduceOnPlateauLR
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
@@ -36,13 +37,14 @@ class ParamSchedulerHook(Hook):
     _zeros: int | None = None  # iterations in a row whose rates are all 0; None before one was not, as in a warm-up
 
     def before_train(self, runner: TrainRun) -> None:
-        """Raise an error if a scheduler waits for a plateau but nothing is validated."""
+        """Raise an error if a scheduler waits for a plateau of what no validation computes."""
         waiting = _waiting(runner)
         if waiting and runner.val_loop is None:
             raise ConfigError(
                 f"`param_scheduler` must not have a {waiting[0].title} without a validation, whose metric "
                 f"{waiting[0].monitor!r} it waits for. Give `val_dataloader` and `val_evaluator`"
             )
+        check_metrics("monitor", [one.monitor for one in waiting], runner)
         self._skipped = [wrapper.skipped_updates for wrapper in _wrappers(runner)]
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:

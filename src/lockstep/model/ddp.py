@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
@@ -144,8 +143,6 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
             refuse_max_norm(module, "where each rank has its own batch, so that replicas would differ")
         if steps.calls_parts(module) and not kwargs.get("static_graph") and "find_unused_parameters" not in kwargs:
             kwargs["find_unused_parameters"] = True
-            # It is not the user's choice, and advice about it no help.
-            warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
         self._replicate(module, kwargs, comm_hook)
         self.detect_anomalous_params = detect_anomalous_params
         self._named_anomalous: set[str] = set()

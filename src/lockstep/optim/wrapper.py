@@ -85,6 +85,7 @@ class OptimWrapper:
         self._windows = Windows(accumulative_counts)
         self._no_sync: Callable[[], AbstractContextManager[Any]] | None = None
         self._model: ModelWrapper | None = None  # that prepares backward passes
+        self._with_gradient: nn.Parameter | None = None  # one that has a gradient of the window that is open
 
     def initialize_count_status(self, model: nn.Module, init_counts: int = 0, max_counts: int | None = None) -> None:
         """Set how many batches there have been and will be, so that a shorter last window is averaged correctly.
@@ -165,12 +166,17 @@ class OptimWrapper:
             loss: the scalar to minimise, of one batch, not divided by `accumulative_counts`.
             step_kwargs: passed on to the optimizer's `step`.
             zero_kwargs: passed on to the optimizer's `zero_grad`.
+
+        Raises:
+            RuntimeError: something else, such as `model.zero_grad()`, has cleared gradients within a window.
         """
         if self.needs_closure:
             raise TypeError(
                 f"{type(self.optimizer).__name__} evaluates the loss itself, but `update_params` was given one. Call "
                 "optim_wrapper.update_by_closure(evaluate), where evaluate() returns the loss of the batch"
             )
+        if self._with_gradient is not None and self._with_gradient.grad is None:
+            self._require_window_closed("gradients", "are gone")
         no_sync, self._no_sync = self._no_sync, None
         scaled = self.scale_loss(loss)
         with _NO_CONTEXT if no_sync is None else no_sync():
@@ -178,6 +184,10 @@ class OptimWrapper:
         if self.should_update():
             self.step(**(step_kwargs or {}))
             self.zero_grad(**(zero_kwargs or {}))
+            self._with_gradient = None
+        elif self._with_gradient is None:
+            parameters = (one for group in self.param_groups for one in group["params"])
+            self._with_gradient = next((one for one in parameters if one.grad is not None), None)
 
     def update_by_closure(self, evaluate: Callable[[], Tensor]) -> None:
         """Make one update with an optimizer that evaluates the loss itself.
@@ -241,14 +251,23 @@ class OptimWrapper:
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def step(self, **kwargs: Any) -> None:
-        """Clip the gradients, then let the optimizer update the parameters."""
+        """Clip the gradients, then let the optimizer update the parameters.
+
+        Raises:
+            RuntimeError: a window is open: its gradients are those of some of its batches.
+        """
         self._even_out()
         if self.clip_grad is not None:
             self._clip_grad()
         self.optimizer.step(**kwargs)
 
     def zero_grad(self, **kwargs: Any) -> None:
-        """Clear the gradients."""
+        """Clear the gradients.
+
+        Raises:
+            RuntimeError: a window is open: gradients of its batches would be lost.
+        """
+        self._require_window_closed("zero_grad")
         self.optimizer.zero_grad(**kwargs)
 
     def should_sync(self) -> bool:
@@ -358,8 +377,18 @@ class OptimWrapper:
             f"accumulative_counts={self.accumulative_counts}{clipping})"
         )
 
+    def _require_window_closed(self, what: str, does: str = "comes") -> None:
+        if self._windows.made:
+            raise RuntimeError(
+                f"the {what} of {type(self.optimizer).__name__} {does} within a window of accumulation, of which "
+                f"{self._windows.made} of {self.accumulative_counts} backward passes have been made ({this_rank()}). "
+                "Call session.step(loss), or optim_wrapper.update_params(loss) in a train_step: each steps and clears "
+                "at the end of a window, without any other step or zero_grad of yours"
+            )
+
     def _even_out(self) -> None:
-        """Rescale the gradients to those of the mean over all samples of the window; one batch already has them."""
+        """Rescale the gradients to those of the mean over all samples of a window, which must be complete."""
+        self._require_window_closed("step")
         factor = 1.0 if self.accumulative_counts == 1 else self._windows.correction()
         if factor != 1:
             self._multiply_gradients(factor)

@@ -197,8 +197,9 @@ class TrainLoop(ABC):
         self._end_iter(batch_idx, batch, values_to_log(outputs))
         if self.iters_without == _MOST_WITHOUT and not self.iters_with_backward:
             runner.logger.warning(
-                "%d iterations have made no backward pass by the optim wrapper, so that it has updated nothing. "
-                "`train_step` of %s must call optim_wrapper.update_params(loss); what it only returns is recorded",
+                "%d iterations have made no backward pass by the optim wrapper: a loss that `train_step` of %s only "
+                "returns is recorded, and loss.backward() is neither accumulated nor averaged over ranks. Call "
+                "optim_wrapper.update_params(loss)",
                 _MOST_WITHOUT, type(unwrap_model(runner.model)).__name__,
             )  # fmt: skip
 

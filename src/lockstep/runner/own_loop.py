@@ -78,6 +78,7 @@ class OwnLoop(TrainLoop):
         self._iterated = False  # since the last look at the count of backward passes
         self._counted = 0
         self._has_warned = self._has_warned_of_gather = False
+        self._samples_to_gather = 0  # of all ranks' batches in a pass over evaluation data
         self._counts_before: dict[str, Any] = {}  # of an epoch that is complete, but has not ended
         self._to_save: list[tuple[str | None, bool]] = []  # names, and whether in the background
 
@@ -195,18 +196,29 @@ class OwnLoop(TrainLoop):
                 if may_stop:
                     self.runner.agreement.stop_if_asked()
                 self.counts = batch.is_own
+                self._samples_to_gather = round(batch.mean_samples * run.data_shard.size)
                 moved = move_to_device(self.runner.prefetch(batch.data), device)
                 begin_compiled_step()
                 yield moved
 
-    def warn_of_gather(self) -> None:
-        """Warn, once, if rows are gathered that no loader of this session has given."""
-        if not (self._is_stepping or self._is_evaluating or self._has_warned_of_gather):
-            self._has_warned_of_gather = True
-            self.runner.logger.warning(
-                "gather() was called outside of a pass through a loader of the session. If each rank has gone through "
-                "all samples, each is gathered once for every rank: hand the loader to prepare_evaluation()"
+    def warn_of_gather(self, rows: int) -> None:
+        """Warn, once, if rows are gathered that no loader of this session has given, or not one for each sample."""
+        if self._has_warned_of_gather or self._is_stepping:
+            return
+        if not self._is_evaluating:
+            says = (
+                "outside of a pass through a loader of the session. If each rank has gone through all samples, each is "
+                "gathered once for every rank: hand the loader to prepare_evaluation()"
             )
+        elif rows != self._samples_to_gather:
+            says = (
+                f"with {rows} rows of all ranks for batches of {self._samples_to_gather} samples: a mean over rows "
+                "weighs samples unequally. Give one row per sample; of a batch's mean loss, loss.repeat(len(labels))"
+            )
+        else:
+            return
+        self._has_warned_of_gather = True
+        self.runner.logger.warning("gather() was called %s", says)
 
     @contextmanager
     def _weights_to_evaluate(self) -> Iterator[None]:
@@ -286,16 +298,13 @@ class OwnLoop(TrainLoop):
             self.runner.logger.error("%s, asked for by save(), could not be saved: %s", names, fault)
 
     def guard(self, wrapper: OptimWrapper, name: str | None = None) -> None:
-        """Let an optimizer raise an error where code of the user's own steps it, or clears it, within a window.
+        """Let an optimizer raise an error where code of the user's own steps it by gradients around the session.
 
-        Gradients of passes around the session are neither weighted by samples, nor divided by the batches of a window,
-        nor unscaled; a step or a `zero_grad` within a window takes part of its gradients away. Gradients that are there
-        when a window begins are an error, too, and so is it if something else, such as `model.zero_grad()`, has cleared
-        them within one. With several optimizers, by name, the loss of another may have left gradients before a window,
-        which is warned of.
+        Such gradients are neither weighted by samples, nor divided by the batches of a window, nor unscaled. Gradients
+        that are there when a window begins are an error, too. With several optimizers, by name, the loss of another may
+        have left them, which is warned of.
         """
         update_params, windows_left = wrapper.update_params, _WINDOWS_LOOKED_AT
-        summed: torch.nn.Parameter | None = None  # one that has a gradient of the window that is open
         call = "session.step(loss)" if name is None else f"optimizers[{name!r}].update_params(loss)"
 
         def refuse(what: str, why: str) -> None:
@@ -306,12 +315,7 @@ class OwnLoop(TrainLoop):
             )
 
         def update(*args: Any, **kwargs: Any) -> None:
-            nonlocal windows_left, summed
-            if summed is not None and summed.grad is None:
-                refuse(
-                    "gradients",
-                    "must be kept within a window of accumulation, but those of its batches so far are gone",
-                )
+            nonlocal windows_left
             if windows_left and not wrapper.has_open_window:
                 windows_left -= 1
                 grads = [parameter.grad for group in wrapper.param_groups for parameter in group["params"]]
@@ -326,10 +330,6 @@ class OwnLoop(TrainLoop):
                         "requires_grad_(False) for the parameters while the other's loss is computed", name, name,
                     )  # fmt: skip
             update_params(*args, **kwargs)
-            summed = None
-            if wrapper.has_open_window:
-                parameters = (one for group in wrapper.param_groups for one in group["params"])
-                summed = next((one for one in parameters if one.grad is not None), None)
 
         def before_step(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
             has_closure = len(arguments) > 1 or bool(options)  # the first one is the optimizer
@@ -340,12 +340,6 @@ class OwnLoop(TrainLoop):
             if not wrapper.should_update():
                 refuse("step", "must end a window of accumulation, but comes within one")
 
-        def zero_grad(**options: Any) -> None:
-            if self._is_stepping and wrapper.inner_count and not wrapper.should_update():
-                refuse("zero_grad", "must follow the end of a window of accumulation, but comes within one")
-            clear(**options)
-
-        clear, wrapper.zero_grad = wrapper.zero_grad, zero_grad  # type: ignore[method-assign]
         wrapper.update_params = update  # type: ignore[method-assign]
         wrapper.optimizer.register_step_pre_hook(before_step)
 

@@ -408,9 +408,9 @@ class Session:
                 "gather() takes tensors with one row per sample, but they have "
                 f"{', '.join(str(len(x)) for x in tensors)} rows (rank {self.rank} of {self.world_size})"
             )
-        self._prepared().warn_of_gather()
         sends = self._prepared().counts and self.run.data_shard.is_first
         parts = [all_gather(x if sends else x[:0]) for x in tensors]
+        self._prepared().warn_of_gather(sum(map(len, parts[0])) if parts else 0)
         for rows in parts:
             if len(shapes := dict.fromkeys(str(tuple(part.shape[1:])) for part in rows)) > 1:
                 raise ValueError(

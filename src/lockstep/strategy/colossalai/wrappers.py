@@ -35,6 +35,7 @@ class ColossalAIOptimWrapper(EngineOptimWrapper):
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients."""
+        self._require_window_closed("zero_grad")
         engine = self.engine
         self._placeholders.drop()
         engine.zero_grad(**kwargs)
