@@ -10,6 +10,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
+from copy import copy
 from hashlib import blake2b
 from time import monotonic
 from types import CodeType
@@ -127,6 +128,12 @@ class Calls:
         self._kinds: dict[_Key, _CallKind] = {}
         self._seen: set[int] = set()
         self._recent: deque[tuple[_CallKind, int]] = deque(maxlen=_KEPT)  # with the digest after it
+
+    def raise_failure(self) -> None:
+        """Raise the error that says why this group can't be used further, if there is one."""
+        if self.failure is not None:
+            self.has_failed = True
+            raise copy(self.failure)
 
     def add(self, name: str, arguments: tuple[object, ...], detail: str = "") -> bool:
         """Record a call, and return whether it is the first of its kind in this group, as it is then on every rank.

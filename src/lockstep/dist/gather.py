@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.device import copy_into
-from lockstep.dist.consistency import check_call, report_invalid_arguments
+from lockstep.dist.consistency import check_call
 from lockstep.dist.gradients import (
     GRADIENT_ENDS,
     LinearMap,
@@ -219,18 +219,16 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
         gather_list, dst, group = None, gather_list, _group_argument(third, group)
     comm = resolve(group)
     data = either("data", data, "tensor", tensor)
-    with report_invalid_arguments("gather", comm):
-        dst = require_rank("dst", dst, comm)
+    dst = require_rank("dst", dst, comm)
     if isinstance(data, Tensor) and data.requires_grad:
         warn_of_lost_gradients("gather", GRADIENT_ENDS)
     outputs: Any = gather_list if comm.rank == dst and gather_list is not None else NOT_GIVEN
     if not async_op:
         parts = _gather(data, dst, comm, outputs)
         return parts if outputs is NOT_GIVEN else None
-    with report_invalid_arguments("gather", comm):
-        if comm.rank == dst and outputs is NOT_GIVEN:
-            raise TypeError(f"`async_op` needs the form gather(tensor, gather_list, dst) ({comm.this_rank})")
-        _require_form("data", data, outputs, comm, "gather_list")
+    if comm.rank == dst and outputs is NOT_GIVEN:
+        raise TypeError(f"`async_op` needs the form gather(tensor, gather_list, dst) ({comm.this_rank})")
+    _require_form("data", data, outputs, comm, "gather_list")
     check_call("gather", comm, dst, async_op=True)
     return _start_gather(comm.to_wire(data), dst, comm, outputs)
 
@@ -278,13 +276,11 @@ def scatter(
         True
     """
     comm = resolve(group)
-    with report_invalid_arguments("scatter", comm):
-        src = require_rank("src", src, comm)
+    src = require_rank("src", src, comm)
     sent = scatter_list if comm.rank == src and isinstance(scatter_list, Sequence) else ()
     is_mixed = False  # some are on the CPU, and some are not
     if async_op:
-        with report_invalid_arguments("scatter", comm):
-            _require_scatter_arguments(tensor, scatter_list, src, comm)
+        _require_scatter_arguments(tensor, scatter_list, src, comm)
         check_call("scatter", comm, src, async_op=True)
     else:
         check_call("scatter", comm, src, compares=False)
@@ -314,8 +310,7 @@ def _all_gather(data: Tensor, comm: Comm, uneven: bool) -> list[Tensor]:
         wire, headers = _exchange_headers("data", data, comm)
         alike = all(header[:2] == headers[0][:2] for header in headers)
     else:
-        with report_invalid_arguments("all_gather", comm):
-            require_tensor("data", data)
+        require_tensor("data", data)
         check_call("all_gather", comm, data, "even")
         wire, headers, alike = comm.to_wire(data), [], True
     if alike:
@@ -330,12 +325,11 @@ def _all_gather_into(
     outputs: Sequence[Tensor], data: Any, comm: Comm, uneven: bool = True, async_op: bool = False
 ) -> Handle:
     if async_op or not uneven:
-        with report_invalid_arguments("all_gather", comm):
-            _require_form("data", data, outputs, comm)
-            require_alike(f"tensor_list[{comm.rank}]", outputs[comm.rank], "`tensor`", data, comm)
-            if not uneven:
-                for rank, output in enumerate(outputs):
-                    require_alike(f"tensor_list[{rank}]", output, "`tensor`", data, comm)
+        _require_form("data", data, outputs, comm)
+        require_alike(f"tensor_list[{comm.rank}]", outputs[comm.rank], "`tensor`", data, comm)
+        if not uneven:
+            for rank, output in enumerate(outputs):
+                require_alike(f"tensor_list[{rank}]", output, "`tensor`", data, comm)
         check_call("all_gather", comm, *outputs, async_op=async_op)
         wire = comm.to_wire(data)
     else:

@@ -101,7 +101,7 @@ def gather_pickled(obj: object, dst: int, comm: Comm, *, copy_own: bool) -> Iter
     is_kept = comm.rank == dst and not copy_own
     with report_failure(comm):
         own = dump(None if is_kept else obj, comm)
-    sizes = exchange(comm, sizes_of(own), dst=dst)
+    sizes = exchange(comm, sizes_of(own))
     if comm.rank != dst:
         transfer_between_hosts([], [(part, dst) for part in own], comm, _TAG).wait()
         return None
