@@ -25,14 +25,7 @@ from lockstep.dist.consistency import CheckMode, check_collectives, check_mode
 from lockstep.dist.rendezvous import await_all, is_one_node, meet
 from lockstep.dist.validate import NOT_GIVEN, either, is_int
 from lockstep.engines import adopt_group, load_engine
-from lockstep.errors import (
-    CollectiveTimeoutError,
-    DistError,
-    PeerError,
-    Preempted,
-    TopologyError,
-    counted,
-)
+from lockstep.errors import DistError, PeerError, Preempted, TopologyError, counted
 from lockstep.topology import LauncherName, Topology, environ, read_topology
 from lockstep.watch.ending import end_watch, raised_error
 from lockstep.watch.interrupt import end_process, groups_in_error, leave_process
@@ -81,8 +74,7 @@ def init_dist(
         timeout: how long a collective waits for a missing rank, in seconds or as a timedelta; None is 10 minutes, with
             every backend. A warning says after 30 seconds for whom a rank waits, and what that one does, then at
             doubling intervals; the environment variable ``LOCKSTEP_HEARTBEAT`` sets the first.
-        port: port of the store on rank 0. None takes ``MASTER_PORT``, else a free one (single node) or one derived
-            from the job's identity (several nodes).
+        port: port of the store on rank 0. None takes ``MASTER_PORT``, else one derived from the job's identity.
         store: a store at which the ranks meet, in place of an address and port.
         **kwargs: passed on to `torch.distributed.init_process_group`.
 
@@ -131,22 +123,19 @@ def init_dist(
         if is_one_node(topology):
             _keep_on_loopback(backend, undo)
         _allow_many_files()
-        try:
-            shared_store = meet(topology, store, port, duration or _STORE_TIMEOUT, _generations[address], undo)
-            if topology.world_size > 1:
-                await_all(shared_store, topology, duration or _STORE_TIMEOUT)
-            if topology.local_size > 1:
-                _refuse_shared(device, topology, shared_store)
-            torch_dist.init_process_group(
-                backend,
-                timeout=groups.backend_timeout(duration or _TIMEOUT, device is not None),
-                store=shared_store,
-                rank=topology.rank,
-                world_size=topology.world_size,
-                **kwargs,
-            )
-        except (torch_dist.DistStoreError, torch_dist.DistNetworkError) as error:
-            raise _rendezvous_error(error, topology) from error
+        shared_store = meet(topology, store, port, duration or _STORE_TIMEOUT, _generations[address])
+        if topology.world_size > 1:
+            await_all(shared_store, topology, duration or _STORE_TIMEOUT)
+        if topology.local_size > 1:
+            _refuse_shared(device, topology, shared_store)
+        torch_dist.init_process_group(
+            backend,
+            timeout=groups.backend_timeout(duration or _TIMEOUT, device is not None),
+            store=shared_store,
+            rank=topology.rank,
+            world_size=topology.world_size,
+            **kwargs,
+        )
         _undo = undo.pop_all()
     pg = groups.get_default_group()
     assert pg is not None  # made a moment ago
@@ -350,17 +339,6 @@ def _allow_many_files() -> None:
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _rendezvous_error(error: Exception, topology: Topology) -> Exception:
-    """Return the error for ranks that did not find each other, with torch's message."""
-    text = str(error)
-    kind = CollectiveTimeoutError if "time" in text else DistError
-    return kind(
-        f"`init_dist` must meet all {topology.world_size} ranks, but at least one was not to be found "
-        f"(rank {topology.rank} of {topology.world_size}). Did all start, with one MASTER_ADDR and MASTER_PORT? "
-        f"torch says: {text}"
-    )
 
 
 def _destroy(*, ends_at_once: bool = False) -> None:
