@@ -26,7 +26,7 @@ from lockstep.dist.gradients import (
     require_fillable,
     warn_of_lost_gradients,
 )
-from lockstep.dist.header import Header, decode_each, encode, header_of, require_expected
+from lockstep.dist.header import Header, decode, encode, header_of, require_expected
 from lockstep.dist.reduce import scatter_sums
 from lockstep.dist.validate import NOT_GIVEN, No, Yes, either, require_alike, require_list, require_rank, require_tensor
 from lockstep.groups import Comm, GroupLike, resolve
@@ -413,7 +413,7 @@ def _exchange_headers(
         _require_form(name, data, outputs, comm, list_name)
         wire = comm.to_wire(data)
         encoded = encode(header_of(wire, wire.is_cpu, None if outputs is NOT_GIVEN else outputs))
-    headers = [decode_each(one)[0] for one in exchange(comm, encoded)]
+    headers = [decode(one)[0] for one in exchange(comm, encoded)]
     if outputs is not NOT_GIVEN:
         remedy = ". Or leave the list out" if list_name == "tensor_list" else ""
         for rank, output in enumerate(outputs):
@@ -445,10 +445,8 @@ def _exchange_scatter_headers(tensor: Tensor, scatter_list: Sequence[Tensor] | N
     with report_failure(comm):
         _require_scatter_arguments(tensor, scatter_list, src, comm)
         entries = scatter_list if comm.rank == src and scatter_list is not None else ()
-        encoded = b"".join(
-            [encode(header_of(x, on_cpu=x.is_cpu or comm.device_type == "cpu")) for x in (tensor, *entries)]
-        )
-    found = [decode_each(one) for one in exchange(comm, encoded)]
+        encoded = encode(*[header_of(x, x.is_cpu or comm.device_type == "cpu") for x in (tensor, *entries)])
+    found = [decode(one) for one in exchange(comm, encoded)]
     _, *sent = found[src]
     require_alike("tensor", tensor, f"what rank {src} sends here", sent[comm.rank], comm)
     refusal = "ValueError: its `tensor` is not like what is sent to it"

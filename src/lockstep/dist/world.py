@@ -155,7 +155,7 @@ def destroy_dist() -> None:
     It also runs automatically at exit, because a process that ends while a gloo group is alive may abort with exit code
     -6 instead of 0 (torch 2.13).
 
-    **Collective**: every rank, at about the same time. It waits for up to two seconds for the others, to compare the
+    **Collective**: every rank, at about the same time. It waits for up to three seconds for the others, to compare the
     calls of all ranks for the last time.
 
     **Raises**: CollectiveMismatchError if the ranks have made different calls, and the error of a call that failed
@@ -238,12 +238,6 @@ def _checked_backend(backend: str | None) -> str:
             raise ValueError(
                 f"`backend` must name backends of torch.distributed ({', '.join(sorted(set(known) - {'undefined'}))}), "
                 f"but is {backend!r}"
-            )
-        is_available = getattr(torch_dist, f"is_{name}_available", None)
-        if is_available is not None and not is_available():
-            raise ValueError(
-                f"`backend` must be one that this build of torch has, but is {backend!r} and {name} is not there. "
-                "Leave it out, or use 'gloo'"
             )
     devices = torch_dist.Backend.backend_capability.get(backend.lower(), ["cpu"])
     if "cpu" not in devices and torch_dist.is_gloo_available():

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
-from lockstep.calls import Record
-from lockstep.errors import DistError, error_in_words
+from lockstep.errors import CollectiveMismatchError, DistError, error_in_words
 from lockstep.groups import known_groups, recorded_groups
 from lockstep.watch.board import pauses
-from lockstep.watch.diagnosis import (
-    described,
-    described_if_different,
-    mismatch_as_json,
-    mismatch_from_json,
-    records_of,
-)
+from lockstep.watch.diagnosis import described_if_different, records_of
 from lockstep.watch.interrupt import interrupt
 from lockstep.watch.watch import Watch, take_watch
 
-_SECONDS_TO_END = 2.0
-_SECONDS_TO_ASK = 0.5  # then a rank that has not arrived is asked what it waits for
+_SECONDS_TO_END = 2.0  # and three ticks: a rank that waits in a call hears meanwhile that this one has ended
 _SECONDS_TO_LINGER = 2.0
 _SECONDS_OF_DEVICES = 0.5  # after which torch knows that the backend of a device has lost a rank
 _FAILED = "failed"  # the result where a rank has ended with an error
@@ -32,7 +24,7 @@ _COMPARING_RANK = 0  # compares the calls of all ranks, and sends the others the
 def end_watch() -> DistError | None:
     """End the watch; return the error that says why the calls of the ranks don't agree, if they don't.
 
-    Waits for up to two seconds for the other ranks, unless this one ends because of an error.
+    Waits for up to three seconds for the other ranks, unless this one ends because of an error.
     """
     watch = take_watch()
     if watch is None:
@@ -122,7 +114,7 @@ class _LastComparison:
         result = json.loads(store.get("result")) if failure is None and store.check(["result"]) else None
         if result == _FAILED:
             return _failure_of_devices(self._watch)
-        return mismatch_from_json(result) if result else failure
+        return CollectiveMismatchError(result[0], failed_ranks=result[1]) if result else failure
 
     def _compare_all(self) -> DistError | None:
         """Compare the calls of all ranks, and publish the result.
@@ -140,15 +132,15 @@ class _LastComparison:
                 states |= {_COMPARING_RANK: watch.state(ended=True)}
                 found = (described_if_different(comm, records_of(comm, states)) for comm, _ in self._groups)
                 difference = next((one for one in found if one is not None), None)
-                result = difference and mismatch_as_json(difference)
+                result = difference and [str(difference), difference.failed_ranks]
         finally:
             watch.store.set("result", json.dumps(result))
         return heard or difference or (_failure_of_devices(watch) if result == _FAILED else None)
 
     def _wait(self, seconds: float, missing: Callable[[], list[int]]) -> DistError | None:
         """Wait for the ranks that `missing` returns, while their processes live; return a failure that comes first."""
-        board, asked = self._watch.board, False
-        for passed in pauses(seconds, board.tick):
+        board = self._watch.board
+        for _ in pauses(seconds + 3 * board.tick, board.tick):
             if (failure := self._failure()) is not None:
                 return failure
             ranks = missing()
@@ -156,25 +148,9 @@ class _LastComparison:
                 return None
             if board.gone(ranks):
                 return _failure_of_devices(self._watch)
-            if passed > _SECONDS_TO_ASK and not asked:
-                asked = True
-                if (failure := self._find_blocked_rank(ranks)) is not None:
-                    return failure
         return None
 
     def _failure(self) -> DistError | None:
         """Return why a group can't be used, if this rank has found or heard it."""
         self._watch.look_at_devices()
         return self._watch.hear()
-
-    def _find_blocked_rank(self, ranks: Sequence[int]) -> DistError | None:
-        """Return the error of a rank that waits in a call which this one will never make, as it ends; else None."""
-        states = self._watch.board.ask(ranks)
-        for comm, calls in self._groups:
-            for rank, record in records_of(comm, states).items():
-                if record.waiting > calls.number:
-                    records = {rank: record, comm.rank: Record(calls.export())}
-                    failure = described(comm, dict(sorted(records.items())), [comm.rank])
-                    self._watch.declare(comm.group_name, comm.ranks, mismatch_as_json(failure))
-                    return failure
-        return None
