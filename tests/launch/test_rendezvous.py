@@ -180,7 +180,7 @@ def test_two_nodes_of_one_rank_are_told(node):
     first = node(1, nnodes=3, seconds=0.1)
     with pytest.raises(RendezvousTimeoutError):
         first.next_rendezvous()
-    with pytest.raises(RendezvousError, match=r"`--node-rank` must be different on each node, but is 1 on two of them$"):
+    with pytest.raises(RendezvousError, match=r"must be different on each node, but is 1 on two of them$"):
         node(1, nnodes=3).next_rendezvous()
     first.shutdown()
     time.sleep(0.5)
