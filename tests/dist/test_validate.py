@@ -85,7 +85,7 @@ def calls_on(data: Any) -> dict[str, Callable[[], object]]:
         "all_to_all": lambda: all_to_all([plain] * size, [data] * size),
         "all_reduce_params": lambda: all_reduce_params([data]),
         "all_reduce, sync_grads": lambda: all_reduce(data, sync_grads=True),
-        "all_gather, sync_grads": lambda: all_gather([plain] * size, data, sync_grads=True),
+        "all_gather, sync_grads": lambda: all_gather(data, sync_grads=True),
     }
 
 

@@ -283,22 +283,14 @@ def _bind_device(topology: Topology, backend: str) -> torch.device | None:
     kind = get_device()
     if kind in ("cpu", "mps"):
         return None
-    count = torch.accelerator.device_count()
-    owns_device = "ccl" in backend
-    if owns_device and 1 < count <= topology.local_rank and "NCCL_HOSTID" not in os.environ:
-        raise TopologyError(
-            f"`local_rank` must be below the number of {kind} devices, {count}, but is {topology.local_rank} "
-            f"(rank {topology.rank} of {topology.world_size}). Start at most {count} ranks on this node, or use "
-            "backend='gloo' to share devices"
-        )
     # A launcher may show each rank one device alone, as srun --gpus-per-task=1 does.
-    index = topology.local_rank % count
+    index = topology.local_rank % torch.accelerator.device_count()
     torch.accelerator.set_device_index(index)
-    return torch.device(kind, index) if owns_device else None
+    return torch.device(kind, index) if "ccl" in backend else None
 
 
 def _refuse_shared(device: torch.device | None, topology: Topology, store: Store) -> None:
-    """Refuse devices that several ranks of this node have, where each rank sees one alone, or NCCL's hosts are named.
+    """Refuse devices that several ranks of this node have, unless they are ranks of several hosts to NCCL.
 
     **Collective**: every rank of the node. **Cost**: a key in the store, and the keys of the node's other ranks.
 
@@ -306,7 +298,7 @@ def _refuse_shared(device: torch.device | None, topology: Topology, store: Store
         TopologyError: on all ranks of the node that share a device.
     """
     uuid = ""
-    if device is not None and (torch.accelerator.device_count() == 1 or "NCCL_HOSTID" in os.environ):
+    if device is not None:
         properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(device)
         # A device that does not say which it is may be shared. NCCL compares hosts, too, which its variable renames.
         uuid = f"{getattr(properties, 'uuid', None) or device.index} {os.environ.get('NCCL_HOSTID', '')}"
