@@ -51,7 +51,7 @@ def check_collectives(mode: CheckMode = "always") -> None:
 
     **Example (2 ranks)**::
 
-        >>> from lockstep.dist import all_reduce, check_collectives, get_rank
+        >>> from lockstep.dist import CollectiveMismatchError, all_reduce, check_collectives, get_rank
         >>> check_collectives("always")
         >>> try:
         ...     all_reduce(torch.ones(2 + get_rank()))
