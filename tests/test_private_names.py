@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import json
 import pkgutil
 import re
 from collections.abc import Callable, Iterator
@@ -148,18 +147,6 @@ def c10d() -> Any:
     return importlib.import_module("torch.distributed.distributed_c10d")
 
 
-def flight_recorder_tells() -> bool:
-    """Return whether the record of a call has the fields that lockstep shows: gloo's, as CPU builds have no NCCL's."""
-    torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
-    try:
-        torch_dist.all_reduce(torch.ones(3))
-        last = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True, False))["entries"][-1]
-    finally:
-        torch_dist.destroy_process_group()
-    shown = ("process_group", "op_id", "profiling_name", "input_dtypes", "input_sizes", "output_sizes", "state")
-    return last["process_group"][0] == "0" and {*shown, "retired"} <= last.keys()
-
-
 def operator(name: str) -> Callable[[], bool]:
     return lambda: hasattr(torch.ops.aten, name)
 
@@ -173,10 +160,8 @@ PRIVATE: dict[str, Private] = {
     # Autograd.
     "_C": Private(
         lambda: torch._C.DisableTorchFunctionSubclass,
-        ("groups.py", "model/autograd_graph.py", "model/fsdp/parameters.py", "watch/diagnosis.py"),
+        ("groups.py", "model/autograd_graph.py", "model/fsdp/parameters.py"),
     ),
-    "_distributed_c10d": Private(lambda: hasattr(torch._C, "_distributed_c10d"), ("watch/diagnosis.py",)),
-    "_dump_nccl_trace_json": Private(flight_recorder_tells, ("watch/diagnosis.py",)),
     "_current_graph_task_id": Private(
         lambda: torch._C._current_graph_task_id() == -1 < in_backward_pass(torch._C._current_graph_task_id),
         ("model/autograd_graph.py",),

@@ -10,6 +10,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
+from copy import copy
 from hashlib import blake2b
 from time import monotonic
 from types import CodeType
@@ -76,7 +77,7 @@ class _CallKind:
 
     def __init__(self, code: CodeType, instruction: int, what: _Key, detail: str, user: str | None) -> None:
         self._code, self._instruction, self._detail = code, instruction, detail
-        self.what, self._user, self.fingerprint = what, user, _fingerprint((*what, user))
+        self.what, self._user, self.fingerprint = what, user, fingerprint((*what, user))
 
     def described(self) -> Call:
         """Return it as text."""
@@ -127,6 +128,12 @@ class Calls:
         self._kinds: dict[_Key, _CallKind] = {}
         self._seen: set[int] = set()
         self._recent: deque[tuple[_CallKind, int]] = deque(maxlen=_KEPT)  # with the digest after it
+
+    def raise_failure(self) -> None:
+        """Raise the error that says why this group can't be used further, if there is one."""
+        if self.failure is not None:
+            self.has_failed = True
+            raise copy(self.failure)
 
     def add(self, name: str, arguments: tuple[object, ...], detail: str = "") -> bool:
         """Record a call, and return whether it is the first of its kind in this group, as it is then on every rank.
@@ -289,7 +296,8 @@ def grouped(lines: Mapping[int, str]) -> str:
     return "\n".join(f"  {ranks_in_words(ranks)}: {text}" for text, ranks in ranks_of.items())
 
 
-def _fingerprint(what: _Key) -> int:
+def fingerprint(what: _Key) -> int:
+    """Return 64 bits that are the same in every process; of a tensor, `what` has its dtype and shape."""
     text = repr([(str(x[0]), tuple(x[1])) if isinstance(x, tuple) else x for x in what])
     return int.from_bytes(blake2b(text.encode(errors="replace"), digest_size=8).digest(), "little", signed=True)
 

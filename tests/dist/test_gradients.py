@@ -54,13 +54,6 @@ def gathered(inputs: list[list[Tensor]]) -> list[list[Tensor]]:
     return [[x[0] for x in inputs]] * len(inputs)
 
 
-def fills(own: list[Tensor], group: GroupLike) -> list[Tensor]:
-    places = [torch.empty(2 + r, 3, dtype=own[0].dtype) for r in range(get_world_size(group))]
-    filled = all_gather(places, own[0], group, sync_grads=True)
-    assert all(x is y for x, y in zip(filled, places, strict=True))
-    return places
-
-
 def sums(own: list[Tensor], group: GroupLike) -> list[Tensor]:
     return [all_reduce(own[1], group=group, sync_grads=True)]
 
@@ -104,7 +97,6 @@ def exchanged(inputs: list[list[Tensor]]) -> list[list[Tensor]]:
 
 CASES: dict[str, tuple[Callable[..., list[Tensor]], Callable[..., list[list[Tensor]]]]] = {
     "all_gather": (gathers, gathered),
-    "all_gather into a list": (fills, gathered),
     "all_reduce, sum": (sums, summed),
     "all_reduce, mean": (averages, averaged),
     "reduce_scatter": (scatters, scattered),
@@ -246,19 +238,19 @@ def refuse_wrong_calls(group: GroupLike = None) -> None:
             reduce_scatter(torch.ones(2), entries, op, sync_grads=True)
     for call in (
         lambda: all_reduce(data, async_op=True, sync_grads=True),
-        lambda: all_gather([torch.ones(2)] * size, data, async_op=True, sync_grads=True),
         lambda: reduce_scatter(torch.ones(2), entries, async_op=True, sync_grads=True),
         lambda: all_to_all([torch.ones(2)] * size, entries, async_op=True, sync_grads=True),
     ):
         with pytest.raises(TypeError, match="`async_op` must be False with sync_grads, but is True"):
             call()
     for call in (
-        lambda: all_gather(entries, torch.ones(2), sync_grads=True),
         lambda: reduce_scatter(data, entries, sync_grads=True),
         lambda: all_to_all(entries, entries, sync_grads=True),
     ):
         with pytest.raises(ValueError, match=r"must not require grad with sync_grads, .*\. Hand in torch.empty_like"):
             call()
+    with pytest.raises(TypeError, match="`data` must be a tensor, but is list"):
+        all_gather([torch.ones(2)] * size, data, sync_grads=True)
     with pytest.raises(TypeError, match=r"must have a dtype that can be reduced, but has torch.float8_e5m2"):
         all_gather(torch.zeros(2).to(torch.float8_e5m2).requires_grad_(), sync_grads=True)
     assert_group_works()
@@ -305,7 +297,7 @@ def test_calls_are_compared_in_forward_and_backward_where_that_is_asked_for() ->
 def test_tensors_that_were_filled_in_a_graph_are_freed() -> None:
     data = torch.ones(3, requires_grad=True)
     filled = [torch.empty(3) for _ in range(2)]
-    all_gather(filled, data, sync_grads=True)
+    all_to_all(filled, [data, data], sync_grads=True)
     alive = [weakref.ref(x) for x in filled]
     del filled
     assert [x() for x in alive] == [None, None]
@@ -313,11 +305,11 @@ def test_tensors_that_were_filled_in_a_graph_are_freed() -> None:
 
 @ranks(2)
 def test_a_handle_asked_for_on_one_rank_is_an_error_on_all() -> None:
-    data, filled = torch.ones(3, requires_grad=True), [torch.empty(3) for _ in range(2)]
+    data = torch.ones(3, requires_grad=True)
     if get_rank() == 0:
         with pytest.raises(TypeError, match="`async_op` must be False with sync_grads"):
-            all_gather(filled, data, sync_grads=True, async_op=True)
+            all_reduce(data, sync_grads=True, async_op=True)
     else:
         with pytest.raises(PeerError, match="rank 0 of 2 could not take part"):
-            all_gather(filled, data, sync_grads=True)
+            all_reduce(data, sync_grads=True)
     assert_group_works()

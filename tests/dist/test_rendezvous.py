@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -16,11 +15,9 @@ import pytest
 from torch.distributed import TCPStore
 
 from lockstep.dist import all_gather_object, destroy_dist, init_dist, is_distributed, rendezvous
-from lockstep.dist.rendezvous import port_file
 from lockstep.errors import CollectiveTimeoutError, TopologyError
 from lockstep.testing import ranks
 from lockstep.testing.pool import run_body
-from lockstep.topology import read_topology
 
 from .reference import assert_group_works
 
@@ -57,14 +54,13 @@ def become_rank(rank: int, size: int, **others: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), **others}
 
 
-def become_rank_of_mpi(rank: int, size: int, job: str, folder: Path) -> None:
-    """Look as the ranks of mpirun do, to whom nobody gives a port; `folder` is where temporary files go."""
+def become_rank_of_mpi(rank: int, size: int, job: str) -> None:
+    """Look as the ranks of mpirun do, to whom nobody gives a port."""
     become_rank(rank, size)
     del os.environ["RANK"], os.environ["WORLD_SIZE"]
     for name, number in (("RANK", rank), ("SIZE", size), ("LOCAL_RANK", rank), ("LOCAL_SIZE", size)):
         os.environ[f"OMPI_COMM_WORLD_{name}"] = str(number)
     os.environ |= {"OMPI_MCA_orte_hnp_uri": job}
-    tempfile.tempdir = str(folder)
 
 
 def seat() -> int:
@@ -79,34 +75,33 @@ def test_two_jobs_with_numbers_set_by_hand_run_at_once(free_port: int, other_fre
 
 
 @ranks(4, fresh=True)
-def test_two_jobs_without_a_port_find_their_own_ranks_and_leave_nothing(tmp_path: Path) -> None:
+def test_two_jobs_without_a_port_find_their_own_ranks() -> None:
     job, rank = divmod(seat(), 2)
-    become_rank_of_mpi(rank, 2, "ab"[job], tmp_path)
-    ports = tmp_path / f"lockstep-{os.getuid()}"
+    become_rank_of_mpi(rank, 2, "ab"[job])
     for _ in range(2):
         assert meet("mpi") == [["0", "1"], ["2", "3"]][job]
-        assert ports.stat().st_mode & 0o777 == 0o700
-        assert list(ports.iterdir())
-        all_gather_object(None)  # nobody looks there any more
         destroy_dist()
-    (tmp_path / f"{os.environ['SEAT']} is done").touch()
-    while len(list(tmp_path.glob("* is done"))) < 4:
+
+
+@ranks(4, fresh=True)
+def test_a_job_that_finds_another_one_at_its_port_ends_and_leaves_that_one_alone(
+    free_port: int, tmp_path: Path
+) -> None:
+    job, rank = divmod(seat(), 2)
+    become_rank_of_mpi(rank, 2, "ab"[job])
+    if job == 0:
+        assert meet("mpi", free_port) == ["0", "1"]
+        (tmp_path / f"first {rank}").touch()
+    while len(list(tmp_path.glob("first*"))) < 2:
         time.sleep(0.01)
-    assert list(ports.iterdir()) == []
-
-
-@ranks(2, fresh=True)
-def test_a_port_that_a_killed_job_has_left_behind_is_not_believed(tmp_path: Path, free_port: int) -> None:
-    rank, left = seat(), tmp_path / "left"
-    become_rank_of_mpi(rank, 2, "again", tmp_path)
-    if rank == 1:
-        port_file(read_topology(os.environ, "mpi"), 0).write_text(str(free_port))
-        left.touch()
-    else:
-        while not left.exists():
-            time.sleep(0.01)
-        time.sleep(0.1)  # rank 1 tries that port meanwhile
-    assert meet("mpi") == ["0", "1"]
+    if job == 1:
+        with pytest.raises(CollectiveTimeoutError if rank else TopologyError, match=r"serves no store|must be free"):
+            init_dist("mpi", port=free_port, timeout=0.5)
+        (tmp_path / f"second {rank}").touch()
+    while len(list(tmp_path.glob("second*"))) < 2:
+        time.sleep(0.01)
+    if job == 0:
+        assert_group_works()
 
 
 @ranks(1, fresh=True)
@@ -136,8 +131,8 @@ def test_without_port_and_job_nobody_can_be_found() -> None:
 
 
 @ranks(1, fresh=True)
-def test_on_several_nodes_the_address_of_rank_0_must_be_known(tmp_path: Path) -> None:
-    become_rank_of_mpi(0, 2, "nodes", tmp_path)
+def test_on_several_nodes_the_address_of_rank_0_must_be_known() -> None:
+    become_rank_of_mpi(0, 2, "nodes")
     os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"] = "1"
     with pytest.raises(TopologyError, match=r"MASTER_ADDR must name the host of rank 0, .* \(rank 0 of 2\)"):
         init_dist("mpi")
@@ -161,13 +156,6 @@ def test_a_rank_0_that_does_not_serve_is_a_timeout_error(free_port: int) -> None
         CollectiveTimeoutError, match=r"must meet all 2 ranks .* rank 0 serves no store at 127.0.* \(rank 1 of 2\)"
     ):
         init_dist("pytorch", timeout=0.5)
-
-
-@ranks(1, fresh=True)
-def test_a_rank_0_that_does_not_publish_its_port_is_a_timeout_error(tmp_path: Path) -> None:
-    become_rank_of_mpi(1, 2, "silent", tmp_path)
-    with pytest.raises(CollectiveTimeoutError, match=r"within 0.3 s, but rank 0 serves no store \(rank 1 of 2\)"):
-        init_dist("mpi", timeout=0.3)
 
 
 @ranks(3, fresh=True)

@@ -35,9 +35,9 @@ def test_the_earliest_error_comes_first():
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_rank_that_was_killed_comes_before_those_that_missed_it(number):
     # the others may notice before the launcher does
-    ledger = Ledger([raised(0, "RuntimeError", 10.0), ended(1, -number, 10.1)], memory="Out of memory?")
+    ledger = Ledger([raised(0, "RuntimeError", 10.0), ended(1, -number, 10.1)], oom_kills=2)
     assert ledger.describe().startswith(f"rank 1 was ended by {number.name} (pid 101).")
-    assert ("Out of memory?" in ledger.describe()) == (number == signal.SIGKILL)
+    assert ("the kernel has killed 2 of this machine's" in ledger.describe()) == (number == signal.SIGKILL)
     assert ledger.exit_code == 128 + number
 
 
@@ -67,7 +67,7 @@ def test_what_the_launcher_did_is_blamed_on_nobody():
         ended(1, 3, 10.0),
         ended_by_launcher(2, 11.0, signal.SIGTERM),
     ]
-    ledger = Ledger(records, memory="Out of memory?")
+    ledger = Ledger(records, oom_kills=2)
     told = "rank 0 was killed by the launcher, because it did not end by itself"
     assert ledger.describe() == f"rank 1 exited with code 3 (pid 101).\n\nAfter it: {told}."
     assert ledger.exit_code == 3

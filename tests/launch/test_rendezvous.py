@@ -59,6 +59,16 @@ def node(rdzv):
         one.shutdown()
 
 
+@pytest.fixture
+def soon(monkeypatch):
+    """Let nodes that do not come be given up soon."""
+    monkeypatch.setattr(rendezvous, "_SECONDS_PER_BEAT", 0.1)
+    monkeypatch.setattr(rendezvous, "_SECONDS_UNTIL_LOST", 1.0)
+    monkeypatch.setattr(rendezvous, "_SECONDS_UNTIL_LOST_AT_THE_END", 1.0)
+    monkeypatch.setattr(rendezvous, "_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(rendezvous, "_SECONDS_FOR_MORE", 1.0)
+
+
 def start_nodes(scripts, rdzv, script, *options, nproc=(1, 1), before=((), ())):
     jobs = []
     for rank in range(2):
@@ -163,13 +173,18 @@ def test_nodes_that_disagree_on_their_number_are_told(node):
         node(1, nnodes=3).next_rendezvous()
 
 
+@pytest.mark.usefixtures("soon")
 def test_two_nodes_of_one_rank_are_told(node):
     with pytest.raises(RendezvousTimeoutError):
         node(0, nnodes=3, seconds=0.1).next_rendezvous()
+    first = node(1, nnodes=3, seconds=0.1)
     with pytest.raises(RendezvousTimeoutError):
-        node(1, nnodes=3, seconds=0.1).next_rendezvous()
-    says = "`--node-rank` must be different on each node, but is 1 on two of them, or this node's command was started"
-    with pytest.raises(RendezvousError, match=says):
+        first.next_rendezvous()
+    with pytest.raises(RendezvousError, match=r"must be different on each node, but is 1 on two of them$"):
+        node(1, nnodes=3).next_rendezvous()
+    first.shutdown()
+    time.sleep(0.5)
+    with pytest.raises(RendezvousError, match="two of them, or this node's command was started again"):
         node(1, nnodes=3).next_rendezvous()
 
 
@@ -255,16 +270,6 @@ def test_the_loss_of_the_first_node_is_told(node):
     with pytest.raises(RendezvousClosedError, match=r"node 0 at .* is gone"):
         second.next_rendezvous()
     assert second.give_up(3) == (0, 3)
-
-
-@pytest.fixture
-def soon(monkeypatch):
-    """Let nodes that do not come be given up soon."""
-    monkeypatch.setattr(rendezvous, "_SECONDS_PER_BEAT", 0.1)
-    monkeypatch.setattr(rendezvous, "_SECONDS_UNTIL_LOST", 1.0)
-    monkeypatch.setattr(rendezvous, "_SECONDS_UNTIL_LOST_AT_THE_END", 1.0)
-    monkeypatch.setattr(rendezvous, "_PATIENCE_SECONDS", 0.3)
-    monkeypatch.setattr(rendezvous, "_SECONDS_FOR_MORE", 1.0)
 
 
 @pytest.mark.usefixtures("soon")

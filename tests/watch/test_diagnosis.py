@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 
@@ -12,9 +11,8 @@ import torch.distributed as torch_dist
 
 from lockstep.dist import all_reduce, barrier, broadcast, get_rank, init_dist, main_process_first
 from lockstep.errors import CollectiveMismatchError, DistError
-from lockstep.groups import Comm, resolve
+from lockstep.groups import resolve
 from lockstep.testing import ranks
-from lockstep.watch.diagnosis import absence, unfinished_of_torch
 
 from ..dist.reference import assert_group_works, ones, raised
 
@@ -86,33 +84,3 @@ def test_a_rank_that_is_only_slow_raises_no_alarm() -> None:
             call()
     assert data.tolist() == [2.0, 2.0]
     assert_group_works()
-
-
-def test_calls_of_torch_that_have_not_ended_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As torch 2.11 wrote it on an H100 over NCCL, by the names of fields; the others are left out.
-    entry = {
-        "process_group": ["0", "default_pg"], "profiling_name": "nccl:all_reduce", "input_sizes": [[1000]],
-        "input_dtypes": ["Float"], "output_sizes": [[1000]], "output_dtypes": ["Float"], "state": "scheduled",
-        "retired": False,
-    }  # fmt: skip
-    entries = [
-        {**entry, "op_id": 2}, {**entry, "op_id": 3, "state": "completed", "retired": True},
-        {**entry, "op_id": 9, "process_group": ["1", "other"]},
-        *({**entry, "op_id": number} for number in range(4, 10)),
-    ]  # fmt: skip
-    dump = lambda *_: json.dumps({"entries": entries}).encode()  # noqa: E731
-    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", dump, raising=False)
-    comm = Comm(None, 0, 2, {}, frozenset(), "cpu", ranks=(0, 1), group_name="0")
-    lines = str(absence(comm, [])).splitlines()
-    assert lines[-6:] == [
-        f"torch's flight recorder has calls of {comm.name} that have not ended:",
-        *(f"  number {number}, nccl:all_reduce of Float [[1000]] to [[1000]], scheduled" for number in range(4, 8)),
-        "  and 2 after them",
-    ]
-
-
-@pytest.mark.parametrize("written", [b"", b"{}", b'{"entries": [{"process_group": []}]}', b'{"entries": []}'])
-def test_a_record_of_torch_in_another_form_is_left_out(written: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", lambda *_: written, raising=False)
-    comm = Comm(None, 0, 2, {}, frozenset(), "cpu", ranks=(0, 1), group_name="0")
-    assert unfinished_of_torch(comm) == ""

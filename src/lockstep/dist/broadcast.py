@@ -10,7 +10,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from lockstep.device import copy_into
-from lockstep.dist.consistency import check_call, report_invalid_arguments
+from lockstep.dist.consistency import check_call
 from lockstep.dist.gradients import (
     GRADIENT_ENDS,
     GRADIENT_STAYS_LOCAL,
@@ -69,9 +69,8 @@ def broadcast(
     """
     comm = resolve(group)
     data = either("data", data, "tensor", tensor)
-    with report_invalid_arguments("broadcast", comm):
-        require_tensor("data", data, is_filled=True)
-        src = require_rank("src", src, comm)
+    require_tensor("data", data, is_filled=True)
+    src = require_rank("src", src, comm)
     if data.requires_grad and not data.is_leaf:
         warn_of_lost_gradients("broadcast", GRADIENT_STAYS_LOCAL)
     check_call("broadcast", comm, data, src, async_op=async_op)
@@ -144,8 +143,7 @@ def all_to_all(
     comm = resolve(group)
     if sync_grads:
         return _all_to_all_with_grads(output_tensor_list, input_tensor_list, comm, async_op)
-    with report_invalid_arguments("all_to_all", comm):
-        _check_all_to_all(output_tensor_list, input_tensor_list, comm)
+    _check_all_to_all(output_tensor_list, input_tensor_list, comm)
     if any(x.requires_grad for x in input_tensor_list):
         warn_of_lost_gradients("all_to_all", GRADIENT_ENDS, has_sync_grads=True)
     return wait_unless_async(_start_all_to_all(output_tensor_list, input_tensor_list, comm, async_op), async_op)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Final, Literal, TypeAlias
+from contextlib import contextmanager
+from typing import Literal, TypeAlias
 
 from torch import Tensor
 
-from lockstep.errors import CollectiveMismatchError, DistError, error_in_words
+from lockstep.errors import DistError
 from lockstep.groups import Comm, GroupLike, get_local_group, resolve
 from lockstep.transport.control import exchange, report_failure
-from lockstep.watch.failures import mismatch
 from lockstep.watch.watch import start_watch
 
 CheckMode: TypeAlias = Literal["off", "sample", "always"]
@@ -19,7 +18,6 @@ CheckMode: TypeAlias = Literal["off", "sample", "always"]
 _MODES = ("off", "sample", "always")
 FIRST_CALLS = 20  # of a group, which are compared in every mode
 _SAMPLE_ONE_OF = 16
-_NO_REPORT: Final = nullcontext()
 
 _mode: CheckMode = "off"
 
@@ -53,7 +51,7 @@ def check_collectives(mode: CheckMode = "always") -> None:
 
     **Example (2 ranks)**::
 
-        >>> from lockstep.dist import all_reduce, check_collectives, get_rank
+        >>> from lockstep.dist import CollectiveMismatchError, all_reduce, check_collectives, get_rank
         >>> check_collectives("always")
         >>> try:
         ...     all_reduce(torch.ones(2 + get_rank()))
@@ -92,8 +90,7 @@ def check_call(name: str, comm: Comm, *arguments: object, compares: bool = True,
     calls = comm.calls
     if calls is None:
         return
-    if calls.failure is not None:
-        raise mismatch(comm)
+    calls.raise_failure()
     if calls.inside:
         raise DistError(
             f"`{name}` must be called by all ranks of {comm.name}, but {comm.this_rank} calls it inside "
@@ -122,15 +119,6 @@ def alone(name: str, comm: Comm) -> Iterator[None]:
     finally:
         if calls is not None:
             calls.inside = ""
-
-
-def report_invalid_arguments(name: str, comm: Comm) -> AbstractContextManager[None]:
-    """Return a context for the checks of a call's arguments, which come before `check_call`.
-
-    If arguments are invalid on this rank, it raises, and the others get an error in their `check_call`, provided that
-    the mode makes them compare this call.
-    """
-    return _NO_REPORT if _mode == "off" else _report_invalid_arguments(name, comm)
 
 
 @contextmanager
@@ -172,19 +160,6 @@ def local_main_process_first() -> Iterator[None]:
     """
     with main_process_first(get_local_group()):
         yield
-
-
-@contextmanager
-def _report_invalid_arguments(name: str, comm: Comm) -> Iterator[None]:
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        if comm.calls is not None:
-            comm.calls.add(name, ("refused",), f", refused: {error_in_words(error)}")
-            if _mode == "always" or _is_due(comm.calls.number):
-                with suppress(CollectiveMismatchError):  # this rank raises its own error
-                    exchange(comm)
-        raise
 
 
 def _is_due(number: int) -> bool:

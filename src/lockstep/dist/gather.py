@@ -16,17 +16,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.device import copy_into
-from lockstep.dist.consistency import check_call, report_invalid_arguments
-from lockstep.dist.gradients import (
-    GRADIENT_ENDS,
-    LinearMap,
-    apply_with_gradients,
-    fill_in_graph,
-    require_blocking,
-    require_fillable,
-    warn_of_lost_gradients,
-)
-from lockstep.dist.header import Header, decode_each, encode, header_of, require_expected
+from lockstep.dist.consistency import check_call
+from lockstep.dist.gradients import GRADIENT_ENDS, LinearMap, apply_with_gradients, warn_of_lost_gradients
+from lockstep.dist.header import Header, decode, encode, header_of, require_expected
 from lockstep.dist.reduce import scatter_sums
 from lockstep.dist.validate import NOT_GIVEN, No, Yes, either, require_alike, require_list, require_rank, require_tensor
 from lockstep.groups import Comm, GroupLike, resolve
@@ -64,16 +56,6 @@ def all_gather(
     tensor_list: Sequence[Tensor] = ...,
     uneven: bool = ...,
 ) -> Handle: ...
-@overload
-def all_gather(
-    data: Sequence[Tensor] = ...,
-    tensor: Tensor = ...,
-    group: GroupLike = ...,
-    *,
-    sync_grads: Yes,
-    tensor_list: Sequence[Tensor] = ...,
-    uneven: bool = ...,
-) -> list[Tensor]: ...
 def all_gather(
     data: Tensor | Sequence[Tensor] = NOT_GIVEN,
     tensor: Tensor | GroupLike = None,
@@ -92,8 +74,8 @@ def all_gather(
         group: the process group; None is the default group.
         async_op: in the filling form, return at once, with a handle to wait for. No rank then waits for another one
             before it sends: `data` says what each sends, and must be right.
-        sync_grads: let gradients flow back to every rank through the returned tensors. In the filling form the filled
-            tensors are returned, too. Every rank must then run backward through them.
+        sync_grads: let gradients flow back to every rank through the returned tensors, not in the filling form. Every
+            rank must then run backward through them.
         tensor_list: an alias for `data` in the filling form.
         uneven: False promises that all ranks have tensors of one dtype and shape, and saves the header.
 
@@ -158,7 +140,7 @@ def all_gather(
         comm = resolve(tensor if isinstance(tensor, ProcessGroup | DeviceMesh) else group)
         own, outputs = cast(Tensor, tensor), data
     if sync_grads:
-        return _all_gather_with_grads(own, comm, outputs, async_op)
+        return _all_gather_with_grads(data, comm)
     if isinstance(own, Tensor) and own.requires_grad:
         warn_of_lost_gradients("all_gather", GRADIENT_ENDS, has_sync_grads=True)
     if outputs is NOT_GIVEN:
@@ -219,18 +201,16 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
         gather_list, dst, group = None, gather_list, _group_argument(third, group)
     comm = resolve(group)
     data = either("data", data, "tensor", tensor)
-    with report_invalid_arguments("gather", comm):
-        dst = require_rank("dst", dst, comm)
+    dst = require_rank("dst", dst, comm)
     if isinstance(data, Tensor) and data.requires_grad:
         warn_of_lost_gradients("gather", GRADIENT_ENDS)
     outputs: Any = gather_list if comm.rank == dst and gather_list is not None else NOT_GIVEN
     if not async_op:
         parts = _gather(data, dst, comm, outputs)
         return parts if outputs is NOT_GIVEN else None
-    with report_invalid_arguments("gather", comm):
-        if comm.rank == dst and outputs is NOT_GIVEN:
-            raise TypeError(f"`async_op` needs the form gather(tensor, gather_list, dst) ({comm.this_rank})")
-        _require_form("data", data, outputs, comm, "gather_list")
+    if comm.rank == dst and outputs is NOT_GIVEN:
+        raise TypeError(f"`async_op` needs the form gather(tensor, gather_list, dst) ({comm.this_rank})")
+    _require_form("data", data, outputs, comm, "gather_list")
     check_call("gather", comm, dst, async_op=True)
     return _start_gather(comm.to_wire(data), dst, comm, outputs)
 
@@ -278,13 +258,11 @@ def scatter(
         True
     """
     comm = resolve(group)
-    with report_invalid_arguments("scatter", comm):
-        src = require_rank("src", src, comm)
+    src = require_rank("src", src, comm)
     sent = scatter_list if comm.rank == src and isinstance(scatter_list, Sequence) else ()
     is_mixed = False  # some are on the CPU, and some are not
     if async_op:
-        with report_invalid_arguments("scatter", comm):
-            _require_scatter_arguments(tensor, scatter_list, src, comm)
+        _require_scatter_arguments(tensor, scatter_list, src, comm)
         check_call("scatter", comm, src, async_op=True)
     else:
         check_call("scatter", comm, src, compares=False)
@@ -314,8 +292,7 @@ def _all_gather(data: Tensor, comm: Comm, uneven: bool) -> list[Tensor]:
         wire, headers = _exchange_headers("data", data, comm)
         alike = all(header[:2] == headers[0][:2] for header in headers)
     else:
-        with report_invalid_arguments("all_gather", comm):
-            require_tensor("data", data)
+        require_tensor("data", data)
         check_call("all_gather", comm, data, "even")
         wire, headers, alike = comm.to_wire(data), [], True
     if alike:
@@ -326,16 +303,13 @@ def _all_gather(data: Tensor, comm: Comm, uneven: bool) -> list[Tensor]:
     return parts if wire.device == data.device else [part.to(data.device) for part in parts]
 
 
-def _all_gather_into(
-    outputs: Sequence[Tensor], data: Any, comm: Comm, uneven: bool = True, async_op: bool = False
-) -> Handle:
+def _all_gather_into(outputs: Sequence[Tensor], data: Any, comm: Comm, uneven: bool, async_op: bool) -> Handle:
     if async_op or not uneven:
-        with report_invalid_arguments("all_gather", comm):
-            _require_form("data", data, outputs, comm)
-            require_alike(f"tensor_list[{comm.rank}]", outputs[comm.rank], "`tensor`", data, comm)
-            if not uneven:
-                for rank, output in enumerate(outputs):
-                    require_alike(f"tensor_list[{rank}]", output, "`tensor`", data, comm)
+        _require_form("data", data, outputs, comm)
+        require_alike(f"tensor_list[{comm.rank}]", outputs[comm.rank], "`tensor`", data, comm)
+        if not uneven:
+            for rank, output in enumerate(outputs):
+                require_alike(f"tensor_list[{rank}]", output, "`tensor`", data, comm)
         check_call("all_gather", comm, *outputs, async_op=async_op)
         wire = comm.to_wire(data)
     else:
@@ -344,30 +318,18 @@ def _all_gather_into(
     return gather_into(outputs, wire, comm, async_op)
 
 
-def _all_gather_with_grads(
-    data: Any, comm: Comm, tensor_list: Sequence[Tensor] = NOT_GIVEN, async_op: bool = False
-) -> list[Tensor]:
+def _all_gather_with_grads(data: Any, comm: Comm) -> list[Tensor]:
     check_call("all_gather", comm, "sync_grads", compares=False)
     with report_failure(comm):
-        require_blocking(async_op, comm)
-        _require_form("data", data, tensor_list, comm)
-        if tensor_list is not NOT_GIVEN:
-            require_fillable("tensor_list", tensor_list, comm)
-    # The closure lives in the graph. It must not hold the filled tensors, which refer to that graph.
-    likes = None if tensor_list is NOT_GIVEN else [(x.shape, x.dtype) for x in tensor_list]
+        require_tensor("data", data)
 
     def gather_all(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        if likes is None:
-            return [x.clone() for x in _all_gather(inputs[0], comm, True)]  # autograd refuses several views of one
-        parts = [torch.empty(shape, dtype=dtype, device=inputs[0].device) for shape, dtype in likes]
-        _all_gather_into(parts, inputs[0], comm).wait()
-        return parts
+        return [x.clone() for x in _all_gather(inputs[0], comm, True)]  # autograd refuses several views of one
 
     def sum_up(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         return [scatter_sums(gradients, comm)]
 
-    gathered = apply_with_gradients(f"all_gather({data.dtype})", LinearMap(gather_all, sum_up, comm), [data])
-    return list(gathered) if tensor_list is NOT_GIVEN else fill_in_graph(tensor_list, gathered)
+    return list(apply_with_gradients(f"all_gather({data.dtype})", LinearMap(gather_all, sum_up, comm), [data]))
 
 
 def _gather(data: Any, dst: int, comm: Comm, outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -419,7 +381,7 @@ def _exchange_headers(
         _require_form(name, data, outputs, comm, list_name)
         wire = comm.to_wire(data)
         encoded = encode(header_of(wire, wire.is_cpu, None if outputs is NOT_GIVEN else outputs))
-    headers = [decode_each(one)[0] for one in exchange(comm, encoded)]
+    headers = [decode(one)[0] for one in exchange(comm, encoded)]
     if outputs is not NOT_GIVEN:
         remedy = ". Or leave the list out" if list_name == "tensor_list" else ""
         for rank, output in enumerate(outputs):
@@ -451,10 +413,8 @@ def _exchange_scatter_headers(tensor: Tensor, scatter_list: Sequence[Tensor] | N
     with report_failure(comm):
         _require_scatter_arguments(tensor, scatter_list, src, comm)
         entries = scatter_list if comm.rank == src and scatter_list is not None else ()
-        encoded = b"".join(
-            [encode(header_of(x, on_cpu=x.is_cpu or comm.device_type == "cpu")) for x in (tensor, *entries)]
-        )
-    found = [decode_each(one) for one in exchange(comm, encoded)]
+        encoded = encode(*[header_of(x, x.is_cpu or comm.device_type == "cpu") for x in (tensor, *entries)])
+    found = [decode(one) for one in exchange(comm, encoded)]
     _, *sent = found[src]
     require_alike("tensor", tensor, f"what rank {src} sends here", sent[comm.rank], comm)
     refusal = "ValueError: its `tensor` is not like what is sent to it"

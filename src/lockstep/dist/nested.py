@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.calls import grouped, unlike_most
-from lockstep.dist.consistency import check_call, report_invalid_arguments
+from lockstep.dist.consistency import check_call
 from lockstep.dist.gradients import GRADIENT_ENDS, GRADIENT_STAYS_LOCAL, warn_of_lost_gradients
 from lockstep.dist.pickling import all_gather_pickled, broadcast_pickled
 from lockstep.dist.reduce import start_reduction
@@ -188,12 +188,11 @@ def all_reduce_params(
         [tensor([2., 2.]), tensor([2])]
     """
     comm = resolve(group)
-    with report_invalid_arguments("all_reduce_params", comm):
-        tensors = _listed(params)
-        name = op_name(op)
-        for index, tensor in enumerate(tensors):
-            require_tensor(f"params[{index}]", tensor, is_filled=True)
-            reduction(name, tensor.dtype)
+    tensors = _listed(params)
+    name = op_name(op)
+    for index, tensor in enumerate(tensors):
+        require_tensor(f"params[{index}]", tensor, is_filled=True)
+        reduction(name, tensor.dtype)
     if any(x.requires_grad and not x.is_leaf for x in tensors):
         warn_of_lost_gradients("all_reduce_params", GRADIENT_STAYS_LOCAL)
     limit_bytes = sys.maxsize if bucket_size_mb <= 0 else int(bucket_size_mb * _MIB)

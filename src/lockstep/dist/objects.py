@@ -309,11 +309,8 @@ def _is_short(data: object, obj: object, group: GroupLike) -> bool:
     """Return whether a call has the form ``all_gather_object(obj, group)``."""
     # torch.distributed.new_group returns NON_GROUP_MEMBER to processes that are not in the group.
     is_group = isinstance(obj, ProcessGroup | DeviceMesh) or obj is GroupMember.NON_GROUP_MEMBER
-    return obj is NOT_GIVEN or is_group or (obj is None and group is None and not _is_list_to_fill(data))
-
-
-def _is_list_to_fill(data: object) -> bool:
-    return isinstance(data, list) and 1 < len(data) == resolve().size and all(place is None for place in data)
+    is_to_fill = isinstance(data, list) and 1 < len(data) == resolve().size and all(place is None for place in data)
+    return obj is NOT_GIVEN or is_group or (obj is None and group is None and not is_to_fill)
 
 
 def _require_places(name: str, places: object, comm: Comm) -> None:

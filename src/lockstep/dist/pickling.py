@@ -45,7 +45,14 @@ def dump(obj: object, comm: Comm, on_graph: Callable[[], None] | None = None) ->
     """
     stream, segments = io.BytesIO(), list[Tensor]()
     pickler = _Pickler(stream, protocol=5, buffer_callback=partial(_keep_in_band, segments))
-    _pickle(obj, pickler, comm)
+    try:
+        pickler.dump(obj)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # an object may pickle itself by its own code, which may raise anything
+        raise TypeError(
+            f"the object must be picklable, but {type(obj).__name__} is not: {message_of(error)} ({comm.this_rank})"
+        ) from error
     if on_graph is not None and pickler.in_graph:
         on_graph()
     return [_as_bytes_tensor(stream.getbuffer()), *segments]
@@ -101,7 +108,7 @@ def gather_pickled(obj: object, dst: int, comm: Comm, *, copy_own: bool) -> Iter
     is_kept = comm.rank == dst and not copy_own
     with report_failure(comm):
         own = dump(None if is_kept else obj, comm)
-    sizes = exchange(comm, sizes_of(own), dst=dst)
+    sizes = exchange(comm, sizes_of(own))
     if comm.rank != dst:
         transfer_between_hosts([], [(part, dst) for part in own], comm, _TAG).wait()
         return None
@@ -197,17 +204,6 @@ class _Pickler(pickle.Pickler):
         accelerator = "" if flat.device.type == "cpu" else flat.device.type
         buffer = pickle.PickleBuffer(bytes_of(flat.cpu()))
         return _rebuild_tensor, (buffer, flat.dtype, tuple(flat.shape), data.requires_grad, accelerator)
-
-
-def _pickle(obj: object, pickler: _Pickler, comm: Comm) -> None:
-    try:
-        pickler.dump(obj)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # an object may pickle itself by its own code, which may raise anything
-        raise TypeError(
-            f"the object must be picklable, but {type(obj).__name__} is not: {message_of(error)} ({comm.this_rank})"
-        ) from error
 
 
 def _keep_in_band(segments: Parts, buffer: pickle.PickleBuffer) -> bool:

@@ -10,7 +10,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from lockstep.device import copy_into
-from lockstep.dist.consistency import check_call, report_invalid_arguments
+from lockstep.dist.consistency import check_call
 from lockstep.dist.gradients import (
     GRADIENT_ENDS,
     GRADIENT_STAYS_LOCAL,
@@ -83,9 +83,9 @@ def all_reduce(
     shapes differ, and PeerError if the arguments of another rank are wrong.
 
     **Cost**: about ``2 * nbytes`` sent per rank, with ``nbytes`` in the dtype that is sent: float32 for the mean of
-    half types; int64 for the mean of integers and bool (two per element for int64 and uint64); int32 for other
-    reductions of int16 and uint16 and for the bxor of bool; int64 for uint32. With `sync_grads`, each rank first sends
-    256 bytes to each rank, and backward sends the same bytes again.
+    half types; two int64 per element for the mean of integers and bool; int32 for other reductions of int16 and uint16
+    and for the bxor of bool; int64 for uint32. With `sync_grads`, each rank first sends 256 bytes to each rank, and
+    backward sends the same bytes again.
 
     **Example (2 ranks)**::
 
@@ -107,8 +107,7 @@ def all_reduce(
     data = either("data", data, "tensor", tensor)
     if sync_grads:
         return _all_reduce_with_grads(data, op, comm, async_op)
-    with report_invalid_arguments("all_reduce", comm):
-        name, plan = _planned("data", data, op)
+    name, plan = _planned("data", data, op)
     if data.requires_grad and not data.is_leaf:
         warn_of_lost_gradients("all_reduce", GRADIENT_STAYS_LOCAL, has_sync_grads=True)
     return _reduce_to(data, None, name, plan, comm, async_op)
@@ -156,9 +155,8 @@ def reduce(
     """
     comm = resolve(group)
     data = either("data", data, "tensor", tensor)
-    with report_invalid_arguments("reduce", comm):
-        name, plan = _planned("data", data, op)
-        dst = require_rank("dst", dst, comm)
+    name, plan = _planned("data", data, op)
+    dst = require_rank("dst", dst, comm)
     if data.requires_grad and not data.is_leaf:
         warn_of_lost_gradients("reduce", GRADIENT_STAYS_LOCAL)
     return _reduce_to(data, dst, name, plan, comm, async_op)
@@ -252,9 +250,8 @@ def reduce_scatter(
     comm = resolve(group)
     if sync_grads:
         return _reduce_scatter_with_grads(output, input_list, op, comm, async_op)
-    with report_invalid_arguments("reduce_scatter", comm):
-        name, plan = _planned("output", output, op)
-        _require_entries(output, input_list, comm)
+    name, plan = _planned("output", output, op)
+    _require_entries(output, input_list, comm)
     if (output.requires_grad and not output.is_leaf) or any(x.requires_grad for x in input_list):
         warn_of_lost_gradients("reduce_scatter", GRADIENT_ENDS, has_sync_grads=True)
     return wait_unless_async(_reduce_scatter(output, input_list, name, plan, comm, async_op), async_op)

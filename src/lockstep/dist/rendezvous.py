@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
-import tempfile
-import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from datetime import timedelta
 from hashlib import sha256
-from pathlib import Path
 
 from torch.distributed import DistError as TorchDistError
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
@@ -33,9 +29,7 @@ def is_one_node(topology: Topology) -> bool:
     return topology.num_nodes == 1 and topology.local_size == topology.world_size
 
 
-def meet(
-    topology: Topology, store: Store | None, port: int | None, timeout: timedelta, generation: int, undo: ExitStack
-) -> Store:
+def meet(topology: Topology, store: Store | None, port: int | None, timeout: timedelta, generation: int) -> Store:
     """Return a connected store that all ranks of the job share.
 
     Args:
@@ -44,34 +38,25 @@ def meet(
         port: port on rank 0, in place of the environment's.
         timeout: how long to wait for the others; also the store's own timeout.
         generation: number of groups that this process has joined before.
-        undo: collects what must be removed at the end.
 
-    **Raises**: TopologyError if no address is known or the port is taken; if rank 0 is not found in time,
-    CollectiveTimeoutError if it had to publish its port, else torch's DistError.
+    **Raises**: TopologyError if no address is known or the port is taken; CollectiveTimeoutError if rank 0 is not found
+    in time.
     """
-    # Separates the keys of a group from those of former groups in a store that outlives them. A launcher that restarts
-    # a job may use the same store again (without this, 5 of 6 restarts over gloo hang or fail, torch 2.13), and so may
-    # a process that leaves a group and joins another.
-    prefix = f"lockstep/attempt_{topology.restart_count}/group_{generation}"
+    # Separates the keys of a group from those of former groups in a store that outlives them, and of other jobs. A
+    # launcher that restarts a job may use the same store again (without this, 5 of 6 restarts over gloo hang or fail,
+    # torch 2.13), and so may a process that leaves a group and joins another.
+    prefix = f"lockstep/{topology.job_key}/attempt_{topology.restart_count}/group_{generation}"
     if store is not None:
         return PrefixStore(prefix, store)
     if topology.launcher == "none":
         return HashStore()
-    port = topology.master_port if port is None else port
-    host = LOOPBACK
-    if topology.agent_store or not is_one_node(topology):
-        host, port = _address(topology, port)
-        if topology.agent_store:
-            return PrefixStore(prefix, _connect(host, port, topology, timeout))
-    published = port_file(topology, generation) if port is None and topology.world_size > 1 else None
+    host = LOOPBACK if is_one_node(topology) and not topology.agent_store else _host_of_rank_0(topology)
+    port = port or topology.master_port or _port_of_job(topology)
+    if topology.agent_store:
+        return PrefixStore(prefix, _connect(host, port, topology, timeout))
     if topology.rank != 0:
-        port = _await_rank_0(host, port, published, topology, timeout)
-        return _connect_to_rank_0(prefix, host, port, topology, timeout)
-    served = _serve(host, port or 0, topology, timeout)
-    if published is not None:
-        undo.callback(published.unlink, missing_ok=True)
-        _publish_port(served.port, published)
-    prefixed = PrefixStore(prefix, served)
+        return _find_rank_0(prefix, host, port, topology, timeout)
+    prefixed = PrefixStore(prefix, _serve(host, port, topology, timeout))
     prefixed.set(_OPEN_KEY, "")
     return prefixed
 
@@ -123,7 +108,7 @@ def _this_rank(topology: Topology) -> str:
     return f"rank {topology.rank} of {topology.world_size}"
 
 
-def _address(topology: Topology, port: int | None) -> tuple[str, int]:
+def _host_of_rank_0(topology: Topology) -> str:
     if topology.master_addr is None:
         raise TopologyError(
             "MASTER_ADDR must name the host of rank 0, since the ranks are on several nodes and the launcher "
@@ -137,29 +122,41 @@ def _address(topology: Topology, port: int | None) -> tuple[str, int]:
             f"MASTER_ADDR must be a host that can be found, but is {topology.master_addr!r}: {error} "
             f"({_this_rank(topology)}). Export the address of rank 0's host"
         ) from error
-    if port is None:
-        # The same on every node without communication, and different for two jobs that share a node.
-        digest = sha256(topology.job_key.encode()).digest()
-        port = 20000 + int.from_bytes(digest[:4], "big") % 10000
-    return topology.master_addr, port
+    return topology.master_addr
 
 
-def _connect_to_rank_0(prefix: str, host: str, port: int, topology: Topology, timeout: timedelta) -> Store:
-    """Connect to the store that rank 0 opened for this group; a former group's store may still be closing there."""
-    deadline = time.monotonic() + timeout.total_seconds()
-    while True:
-        left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
-        try:
+def _port_of_job(topology: Topology) -> int:
+    """Return a port that is the same on every rank without communication, and different for two jobs on a node."""
+    if topology.world_size == 1:
+        return 0  # any free one
+    if not topology.job_key and is_one_node(topology):
+        raise TopologyError(
+            f"MASTER_PORT must be set, since the launcher {topology.launcher!r} gives its ranks nothing by which "
+            f"to find each other ({_this_rank(topology)})"
+        )
+    digest = sha256(topology.job_key.encode()).digest()
+    return 20000 + int.from_bytes(digest[:4], "big") % 10000
+
+
+def _find_rank_0(prefix: str, host: str, port: int, topology: Topology, timeout: timedelta) -> Store:
+    """Connect to the store that rank 0 opened for this group; after 5 s, say what this rank waits for.
+
+    A former group's store may still be closing there.
+    """
+    due = _SECONDS_TO_SAY
+    for passed in pauses(timeout.total_seconds(), _LONGEST_PAUSE):
+        left = timeout - timedelta(seconds=passed)
+        with suppress(OSError, TorchDistError):
+            socket.create_connection((host, port), timeout=1).close()  # torch would write lines where nobody listens
             store = _connect(host, port, topology, left)
             prefixed = PrefixStore(prefix, store)
             prefixed.wait([_OPEN_KEY], left)
-        except TorchDistError:
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(0.02)
-        else:
             store.set_timeout(timeout)
             return prefixed
+        if passed >= due:
+            due *= 2
+            _say(passed, f"rank 0 at {host}:{port}", topology)
+    raise _nobody_there(topology, timeout, f"rank 0 serves no store at {host}:{port}")
 
 
 def _connect(host: str, port: int, topology: Topology, timeout: timedelta) -> TCPStore:
@@ -178,55 +175,5 @@ def _serve(host: str, port: int, topology: Topology, timeout: timedelta) -> TCPS
         )
     except (OSError, RuntimeError) as error:
         raise TopologyError(
-            f"MASTER_PORT must be free on rank 0, but {host}:{port} can't be bound. "
-            "Choose another port, or on a single node leave it out: a free one is then found"
+            f"MASTER_PORT must be free on rank 0, but {host}:{port} can't be bound. Set it to another port"
         ) from error
-
-
-def port_file(topology: Topology, generation: int) -> Path:
-    """Return the file into which rank 0 writes its port, and in which the other ranks look for it.
-
-    **Raises**: TopologyError if nothing distinguishes this job from others on the machine, or if the file's folder
-    belongs to another user.
-    """
-    if not topology.job_key:
-        raise TopologyError(
-            f"MASTER_PORT must be set, since the launcher {topology.launcher!r} gives its ranks nothing by which "
-            f"to find each other ({_this_rank(topology)})"
-        )
-    folder = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise TopologyError(
-            f"{folder} must belong to the user of this process, but does not. Set MASTER_PORT, or TMPDIR"
-        )
-    return folder / f"{topology.job_key}.{topology.restart_count}.{generation}.port"
-
-
-def _publish_port(port: int, path: Path) -> None:
-    draft = path.with_suffix(f".{os.getpid()}")
-    draft.write_text(str(port))
-    draft.rename(path)
-
-
-def _await_rank_0(host: str, port: int | None, published: Path | None, topology: Topology, timeout: timedelta) -> int:
-    """Return the port on which rank 0 serves, once something listens there; after 5 s, say what this rank waits for.
-
-    Args:
-        host: of rank 0.
-        port: the port, if it is known.
-        published: otherwise the file into which rank 0 writes it. One that a killed job has left behind names a port on
-            which nothing listens.
-        topology: rank and place of this process.
-        timeout: how long to wait.
-    """
-    due = _SECONDS_TO_SAY
-    for passed in pauses(timeout.total_seconds(), _LONGEST_PAUSE):
-        with suppress(OSError, ValueError):
-            found = int(published.read_text()) if port is None and published is not None else port
-            with socket.create_connection((host, found or 0), timeout=1):
-                return found or 0
-        if passed >= due:
-            due *= 2
-            _say(passed, "rank 0" + (f" at {host}:{port}" if port else ""), topology)
-    raise _nobody_there(topology, timeout, f"rank 0 serves no store{f' at {host}:{port}' if port else ''}")

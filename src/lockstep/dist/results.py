@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
 
-import torch
-
 from lockstep.dist.consistency import check_call
-from lockstep.dist.pickling import broadcast_pickled, gather_pickled
+from lockstep.dist.pickling import gather_pickled
 from lockstep.dist.validate import NOT_GIVEN, either, is_int
-from lockstep.errors import message_of
 from lockstep.groups import Comm, resolve
-from lockstep.transport.control import report_failure, require_no_failure
+from lockstep.transport.control import exchange, report_failure
 
 _Part: TypeAlias = tuple[list[Any], list[int] | None]
 
@@ -37,8 +34,7 @@ def collect_results(
     Args:
         results: this rank's part; any objects, None included. Parts may be uneven or empty.
         size: number of samples in the dataset.
-        device: ``"cpu"``, or an accelerator's name (``"gpu"``, ``"cuda"``, ...), accepted for compatibility; it has no
-            effect, because the group determines the device.
+        device: accepted for compatibility; it has no effect, because the group determines the device.
         tmpdir: accepted for compatibility, like `device`; the hosts need no shared disk.
         indices: for each result, the index of its sample in the dataset.
         result_part: an alias for `results`.
@@ -49,9 +45,9 @@ def collect_results(
 
     **Collective**: every rank of the default group.
 
-    **Raises**: on every rank ValueError if there are fewer results than `size`, or if indices are missing or out of
-    range, naming them. On one rank, with PeerError on the others: TypeError if a result can't be pickled, ValueError if
-    the numbers of results and indices differ, DistError if rank 0 can't load what it received.
+    **Raises**: on one rank, with PeerError on the others, which has the same words: ValueError on rank 0 if there are
+    fewer results than `size`, or if indices are missing or out of range, naming them; TypeError if a result can't be
+    pickled, ValueError if the numbers of results and indices differ, DistError if rank 0 can't load what it received.
 
     **Cost**: the pickled bytes of all parts but rank 0's, sent to rank 0 alone; large tensors and arrays from their own
     memory. Rank 0 gets its own results back without a copy.
@@ -65,12 +61,19 @@ def collect_results(
     """
     results = either("results", results, "result_part", result_part)
     comm = resolve()
-    _check_arguments(size, device)
+    if size is NOT_GIVEN:
+        raise TypeError("collect_results() missing 1 required argument: 'size'")
+    if not is_int(size) or size < 0:
+        raise ValueError(f"`size` must be the number of samples, an int >= 0, but is {size!r}")
     size = int(size)
     check_call("collect_results", comm, size, compares=False)
     with report_failure(comm):
         part = _own_part(results, indices, comm)
-    return _order_on_main(gather_pickled(part, 0, comm, copy_own=False), size, comm)
+    parts = gather_pickled(part, 0, comm, copy_own=False)
+    with report_failure(comm):
+        ordered = None if parts is None else _in_order(list(parts), size)
+    exchange(comm)
+    return ordered
 
 
 def collect_results_cpu(
@@ -109,18 +112,6 @@ def collect_results_gpu(
     return collect_results(either("results", results, "result_part", result_part), size, "gpu")
 
 
-def _check_arguments(size: int, device: str) -> None:
-    if size is NOT_GIVEN:
-        raise TypeError("collect_results() missing 1 required argument: 'size'")
-    if not is_int(size) or size < 0:
-        raise ValueError(f"`size` must be the number of samples, an int >= 0, but is {size!r}")
-    if device not in ("cpu", "gpu"):
-        try:
-            torch.device(device)
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(f"`device` must be 'cpu' or an accelerator such as 'gpu', but is {device!r}") from error
-
-
 def _own_part(results: Sequence[Any], indices: Sequence[int] | None, comm: Comm) -> _Part:
     if not hasattr(results, "__len__"):
         raise TypeError(f"`results` must be a list, but is {type(results).__name__} ({comm.this_rank})")
@@ -132,25 +123,6 @@ def _own_part(results: Sequence[Any], indices: Sequence[int] | None, comm: Comm)
             f"({comm.this_rank})"
         )
     return list(results), [int(index) for index in indices]
-
-
-def _order_on_main(parts: Iterable[_Part] | None, size: int, comm: Comm) -> list[Any] | None:
-    """Order the parts on rank 0, and tell every rank whether that succeeded."""
-    ordered: list[Any] | None = None
-    error: Exception | None = None
-    if parts is not None:
-        try:
-            ordered = _in_order(list(parts), size)
-        except Exception as refused:  # loading what arrived may raise anything
-            error = refused
-    outcome = (None, "") if error is None else (type(error).__name__, message_of(error))
-    kind, message = broadcast_pickled(outcome, 0, comm)
-    if error is not None:
-        raise error
-    if kind == "ValueError":
-        raise ValueError(f"{message} (seen on {comm.this_rank})")
-    require_no_failure([kind and f"{kind}: {message}"], comm)
-    return ordered
 
 
 def _in_order(parts: list[_Part], size: int) -> list[Any]:

@@ -25,14 +25,7 @@ from lockstep.dist.consistency import CheckMode, check_collectives, check_mode
 from lockstep.dist.rendezvous import await_all, is_one_node, meet
 from lockstep.dist.validate import NOT_GIVEN, either, is_int
 from lockstep.engines import adopt_group, load_engine
-from lockstep.errors import (
-    CollectiveTimeoutError,
-    DistError,
-    PeerError,
-    Preempted,
-    TopologyError,
-    counted,
-)
+from lockstep.errors import DistError, PeerError, Preempted, TopologyError, counted
 from lockstep.topology import LauncherName, Topology, environ, read_topology
 from lockstep.watch.ending import end_watch, raised_error
 from lockstep.watch.interrupt import end_process, groups_in_error, leave_process
@@ -81,8 +74,7 @@ def init_dist(
         timeout: how long a collective waits for a missing rank, in seconds or as a timedelta; None is 10 minutes, with
             every backend. A warning says after 30 seconds for whom a rank waits, and what that one does, then at
             doubling intervals; the environment variable ``LOCKSTEP_HEARTBEAT`` sets the first.
-        port: port of the store on rank 0. None takes ``MASTER_PORT``, else a free one (single node) or one derived
-            from the job's identity (several nodes).
+        port: port of the store on rank 0. None takes ``MASTER_PORT``, else one derived from the job's identity.
         store: a store at which the ranks meet, in place of an address and port.
         **kwargs: passed on to `torch.distributed.init_process_group`.
 
@@ -131,22 +123,19 @@ def init_dist(
         if is_one_node(topology):
             _keep_on_loopback(backend, undo)
         _allow_many_files()
-        try:
-            shared_store = meet(topology, store, port, duration or _STORE_TIMEOUT, _generations[address], undo)
-            if topology.world_size > 1:
-                await_all(shared_store, topology, duration or _STORE_TIMEOUT)
-            if topology.local_size > 1:
-                _refuse_shared(device, topology, shared_store)
-            torch_dist.init_process_group(
-                backend,
-                timeout=groups.backend_timeout(duration or _TIMEOUT, device is not None),
-                store=shared_store,
-                rank=topology.rank,
-                world_size=topology.world_size,
-                **kwargs,
-            )
-        except (torch_dist.DistStoreError, torch_dist.DistNetworkError) as error:
-            raise _rendezvous_error(error, topology) from error
+        shared_store = meet(topology, store, port, duration or _STORE_TIMEOUT, _generations[address])
+        if topology.world_size > 1:
+            await_all(shared_store, topology, duration or _STORE_TIMEOUT)
+        if topology.local_size > 1:
+            _refuse_shared(device, topology, shared_store)
+        torch_dist.init_process_group(
+            backend,
+            timeout=groups.backend_timeout(duration or _TIMEOUT, device is not None),
+            store=shared_store,
+            rank=topology.rank,
+            world_size=topology.world_size,
+            **kwargs,
+        )
         _undo = undo.pop_all()
     pg = groups.get_default_group()
     assert pg is not None  # made a moment ago
@@ -166,7 +155,7 @@ def destroy_dist() -> None:
     It also runs automatically at exit, because a process that ends while a gloo group is alive may abort with exit code
     -6 instead of 0 (torch 2.13).
 
-    **Collective**: every rank, at about the same time. It waits for up to two seconds for the others, to compare the
+    **Collective**: every rank, at about the same time. It waits for up to three seconds for the others, to compare the
     calls of all ranks for the last time.
 
     **Raises**: CollectiveMismatchError if the ranks have made different calls, and the error of a call that failed
@@ -250,12 +239,6 @@ def _checked_backend(backend: str | None) -> str:
                 f"`backend` must name backends of torch.distributed ({', '.join(sorted(set(known) - {'undefined'}))}), "
                 f"but is {backend!r}"
             )
-        is_available = getattr(torch_dist, f"is_{name}_available", None)
-        if is_available is not None and not is_available():
-            raise ValueError(
-                f"`backend` must be one that this build of torch has, but is {backend!r} and {name} is not there. "
-                "Leave it out, or use 'gloo'"
-            )
     devices = torch_dist.Backend.backend_capability.get(backend.lower(), ["cpu"])
     if "cpu" not in devices and torch_dist.is_gloo_available():
         return ",".join(["cpu:gloo", *(f"{device}:{backend.lower()}" for device in devices)])
@@ -300,22 +283,14 @@ def _bind_device(topology: Topology, backend: str) -> torch.device | None:
     kind = get_device()
     if kind in ("cpu", "mps"):
         return None
-    count = torch.accelerator.device_count()
-    owns_device = "ccl" in backend
-    if owns_device and 1 < count <= topology.local_rank and "NCCL_HOSTID" not in os.environ:
-        raise TopologyError(
-            f"`local_rank` must be below the number of {kind} devices, {count}, but is {topology.local_rank} "
-            f"(rank {topology.rank} of {topology.world_size}). Start at most {count} ranks on this node, or use "
-            "backend='gloo' to share devices"
-        )
     # A launcher may show each rank one device alone, as srun --gpus-per-task=1 does.
-    index = topology.local_rank % count
+    index = topology.local_rank % torch.accelerator.device_count()
     torch.accelerator.set_device_index(index)
-    return torch.device(kind, index) if owns_device else None
+    return torch.device(kind, index) if "ccl" in backend else None
 
 
 def _refuse_shared(device: torch.device | None, topology: Topology, store: Store) -> None:
-    """Refuse devices that several ranks of this node have, where each rank sees one alone, or NCCL's hosts are named.
+    """Refuse devices that several ranks of this node have, unless they are ranks of several hosts to NCCL.
 
     **Collective**: every rank of the node. **Cost**: a key in the store, and the keys of the node's other ranks.
 
@@ -323,7 +298,7 @@ def _refuse_shared(device: torch.device | None, topology: Topology, store: Store
         TopologyError: on all ranks of the node that share a device.
     """
     uuid = ""
-    if device is not None and (torch.accelerator.device_count() == 1 or "NCCL_HOSTID" in os.environ):
+    if device is not None:
         properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(device)
         # A device that does not say which it is may be shared. NCCL compares hosts, too, which its variable renames.
         uuid = f"{getattr(properties, 'uuid', None) or device.index} {os.environ.get('NCCL_HOSTID', '')}"
@@ -350,17 +325,6 @@ def _allow_many_files() -> None:
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _rendezvous_error(error: Exception, topology: Topology) -> Exception:
-    """Return the error for ranks that did not find each other, with torch's message."""
-    text = str(error)
-    kind = CollectiveTimeoutError if "time" in text else DistError
-    return kind(
-        f"`init_dist` must meet all {topology.world_size} ranks, but at least one was not to be found "
-        f"(rank {topology.rank} of {topology.world_size}). Did all start, with one MASTER_ADDR and MASTER_PORT? "
-        f"torch says: {text}"
-    )
 
 
 def _destroy(*, ends_at_once: bool = False) -> None:

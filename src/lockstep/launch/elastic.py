@@ -19,19 +19,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.rendezvous import RendezvousError
-from torch.numa.binding import AffinityMode, NumaOptions
 
 from lockstep.errors import LaunchError, Preempted, counted
 from lockstep.launch.job import STOP_SIGNALS, JobSpec
 from lockstep.launch.ledger import Ledger, RankRecord, seconds_to_await_cause
 from lockstep.launch.notices import say
-from lockstep.launch.processes import OomKills, RankProcesses
+from lockstep.launch.processes import RankProcesses, oom_kills
 from lockstep.launch.rendezvous import JobEndedError, NodeFailedError, NodesRendezvous
 from lockstep.launch.worker import FAILING_FILE, ITERATION_FILE, RESUME_SINCE, iteration_file
 
@@ -54,14 +52,11 @@ def run_ranks(
     payload: str | None,
     grace_seconds: int,
     trains: bool,
-    numa: str | None,
 ) -> None:
     """Run what `launch` describes; `additions` are environment variables for the ranks."""
-    if numa is not None and torch.cuda.device_count() < job.nproc:
-        raise LaunchError(
-            "`--numa` must have a CUDA GPU for each rank of this machine, to bind it near that, but there are "
-            f"{torch.cuda.device_count()} GPUs for {counted(job.nproc, 'rank')}. Leave out --numa"
-        )
+    logger = logging.getLogger("torch.distributed.elastic")  # `say` prints what matters
+    logger.propagate = False
+    logger.addHandler(logging.NullHandler())
     rendezvous = NodesRendezvous(job, say)
     spec = WorkerSpec(
         role="rank",
@@ -70,10 +65,9 @@ def run_ranks(
         args=_worker_arguments(command, logs),
         rdzv_handler=rendezvous,
         max_restarts=max_restarts,
-        numa_options=None if numa is None else NumaOptions(AffinityMode(numa)),
     )
     try:
-        with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, _signals_handled(trains), _torch_quiet():
+        with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, _signals_handled(trains):
             setup = _RankSetup(folder, additions, payload, rendezvous)
             agent = _Agent(spec, setup, logs, grace_seconds, job.least_nproc)
             result = agent.run()
@@ -150,7 +144,7 @@ class _Agent(LocalElasticAgent):
         self._processes: RankProcesses | None = None
         self._failed_since: float | None = None  # when a rank was first seen to have failed
         self._preempted_since: float | None = None
-        self._memory_kills = OomKills()
+        self._oom_kills = 0  # of this machine, when the attempt began
         self._failed_iteration: int | None = None  # of the last attempt
         self._same_iteration_note = ""  # why the ranks are not started again, if two attempts failed in one iteration
         self.has_trained = False  # whether a rank had trained when a signal stopped the job
@@ -185,7 +179,7 @@ class _Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._setup.failing.unlink(missing_ok=True)
         self._failed_since = self._preempted_since = None
-        self._memory_kills = OomKills()
+        self._oom_kills = oom_kills()
         pids: dict[int, int] = super()._start_workers(worker_group)
         self._let_a_press_be_one()
         files = self._setup.error_files
@@ -275,7 +269,7 @@ class _Agent(LocalElasticAgent):
         """Find the cause of the failures of this attempt."""
         assert self._processes is not None
         whole_job = self.get_worker_group().group_world_size == 1
-        self.ledger = Ledger(self._processes.records, whole_job=whole_job, memory=self._memory_kills.describe())
+        self.ledger = Ledger(self._processes.records, whole_job=whole_job, oom_kills=oom_kills() - self._oom_kills)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:  # as torch calls it
         failed = self._setup.failing.exists()
@@ -379,17 +373,3 @@ def _signals_handled(trains: bool) -> Iterator[None]:
             for number, handler in before.items():
                 is_stale = trains and number in STOP_SIGNALS and callable(handler)
                 signal.signal(number, signal.SIG_DFL if is_stale else handler)
-
-
-@contextmanager
-def _torch_quiet() -> Iterator[None]:
-    """Keep the agent's log messages off the terminal; `say` prints what matters."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    silence = logging.NullHandler()
-    propagate, logger.propagate = logger.propagate, False
-    logger.addHandler(silence)
-    try:
-        yield
-    finally:
-        logger.removeHandler(silence)
-        logger.propagate = propagate

@@ -34,6 +34,11 @@ _ABORTED = (
     "By SIGABRT gloo, on the CPU, ends a process that gets more bytes than it expects: ranks may have made calls that "
     "differ. LOCKSTEP_CHECK=always compares each call of lockstep's before it runs, and names both lines."
 )
+_KILLED = "The launcher did not send it. Where nobody else did, the machine may have run out of memory."
+_OUT_OF_MEMORY = (
+    "A lack of memory may be the cause: the kernel has killed {} of this machine's processes for it meanwhile. Try a "
+    "smaller batch, fewer data loader workers, or more memory."
+)
 _DEADLY = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 # Other ranks may report that a process is gone before the launcher learns of its end.
 _SECONDS_TO_LEARN_OF_END = 0.5
@@ -206,12 +211,12 @@ class Ledger:
         records: what is known of each rank; at least one rank has failed.
         whole_job: these are all ranks of the job. Otherwise a rank that still runs is not blamed for others that wait:
             the cause may be on another node.
-        memory: what is known of lack of memory, for a rank that SIGKILL ended.
+        oom_kills: how many processes the kernel has killed meanwhile for lack of memory, as far as it says.
     """
 
-    def __init__(self, records: Sequence[RankRecord], *, whole_job: bool = True, memory: str = "") -> None:
+    def __init__(self, records: Sequence[RankRecord], *, whole_job: bool = True, oom_kills: int = 0) -> None:
         self._records = sorted(records, key=lambda record: (record.moment, record.rank))
-        self._memory = memory
+        self._oom_kills = oom_kills
         self._culprits = _culprits(self._records, whole_job)
 
     @property
@@ -252,7 +257,7 @@ class Ledger:
         if culprit.was_killed:
             parts.append("It did not end by itself, so the launcher killed it.")
         if culprit.own_report is None and culprit.own_status == -signal.SIGKILL:
-            parts.append(self._memory)
+            parts.append(_OUT_OF_MEMORY.format(self._oom_kills) if self._oom_kills else _KILLED)
         if culprit.own_report is None and culprit.own_status == -signal.SIGABRT:
             parts.append(_ABORTED)
         after = [words for record in self._records if record not in self._culprits and (words := _consequence(record))]

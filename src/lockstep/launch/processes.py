@@ -195,28 +195,9 @@ def _script_frames(stack: str) -> str:
     return "\n".join(line for line in lines if not any(words in line for words in _FRAMES_OF_START))
 
 
-class OomKills:
-    """Counts the processes of this machine that the kernel has killed for lack of memory since its creation."""
-
-    def __init__(self) -> None:
-        self._before = _oom_kills()
-
-    def describe(self) -> str:
-        """Return what is known about the cause of a SIGKILL that the launcher did not send."""
-        before, now = self._before, _oom_kills()
-        if before is None or now is None:
-            return "The launcher did not send it. Where nobody else did, the machine may have run out of memory."
-        if now > before:
-            return (
-                f"A lack of memory may be the cause: the kernel has killed {now - before} of this machine's processes "
-                "for it meanwhile. Try a smaller batch, fewer data loader workers, or more memory."
-            )
-        return "The launcher did not send it, nor did the kernel for lack of memory: somebody else did."
-
-
-def _oom_kills() -> int | None:
-    """Return how often the kernel has killed for lack of memory, of the machine or a control group; None: unknown."""
+def oom_kills() -> int:
+    """Return how often the kernel has killed for lack of memory, of the machine or a control group; 0 if not known."""
     with suppress(OSError, ValueError, StopIteration):
         lines = (_PROC / "vmstat").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
-    return None
+    return 0

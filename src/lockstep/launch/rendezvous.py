@@ -59,8 +59,8 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
       until the ranks are restarted for whatever reason.
     - Say which node gave up first, and with which exit code: the job ends with it on all nodes.
 
-    Each node but node 0 shows by a heartbeat that it is alive. At the end node 0 waits for those that are. If nodes may
-    be lost (`--nnodes MIN:MAX`), it does so at the beginning of an attempt, too; whoever is not there then may take
+    Each node but node 0 shows by a heartbeat that it is alive. Node 0 waits for those that are, at the end and at the
+    beginning of an attempt, which needs MIN of them (`--nnodes MIN:MAX`), or all; whoever is not there then may take
     part in a later one.
 
     Args:
@@ -72,6 +72,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         self._job = job
         self._host, self._port = job.endpoint()
         self._run_id = uuid.uuid4().hex if job.nnodes == 1 else f"lockstep-{self._host}-{self._port}"
+        self._least = job.least_nnodes or job.nnodes
         self._say = say
         self._token = uuid.uuid4().hex  # tells this launcher from one that is started again on the same node
         self._store: TCPStore | None = None
@@ -202,17 +203,18 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         """Begin the next attempt in which this node takes part; return its store, and the port of its ranks' store."""
         self._agree_on_number(store)
         node = self._job.node_rank
-        if not self._is_fixed:
-            self._begin_heartbeats(store)
+        if self._heartbeats is None:
+            self._heartbeats = _Heartbeats(store)
+            if node != 0:
+                self._heartbeats.begin(node, self._token, self._connect())
         is_late = False
         while True:
             attempt = PrefixStore(f"attempt_{self.attempt}", store)
             claimed = attempt.compare_set(f"node_{node}", "", self._token).decode()
-            if self._is_fixed and claimed != self._token:
+            if claimed != self._token and not attempt.check([_MEMBERS]):
                 raise rendezvous.RendezvousError(
-                    f"{_same_rank(node)}, or this node's command was started again. Then start it anew on all nodes"
+                    f"{_same_rank(node)}, or this node's command was started again. Then start it once more"
                 )
-            self._begin_heartbeats(store)
             if self._is_member:
                 attempt.set("begun", "")
             if is_late and not attempt.check([_MEMBERS]):
@@ -226,12 +228,6 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
                 return attempt, port
             is_late = True
             self.attempt += 1
-
-    def _begin_heartbeats(self, store: Store) -> None:
-        if self._heartbeats is None:
-            self._heartbeats = _Heartbeats(store)
-            if self._job.node_rank != 0:
-                self._heartbeats.begin(self._job.node_rank, self._token, self._connect())
 
     def _agree_on_number(self, store: Store) -> None:
         least, most = self._job.least_nnodes, self._job.nnodes
@@ -251,11 +247,12 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
             nodes = self._awaited(attempt, since)
             if nodes and (closed := self._acknowledge_closed()):
                 raise NodeFailedError(*closed)
-            for node in nodes:
-                if store.check([f"done_{node}"]) and (self._is_fixed or self._job.node_rank != 0):
-                    if is_late:
-                        raise JobEndedError("the job has ended without this node")
-                    raise rendezvous.RendezvousClosedError(f"node {node} has finished already and cannot start again")
+            is_first = self._job.node_rank == 0
+            ended = [node for node in (nodes if is_first else [0]) if nodes and store.check([f"done_{node}"])]
+            if ended and is_late:
+                raise JobEndedError("the job has ended without this node")
+            if ended and not (is_first and self._job.nnodes - len(ended) >= self._least):
+                raise rendezvous.RendezvousClosedError(f"node {ended[0]} has finished already and cannot start again")
             return f"node {', '.join(map(str, nodes))}" if nodes else ""
 
         self._wait(missing, deadline)
@@ -266,24 +263,20 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         """Return the nodes that this one awaits in an attempt, to which it came at `since`."""
         nodes = range(self._job.nnodes)
         absent = [node for node in nodes if not attempt.check([f"node_{node}"])]
-        if self._is_fixed and absent:
-            return absent
         if self._job.node_rank != 0:
-            return [] if attempt.check([_MEMBERS]) else [0]
-        if self._is_fixed:
-            return []
+            return [] if attempt.check([_MEMBERS]) else absent or [0]
         assert self._heartbeats is not None
         alive = self._heartbeats.alive(nodes, _SECONDS_UNTIL_LOST)
         self._here = here = alive - set(absent)
         may_be_starting = self.attempt == 0 and time.monotonic() < since + _SECONDS_FOR_MORE
-        if len(here) < (self._job.least_nnodes or 0) or may_be_starting:
+        if len(here) < self._least or may_be_starting:
             return [node for node in nodes if node not in here]
         return sorted(alive - here)
 
     def _begin(self, attempt: PrefixStore) -> None:
         """On node 0: begin an attempt, with a new store for the ranks, and say which nodes take part."""
         # Those that were there when the wait for them ended; a second look at the heartbeats might find fewer.
-        here = sorted(range(self._job.nnodes) if self._is_fixed else self._here)
+        here = sorted(self._here)
         self._ranks_store = self._serve(0)
         tokens = {node: attempt.get(f"node_{node}").decode() for node in here}
         attempt.set(_MEMBERS, json.dumps((self._ranks_store.port, tokens)))
@@ -340,11 +333,6 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
                 where = f", --rdzv {self._job.rdzv}" if self._job.rdzv else ""
                 self._say(f"waiting for {what} ({now - begun:.0f} s{limit}{where})")
             time.sleep(_POLL_SECONDS)
-
-    @property
-    def _is_fixed(self) -> bool:
-        """Whether the job needs all of its nodes."""
-        return self._job.least_nnodes is None
 
     @property
     def use_agent_store(self) -> bool:

@@ -52,6 +52,7 @@ from lockstep.errors import (
     error_in_words,
     message_of,
     place_of,
+    with_causes,
 )
 from lockstep.launch.job import FUNCTION
 from lockstep.masking import mask_text, printable
@@ -315,10 +316,7 @@ def _follows(error: BaseException) -> Literal["gone", "late"] | None:
 
     The causes of the error are looked at, too. None is an error of this rank's own.
     """
-    seen: set[int] = set()
-    behind: BaseException | None = error
-    while behind is not None and id(behind) not in seen:
-        seen.add(id(behind))
+    for behind in with_causes(error):
         text = message_of(behind) if isinstance(behind, RuntimeError) else ""
         if isinstance(behind, CollectiveTimeoutError) or any(words in text for words in _TIMEOUT_MESSAGES):
             return "late"
@@ -326,7 +324,6 @@ def _follows(error: BaseException) -> Literal["gone", "late"] | None:
             return "gone"
         if (ranks := _failed_ranks(behind)) and int(os.environ["RANK"]) not in ranks:
             return "gone"
-        behind = behind.__cause__ or (None if behind.__suppress_context__ else behind.__context__)
     return None
 
 

@@ -293,8 +293,7 @@ def _master_port(env: Environment) -> int | None:
     port = _number(env, ("MASTER_PORT",))
     if port is not None and not 0 < port.value < 2**16:
         raise TopologyError(
-            f"MASTER_PORT must be from 1 to 65535, but is {port.value}. Leave it out on a single node: a free port is "
-            "then found"
+            f"MASTER_PORT must be from 1 to 65535, but is {port.value}. mpirun and srun need none: unset it"
         )
     return port.value if port else None
 

@@ -7,7 +7,9 @@ and can use the group further. Besides, a `GatherHandle` brings the bytes of all
 
 from __future__ import annotations
 
+import json
 import struct
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -17,11 +19,12 @@ import torch.distributed as torch_dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lockstep.calls import Record
 from lockstep.errors import DistError, PeerError, error_in_words
 from lockstep.groups import Comm, control_groups
 from lockstep.transport.handles import Handle, in_backend
 from lockstep.transport.moving import all_gather_single, bytes_of, transfer
-from lockstep.watch.failures import mismatch
+from lockstep.watch.diagnosis import described
 
 _SLOT_BYTES = 256
 # Each slot begins with: digest of the calls, whether the rank reports a failure, length of its payload.
@@ -33,13 +36,10 @@ _MOST_FAILURE_BYTES = 480
 # Up to so many ranks, gloo's ring (n - 1 messages one after the other) is no longer than a tree there and back
 # (2 log n); at 1,024 ranks it takes 1,023 against 20.
 _RING_RANKS = 8
-# What slots may be: all alike; all but one; several that differ; the same, and not all ranks go on with the same call.
-_ALIKE, _ONE_ODD, _SEVERAL, _WRONG = range(4)
 _CPU = torch.device("cpu")
 _GATHER_TAG, _TREE_TAG = 0x10C5, 0x10C6  # users' own messages have others
-# In what each rank gives to a gathering: the length of its bytes, and as many of them as there is room for.
 _LENGTH = struct.Struct("<q")
-_GATHERED_BYTES = 4096
+_GATHERED_BYTES, _DOWN_BYTES = 4096, 1024  # of the first message of a gathering, and of what goes down the tree
 
 
 class _Control:
@@ -51,8 +51,6 @@ class _Control:
             ranks met before (2.13).
         own: this rank's slot.
         every: every rank's slot.
-        verdict: what rank 0 says of the slots: `_ALIKE`, `_ONE_ODD` ..., the rank of a single one that differs, its
-            slot, and that of another rank.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -68,7 +66,6 @@ class _Control:
         with torch.inference_mode(False):
             self.own = torch.empty(_SLOT_BYTES, dtype=torch.uint8, device=_CPU)
             self.every = torch.empty(comm.size * _SLOT_BYTES, dtype=torch.uint8, device=_CPU)
-            self.verdict = torch.zeros(2 + 2 * _SLOT_BYTES // 8, dtype=torch.int64, device=_CPU)
         self.own_bytes, self.every_bytes = bytes_of(self.own), bytes_of(self.every)
 
 
@@ -92,14 +89,13 @@ def control_group(comm: Comm) -> ProcessGroup | None:
     return None if comm.pg is None else _control_of(comm).reference()
 
 
-def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None, *, dst: int | None = None) -> list[bytes]:
+def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None) -> list[bytes]:
     """Give every rank every rank's bytes.
 
     Args:
         comm: the group.
         payload: this rank's bytes, any number; few ranks should have more than 64 KiB.
         failure: why this rank can't take part in what follows, in place of `payload`.
-        dst: the only rank that needs the bytes, if it is one; what the others get then means nothing.
 
     **Collective**: every rank of the group. The other ranks may be in other calls, as long as these exchange, too.
 
@@ -107,15 +103,13 @@ def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None, *, ds
     rank with a `failure`, on all but that one, which gets a list and raises its own error.
 
     **Cost**: up to 8 ranks, 256 bytes from each rank to each, in one call of gloo. Above, 2 log n messages one after
-    the other, and some 128 n log n bytes in all where the ranks give the same bytes, as for a check, or all but one do,
-    as in a broadcast; otherwise log n further messages, of all slots, or with `dst` one. What does not fit into 256
-    bytes is sent in further calls.
+    the other, and some 128 n log n bytes in all; log n further ones, where all bytes together can't be compressed to
+    1 KiB. What does not fit into 256 bytes is sent in further calls.
     """
     calls = comm.calls
     if calls is None or comm.is_alone:
         return [payload] * comm.size
-    if calls.failure is not None:
-        raise mismatch(comm)
+    calls.raise_failure()
     if comm.size == 1:
         return [payload]
     control = _control_of(comm)
@@ -125,10 +119,13 @@ def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None, *, ds
     _HEAD.pack_into(control.own_bytes, 0, calls.digest, failure is not None, len(payload))
     control.own_bytes[_HEAD.size :] = payload[:_INLINE_BYTES].ljust(_INLINE_BYTES, b"\0")
     with in_backend(comm):
-        _gather_slots(control, comm, dst)
+        _gather_slots(control, comm)
     heads = [_HEAD.unpack_from(control.every_bytes, rank * _SLOT_BYTES) for rank in range(comm.size)]
     if any(digest != calls.digest for digest, _, _ in heads):
-        raise mismatch(comm, is_usable=True)
+        exported = json.dumps(calls.export()).encode()
+        calls.reset()  # all ranks have found the difference at once, and can use the group further
+        every = enumerate(map(zlib.decompress, exchange(comm, zlib.compress(exported))))
+        raise described(comm, {rank: Record(json.loads(one)) for rank, one in every}, ())
     found = []
     for rank, (_, _, length) in enumerate(heads):
         first = rank * _SLOT_BYTES + _HEAD.size
@@ -146,8 +143,8 @@ def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None, *, ds
     return found
 
 
-def _gather_slots(control: _Control, comm: Comm, dst: int | None) -> None:
-    """Fill `control.every` with the slots of all ranks; but only on `dst` if that is given and nothing is wrong."""
+def _gather_slots(control: _Control, comm: Comm) -> None:
+    """Fill `control.every` with the slots of all ranks."""
     group, every = control.reference(), control.every
     if comm.size <= _RING_RANKS:
         all_gather_single(every, control.own, group=group)
@@ -162,38 +159,25 @@ def _gather_slots(control: _Control, comm: Comm, dst: int | None) -> None:
         step *= 2
     if comm.rank:
         torch_dist.send(slots[comm.rank : comm.rank + step], group_dst=comm.rank - step, group=group, tag=_TREE_TAG)
-    verdict = control.verdict
-    found, odd, common = verdict[:2], *verdict[2:].view(torch.uint8).view(2, _SLOT_BYTES)
-    if comm.rank == 0:
-        _compare_slots(slots, found, odd, common)
-    torch_dist.broadcast(verdict, group_src=0, group=group)
-    kind, rank = found.tolist()
-    if kind in (_ALIKE, _ONE_ODD):
-        slots[:] = common
-        if kind == _ONE_ODD:
-            slots[rank] = odd
-    elif kind == _WRONG or dst is None:
-        torch_dist.broadcast(every, group_src=0, group=group)
-    elif comm.rank == 0 != dst:
-        torch_dist.send(every, group_dst=dst, group=group, tag=_TREE_TAG)
-    elif comm.rank == dst != 0:
-        torch_dist.recv(every, group_src=0, group=group, tag=_TREE_TAG)
-    elif comm.rank != dst:
-        slots[:] = control.own
+    # Most slots are alike, as for a check, or all but one, as in a broadcast: a thousand become some hundred bytes.
+    packed = b"" if comm.rank else zlib.compress(control.every_bytes, 1)
+    down = _framed(packed, _DOWN_BYTES)
+    torch_dist.broadcast(down, group_src=0, group=group)
+    (length,) = _LENGTH.unpack_from(framed := bytes_of(down))
+    room = _DOWN_BYTES - _LENGTH.size
+    found = bytes(framed[_LENGTH.size :])
+    if length > room:
+        rest = torch.frombuffer(bytearray(packed[room:] or length - room), dtype=torch.uint8)
+        torch_dist.broadcast(rest, group_src=0, group=group)
+        found += bytes(bytes_of(rest))
+    control.every_bytes[:] = zlib.decompress(found[:length])
 
 
-def _compare_slots(slots: Tensor, found: Tensor, odd: Tensor, common: Tensor) -> None:
-    """Write the verdict about the slots of three ranks or more."""
-    differ = (slots != slots[0]).any(1)
-    if differ.sum() == len(slots) - 1 and bool((slots[1:] == slots[1]).all()):  # rank 0 itself, as in a broadcast
-        differ = ~differ
-    number, rank, other = int(differ.sum()), int(differ.int().argmax()), int(differ.int().argmin())
-    digests, failed, lengths = slots.view(torch.int64)[:, : _HEAD.size // 8].unbind(1)
-    is_wrong = bool((digests != digests[0]).any() | failed.any() | (lengths > _INLINE_BYTES).any())
-    kind = (_ALIKE, _ONE_ODD)[number] if number < _SEVERAL else _WRONG if is_wrong else _SEVERAL
-    found.copy_(torch.tensor([kind, rank], device=_CPU))
-    odd.copy_(slots[rank])
-    common.copy_(slots[other])
+def _framed(payload: bytes, size: int) -> Tensor:
+    """Return a message of `size` bytes: the length of a payload, and as many of its bytes as there is room for."""
+    return torch.frombuffer(
+        bytearray(_LENGTH.pack(len(payload)) + payload)[:size].ljust(size, b"\0"), dtype=torch.uint8
+    )
 
 
 def _exchange_rests(rest: bytes, lengths: Sequence[int], comm: Comm) -> list[bytes]:
@@ -250,16 +234,10 @@ def report_failure(comm: Comm, kind: type[BaseException] = Exception) -> Iterato
     try:
         yield
     except kind as error:
-        tell_failure(error, comm)
+        if comm.calls is None or comm.calls.failure is None:  # else the watch has told all ranks of a failure
+            with suppress(DistError):  # this rank raises its own error
+                exchange(comm, failure=error_in_words(error))
         raise
-
-
-def tell_failure(error: BaseException, comm: Comm) -> None:
-    """Tell the other ranks, which are in `exchange`, that this one can't take part; it then raises `error`."""
-    if comm.calls is not None and comm.calls.failure is not None:
-        return  # the watch has already told all ranks of a failure
-    with suppress(DistError):  # this rank raises its own error
-        exchange(comm, failure=error_in_words(error))
 
 
 def require_no_failure(failures: Sequence[str | None], comm: Comm) -> None:
@@ -294,9 +272,7 @@ class GatherHandle:
         self._first = self._rest = Handle((), comm)
         if comm.is_alone:
             return
-        size = _GATHERED_BYTES - _LENGTH.size
-        first, rest = payload[:size].ljust(size, b"\0"), payload[size:]
-        own = torch.frombuffer(bytearray(_LENGTH.pack(len(payload)) + first), dtype=torch.uint8)
+        own, rest = _framed(payload, _GATHERED_BYTES), payload[_GATHERED_BYTES - _LENGTH.size :]
         if self._gathered is not None:
             self._every = [torch.empty_like(own) for _ in range(comm.size)]
         with in_backend(comm):

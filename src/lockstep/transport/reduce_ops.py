@@ -149,23 +149,16 @@ def _int_reduction(op: OpName, dtype: torch.dtype) -> Reduction:
 
 
 def _int_mean(dtype: torch.dtype) -> Reduction:
-    if dtype in (torch.int64, torch.uint64):
-        return Reduction("sum", _split_words, partial(_mean_of_words, dtype=dtype))
-    return Reduction("sum", lambda x: x.long(), partial(_exact_mean, dtype=dtype))
-
-
-def _exact_mean(total: Tensor, size: int, *, dtype: torch.dtype) -> Tensor:
-    _require_exact(bool((total % size == 0).all()), dtype)
-    return (total // size).to(dtype)
+    return Reduction("sum", _split_words, partial(_mean_of_words, dtype=dtype))
 
 
 def _split_words(data: Tensor) -> Tensor:
-    """Split 64-bit numbers into two 32-bit words, whose sums over up to 2**31 ranks can't overflow.
+    """Split numbers into two 32-bit words, whose sums over up to 2**31 ranks can't overflow.
 
     Shapes: [n] or any -> [2, *shape], high words first.
     """
-    low = data.view(torch.int64) & 0xFFFFFFFF
-    high = data.view(torch.int64) >> 32
+    whole = data.view(torch.int64) if data.dtype.itemsize == 8 else data.long()
+    low, high = whole & 0xFFFFFFFF, whole >> 32
     if data.dtype is torch.uint64:
         high = high & 0xFFFFFFFF
     return torch.stack([high, low])
@@ -176,14 +169,10 @@ def _mean_of_words(total: Tensor, size: int, *, dtype: torch.dtype) -> Tensor:
     high, low = total
     quotient, rest = high // size, high % size
     low = low + (rest << 32)
-    _require_exact(bool((low % size == 0).all()), dtype)
-    mean: Tensor = (quotient << 32) + low // size
-    return mean.view(dtype)
-
-
-def _require_exact(exact: bool, dtype: torch.dtype) -> None:
-    if not exact:
+    if not bool((low % size == 0).all()):
         raise ValueError(
             f"the mean of {dtype} data must be a whole number, but at least one element's is not. "
             "Convert first, e.g. data.float(), or use op='sum'"
         )
+    mean: Tensor = (quotient << 32) + low // size
+    return mean.view(dtype) if dtype.itemsize == 8 else mean.to(dtype)

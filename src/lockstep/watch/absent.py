@@ -24,8 +24,6 @@ from lockstep.watch.diagnosis import (
     absent_ranks,
     deadlock,
     described,
-    mismatch_as_json,
-    mismatch_from_json,
     records_of,
     stuck_ranks,
     what_is_known,
@@ -101,7 +99,7 @@ class WatchOfRank:
                 if kind == "gone":
                     calls.failure = absence(comm, [Absent(*one) for one in values])
                 else:
-                    calls.failure = mismatch_from_json(values)
+                    calls.failure = CollectiveMismatchError(values[0], failed_ranks=values[1])
                 heard.append((comm, calls, calls.failure))
         for one in heard:  # the main thread goes on when all are known
             self.fail(*one)
@@ -118,7 +116,7 @@ class WatchOfRank:
         Args:
             group: its name.
             ranks: its ranks.
-            values: of a mismatch, as `mismatch_as_json` gives them; or what is known of ranks that are absent.
+            values: what is known of ranks that are absent; of a mismatch, the message and the ranks that failed.
             kind: `calls` for a mismatch, `gone` for ranks that are absent.
         """
         self.store.set(f"failure/{group}", json.dumps([kind, *values]))
@@ -139,7 +137,7 @@ class WatchOfRank:
     def fail_all(self, comm: Comm, calls: Calls, error: CollectiveMismatchError) -> None:
         """Let all ranks of the group fail."""
         if calls.failure is None:
-            self.declare(comm.group_name, comm.ranks, mismatch_as_json(error))
+            self.declare(comm.group_name, comm.ranks, [str(error), error.failed_ranks])
             self.fail(comm, calls, error)
 
 
@@ -287,9 +285,9 @@ class AbsentSearch:
         states = watch.board.ask(states)
         again = stuck_ranks(states, watch.size)
         if all(again.get(rank) == calls for rank, calls in stuck.items()):
-            values = mismatch_as_json(deadlock(states, stuck, watch.size))
+            error = deadlock(states, stuck, watch.size)
             for name, members in {(call.group, call.members) for calls in stuck.values() for call in calls}:
-                watch.declare(name, members, values)
+                watch.declare(name, members, [str(error), error.failed_ranks])
             watch.hear()
 
 

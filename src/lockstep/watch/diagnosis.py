@@ -6,12 +6,8 @@ the rest waits. If all absent ranks are blocked themselves, in a circle, none of
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from lockstep.calls import Record, first_difference, grouped, unlike_most
 from lockstep.errors import (
@@ -28,7 +24,6 @@ from lockstep.watch.board import Board, State
 # A rank that has ended with one of these errors was not the cause: another rank was.
 _OF_OTHERS = (f"{PeerError.__name__}:", f"{CollectiveTimeoutError.__name__}:")
 
-_MOST_UNFINISHED = 4  # calls that are shown
 _SECONDS_STILL = 1.5  # a main thread that stays in one line so long waits for its device
 
 
@@ -136,17 +131,6 @@ def _words(location: str, state: State | None, process: str, record: Record | No
     return f"{last} ({location}); now in{stack}"
 
 
-def mismatch_as_json(error: CollectiveMismatchError) -> list[object]:
-    """Return an error as values for the store."""
-    return [str(error), error.failed_ranks]
-
-
-def mismatch_from_json(values: Sequence[Any]) -> CollectiveMismatchError:
-    """Return the error that `mismatch_as_json` has put into values."""
-    text, failed_ranks = values
-    return CollectiveMismatchError(text, failed_ranks=failed_ranks)
-
-
 def absence(
     comm: Comm,
     absent: Sequence[Absent],
@@ -181,7 +165,6 @@ def absence(
     if ended or (is_gone and not absent):
         text = f"{who} ended or lost the connection during {what} as seen on {comm.this_rank}. Look for "
         text += f"the error there first:\n{lines_of(shown)}" if shown else f"its own error first. {detail}"
-        text += unfinished_of_torch(comm)
         rank, error_there = (shown[0].rank, shown[0].cause) if shown else (None, "")
         error = PeerError(text, rank=rank, cause=error_there or cause)
     else:
@@ -191,34 +174,8 @@ def absence(
             text += ", nor does the store answer at which the ranks met"
             hint = "This host may have lost its network, or that of rank 0."
         text += f" ({comm.this_rank})" + (f":\n{lines_of(shown)}" if shown else f". {hint} {detail}")
-        error = CollectiveTimeoutError(text + unfinished_of_torch(comm))
+        error = CollectiveTimeoutError(text)
     return caused_by(error, [comm.ranks[one.rank] for one in shown]) if shown else error
-
-
-def unfinished_of_torch(comm: Comm) -> str:
-    """Return lines about this rank's calls in a group that NCCL has not ended, as torch's flight recorder knows them.
-
-    They name what torch itself has called, as FSDP does. TORCH_FR_BUFFER_SIZE=0 turns the recorder off. The host does
-    not wait for the device.
-    """
-    with suppress(Exception):  # no public part of torch, and in builds for CUDA alone (2.13)
-        recorder: Any = torch._C._distributed_c10d
-        entries = json.loads(recorder._dump_nccl_trace_json(True, False))["entries"]
-        mine = [one for one in entries if one["process_group"][0] == comm.group_name]
-        # Calls that torch has joined into one are never marked as ended (2.11).
-        ended = max([one["op_id"] for one in mine if one["retired"]], default=0)
-        late = [one for one in mine if one["op_id"] > ended]
-        lines = [
-            f"  number {one['op_id']}, {one['profiling_name']} of {', '.join(one['input_dtypes'])} "
-            f"{one['input_sizes']} to {one['output_sizes']}, {one['state']}"
-            for one in late[:_MOST_UNFINISHED]
-        ]
-        more = [f"  and {len(late) - len(lines)} after them"] if len(late) > len(lines) else []
-        if lines:
-            return "\n".join(
-                [f"\ntorch's flight recorder has calls of {comm.name} that have not ended:", *lines, *more]
-            )
-    return ""
 
 
 def lines_of(absent: Sequence[Absent]) -> str:

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
-from lockstep.calls import Record
-from lockstep.errors import DistError, error_in_words
+from lockstep.errors import CollectiveMismatchError, DistError, error_in_words
 from lockstep.groups import known_groups, recorded_groups
-from lockstep.watch.board import pauses
-from lockstep.watch.diagnosis import (
-    described,
-    described_if_different,
-    mismatch_as_json,
-    mismatch_from_json,
-    records_of,
-)
+from lockstep.watch.board import Board, pauses
+from lockstep.watch.diagnosis import described_if_different, records_of
 from lockstep.watch.interrupt import interrupt
 from lockstep.watch.watch import Watch, take_watch
 
-_SECONDS_TO_END = 2.0
-_SECONDS_TO_ASK = 0.5  # then a rank that has not arrived is asked what it waits for
+_SECONDS_TO_END = 2.0  # and three ticks: a rank that waits in a call hears meanwhile that this one has ended
 _SECONDS_TO_LINGER = 2.0
 _SECONDS_OF_DEVICES = 0.5  # after which torch knows that the backend of a device has lost a rank
 _FAILED = "failed"  # the result where a rank has ended with an error
@@ -32,7 +24,7 @@ _COMPARING_RANK = 0  # compares the calls of all ranks, and sends the others the
 def end_watch() -> DistError | None:
     """End the watch; return the error that says why the calls of the ranks don't agree, if they don't.
 
-    Waits for up to two seconds for the other ranks, unless this one ends because of an error.
+    Waits for up to three seconds for the other ranks, unless this one ends because of an error.
     """
     watch = take_watch()
     if watch is None:
@@ -40,7 +32,7 @@ def end_watch() -> DistError | None:
     try:
         if not watch.is_cut_off:
             with suppress(Exception):  # the store may be gone
-                return _LastComparison(watch).compare()
+                return _compare_for_the_last_time(watch)
         if raised_error() is None:
             return _failure_of_devices(watch)
         _interrupt_all()
@@ -74,107 +66,84 @@ def _failure_of_devices(watch: Watch) -> DistError | None:
     return None
 
 
-class _LastComparison:
-    """The last comparison: a rank publishes its calls before it ends, and learns whether those of all ranks agree.
+def _compare_for_the_last_time(watch: Watch) -> DistError | None:
+    """Publish the calls of this rank, before it ends, and return how those of all ranks differ, if they do."""
+    groups, error = recorded_groups(), raised_error()
+    if error is not None:
+        watch.error = error_in_words(error).partition("\n")[0]
+    failure = watch.hear() if error is not None else _failure(watch)
+    has_failed = error is not None or any(calls.has_failed for _, calls in groups)
+    watch.stop()
+    watch.board.end({**watch.state(ended=True), "failed": has_failed or failure is not None})
+    if error is not None:
+        _interrupt_all()
+    try:
+        if has_failed or failure is not None:
+            return None if has_failed else failure
+        if watch.rank == _COMPARING_RANK:
+            return _compare_all(watch)
+        return _read_result(watch) if groups else None
+    finally:
+        watch.store.add("left", 1)
+        if watch.rank == _COMPARING_RANK:
+            _wait_for_readers(watch.board)
 
-    Args:
-        watch: the watch of this rank.
+
+def _wait_for_readers(board: Board) -> None:
+    """Wait until the others have read the result: the store may end with this process."""
+    for _ in pauses(_SECONDS_TO_LINGER, board.tick):
+        others = range(1, board.size)
+        if board.store.add("left", 0) == board.size or all(board.process(rank) == "gone" for rank in others):
+            return
+
+
+def _read_result(watch: Watch) -> DistError | None:
+    """Return the result that `_COMPARING_RANK` publishes, or a failure that is declared before."""
+    store = watch.store
+    failure = _wait(watch, _SECONDS_TO_END + 0.5, lambda: [] if store.check(["result"]) else [_COMPARING_RANK])
+    result = json.loads(store.get("result")) if failure is None and store.check(["result"]) else None
+    if result == _FAILED:
+        return _failure_of_devices(watch)
+    return CollectiveMismatchError(result[0], failed_ranks=result[1]) if result else failure
+
+
+def _compare_all(watch: Watch) -> DistError | None:
+    """Compare the calls of all ranks, and publish the result.
+
+    A failure that another rank has declared is not published again, because each rank reads it by itself.
     """
+    groups, heard, difference = recorded_groups(), None, None
+    result: object = None
+    try:
+        heard = _wait(watch, _SECONDS_TO_END, watch.board.missing) if groups else None
+        states = {} if heard else watch.board.last_states(range(1, watch.size))
+        if any(state["failed"] for state in states.values()):
+            result = _FAILED
+        elif not heard:
+            states |= {_COMPARING_RANK: watch.state(ended=True)}
+            found = (described_if_different(comm, records_of(comm, states)) for comm, _ in groups)
+            difference = next((one for one in found if one is not None), None)
+            result = difference and [str(difference), difference.failed_ranks]
+    finally:
+        watch.store.set("result", json.dumps(result))
+    return heard or difference or (_failure_of_devices(watch) if result == _FAILED else None)
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-        self._groups = recorded_groups()
 
-    def compare(self) -> DistError | None:
-        """Compare the calls of all ranks for the last time; return how they differ, if they do."""
-        watch = self._watch
-        error = raised_error()
-        if error is not None:
-            watch.error = error_in_words(error).partition("\n")[0]
-        failure = watch.hear() if error is not None else self._failure()
-        has_failed = error is not None or any(calls.has_failed for _, calls in self._groups)
-        watch.stop()
-        watch.board.end({**watch.state(ended=True), "failed": has_failed or failure is not None})
-        if error is not None:
-            _interrupt_all()
-        try:
-            if has_failed or failure is not None:
-                return None if has_failed else failure
-            if watch.rank == _COMPARING_RANK:
-                return self._compare_all()
-            return self._read_result() if self._groups else None
-        finally:
-            watch.store.add("left", 1)
-            if watch.rank == _COMPARING_RANK:
-                self._wait_for_readers()
+def _wait(watch: Watch, seconds: float, missing: Callable[[], list[int]]) -> DistError | None:
+    """Wait for the ranks that `missing` returns, while their processes live; return a failure that comes first."""
+    board = watch.board
+    for _ in pauses(seconds + 3 * board.tick, board.tick):
+        if (failure := _failure(watch)) is not None:
+            return failure
+        ranks = missing()
+        if not ranks:
+            return None
+        if board.gone(ranks):
+            return _failure_of_devices(watch)
+    return None
 
-    def _wait_for_readers(self) -> None:
-        """Wait until the others have read the result: the store may end with this process."""
-        board, others = self._watch.board, range(1, self._watch.size)
-        for _ in pauses(_SECONDS_TO_LINGER, board.tick):
-            if board.store.add("left", 0) == board.size or all(board.process(rank) == "gone" for rank in others):
-                return
 
-    def _read_result(self) -> DistError | None:
-        """Return the result that `_COMPARING_RANK` publishes, or a failure that is declared before."""
-        store = self._watch.store
-        failure = self._wait(_SECONDS_TO_END + 0.5, lambda: [] if store.check(["result"]) else [_COMPARING_RANK])
-        result = json.loads(store.get("result")) if failure is None and store.check(["result"]) else None
-        if result == _FAILED:
-            return _failure_of_devices(self._watch)
-        return mismatch_from_json(result) if result else failure
-
-    def _compare_all(self) -> DistError | None:
-        """Compare the calls of all ranks, and publish the result.
-
-        A failure that another rank has declared is not published again, because each rank reads it by itself.
-        """
-        watch, heard, difference = self._watch, None, None
-        result: object = None
-        try:
-            heard = self._wait(_SECONDS_TO_END, watch.board.missing) if self._groups else None
-            states = {} if heard else watch.board.last_states(range(1, watch.size))
-            if any(state["failed"] for state in states.values()):
-                result = _FAILED
-            elif not heard:
-                states |= {_COMPARING_RANK: watch.state(ended=True)}
-                found = (described_if_different(comm, records_of(comm, states)) for comm, _ in self._groups)
-                difference = next((one for one in found if one is not None), None)
-                result = difference and mismatch_as_json(difference)
-        finally:
-            watch.store.set("result", json.dumps(result))
-        return heard or difference or (_failure_of_devices(watch) if result == _FAILED else None)
-
-    def _wait(self, seconds: float, missing: Callable[[], list[int]]) -> DistError | None:
-        """Wait for the ranks that `missing` returns, while their processes live; return a failure that comes first."""
-        board, asked = self._watch.board, False
-        for passed in pauses(seconds, board.tick):
-            if (failure := self._failure()) is not None:
-                return failure
-            ranks = missing()
-            if not ranks:
-                return None
-            if board.gone(ranks):
-                return _failure_of_devices(self._watch)
-            if passed > _SECONDS_TO_ASK and not asked:
-                asked = True
-                if (failure := self._find_blocked_rank(ranks)) is not None:
-                    return failure
-        return None
-
-    def _failure(self) -> DistError | None:
-        """Return why a group can't be used, if this rank has found or heard it."""
-        self._watch.look_at_devices()
-        return self._watch.hear()
-
-    def _find_blocked_rank(self, ranks: Sequence[int]) -> DistError | None:
-        """Return the error of a rank that waits in a call which this one will never make, as it ends; else None."""
-        states = self._watch.board.ask(ranks)
-        for comm, calls in self._groups:
-            for rank, record in records_of(comm, states).items():
-                if record.waiting > calls.number:
-                    records = {rank: record, comm.rank: Record(calls.export())}
-                    failure = described(comm, dict(sorted(records.items())), [comm.rank])
-                    self._watch.declare(comm.group_name, comm.ranks, mismatch_as_json(failure))
-                    return failure
-        return None
+def _failure(watch: Watch) -> DistError | None:
+    """Return why a group can't be used, if this rank has found or heard it."""
+    watch.look_at_devices()
+    return watch.hear()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import copy
 
-from lockstep.errors import PEER_IS_GONE, CollectiveMismatchError, DistError, message_of
+from lockstep.errors import PEER_IS_GONE, DistError, message_of
 from lockstep.groups import Comm, known_groups, recorded_groups, resolve
 from lockstep.watch.absent import AbsentSearch
 from lockstep.watch.diagnosis import Absent, absence
@@ -16,28 +16,6 @@ from lockstep.watch.watch import current_watch
 # The backends' messages (torch 2.13) for a connection that timed out, and for a call that was ended from here.
 _TIMEOUT_MESSAGES = ("Timed out", "timed out", "timeout", "Timeout")
 _ABORT_MESSAGES = ("was aborted",)
-
-
-def mismatch(comm: Comm, *, is_usable: bool = False) -> DistError:
-    """Return the error for calls that differ, or for the earlier failure of a group.
-
-    Args:
-        comm: the group.
-        is_usable: whether the group can be used further, because all of its ranks have found the difference at once.
-    """
-    calls, watch = comm.calls, current_watch()
-    assert calls is not None
-    error = calls.failure
-    if error is None:
-        text = f"ranks of {comm.name} must make the same calls, but their calls differ ({comm.this_rank})"
-        error = CollectiveMismatchError(text)
-        with suppress(Exception):  # the store may be gone
-            error = watch.explain(comm, calls) if watch is not None and comm.group_name else error
-    if is_usable:
-        calls.reset()
-    else:
-        calls.has_failed = True
-    return copy(error)
 
 
 def translate_error(error: RuntimeError, comm: Comm, *, is_called_by_torch: bool = False) -> Exception:

@@ -5,10 +5,9 @@ each rank called. The thread sleeps; about four times a second (`Board.tick`) it
 how long the last call of each group has been unfinished, on the host or on a device.
 
 Keys of a group in the store: `same/g` (digest of its first rank's calls, at every fourth look), `failure/g` (why it
-can't be used further), `mismatch/g/n` (what the first rank says of the n-th mismatch), `look/g` (which rank was the
-last to look at a call that does not end, and which call that was), `differs/g/n` (after n mismatches, which rank has
-found another), `absent/g/n/c` (after n mismatches, who was not in call c, which has failed, or, if c is `device`, whom
-a device has lost; until that is known, which rank asks).
+can't be used further), `look/g` (which rank was the last to look at a call that does not end, and which call that was),
+`differs/g/n` (after n mismatches, which rank has found another), `absent/g/n/c` (after n mismatches, who was not in
+call c, which has failed, or, if c is `device`, whom a device has lost; until that is known, which rank asks).
 """
 
 from __future__ import annotations
@@ -28,16 +27,10 @@ import torch.distributed as torch_dist
 from torch.distributed import GroupMember, ProcessGroup, Store
 
 from lockstep.calls import Calls
-from lockstep.errors import CollectiveMismatchError, DistError, message_of, ranks_in_words
+from lockstep.errors import DistError, message_of, ranks_in_words
 from lockstep.groups import Comm, recorded_groups
 from lockstep.watch.absent import AbsentSearch, WatchOfRank
-from lockstep.watch.board import pauses
-from lockstep.watch.diagnosis import (
-    absence,
-    lines_of,
-    mismatch_as_json,
-    mismatch_from_json,
-)
+from lockstep.watch.diagnosis import absence, lines_of
 from lockstep.watch.interrupt import end_process, groups_in_error, let_graphs_be_captured
 from lockstep.watch.main_thread import frame_of_main_thread, stack_of_main_thread
 
@@ -257,22 +250,6 @@ class Watch(WatchOfRank):
         if is_alone and any(self.board.process(rank) == "gone" for rank in comm.ranks):
             return True
         return comm.timeout is not None and seconds >= comm.timeout.total_seconds()
-
-    def explain(self, comm: Comm, calls: Calls) -> CollectiveMismatchError:
-        """Return the error that names the first call that differs between the ranks of a group, all of which call this.
-
-        The first rank asks, and tells the others.
-        """
-        key = f"mismatch/{comm.group_name}/{calls.resets}"
-        if comm.rank != 0:
-            for _ in pauses(2 * self.board.seconds_to_answer, self.board.tick):
-                self.board.answer()
-                if self.store.check([key]):
-                    return mismatch_from_json(json.loads(self.store.get(key)))
-        error = self.difference(comm, self.board.ask(comm.ranks))
-        if comm.rank == 0:
-            self.store.set(key, json.dumps(mismatch_as_json(error)))
-        return error
 
     def _compare(self, comm: Comm, calls: Calls) -> None:
         """Compare the calls so far with those of the first rank of a group."""
