@@ -31,7 +31,7 @@ from lockstep.logging import JsonLinesSink, MessageHub
 from lockstep.model import unwrap_model
 from lockstep.model.shards import reshard
 from lockstep.optim import OptimWrapper, ParamScheduler
-from lockstep.runner.arguments import INSTEAD_OF_TRAINER, RunnerArguments, named_loaders
+from lockstep.runner.arguments import RunnerArguments, named_loaders
 from lockstep.runner.checkpointing import Save, Saving
 from lockstep.runner.preemption import Agreement
 from lockstep.runner.uneven_inputs import EvenBatches, prefetching
@@ -186,7 +186,7 @@ class Run(Workspace):
         def __getattr__(self, name: str) -> Any:
             if hasattr(type(self), name):  # a property has raised an AttributeError, which names what was wrong
                 return object.__getattribute__(self, name)
-            raise no_attribute(self, name, INSTEAD_OF_TRAINER)
+            raise no_attribute(self, name)
 
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
         """Call every hook at a point; see `lockstep.hooks.Hook`.

@@ -26,7 +26,6 @@ from lockstep.runner import build, resuming, start
 from lockstep.runner.arguments import (
     DEFAULT_OPTIM_WRAPPER,
     DEFAULT_TRAIN_CFG,
-    INSTEAD_OF_TRAINER,
     RunnerArguments,
     named_loaders,
     taking,
@@ -161,9 +160,9 @@ class Runner(_AttributesOfRun):
             """Return an attribute of the run; before there is one, its initial value."""
             if name == "run":  # Python asks here, too, when the property has raised
                 raise _not_built(name)
-            kind = self._train_run_type
-            if not (hasattr(kind, name) or name in kind.__dataclass_fields__):
-                raise no_attribute(self, name, INSTEAD_OF_TRAINER)
+            of_run = {*dir(self._train_run_type), *self._train_run_type.__dataclass_fields__}
+            if name not in of_run:
+                raise no_attribute(self, name, of_run)
             built = self._run or self._workspace
             if hasattr(built, name):
                 return getattr(built, name)

@@ -20,18 +20,12 @@ from torch.optim import Optimizer
 from lockstep.dataset import build_dataloader
 from lockstep.device import get_device
 from lockstep.dist import all_gather, get_dist_info
-from lockstep.errors import did_you_mean, listed, no_attribute
+from lockstep.errors import listed, no_attribute
 from lockstep.location import Location
 from lockstep.model import unwrap_model
 from lockstep.model.steps import parse_losses
 from lockstep.optim import OptimWrapper, OptimWrapperDict
-from lockstep.runner.arguments import (
-    ARGUMENTS,
-    DONE_OTHERWISE_IN_SESSION,
-    INSTEAD_OF_ACCELERATE,
-    fault_of_prepared,
-    unknown_argument,
-)
+from lockstep.runner.arguments import ARGUMENTS, fault_of_prepared, unknown_argument
 from lockstep.runner.data_workers import let_workers_outlive_signals
 from lockstep.runner.own_loop import OwnLoop
 from lockstep.runner.run import TrainRun
@@ -111,10 +105,7 @@ class Session:
         load_from: str | Path | None = None,
         **options: Any,
     ) -> None:
-        for taken, instead in DONE_OTHERWISE_IN_SESSION.items():
-            if given := sorted(options.keys() & taken):
-                raise TypeError(f"Session() takes no {', '.join(given)}: {instead}")
-        if (unknown := unknown_argument(options, "Session", _KNOWN)) is not None:
+        if (unknown := unknown_argument(options, "Session", _KNOWN, _DONE_IN_THE_LOOP)) is not None:
             raise unknown
         self._make_loop = partial(OwnLoop, batch_size_of=batch_size_of)
         self._optim: dict[str, Any] = {"accumulative_counts": accumulative_counts, "clip_grad": clip_grad}
@@ -262,12 +253,9 @@ class Session:
     if not TYPE_CHECKING:  # type checkers would take any name for an attribute
 
         def __getattr__(self, name: str) -> Any:
-            instead = INSTEAD_OF_ACCELERATE.get(name)
-            public = [known for known in dir(self) if not known.startswith("_")]
-            if name in public:  # a property has raised an AttributeError, which names what was wrong
+            if hasattr(type(self), name):  # a property has raised an AttributeError, which names what was wrong
                 return object.__getattribute__(self, name)
-            remedy = did_you_mean(name, public) if instead is None else f". Instead: {instead}"
-            raise AttributeError(f"a Session has no attribute {name!r}{remedy}", name=name, obj=self)
+            raise no_attribute(self, name)
 
     def prepare_evaluation(self, dataloader: Any) -> PreparedLoader:
         """Return a loader of this rank's share of the data, in their order and each sample once, for `gather`.
@@ -476,7 +464,7 @@ class Session:
 
 
 class PreparedLoader:
-    """A data loader of this rank's batches, on its device.
+    """A data loader of this rank's batches, on its device; its other attributes are those of `loader`.
 
     Args:
         loader: the loader.
@@ -493,18 +481,10 @@ class PreparedLoader:
     def __len__(self) -> int:
         return len(self.loader)
 
-    @property
-    def dataset(self) -> Any:
-        """The dataset."""
-        return self.loader.dataset
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            instead = {"set_epoch": "nothing, since session.epochs(count) does it"}
-            if hasattr(vars(self).get("loader"), name):
-                instead.setdefault(name, f"its `loader.{name}`")
-            raise no_attribute(self, name, instead)
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # of a copy, which has none yet
+            raise AttributeError(name)
+        return getattr(self.loader, name)
 
 
 class Parts(nn.ModuleDict):
@@ -516,8 +496,16 @@ class Parts(nn.ModuleDict):
 
 
 _NO_DATA: Mapping[str, Any] = {"dataset": range(1), "sampler": {"type": "InfiniteSampler", "shuffle": False}}
-_KNOWN = ARGUMENTS.keys() - frozenset().union(*DONE_OTHERWISE_IN_SESSION)
-_KNOWN |= {"accumulative_counts", "batch_size_of", "clip_grad", "amp"}
+_OF_A_RUNNER = {
+    "cfg", "data_preprocessor", "loss", "model", "optim_wrapper", "param_scheduler", "train_cfg", "train_dataloader",
+}  # fmt: skip
+_KNOWN = [name for name in ARGUMENTS if name not in _OF_A_RUNNER and not name.startswith(("val_", "test_"))]
+_KNOWN += ["accumulative_counts", "batch_size_of", "clip_grad", "amp"]
+_DONE_IN_THE_LOOP = (
+    ". What a session trains is handed to prepare(model, optimizer, dataloader, schedulers=...); the loop goes through "
+    "session.epochs(count) or session.iterations(count), prepares its batches, and validates over "
+    "prepare_evaluation(dataloader), recording by log_metrics()"
+)
 
 
 @dataclass
