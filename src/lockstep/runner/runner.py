@@ -32,7 +32,6 @@ from lockstep.runner.arguments import (
 )
 from lockstep.runner.evaluation_loops import EvalLoop, PredictLoop
 from lockstep.runner.hook import Hook, HookList
-from lockstep.runner.lr_finder import DIVERGENCE, LRSearch, check_range, search_lr
 from lockstep.runner.run import AnyTrainLoop, Run, TrainRun, Workspace
 from lockstep.strategy import Strategy, build_strategy
 from lockstep.weights import Weights, best_checkpoint_in, load_weights
@@ -135,7 +134,7 @@ class Runner(_AttributesOfRun):
         self._load_from = None if args.load_from is None else Weights(locate(args.load_from))
         self._workspace: Workspace | None = None
         self._run: Run | None = None
-        self._spent = ""  # why it can't train any more
+        self._has_trained = False
         self._is_running = False
 
     @classmethod
@@ -178,48 +177,15 @@ class Runner(_AttributesOfRun):
         Raises:
             Preempted: a signal of `stop_signals` asked the training to stop, and the ranks have saved it.
         """
-        self._check_can_train("train")
+        if self.args.train_dataloader is None:
+            raise ConfigError("`train_dataloader` must be given to train, but is None: a DataLoader, or its config")
+        if self._has_trained:
+            raise RuntimeError("this Runner has trained already; make another one to train again")
         with self.training() as run:
             with run.saving.at_stop():
                 run.train_loop.run()
             run.call_hook("after_run")
         return run.model
-
-    def find_lr(
-        self, start: float = 1e-7, end: float = 1.0, steps: int = 100, divergence: float = DIVERGENCE
-    ) -> LRSearch:
-        """Search a learning rate by updates at rising rates, and leave model, optimizer and data as they were.
-
-        `train()` may follow, as if there had been no search. See `search_lr` for what is done, and the arguments.
-
-        Returns:
-            The losses at each rate, and the suggested rate; also in the run's records, and in `lockstep report`.
-
-        **Collective**: every rank of the job.
-
-        Raises:
-            ConfigError: an argument is out of range, there is no training data, or this training has no rate to search.
-        """
-        check_range(start, end, steps, divergence)
-        self._check_can_train("search a learning rate")
-        with self.rehearsing("searched") as run:
-            return search_lr(run, start, end, steps, divergence)
-
-    @contextmanager
-    def rehearsing(self, what: str) -> Iterator[TrainRun]:
-        """Build the run that `train()` will use, but call none of its hooks: for a search that comes before.
-
-        Whoever rehearses must leave the run as it was. After an error this Runner can't train any more.
-
-        **Collective**: every rank of the job.
-        """
-        with self._running(what, trains=True) as space:
-            run = self._train_run(space)
-            self._spent = "has failed before its training, in which its model may have changed"
-            self._hook_and_load(run)
-            start.write_environment(run)
-            yield run
-            self._spent = ""
 
     @contextmanager
     def training(
@@ -237,7 +203,7 @@ class Runner(_AttributesOfRun):
         """
         with self._running("trained", trains=True) as space, start.told_of_others(space):
             run = self._train_run(space, make_train_loop, param_schedulers)
-            self._spent = "has trained already"
+            self._has_trained = True
             self._begin(run)
             with start.stoppable(run), run.saving.until_complete():
                 yield run
@@ -397,19 +363,13 @@ class Runner(_AttributesOfRun):
                     self.logger.warning("not everything can be closed: %s", error_in_words(error))
             start.print_summary(self.run, what, perf_counter() - began)
 
-    def _check_can_train(self, verb: str) -> None:
-        if self.args.train_dataloader is None:
-            raise ConfigError(f"`train_dataloader` must be given to {verb}, but is None: a DataLoader, or its config")
-        if self._spent:
-            raise RuntimeError(f"this Runner {self._spent}; make another one to train again")
-
     def _train_run(
         self,
         space: Workspace,
         make_train_loop: Callable[[TrainRun], AnyTrainLoop] | None = None,
         param_schedulers: list[Any] | None = None,
     ) -> TrainRun:
-        """Return the run of a rehearsal, or build one; see `training`."""
+        """Build the run, unless a subclass has done so before; see `training`."""
         if isinstance(self._run, TrainRun):
             return self._run
         strategy, model = self._strategy_and_model(training=True)

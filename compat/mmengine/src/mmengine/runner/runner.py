@@ -292,8 +292,8 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         **Collective**: every rank.
         """
         if self._run is None and self.args.train_dataloader is not None:
-            with self.rehearsing("built"):
-                pass
+            with self._running("built", trains=True) as space:
+                self._hook_and_load(self._train_run(space))
         elif self._run is None:
             with self._running("built") as space:
                 _, parts = self._prepare(space, *self._strategy_and_model(training=False))
