@@ -19,6 +19,7 @@ from lockstep.dataset import batch_size_of
 from lockstep.device import cast_data_device
 from lockstep.dist import all_gather_object, all_reduce_tree, collect_results, get_rank, get_world_size, run_on_main
 from lockstep.errors import ConfigError, require_one_of
+from lockstep.location import make_folder
 from lockstep.logging import read_scalars
 from lockstep.model import OutsideLoss, parse_losses
 from lockstep.model.compiling import kept_outputs
@@ -244,7 +245,7 @@ class Predictions(BaseMetric):
         super().__init__()
         self.folder = None if folder is None else Path(folder).expanduser()
         if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder, "out_dir")
         self.samples = 0
         self.indices: Sequence[int] | None = None
         self.collected: list[Any] | None = None
