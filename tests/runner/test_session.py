@@ -202,10 +202,10 @@ def test_gathered_rows_are_the_dataset_in_its_order(tmp_path, strategy):
         assert sum(len(outputs) for outputs, _ in parts) == 7
     assert len(val) == len(val.loader)
     assert val.dataset is rows
-    for wrong, says in ((X[0].sum(), "a tensor without dimensions"), ([1], r"\[1\] of type list")):
+    for wrong, says in ((X[0].sum(), "a tensor without dimensions"), ([1], "a list")):
         with pytest.raises(TypeError, match=rf"one row per sample, but got {says} \(rank {get_rank()} of"):
             session.gather(wrong)
-    with pytest.raises(ValueError, match=rf"but they have 3, 2 rows \(rank {get_rank()} of"):
+    with pytest.raises(ValueError, match=rf"but they have \[2, 3\] rows \(rank {get_rank()} of"):
         session.gather(X[:3], X[:2])
     if session.world_size > 1:
         with pytest.raises(ValueError, match=r"one shape on all ranks, but theirs are \(1,\), \(2,\).* Pad them alike"):
