@@ -249,7 +249,8 @@ class CountedBatches:
         self.drawn: Drawn | None = None
         self._loader = loader
         name = "sampler" if getattr(loader, "batch_sampler", None) is None else "batch_sampler"
-        if not _draws(loader):
+        draws = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+        if not (draws and type(loader).__iter__ is DataLoader.__iter__ and getattr(loader, "in_order", True)):
             self._batches = iter(loader)
             return
         sampler = getattr(loader, name)
@@ -277,9 +278,8 @@ class CountedBatches:
 
         Else they live as long as the error is held, and then take torch five seconds each to end.
         """
-        end = getattr(self._batches, "_shutdown_workers", None)  # they end in no public way (2.13)
-        if end is not None and not getattr(self._loader, "persistent_workers", False):
-            end()
+        if not getattr(self._loader, "persistent_workers", False):
+            getattr(self._batches, "_shutdown_workers", lambda: None)()  # they end in no public way (2.13)
 
 
 class Drawn:
@@ -488,19 +488,6 @@ def _set_epoch_of(dataset: Any, epoch: int) -> bool:
 
 def end_workers(loader: Any) -> None:
     """End the workers of a loader that keeps them from pass to pass; the next pass starts others."""
-    iterator = getattr(loader, "_iterator", None)  # torch ends them in no public way (2.13)
-    if iterator is not None:
-        end = getattr(iterator, "_shutdown_workers", None)
-        if end is not None:
-            end()
+    if (iterator := getattr(loader, "_iterator", None)) is not None:
+        getattr(iterator, "_shutdown_workers", lambda: None)()  # torch ends them in no public way (2.13)
         loader._iterator = None
-
-
-def _draws(loader: Any) -> bool:
-    """Return whether a loader draws from its sampler, in the order of its batches, as torch's does."""
-    return (
-        isinstance(loader, DataLoader)
-        and not isinstance(loader.dataset, IterableDataset)
-        and type(loader).__iter__ is DataLoader.__iter__
-        and getattr(loader, "in_order", True)
-    )

@@ -32,7 +32,7 @@ from lockstep.runner.arguments import (
 )
 from lockstep.runner.evaluation_loops import EvalLoop, PredictLoop
 from lockstep.runner.hook import Hook, HookList
-from lockstep.runner.run import AnyTrainLoop, Run, TrainRun, Workspace
+from lockstep.runner.run import Run, TrainRun, Workspace
 from lockstep.strategy import Strategy, build_strategy
 from lockstep.weights import Weights, best_checkpoint_in, load_weights
 from lockstep.weights.export import PretrainedOptions
@@ -109,8 +109,6 @@ class Runner(_AttributesOfRun):
             save it, and end with exit code 75. An empty list leaves the signals as they are.
         prefetch_to_device: copy batches to an accelerator on a stream of their own, during the step before; see
             `lockstep.runner.uneven_inputs.prefetching`.
-        channels_last: convert the weights of convolutions to `torch.channels_last`, and so what they compute; under
-            `single` and `ddp`.
 
     Example::
 
@@ -190,7 +188,7 @@ class Runner(_AttributesOfRun):
     @contextmanager
     def training(
         self,
-        make_train_loop: Callable[[TrainRun], AnyTrainLoop] | None = None,
+        make_train_loop: Callable[[TrainRun], Any] | None = None,
         param_schedulers: list[Any] | None = None,
     ) -> Iterator[TrainRun]:
         """Build a run that trains, and close at the end what it has opened: `train()` without the training itself.
@@ -366,7 +364,7 @@ class Runner(_AttributesOfRun):
     def _train_run(
         self,
         space: Workspace,
-        make_train_loop: Callable[[TrainRun], AnyTrainLoop] | None = None,
+        make_train_loop: Callable[[TrainRun], Any] | None = None,
         param_schedulers: list[Any] | None = None,
     ) -> TrainRun:
         """Build the run, unless a subclass has done so before; see `training`."""

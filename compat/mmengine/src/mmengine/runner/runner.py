@@ -25,7 +25,7 @@ from lockstep.registry import in_default_scope
 from lockstep.runner import build, start
 from lockstep.runner.arguments import DEFAULT_HOOKS, RunnerArguments
 from lockstep.runner.hook import HookList
-from lockstep.runner.run import AnyTrainLoop, Run, TrainRun, Workspace
+from lockstep.runner.run import Run, TrainRun, Workspace
 from lockstep.strategy import Strategy, build_strategy
 from lockstep.weights import find_checkpoint, load_weights
 from mmengine.config import Config
@@ -390,7 +390,7 @@ class Runner(BuildsParts, lockstep.runner.Runner):
     def _train_run(
         self,
         space: Workspace,
-        make_train_loop: Callable[[TrainRun], AnyTrainLoop] | None = None,
+        make_train_loop: Callable[[TrainRun], Any] | None = None,
         *args: Any,
         **kwargs: Any,
     ) -> TrainRun:
