@@ -480,7 +480,7 @@ def test_a_loader_without_a_length_is_not_counted_in_epochs_and_one_with_a_lengt
     session = session_of(tmp_path)
     model = network()
     session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(Stream()))
-    with session, pytest.raises(ConfigError, match="must have a length to be counted in epochs, but"):
+    with session, pytest.raises(ConfigError, match="epochs must be those of a data loader with a length, but"):
         next(session.epochs(1))
     losses = []
     for count, resume in ((8, False), (11, True)):  # of 6 in a pass
@@ -522,7 +522,9 @@ def test_a_loop_that_makes_its_data_itself_is_counted_recorded_saved_and_resumed
     _, rest = without_data(tmp_path / "parts", 7, resume=True)
     assert list(rest) == [4, 5, 6]
     assert first | rest == whole
-    with pytest.raises(ConfigError, match="epochs must be those of a data loader, but none was handed in"):
+    with pytest.raises(
+        ConfigError, match="epochs must be those of a data loader with a length, but none was handed in"
+    ):
         next(session.epochs(1))
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -252,8 +251,6 @@ def invalid_arguments(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name in ("optim_wrapper", "train_dataloader", "val_dataloader", "test_dataloader"):
         if (says := fault_of_prepared(given.get(name))) is not None:
             yield name, says
-    if isinstance(given.get("model"), type) and (says := fault_of_model_class(given["model"])) is not None:
-        yield "model", says
     if "" not in (several := named_loaders(given.get("train_dataloader"))):
         says = (
             f"must be one data loader, but is a {type(given['train_dataloader']).__name__} of {len(several)}. Join "
@@ -281,22 +278,6 @@ def fault_of_prepared(given: Any) -> str | None:
     if kind.__module__.partition(".")[0] != "accelerate":
         return None
     return f"must be your own, but is accelerate's {kind.__name__}. Hand in what you gave to its prepare()"
-
-
-def fault_of_model_class(kind: type) -> str | None:
-    """Return what is wrong with a class as a model, if it can't be called without arguments.
-
-    Example:
-        >>> fault_of_model_class(nn.Linear)
-        'must be a module, but is the class Linear. Make one of it: Linear(...) with its arguments'
-        >>> fault_of_model_class(nn.Identity)
-    """
-    try:
-        inspect.signature(kind).bind()
-    except (TypeError, ValueError):
-        name = kind.__name__
-        return f"must be a module, but is the class {name}. Make one of it: {name}(...) with its arguments"
-    return None
 
 
 def named_loaders(given: Any) -> dict[str, Any]:

@@ -220,7 +220,18 @@ def make_run_dir(work_dir: Path, experiment_name: str | None, others: Sequence[L
         ConfigError: the folder cannot be created; PeerError on the other ranks.
     """
     prefix = "" if experiment_name is None else f"{experiment_name}_"
-    return run_on_main(lambda: _new_folder(work_dir, f"{prefix}{datetime.now():%Y%m%d_%H%M%S}", others))
+
+    def make() -> Path:
+        name = f"{prefix}{datetime.now():%Y%m%d_%H%M%S}"
+        for attempt in range(1000):  # two runs may begin within one second
+            folder = work_dir / (name if attempt == 0 else f"{name}_{attempt}")
+            if not any((other / folder.name).exists() for other in others):
+                with suppress(FileExistsError):
+                    make_folder(folder, "work_dir", anew=True)
+                    return folder
+        raise FileExistsError(f"{work_dir / name} and a thousand like it exist already")
+
+    return run_on_main(make)
 
 
 @contextmanager
@@ -289,18 +300,6 @@ def save_config(cfg: Any, run_dir: Path) -> None:
     elif cfg is not None and hasattr(cfg, "dump"):  # that of another library
         cfg.dump(file)
         file.write_text(mask_text(file.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-def _new_folder(parent: Path, name: str, others: Sequence[Location]) -> Path:
-    # Two runs may begin within one second.
-    for attempt in range(1000):
-        folder = parent / (name if attempt == 0 else f"{name}_{attempt}")
-        if any((other / folder.name).exists() for other in others):
-            continue
-        with suppress(FileExistsError):
-            make_folder(folder, "work_dir", anew=True)
-            return folder
-    raise FileExistsError(f"{parent / name} and a thousand like it exist already")
 
 
 def write_environment(run: Run) -> None:
@@ -439,8 +438,7 @@ def _describe_rank() -> dict[str, Any]:
 
 def _processor() -> str:
     """Return the processor's name: from /proc/cpuinfo on Linux, else from Python."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return platform.processor() or platform.machine()
