@@ -8,8 +8,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from lockstep.dataset import Position, set_epoch
-from lockstep.dataset.position import BEGINNING
+from lockstep.dataset import set_epoch
+from lockstep.dataset.position import BEGINNING, Position
 from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.errors import ConfigError, require_count
 from lockstep.groups import resolve
