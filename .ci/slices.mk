@@ -39,7 +39,6 @@ SLICE_JOBS := tests/benchmarks/test_benchmarks.py tests/launch/test_ledger.py \
 	tests/cli/test_bad_input.py::test_a_hook_that_raises_on_one_rank_is_told_as_the_cause \
 	tests/cli/test_evaluate.py::test_two_ranks_give_the_same_table_once \
 	tests/cli/test_export.py::test_what_is_written_is_said \
-	tests/cli/test_searches.py::test_two_ranks_search_a_rate_together \
 	tests/examples/test_examples.py::test_a_hook_and_a_metric_of_ones_own \
 	"tests/runner/test_preemption.py::test_a_signal_to_one_rank_stops_all_after_the_same_iteration[fsdp-1]" \
 	"tests/runner/test_preemption.py::test_a_session_stops_and_goes_on[2-when2]" \

@@ -264,7 +264,7 @@ PRIVATE: dict[str, Private] = {
     ),
     "_iterator": Private(
         lambda: "_iterator" in vars(DataLoader([0])),
-        ("dataset/loader.py", "dataset/position.py", "runner/lr_finder.py"),
+        ("dataset/loader.py", "dataset/position.py"),
     ),
     "_shutdown_workers": Private(
         lambda: takes(

@@ -26,19 +26,24 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from traceback import walk_tb
 from types import TracebackType
 from typing import TypeVar
 
 _CLOSE = 0.6  # how alike two names are at least that may be meant for each other, by difflib
-# What other frameworks call it: keys of their configs, arguments of their callbacks, names of their strategies.
+# What other frameworks call it: arguments and attributes of their trainers and callbacks, names of their strategies.
 _ELSEWHERE = {
     "save_top_k": "save_best", "monitor": "save_best", "mode": "rule", "every_n_epochs": "interval",
     "every_n_train_steps": "interval", "dirpath": "out_dir", "max_steps": "max_iters", "ddp_spawn": "ddp", "dp": "ddp",
-    "fsdp2": "fsdp", "interval": "by_epoch",
+    "fsdp2": "fsdp", "interval": "by_epoch", "optimizer": "optim_wrapper", "scheduler": "param_scheduler",
+    "lr_scheduler": "param_scheduler", "callbacks": "custom_hooks", "hooks": "custom_hooks", "logger": "visualizer",
+    "metrics": "val_evaluator", "criterion": "loss", "loss_fn": "loss", "output_dir": "work_dir", "fit": "train",
+    "ckpt_path": "load_from", "global_step": "iter", "current_epoch": "epoch", "is_main_process": "is_main",
+    "backward": "step", "sync_gradients": "is_update", "save_model": "save_pretrained", "gather_for_metrics": "gather",
 }  # fmt: skip
+OTHER_FRAMEWORKS = ". For names of accelerate and Lightning, see docs/side-by-side.md"
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z][a-z]+")  # of the name of a class
 _LONGEST = 10_000  # characters of a message that errors on other ranks, and lines of a log, repeat
 _E = TypeVar("_E", bound=Exception)
@@ -249,10 +254,11 @@ def wrong_type(name: str, wanted: str, value: object) -> TypeError:
     return TypeError(f"`{name}` must be {wanted}, but is {value!r} of type {type(value).__name__}")
 
 
-def no_attribute(owner: object, name: str, instead: Mapping[str, str]) -> AttributeError:
-    """Return the error for an attribute that `owner` has not, with what is `instead` of another framework's."""
-    remedy = f". Instead: {instead[name]}" if name in instead else ""
-    return AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}{remedy}", name=name, obj=owner)
+def no_attribute(owner: object, name: str, known: Iterable[str] = ()) -> AttributeError:
+    """Return the error for an attribute that `owner` has not, with the nearest public one of its own and of `known`."""
+    public = [one for one in [*dir(owner), *known] if not one.startswith("_")]
+    hint = did_you_mean(name, public, OTHER_FRAMEWORKS)
+    return AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=owner)
 
 
 def require_known(name: str, given: Iterable[str], known: Collection[str]) -> None:

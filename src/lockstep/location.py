@@ -294,6 +294,24 @@ def require_disk(path: str | Path, argument: str) -> None:
         )
 
 
+def make_folder(folder: Path, argument: str, *, anew: bool = False) -> None:
+    """Create the folder that an argument or option names, or one in it; with `anew`, it must not exist yet.
+
+    Raises:
+        FileExistsError: it exists, and `anew` is True.
+        ConfigError: it cannot be created.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=not anew)
+    except OSError as error:
+        if anew and isinstance(error, FileExistsError) and folder.parent.is_dir():  # no symbolic link to nothing
+            raise
+        raise ConfigError(
+            f"`{argument}` must be a folder that can be created and written to, but {folder} cannot be created: "
+            f"{error}. Choose another folder, or change its permissions"
+        ) from error
+
+
 def size_of(location: Location) -> int:
     """Return the size of a file in bytes."""
     if isinstance(location, Path):

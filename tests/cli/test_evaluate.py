@@ -79,7 +79,7 @@ def test_predictions_are_written_for_each_sample(here, lockstep, weights):
     assert here("predict", "tested.py", "--checkpoint", weights.name, "--out", "folder")[0] == 0
     assert torch.equal(torch.load("folder/00000007.pt")[0], predicted[7][0])
     code, _, err = here("predict", "tested.py", "--checkpoint", weights.name, "--out", "new/out.pt/more.pt")
-    assert (code, "`--out` must be a file in a folder that can be created, but new/out.pt cannot" in err) == (1, True)
+    assert (code, "`--out` must be a folder that can be created and written to, but new/out.pt" in err) == (1, True)
     code, _, err = here("predict", "tested.py", "--checkpoint", "best", "--out", "folder")
     assert (code, "only where a run has kept its best one" in err) == (1, True)
 

@@ -101,7 +101,6 @@ def test_what_cannot_be_read_is_told(words, says):
         (["train", "c.py", "--nproc", "1:2"], "`--nproc` 1:2 must come with --max-restarts"),
         (["train", "c.py", "--nnodes", "1:2"], "`--nnodes` 1:2 must come with --max-restarts"),
         (["train", "c.py", "--max-restarts", "-1"], "Invalid value for '--max-restarts'"),
-        (["find-batch-size", "c.py", "--updates", "1"], "Invalid value for '--updates'"),
         (["export", "run", "out", "--to", "onnx"], "'onnx' is not one of 'safetensors', 'hf', 'torch'"),
         (["checkpoints", "prune", ".", "--keep", "0.5"], "Invalid value for '--keep'"),
     ],

@@ -238,8 +238,6 @@ def test_ranks_read_what_was_typed(lockstep, folder):
         ["train", "{}", "--no-check"],
         ["train", "{}", "--no-check", "--nproc", "2"],
         ["test", "{}", "--no-check", "--checkpoint", "line.py"],
-        ["find-lr", "{}", "--no-check"],
-        ["find-batch-size", "{}", "--no-check"],
         ["config", "print", "{}"],
         ["config", "check", "{}"],
     ],

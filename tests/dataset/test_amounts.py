@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 
-from lockstep.dataset import DefaultSampler, InfiniteSampler, amount_of
-from lockstep.dataset.position import ENDLESS
+from lockstep.dataset import DefaultSampler, InfiniteSampler
+from lockstep.dataset.position import ENDLESS, global_order_of, has_certain_length
 
 
 class Boastful(SequentialSampler):
@@ -24,18 +24,20 @@ class Stream(IterableDataset[int]):
         return iter(range(5))
 
 
-@pytest.mark.parametrize("sampler", [None, DefaultSampler(range(7), seed=0), SequentialSampler(range(7))])
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_it_is_what_a_pass_yields(sampler, drop_last):
-    loader = DataLoader(range(7), batch_size=3, sampler=sampler, drop_last=drop_last)
-    amount = amount_of(loader)
+def test_it_is_what_a_pass_yields(drop_last):
+    loader = DataLoader(range(7), batch_size=3, sampler=DefaultSampler(range(7), seed=0), drop_last=drop_last)
+    order = global_order_of(loader)
     sizes = [len(batch) for batch in loader]
-    assert [amount.size_of(index) for index in range(5)] == sizes + [0] * (5 - len(sizes))
+    assert [order.size_of(index, order.share(0, 0)) for index in range(5)] == sizes + [0] * (5 - len(sizes))
+    assert has_certain_length(loader)
 
 
 def test_there_may_be_no_end():
-    amount = amount_of(DataLoader(range(7), batch_size=3, sampler=InfiniteSampler(range(7), seed=0)))
-    assert (amount.samples, amount.size_of(10**6)) == (ENDLESS, 3)
+    loader = DataLoader(range(7), batch_size=3, sampler=InfiniteSampler(range(7), seed=0))
+    order = global_order_of(loader)
+    assert (order.share(0, 0), order.size_of(10**6, order.share(0, 0))) == (ENDLESS, 3)
+    assert has_certain_length(loader)
 
 
 @pytest.mark.parametrize(
@@ -50,4 +52,4 @@ def test_there_may_be_no_end():
     ],
 )
 def test_where_it_is_not_sure_nothing_is_said(loader):
-    assert amount_of(loader) is None
+    assert not has_certain_length(loader)

@@ -26,15 +26,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from lockstep.dataset import (
-    Compose,
-    DefaultSampler,
-    begun_at,
-    build_dataloader,
-    global_order_of,
-    pseudo_collate,
-    set_epoch,
-)
+from lockstep.dataset import Compose, DefaultSampler, build_dataloader, pseudo_collate, set_epoch
+from lockstep.dataset.position import begun_at, global_order_of
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError
 from lockstep.registry import DATASETS, FUNCTIONS

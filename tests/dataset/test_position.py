@@ -15,17 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from lockstep.dataset import (
-    DefaultSampler,
-    Position,
-    ShardedSampler,
-    batches_from,
-    begun_at,
-    build_dataloader,
-    global_order_of,
-    head_of,
-)
-from lockstep.dataset.position import without_batches
+from lockstep.dataset import DefaultSampler, ShardedSampler, build_dataloader
+from lockstep.dataset.position import Position, batches_from, begun_at, global_order_of, head_of, without_batches
 from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.dataset.stream import StreamLoader, StreamShard
 
@@ -90,9 +81,9 @@ def test_the_rest_is_dealt_anew(kind, size, shards, batch_size, part, drop_last,
     assert (deal.unit, deal.total, deal.global_batch) == ("samples", size, shards * batch_size)
     passes = [[batch.tolist() for batch in begun_at(loader, position)] for loader in loaders]
     for rank, batches in enumerate(passes):
-        amount = deal.amount_after(position, rank)
-        assert [len(batch) for batch in batches] == [amount.size_of(index) for index in range(len(batches))]
-        assert amount.size_of(len(batches)) == 0
+        share = deal.share(position, rank)
+        assert [len(batch) for batch in batches] == [deal.size_of(index, share) for index in range(len(batches))]
+        assert deal.size_of(len(batches), share) == 0
     assert deal.batches_after(position) == max(map(len, passes))
     order = list(range(size))
     if kind in ("default", "distributed"):

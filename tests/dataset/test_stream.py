@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lockstep.dataset import build_dataloader, length_of, loader_state, restore_loader_state, set_epoch
+from lockstep.dataset import build_dataloader, length_of, set_epoch
+from lockstep.dataset.position import loader_state, restore_loader_state
 from lockstep.dist import all_gather_object
 from lockstep.errors import ConfigError
 from lockstep.testing import ranks, run_ranks

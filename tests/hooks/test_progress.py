@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from lockstep.hooks.progress import LiveDisplay, ProgressHook, _rates
+from lockstep.hooks.progress import Display, ProgressHook, _rates
 
 
 def test_a_live_bar_can_be_shown_again_after_it_was_closed():
     console = Console(file=StringIO(), force_terminal=True, width=80)
-    display = LiveDisplay(console)
+    display = Display(console)
     for label in ("training", "validating"):
         display.begin(label, 3)
         display.show(1, ["text"])
@@ -37,7 +37,7 @@ def test_no_bar_is_drawn_into_a_pipe_though_colours_are_forced(monkeypatch: pyte
 
 def test_a_name_with_markup_is_shown_as_it_is() -> None:
     shown = StringIO()
-    display = LiveDisplay(Console(file=shown, force_terminal=True, width=80))
+    display = Display(Console(file=shown, force_terminal=True, width=80))
     display.begin("training", 2)
     display.show(1, ["acc[/top1] 0.5"])
     display.close()
@@ -55,7 +55,7 @@ def test_a_name_with_markup_is_shown_as_it_is() -> None:
 )
 def test_a_narrow_terminal_shows_the_first_values_beside_the_bar(width: int, shown: str) -> None:
     console = Console(file=StringIO(), force_terminal=True, width=width, color_system=None)
-    display = LiveDisplay(console)
+    display = Display(console)
     display.begin("epoch 2/3", 40)
     display.show(7, ["loss 1.0884", "ETA 0:00:03", "130 samples/s", "val/accuracy 37.75 %"])
     line = next(line for line in re.split(r"\x1b\S*?[A-Zh-l]|\r|\n", console.file.getvalue()) if "7/40" in line)

@@ -55,15 +55,3 @@ def write_whole_run(folder: Path) -> Path:
         "ranks": [host, host],
     }
     return write_run(folder, environment=environment, config="work_dir = 'runs'  # here\nlr = 1e-3\n")
-
-
-def search_record(step: int, *, lr: float, loss: Any, **more: Any) -> dict[str, Any]:
-    return {"mode": "lr_search", "epoch": 1, "iter": step, "lr": lr, "loss": loss, "smoothed_loss": loss, **more}
-
-
-def write_search(folder: Path, **more: Any) -> Path:
-    """Write a run that has only searched for a learning rate: from 1e-5 to 1, where the loss diverges."""
-    losses = [2.0, 2.0, 2.0, 1.5, 1.0, 3000.0]
-    records = [search_record(step + 1, lr=10.0 ** (step - 5), loss=loss) for step, loss in enumerate(losses)]
-    records[-1]["suggestion"] = 1e-2
-    return write_run(folder, records, **more)

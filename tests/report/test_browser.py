@@ -16,7 +16,7 @@ import pytest
 from lockstep.report import page_html, read_run
 
 from .chromium import Chromium
-from .samples import train_record, write_run, write_search, write_whole_run
+from .samples import train_record, write_run, write_whole_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 Browse = Callable[..., str]
@@ -123,12 +123,6 @@ def test_dragging_zooms_in_on_all_plots(browse: Browse):
     look = move_to(".chart:nth-of-type(3)", 0.01, 0.5)
     dom = browse(f"{drag} Promise.resolve().then(() => {{ {look} }});")
     assert 'data-place="iteration 50, epoch 1"' in dom
-
-
-def test_a_search_reads_out_the_loss_at_the_rate_under_the_pointer(browse: Browse):
-    dom = browse(move_to(".search", 0.78, 0.5), write_search)
-    assert 'data-place="learning rate 0.1"' in dom
-    assert legend_of(dom) == ["1", "1"]
 
 
 def test_the_policy_of_the_page_is_in_force(browse: Browse):

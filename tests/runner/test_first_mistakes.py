@@ -20,7 +20,7 @@ from lockstep.testing import ranks
 
 DATA = TensorDataset(torch.ones(8, 2), torch.zeros(8, 1))
 STEPLESS = "has ended without a call of session.step(loss)"
-LIGHTNING = "methods of Lit, as of a Lightning module, are not called by a Runner: "
+LIGHTNING = "a Runner does not call methods of Lit that a Lightning module has: "
 COMPLETE = "nothing is left to train: the resumed training has completed"
 
 
@@ -57,8 +57,8 @@ def log_of(folder: Path) -> str:
 
 
 def test_a_class_that_needs_arguments_is_no_model(tmp_path):
-    with pytest.raises(TypeError, match=r"`model` must be a module, but is the class Linear. Make one of it: Linear"):
-        Runner(nn.Linear, tmp_path)
+    with pytest.raises(TypeError, match=r"Linear.__init__\(\) missing 2 required positional arguments"):
+        Runner(nn.Linear, tmp_path, train_dataloader=loader()).train()
     session = Session(tmp_path, log_level="ERROR")
     model = nn.Linear(2, 1)
     with pytest.raises(TypeError, match=r"Make a module of the class: Linear\(...\)"):
@@ -79,7 +79,7 @@ def test_a_class_that_needs_none_is_a_function_that_returns_a_model(tmp_path):
 def test_a_lightning_module_is_told_how_it_can_be_trained(tmp_path):
     with pytest.raises(TypeError, match="A model trains in one of three forms"):
         train(tmp_path / "runner", Lit(), loss=None)
-    assert f"{LIGHTNING}training_step is `loss`, a `forward` that returns the loss" in log_of(tmp_path / "runner")
+    assert f"{LIGHTNING}training_step; see docs/side-by-side.md" in log_of(tmp_path / "runner")
     session = Session(tmp_path / "session", log_level="ERROR")
     model = Lit()
     model, _, batches = session.prepare(model, model.configure_optimizers(), loader())
@@ -150,7 +150,7 @@ def test_a_train_step_that_only_returns_its_loss_is_told(tmp_path):
 
 def test_the_optimizer_of_a_lightning_module_is_told_beside_a_loss(tmp_path):
     train(tmp_path, Lit(), optim_wrapper=None)
-    assert log_of(tmp_path).count(f"{LIGHTNING}configure_optimizers is `optim_wrapper` and `param_scheduler`\n") == 1
+    assert log_of(tmp_path).count(f"{LIGHTNING}configure_optimizers; see docs/side-by-side.md\n") == 1
 
 
 class Loses(nn.Linear):
@@ -181,8 +181,7 @@ class TakesIndices(Steps):
 
 def test_what_lightning_would_call_beside_the_training_is_told(tmp_path):
     train(tmp_path, Loses(2, 1), loss=None, val_dataloader=loader())
-    hook = "on_train_epoch_end is after_train_epoch of a hook in `custom_hooks`"
-    assert f"by a Runner: {hook}; validation_step is `val_evaluator`, or val_step(data)" in log_of(tmp_path)
+    assert "methods of Loses that a Lightning module has: on_train_epoch_end, validation_step; see" in log_of(tmp_path)
 
 
 @ranks(1, 2)
@@ -204,7 +203,9 @@ def test_a_lightning_module_without_forward_is_told_what_to_give_it(tmp_path):
 
         def training_step(self, batch: Any, batch_idx: int) -> None: ...
 
-    with pytest.raises(ConfigError, match=r"Bare must have a `forward`.* training_step is `loss`, a `forward` that"):
+    with pytest.raises(
+        ConfigError, match=r"Bare must have a `forward`.* methods that .*: training_step; see docs/side"
+    ):
         train(tmp_path, Bare(), loss=None)
 
 
@@ -416,13 +417,15 @@ def test_a_hook_can_ask_the_runner_for_no_second_run_within_the_first(tmp_path):
 
 class AsksATrainer(Hook):
     def after_train_epoch(self, runner: Any) -> None:
-        with pytest.raises(AttributeError, match=r"'TrainRun' .* no attribute 'current_epoch'\. Instead: epoch$"):
+        with pytest.raises(AttributeError, match=r"'TrainRun' .* no attribute 'current_epoch': did you mean `epoch`"):
             _ = runner.current_epoch
+        with pytest.raises(AttributeError, match=r"no attribute 'is_global_zero'\. .* see docs/side-by-side\.md"):
+            _ = runner.is_global_zero
 
 
 def test_names_of_trainers_are_told_what_a_runner_calls_them(tmp_path):
     runner = Runner(nn.Linear(2, 1), tmp_path, loss=nn.MSELoss(), val_dataloader=loader())
-    with pytest.raises(AttributeError, match=r"'Runner' object has no attribute 'fit'\. Instead: train\(\), without"):
+    with pytest.raises(AttributeError, match=r"'Runner' object has no attribute 'fit': did you mean `train`"):
         runner.fit(loader())
     with pytest.raises(TypeError, match=r"but is of type DataLoader\. Data to validate are `val_dataloader` of"):
         runner.val(loader())

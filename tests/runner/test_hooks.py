@@ -281,20 +281,6 @@ def test_checkpoints_by_epoch_need_epochs(tmp_path: Path):
     assert saved(train(tmp_path / "iters", train_cfg={"max_iters": 3, "val_interval": 2})) == ["iter_2", "iter_3"]
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"type": "CheckpointHook", "max_keep_ckpts": 3}, "every epoch and at the end; the last 3 are kept"),
-        ({"by_epoch": False, "interval": 3}, "every 3 iterations and at the end; all are kept"),
-        ({"interval": -1, "save_last": False, "save_best": "loss"}, "none regularly; all are kept; the best by loss"),
-    ],
-)
-def test_the_log_says_what_is_saved_when(tmp_path: Path, options, says):
-    runner = train(tmp_path / "changed", options, Scripted("loss", [1.0] * 4))
-    assert f"checkpoints: {says}" in (runner.run_dir / "log.txt").read_text()
-    assert "checkpoints:" not in (train(tmp_path / "default").run_dir / "log.txt").read_text()
-
-
 def test_a_default_hook_can_be_left_out(tmp_path: Path):
     hooks = dict.fromkeys(["timer", "logger", "progress", "checkpoint", "sync_buffers", "sampler_seed", "nan_check"])
     runner = train(tmp_path, default_hooks=hooks)

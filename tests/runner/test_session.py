@@ -202,10 +202,10 @@ def test_gathered_rows_are_the_dataset_in_its_order(tmp_path, strategy):
         assert sum(len(outputs) for outputs, _ in parts) == 7
     assert len(val) == len(val.loader)
     assert val.dataset is rows
-    for wrong, says in ((X[0].sum(), "a tensor without dimensions"), ([1], r"\[1\] of type list")):
+    for wrong, says in ((X[0].sum(), "a tensor without dimensions"), ([1], "a list")):
         with pytest.raises(TypeError, match=rf"one row per sample, but got {says} \(rank {get_rank()} of"):
             session.gather(wrong)
-    with pytest.raises(ValueError, match=rf"but they have 3, 2 rows \(rank {get_rank()} of"):
+    with pytest.raises(ValueError, match=rf"but they have \[2, 3\] rows \(rank {get_rank()} of"):
         session.gather(X[:3], X[:2])
     if session.world_size > 1:
         with pytest.raises(ValueError, match=r"one shape on all ranks, but theirs are \(1,\), \(2,\).* Pad them alike"):
@@ -440,16 +440,11 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path, strategy):
 
 
 def test_wrong_options_are_refused_before_anything_is_made(tmp_path):
-    with pytest.raises(TypeError, match="takes no optim_wrapper, train_dataloader: hand in"):
-        Session(tmp_path, optim_wrapper={}, train_dataloader=[])
-    with pytest.raises(TypeError, match=r"takes no val_cfg, val_dataloader: validate by .*prepare_evaluation"):
-        Session(tmp_path, val_dataloader=[], val_cfg={})
-    with pytest.raises(TypeError, match="takes no data_preprocessor: prepare batches in the loop"):
-        Session(tmp_path, data_preprocessor={})
-    with pytest.raises(TypeError, match=r"takes no max_epochs: the loop goes through session\.epochs\(count\)"):
-        Session(tmp_path, max_epochs=3)
-    with pytest.raises(TypeError, match="a Session has no argument `sed`"):
-        Session(tmp_path, sed=3)
+    for name in ("optim_wrapper", "val_cfg", "data_preprocessor", "max_epochs", "sed"):
+        with pytest.raises(TypeError, match=rf"a Session has no argument `{name}`\. What .*session\.epochs\(count\)"):
+            Session(tmp_path, **{name: {}})
+    with pytest.raises(TypeError, match="a Session has no argument `accumulative_count`: did you mean"):
+        Session(tmp_path, accumulative_count=3)
     assert not list(tmp_path.iterdir())
 
 
@@ -485,7 +480,7 @@ def test_a_loader_without_a_length_is_not_counted_in_epochs_and_one_with_a_lengt
     session = session_of(tmp_path)
     model = network()
     session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(Stream()))
-    with session, pytest.raises(ConfigError, match="must have a length to be counted in epochs, but"):
+    with session, pytest.raises(ConfigError, match="epochs must be those of a data loader with a length, but"):
         next(session.epochs(1))
     losses = []
     for count, resume in ((8, False), (11, True)):  # of 6 in a pass
@@ -527,26 +522,25 @@ def test_a_loop_that_makes_its_data_itself_is_counted_recorded_saved_and_resumed
     _, rest = without_data(tmp_path / "parts", 7, resume=True)
     assert list(rest) == [4, 5, 6]
     assert first | rest == whole
-    with pytest.raises(ConfigError, match="epochs must be those of a data loader, but none was handed in"):
+    with pytest.raises(
+        ConfigError, match="epochs must be those of a data loader with a length, but none was handed in"
+    ):
         next(session.epochs(1))
 
 
 def test_names_of_accelerate_are_told_what_to_do_instead(tmp_path):
     session = Session(tmp_path, log_level="ERROR")
-    with pytest.raises(AttributeError, match=r"no attribute 'backward'\. Instead: session\.step\(loss\)"):
+    with pytest.raises(AttributeError, match=r"no attribute 'backward': did you mean `step`"):
         session.backward(torch.ones(1))
     with pytest.raises(AttributeError, match="no attribute 'prepar': did you mean `prepare`"):
         _ = session.prepar
     with pytest.raises(AttributeError, match=r"no attribute 'gathered'(?!.*__)"):
         _ = session.gathered
-    with pytest.raises(AttributeError, match=r"no attribute 'reduce'\. Instead: lockstep\.dist\.all_reduce\("):
+    with pytest.raises(AttributeError, match=r"no attribute 'reduce'\. .* see docs/side-by-side"):
         _ = session.reduce
     model = network()
     _, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
-    with pytest.raises(AttributeError, match=r"no attribute 'set_epoch'\. Instead: nothing, since session\.epochs\("):
-        batches.set_epoch(1)
-    with pytest.raises(AttributeError, match=r"no attribute 'batch_size'\. Instead: its `loader\.batch_size`"):
-        _ = batches.batch_size
+    assert batches.batch_size == batches.loader.batch_size
     with pytest.raises(TypeError, match=r"got a tuple .*\. Hand them in one by one, as in predictions, labels = "):
         session.gather((torch.ones(2), torch.ones(2)))
 

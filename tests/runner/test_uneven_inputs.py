@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lockstep.dataset import DefaultSampler, InfiniteSampler, Position, build_dataloader
+from lockstep.dataset import DefaultSampler, InfiniteSampler, build_dataloader
+from lockstep.dataset.position import Position
 from lockstep.dist import barrier, get_rank, get_world_size
 from lockstep.errors import ConfigError
 from lockstep.evaluator import BaseMetric

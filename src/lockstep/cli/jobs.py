@@ -35,7 +35,7 @@ from lockstep.errors import ConfigError, Preempted, TopologyError, counted
 from lockstep.launch import JobSpec, launch
 from lockstep.launch.job import STOP_SIGNALS
 from lockstep.launch.notices import loading_torch, say
-from lockstep.location import require_disk
+from lockstep.location import make_folder, require_disk
 from lockstep.topology import LauncherName, infer_launcher, read_topology
 
 if TYPE_CHECKING:
@@ -241,13 +241,7 @@ class Predict(Test):
         """Set the weights to load, and make the folder of a file, which is written at the end."""
         Test.complete(self, cfg)
         if self._is_file:
-            try:
-                self.out.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigError(
-                    f"`--out` must be a file in a folder that can be created, but {self.out.parent} cannot: "
-                    f"{error.strerror}. Choose another"
-                ) from error
+            make_folder(self.out.parent, "--out")
 
     @property
     def _is_file(self) -> bool:
@@ -272,11 +266,10 @@ class Predict(Test):
 def _start_ranks(job: Job, cfg: Config, spec: JobSpec) -> None:
     """Start ranks that run a config, and return when they have ended."""
     from lockstep.runner import Runner  # imports torch
-    from lockstep.runner.start import make_folder
 
     Runner.from_cfg(cfg)  # builds nothing, but raises on invalid arguments
     log_dir = Path(cfg.work_dir) / "ranks"
-    make_folder(log_dir)
+    make_folder(log_dir, "work_dir")
     request = {"argv": sys.argv, "job": type(job).__name__, "options": asdict(job)}
     payload = json.dumps(request, default=str)  # paths become strings
     command = ["-m", "lockstep.cli.rank"]

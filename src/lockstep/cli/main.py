@@ -17,7 +17,6 @@ from lockstep.cli.checkpoints import checkpoints_app
 from lockstep.cli.config import check, print_config
 from lockstep.cli.doctor import Doctor
 from lockstep.cli.export import Export
-from lockstep.cli.finders import FindBatchSize, FindLR
 from lockstep.cli.jobs import Predict, Test, Train
 from lockstep.cli.options import (
     CfgOptionsCommand,
@@ -151,8 +150,6 @@ app = typer.Typer(
 app.command("train", cls=CfgOptionsCommand)(command(Train))
 app.command("test", cls=CfgOptionsCommand)(command(Test))
 app.command("predict", cls=CfgOptionsCommand)(command(Predict))
-app.command("find-lr", cls=CfgOptionsCommand)(command(FindLR))
-app.command("find-batch-size", cls=CfgOptionsCommand)(command(FindBatchSize))
 app.command("launch", cls=ScriptCommand)(command(Launch))
 app.command("export")(command(Export))
 app.command("doctor")(command(Doctor))

@@ -222,7 +222,8 @@ def _stream_loader(
     batch_size = arguments.setdefault("batch_size", 1) or 1
     stream = StreamShard(dataset, shard, batch_size, split=True if split is None else split, seed=seed)
     if (parts := shard[1] * workers) > 1:
-        _logger.info("%s is split over %d ranks and workers: %s", type(dataset).__name__, parts, stream.how)
+        by = " by itself" if split is False else ""
+        _logger.info("%s is split over %d ranks and workers%s", type(dataset).__name__, parts, by)
     return _made(StreamLoader, stream, arguments)
 
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils import data
@@ -36,9 +36,10 @@ ENDLESS = 2**62
 """Stands for an endless number of samples."""
 _logger = logging.getLogger(__name__)
 
-# Samplers that yield as many indices as their length says. The length of a user's own sampler may be wrong.
+# Samplers that yield as many indices as their length says.
 _RELIABLE = (
     DefaultSampler,
+    InfiniteSampler,
     data.DistributedSampler,
     data.RandomSampler,
     data.SequentialSampler,
@@ -80,47 +81,19 @@ class Position:
 BEGINNING = Position()
 
 
-class Amount(NamedTuple):
-    """The number of samples that one pass through a data loader yields, and how they are batched.
+def has_certain_length(loader: Any) -> bool:
+    """Return whether a pass through `loader` yields as many samples as the length of its sampler says.
 
-    Attributes:
-        samples: number of samples on this rank.
-        batch_size: samples in each batch except the last.
-        drop_last: whether a last batch that is not full is dropped.
-    """
-
-    samples: int
-    batch_size: int
-    drop_last: bool
-
-    def size_of(self, index: int) -> int:
-        """Return the number of samples in the batch at `index`; 0 after the last batch.
-
-        Example:
-            >>> [Amount(5, 2, False).size_of(index) for index in range(4)]
-            [2, 2, 1, 0]
-        """
-        size = max(0, min(self.batch_size, self.samples - index * self.batch_size))
-        return 0 if self.drop_last and size < self.batch_size else size
-
-
-def amount_of(loader: Any) -> Amount | None:
-    """Return the amount that a pass through `loader` will yield, or None if it is not certain in advance.
-
-    It is certain for a torch `DataLoader` over a map-style dataset with torch's own `BatchSampler` and with a sampler
-    of torch or lockstep.
+    It does for a torch `DataLoader` over a map-style dataset with torch's own `BatchSampler` and with a sampler of
+    torch or lockstep. The length of a user's own sampler may be wrong.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return None
+        return False
     if type(loader.batch_sampler) is not data.BatchSampler:
-        return None
-    sampler, batch_size = loader.batch_sampler.sampler, loader.batch_sampler.batch_size
-    if isinstance(sampler, InfiniteSampler) and type(sampler).__iter__ is InfiniteSampler.__iter__:
-        return Amount(ENDLESS, batch_size, False)
+        return False
+    sampler = loader.batch_sampler.sampler
     drawn = sampler.sampler if type(sampler) is ShardedSampler else sampler
-    if type(drawn) not in _RELIABLE or not isinstance(sampler, Sized):
-        return None
-    return Amount(len(sampler), batch_size, loader.batch_sampler.drop_last)
+    return type(drawn) in _RELIABLE and isinstance(sampler, Sized | InfiniteSampler)
 
 
 def batch_size_of(batch: Any) -> int:
@@ -176,28 +149,32 @@ class GlobalOrder(NamedTuple):
         """
         if self.total is None or self.is_endless:
             return None
-        share = self._share(position, 0)
+        share = self.share(position, 0)
         return share // self.batch_size if self.drop_last else -(-share // self.batch_size)
 
-    def amount_after(self, position: int, shard: int) -> Amount:
-        """Return the amount that a shard has after `position`; `total` must be known.
+    def share(self, position: int, shard: int) -> int:
+        """Return how many items a shard has after `position`; `total` must be known.
 
         Example:
             >>> order = GlobalOrder("samples", shards=2, batch_size=3, total=15)
-            >>> [order.amount_after(6, shard).samples for shard in (0, 1)]
+            >>> [order.share(6, shard) for shard in (0, 1)]
             [5, 4]
         """
-        samples = ENDLESS if self.is_endless else self._share(position, shard)
-        return Amount(samples, self.batch_size, self.drop_last)
-
-    def _share(self, position: int, shard: int) -> int:
+        if self.is_endless:
+            return ENDLESS
         left = max(0, (self.total or 0) - position)
         return -(-left // self.shards) if self.round_up else len(range(shard, left, self.shards))
 
+    def size_of(self, index: int, share: int) -> int:
+        """Return how many of the `share` items of a shard are in its batch `index`; 0 after the last batch.
 
-def begins_anywhere(sampler: Any) -> TypeGuard[ShardingSampler]:
-    """Return whether a sampler can begin inside its order: not if a user's subclass has an `__iter__` of its own."""
-    return isinstance(sampler, ShardingSampler) and type(sampler).__iter__.__module__.startswith("lockstep.")
+        Example:
+            >>> order = GlobalOrder("samples", shards=2, batch_size=2, total=10)
+            >>> [order.size_of(index, 5) for index in range(4)]
+            [2, 2, 1, 0]
+        """
+        size = max(0, min(self.batch_size, share - index * self.batch_size))
+        return 0 if self.drop_last and size < self.batch_size else size
 
 
 def global_order_of(loader: Any) -> GlobalOrder | None:
@@ -217,7 +194,8 @@ def global_order_of(loader: Any) -> GlobalOrder | None:
     batches = loader.batch_sampler
     unit = "samples" if batches is None or is_torchs(batches, data.BatchSampler) else "batches"
     drop_last = unit == "samples" and getattr(batches, "drop_last", False)
-    if begins_anywhere(sampler):
+    # A user's subclass with an `__iter__` of its own can't begin inside its order.
+    if isinstance(sampler, ShardingSampler) and type(sampler).__iter__.__module__.startswith("lockstep."):
         drawn = getattr(sampler, "sampler", None)  # of a ShardedSampler
         total = getattr(sampler, "size", None) if drawn is None else length_of(drawn)
         is_endless = isinstance(sampler, InfiniteSampler)
@@ -249,7 +227,8 @@ class CountedBatches:
         self.drawn: Drawn | None = None
         self._loader = loader
         name = "sampler" if getattr(loader, "batch_sampler", None) is None else "batch_sampler"
-        if not _draws(loader):
+        draws = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+        if not (draws and type(loader).__iter__ is DataLoader.__iter__ and getattr(loader, "in_order", True)):
             self._batches = iter(loader)
             return
         sampler = getattr(loader, name)
@@ -277,9 +256,8 @@ class CountedBatches:
 
         Else they live as long as the error is held, and then take torch five seconds each to end.
         """
-        end = getattr(self._batches, "_shutdown_workers", None)  # they end in no public way (2.13)
-        if end is not None and not getattr(self._loader, "persistent_workers", False):
-            end()
+        if not getattr(self._loader, "persistent_workers", False):
+            getattr(self._batches, "_shutdown_workers", lambda: None)()  # they end in no public way (2.13)
 
 
 class Drawn:
@@ -435,7 +413,7 @@ def without_batches(loader: Any, count: int) -> Any:
     if type(loader).__iter__ is not DataLoader.__iter__:
         return None
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    return with_parts(loader, **{name: _Rest(getattr(loader, name), count)})
+    return with_parts(loader, **{name: _rest(getattr(loader, name), count)})
 
 
 def loader_state(loader: Any) -> Any:
@@ -461,17 +439,11 @@ def restore_loader_state(loader: Any, state: Any) -> bool:
     return True
 
 
-class _Rest:
-    """What a sampler or a batch sampler yields after its first `count` items."""
-
-    def __init__(self, sampler: Any, count: int) -> None:
-        self.sampler = sampler
-        self._count = count
-
-    def __iter__(self) -> Any:
-        items = iter(self.sampler)
-        next(islice(items, self._count, self._count), None)  # now, as the training goes on from here
-        return items
+def _rest(sampler: Any, count: int) -> Iterator[Any]:
+    """Yield what a sampler or a batch sampler draws after its first `count` items."""
+    items = iter(sampler)
+    next(islice(items, count, count), None)
+    yield from items
 
 
 def _set_epoch_of(dataset: Any, epoch: int) -> bool:
@@ -488,19 +460,6 @@ def _set_epoch_of(dataset: Any, epoch: int) -> bool:
 
 def end_workers(loader: Any) -> None:
     """End the workers of a loader that keeps them from pass to pass; the next pass starts others."""
-    iterator = getattr(loader, "_iterator", None)  # torch ends them in no public way (2.13)
-    if iterator is not None:
-        end = getattr(iterator, "_shutdown_workers", None)
-        if end is not None:
-            end()
+    if (iterator := getattr(loader, "_iterator", None)) is not None:
+        getattr(iterator, "_shutdown_workers", lambda: None)()  # torch ends them in no public way (2.13)
         loader._iterator = None
-
-
-def _draws(loader: Any) -> bool:
-    """Return whether a loader draws from its sampler, in the order of its batches, as torch's does."""
-    return (
-        isinstance(loader, DataLoader)
-        and not isinstance(loader.dataset, IterableDataset)
-        and type(loader).__iter__ is DataLoader.__iter__
-        and getattr(loader, "in_order", True)
-    )

@@ -135,15 +135,6 @@ class StreamShard(IterableDataset[Any]):
         """The `metainfo` of the dataset; None if it has none."""
         return getattr(self.dataset, "metainfo", None)
 
-    @property
-    def how(self) -> str:
-        """How the stream is split, in words."""
-        if self.splits_samples:
-            return "each goes through all samples and keeps its shard"
-        if self._splits_over_ranks:
-            return "over its workers by itself, of which each goes through its part and keeps its rank's shard"
-        return "by its split_over" if self._asks_for_parts else "by itself"
-
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next pass."""
         self._epoch.fill_(epoch)

@@ -19,6 +19,7 @@ from lockstep.dataset import batch_size_of
 from lockstep.device import cast_data_device
 from lockstep.dist import all_gather_object, all_reduce_tree, collect_results, get_rank, get_world_size, run_on_main
 from lockstep.errors import ConfigError, require_one_of
+from lockstep.location import make_folder
 from lockstep.logging import read_scalars
 from lockstep.model import OutsideLoss, parse_losses
 from lockstep.model.compiling import kept_outputs
@@ -56,15 +57,6 @@ class BaseMetric(ABC):
         self.prefix = prefix or self.default_prefix
         self._dataset_meta: dict[str, Any] | None = None
         self.results: list[Any] = []
-
-    @property
-    def value_names(self) -> Sequence[str] | None:
-        """The names of the values, if they are known before these are computed; a class attribute can give them.
-
-        A checkpoint by the best value of another name is then refused at once. They are not inherited: a subclass may
-        compute others.
-        """
-        return None
 
     @property
     def dataset_meta(self) -> dict[str, Any] | None:
@@ -168,8 +160,6 @@ class LossMetric(BaseMetric):
         indices: which these are; not used.
     """
 
-    value_names: Sequence[str] | None = ("loss",)
-
     def __init__(self) -> None:
         super().__init__()
         self.loss: OutsideLoss | None = None
@@ -205,8 +195,6 @@ class Perplexity(LossMetric):
 
     It is that of a language model if the loss is a mean over tokens, and `batch_size_of` counts these.
     """
-
-    value_names = ("loss", "perplexity")
 
     def compute_metrics(self, results: list[tuple[float, float]]) -> dict[str, float]:
         """Return the weighted mean and its exponential."""
@@ -244,7 +232,7 @@ class Predictions(BaseMetric):
         super().__init__()
         self.folder = None if folder is None else Path(folder).expanduser()
         if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder, "out_dir")
         self.samples = 0
         self.indices: Sequence[int] | None = None
         self.collected: list[Any] | None = None

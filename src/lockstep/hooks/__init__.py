@@ -15,7 +15,6 @@ from lockstep.hooks.checkpoint import CheckpointHook
 from lockstep.hooks.early_stopping import EarlyStoppingHook
 from lockstep.hooks.ema import EMAHook
 from lockstep.hooks.empty_cache import EmptyCacheHook
-from lockstep.hooks.garbage_collection import GarbageCollectionHook
 from lockstep.hooks.logger import LoggerHook
 from lockstep.hooks.progress import ProgressHook
 from lockstep.hooks.runtime_info import RuntimeInfoHook
@@ -30,7 +29,6 @@ __all__ = [
     "EMAHook",
     "EarlyStoppingHook",
     "EmptyCacheHook",
-    "GarbageCollectionHook",
     "Hook",
     "HookList",
     "IterTimerHook",

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.checkpoint import is_checkpoint, remove
-from lockstep.errors import ConfigError, counted, require_one_of
-from lockstep.hooks.arguments import RULES, check_metrics, rule_of, unknown_metric
+from lockstep.errors import ConfigError, require_one_of
+from lockstep.hooks.arguments import RULES, require_validation, rule_of, unknown_metric
 from lockstep.location import Location, locate
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook, is_due, require_epochs
@@ -23,8 +23,6 @@ from lockstep.strategy.native import NativeStrategy
 
 _META_KEY = "checkpoint_hook"
 _DEFAULT_INTERVAL = 1000  # from one checkpoint to the next, if iterations are counted in a loop by epochs
-# With these values, and the default interval, `before_train` logs nothing.
-_DEFAULTS = {"max_keep_ckpts": -1, "save_last": True, "save_best": None, "save_begin": 0, "out_dir": None}
 _logger = logging.getLogger(__name__)
 
 
@@ -116,20 +114,15 @@ class CheckpointHook(Hook):
             self._save(runner, "epoch_{}", runner.epoch + 1, epoch=runner.epoch + 1, iteration=runner.iter)
 
     def before_train(self, runner: TrainRun) -> None:
-        """Log what is saved when; raise an error for what can't be saved, or a metric that there won't be."""
+        """Raise an error for what can't be saved, or for the best by a metric without a validation."""
         if self.by_epoch:
             require_epochs(runner, "CheckpointHook(by_epoch=False, interval=<iterations>)")
         names = [name for name in self._best_by() if name != "auto"]
-        check_metrics("save_best", names, runner)
+        require_validation("save_best", names, runner)
         for name in names:
             self._rule(name)
         if self.save_optimizer and isinstance(runner.strategy, NativeStrategy):
             runner.strategy.optim_state()
-        by_default = (True, 1) if runner.max_epochs is not None else (False, runner.train_loop.val_interval)
-        if self._cadence(runner) != by_default or any(
-            getattr(self, name) != usual for name, usual in _DEFAULTS.items()
-        ):
-            _logger.info("checkpoints: %s", self._summary(runner))
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Keep the metrics until every hook has seen them, so that the checkpoint includes this validation."""
@@ -185,21 +178,6 @@ class CheckpointHook(Hook):
         if by_epoch:
             return True, 1
         return False, _DEFAULT_INTERVAL if runner.max_epochs is not None else runner.train_loop.val_interval
-
-    def _summary(self, runner: TrainRun) -> str:
-        """Return in words what is saved when, and what is kept."""
-        by_epoch, interval = self._cadence(runner)
-        times = []
-        if interval > 0:
-            begin = f" from {self.save_begin} on" if self.save_begin else ""
-            unit = "epoch" if by_epoch else "iteration"
-            times.append(f"every {unit if interval == 1 else counted(interval, unit)}{begin}")
-        times += ["at the end"] if self.save_last else []
-        kept = "all are kept" if self.max_keep_ckpts < 0 else f"the last {self.max_keep_ckpts} are kept"
-        best = self._best_by()
-        more = [f"the best by {', '.join(best)}"] if best else []
-        more += [f"in {self._folder(runner)}"] if self.out_dir is not None else []
-        return "; ".join([" and ".join(times) or "none regularly", kept, *more])
 
     def _save(self, runner: TrainRun, template: str, done: int, *, epoch: int, iteration: int) -> None:
         template = self.filename_tmpl or template

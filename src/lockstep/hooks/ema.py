@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -24,14 +24,6 @@ from lockstep.strategy import Strategy
 _KEY = "ema"
 _HALF = (torch.bfloat16, torch.float16)
 _WRAPPER_PARTS = frozenset({"module", *INSIDE_WRAPPERS})
-
-
-class _Weight(NamedTuple):
-    """One tensor of the model."""
-
-    name: str
-    averaged: Tensor
-    trained: Tensor
 
 
 class _Forgets:
@@ -119,10 +111,10 @@ class EMAHook(Hook):
             return
         self._sync_buffers()
         weights = list(self._weights())
-        copies = {id(one): one.detach().clone() for one in {id(x.trained): x.trained for x in weights}.values()}
-        self._trained_weights = {weight.name: copies[id(weight.trained)] for weight in weights}
-        for weight in weights:
-            weight.trained.copy_(weight.averaged)
+        copies = {id(one): one.detach().clone() for one in {id(one): one for *_, one in weights}.values()}
+        self._trained_weights = {name: copies[id(trained)] for name, _, trained in weights}
+        for _, averaged, trained in weights:
+            trained.copy_(averaged)
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Put the model's own weights back."""
@@ -143,12 +135,11 @@ class EMAHook(Hook):
             return
         self._sync_buffers()
         trained: dict[str, Tensor] = checkpoint.setdefault(_KEY, {})
-        for name, weight in self._named_as_in(checkpoint["model"]):
+        for name, own_name, averaged in self._named_as_in(checkpoint["model"]):
             # The strategy's own weights if available: their dtype may be more precise than the model's.
-            trained[name] = (
-                checkpoint["model"][name] if self._trained_weights is None else self._trained_weights[weight.name]
-            )
-            checkpoint["model"][name] = weight.averaged
+            kept = self._trained_weights
+            trained[name] = checkpoint["model"][name] if kept is None else kept[own_name]
+            checkpoint["model"][name] = averaged
 
     def before_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Ask for both sets of weights.
@@ -173,10 +164,10 @@ class EMAHook(Hook):
             return
         self._build(runner)
         trained: dict[str, Tensor] = checkpoint.setdefault(_KEY, {})
-        for name, weight in self._named_as_in(checkpoint["model"]):
+        for name, _, averaged in self._named_as_in(checkpoint["model"]):
             trained[name] = torch.empty_like(checkpoint["model"][name])
             # Read directly into the average: the model's dtype may be less precise and would round it.
-            checkpoint["model"][name] = weight.averaged
+            checkpoint["model"][name] = averaged
 
     def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Restore the trained weights."""
@@ -197,8 +188,8 @@ class EMAHook(Hook):
         """Put the model's own weights back, even if a validation has failed."""
         if self._trained_weights is None:
             return
-        for weight in self._weights():
-            weight.trained.copy_(self._trained_weights[weight.name])
+        for name, _, trained in self._weights():
+            trained.copy_(self._trained_weights[name])
         self._trained_weights = None
 
     def _build(self, runner: Run) -> None:
@@ -223,12 +214,12 @@ class EMAHook(Hook):
         if self.ema_model.update_buffers:
             average_buffers(self.ema_model.module.buffers())
 
-    def _weights(self) -> Iterator[_Weight]:
-        """Yield the tensors that are averaged, tied ones under each of their names."""
+    def _weights(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield name, average and value of each tensor that is averaged, tied ones under each of their names."""
         reshard(self.src_model)  # after a forward pass without a backward pass
         averaged = dict(self._tensors_of(self.ema_model.module))
         for name, trained in self._tensors_of(self.src_model):
-            yield _Weight(name, averaged[name], trained)
+            yield name, averaged[name], trained
 
     def _tensors_of(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from model.named_parameters(remove_duplicate=False)
@@ -236,13 +227,13 @@ class EMAHook(Hook):
             buffers = model.named_buffers(remove_duplicate=False)
             yield from ((name, buffer) for name, buffer in buffers if buffer.is_floating_point())
 
-    def _named_as_in(self, state: dict[str, Any]) -> Iterator[tuple[str, _Weight]]:
-        """Yield the weights that are in a model's state, with their names in it."""
-        for weight in self._weights():
-            name = weight.name
+    def _named_as_in(self, state: dict[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield of each weight that is in a model's state its name there, its own name, and the average."""
+        for own_name, averaged, trained in self._weights():
+            name = own_name
             if name not in state:  # names in the state lack the parts that inner wrappers add
                 name = ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
             if name in state:
-                yield name, weight
-            elif isinstance(weight.trained, nn.Parameter):
+                yield name, own_name, averaged
+            elif isinstance(trained, nn.Parameter):
                 raise ConfigError(f"the checkpoint's model must have all parameters to be averaged, but lacks {name}")

@@ -45,8 +45,7 @@ class _Unwritten(NamedTuple):
         length: number of iterations that the record covers.
         learning_rates: the first learning rate of each optimizer at that time.
         moment: when it was made, by `perf_counter`.
-        load_numbers: returns the numbers of each rank. A function, because on one rank they are read from the device
-            only when the record is written.
+        by_rank: the numbers of each rank, once rank 0 has them.
     """
 
     runner: TrainRun
@@ -55,20 +54,7 @@ class _Unwritten(NamedTuple):
     length: int
     learning_rates: dict[str, float]
     moment: float
-    load_numbers: Callable[[], Sequence[Mapping[str, Any]]]
-
-
-class _Gathering(NamedTuple):
-    """The numbers of a record on their way to rank 0.
-
-    Attributes:
-        record: the record, which lacks the numbers of the other ranks.
-        read_at: number of complete iterations when they are read.
-    """
-
-    handle: GatherHandle
-    record: _Unwritten
-    read_at: int
+    by_rank: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass
@@ -156,7 +142,8 @@ class LoggerHook(Hook):
         self._last_rates: tuple[int, dict[str, float]] = 0, {}  # of the last iteration of an epoch, and its number
         self._output_names: set[str] = set()
         self._unwritten: deque[_Unwritten] = deque()
-        self._gathering: _Gathering | None = None  # of the last record
+        # The numbers of the last record on their way to rank 0, and after how many iterations they are read there.
+        self._gathering: tuple[GatherHandle, _Unwritten, int] | None = None
         # On an accelerator: sends this rank's numbers of the last record, once the next iteration is under way.
         self._unsent: Callable[[], None] | None = None
         self._epoch = _Sums()
@@ -187,7 +174,7 @@ class LoggerHook(Hook):
         hub, loop = runner.message_hub, runner.train_loop
         done = loop.iter + 1
         self._send()
-        if self._gathering is not None and done >= self._gathering.read_at:
+        if self._gathering is not None and done >= self._gathering[2]:
             self._finish_gathering()
         if self._unwritten and perf_counter() - self._unwritten[0].moment > _BATCH_SECONDS:
             self._write_gathered()
@@ -260,32 +247,24 @@ class LoggerHook(Hook):
         peak_flops = runner.message_hub.get_info("peak_flops", 0.0)
 
         share = runner.data_shard.size / runner.world_size  # ranks that compute on the same samples count them once
-
-        def numbers_of_rank() -> dict[str, Any]:
-            parts = self._parts_of_rank(last, samples, reading(), share)
-            return {"parts": parts, "peak_flops": peak_flops, "memory_mib": (peak_memory() or 0) / 2**20}
-
-        record = _Unwritten(
-            runner, runner.epoch + 1, iteration, len(samples), rates, moment, lambda: [numbers_of_rank()]
-        )
-        if self._work is None:
-            self._unwritten.append(record)
-            return
+        record = _Unwritten(runner, runner.epoch + 1, iteration, len(samples), rates, moment)
         self._finish_gathering()
-        work, options = self._work, (digest_of(optimizer_options(runner, reads_device=False)), rates)
-
+        options = digest_of(optimizer_options(runner, reads_device=False)), rates
         is_on_cpu = get_device() == "cpu"
 
         def send() -> None:
-            numbers = numbers_of_rank()
-            # `take` returns the iterations that the device has completed. Reading the numbers has waited for these.
-            comm_time, work_samples = work.take()
-            if comm_time is not None:
-                numbers["parts"]["comm_time"] = comm_time * len(samples), len(samples)
-            message = {"numbers": numbers, "options": options, "host": work.host, "samples": work_samples}
+            parts = self._parts_of_rank(last, samples, reading(), share)
+            memory_mib = (peak_memory() or 0) / 2**20
+            message = {"parts": parts, "peak_flops": peak_flops, "memory_mib": memory_mib, "options": options}
+            if self._work is not None:
+                # `take` returns the iterations that the device has completed. `reading` has waited for these.
+                comm_time, message["samples"] = self._work.take()
+                message["host"] = self._work.host
+                if comm_time is not None:
+                    parts["comm_time"] = comm_time * len(samples), len(samples)
             handle = start_gather_bytes(json.dumps(message).encode())
             sent_after = iteration if is_on_cpu else iteration + 1
-            self._gathering = _Gathering(handle, record, sent_after + _READ_AFTER)
+            self._gathering = handle, record, sent_after + _READ_AFTER
 
         if is_on_cpu:
             send()
@@ -301,7 +280,7 @@ class LoggerHook(Hook):
         gathered = handle.wait()
         if gathered is not None:
             by_rank = [json.loads(one) for one in gathered]
-            self._unwritten.append(record._replace(load_numbers=lambda: [one["numbers"] for one in by_rank]))
+            self._unwritten.append(record._replace(by_rank=by_rank))
             if checks_options:
                 _check_options([one["options"] for one in by_rank], record.iteration)
             self._report_stragglers(record.runner, by_rank)
@@ -310,7 +289,7 @@ class LoggerHook(Hook):
         """Finish the gathering at the end of a run, if the numbers arrive in time: other ranks may have failed."""
         self._send()
         end = perf_counter() + _LAST_WAIT_SECONDS
-        while self._gathering is not None and not self._gathering.handle.is_completed():
+        while self._gathering is not None and not self._gathering[0].is_completed():
             if perf_counter() > end:
                 return
             sleep(0.01)
@@ -344,7 +323,7 @@ class LoggerHook(Hook):
             self._write_training(record, flush=not self._unwritten)
 
     def _write_training(self, record: _Unwritten, *, flush: bool) -> None:
-        runner, ranks, sums, epoch = record.runner, record.load_numbers(), _Sums(), self._epoch
+        runner, ranks, sums, epoch = record.runner, record.by_rank, _Sums(), self._epoch
         for numbers in ranks:
             sums.add(numbers["parts"])
         times = [numbers["parts"].get("time", (0.0, 1.0)) for numbers in ranks]

@@ -38,7 +38,7 @@ class ProgressHook(Hook):
 
     def __init__(self, period_seconds: float = 30.0) -> None:
         self._period_seconds = period_seconds
-        self._display: LiveDisplay | PlainDisplay | None = None
+        self._display: Display | None = None
         self._due = 0.0
         self._started = 0.0
         self._first_iter = 0
@@ -125,7 +125,7 @@ class ProgressHook(Hook):
             console = runner.console
             # Notebooks and CI set FORCE_COLOR, by which rich takes what it writes to for a terminal.
             live = console.is_terminal and console.file.isatty()
-            self._display = LiveDisplay(console) if live else PlainDisplay(console, self._period_seconds)
+            self._display = Display(console, None if live else self._period_seconds)
         self._display.begin(label, total)
         self._due = perf_counter() + self._display.period_seconds
         self._losses = None
@@ -184,16 +184,20 @@ def _epoch_label(runner: Run) -> str:
     return f"epoch {runner.epoch + 1:>{len(str(runner.max_epochs))}}/{runner.max_epochs}"
 
 
-class LiveDisplay:
-    """A progress bar at the bottom of a terminal, below all other output.
+class Display:
+    """A progress bar at the bottom of a terminal, below all other output; or plain lines, for a log.
 
     It is drawn only when `show` is called: a drawing thread would interrupt training at arbitrary moments.
+
+    Args:
+        console: where it is shown.
+        period_seconds: time from one plain line to the next; None for a bar.
     """
 
-    period_seconds = 0.2
     _BAR_WIDTH = 8  # at least
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, period_seconds: float | None = None) -> None:
+        self.period_seconds = 0.2 if period_seconds is None else period_seconds
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=None),
@@ -203,6 +207,7 @@ class LiveDisplay:
             auto_refresh=False,
             transient=True,
             expand=True,
+            disable=period_seconds is not None,
         )
         self._task = self._progress.add_task("", total=None, text="")
         self._label_width = 0
@@ -214,8 +219,13 @@ class LiveDisplay:
         self._progress.reset(self._task, description=label.ljust(self._label_width), total=total)
 
     def show(self, done: int, values: Sequence[str]) -> None:
-        """Draw the bar, with those of the first values for which there is room."""
-        count = 2 * len(str(self._progress.tasks[0].total or done)) + 1
+        """Draw the bar, with those of the first values for which there is room; or print a line."""
+        task = self._progress.tasks[0]
+        if self._progress.disable:
+            line = [task.description.rstrip(), f"{done}" if task.total is None else f"{done}/{task.total}", *values]
+            self._progress.console.print("  ".join(line), markup=False, soft_wrap=True)
+            return
+        count = 2 * len(str(task.total or done)) + 1
         # There is a space between two columns.
         room = self._progress.console.width - self._label_width - self._BAR_WIDTH - count - 3
         text = ""
@@ -229,33 +239,5 @@ class LiveDisplay:
 
     def close(self) -> None:
         """Remove the bar."""
-        self._progress.stop()
-
-
-class PlainDisplay:
-    """Progress as plain lines, for a log that is read afterwards.
-
-    Args:
-        console: where the lines go.
-        period_seconds: time from one line to the next, within a pass.
-    """
-
-    def __init__(self, console: Console, period_seconds: float = 30.0) -> None:
-        self.period_seconds = period_seconds
-        self._console = console
-        self._label = ""
-        self._total: int | None = None
-
-    def begin(self, label: str, total: int | None) -> None:
-        """Set the label and the total of the lines that follow."""
-        self._label = label
-        self._total = total
-
-    def show(self, done: int, values: Sequence[str]) -> None:
-        """Print a line."""
-        of_total = "" if self._total is None else f"/{self._total}"
-        line = "  ".join([self._label, f"{done}{of_total}", *values])
-        self._console.print(line, markup=False, soft_wrap=True)
-
-    def close(self) -> None:
-        """Do nothing: printed lines stay."""
+        if not self._progress.disable:  # else it would print an empty line
+            self._progress.stop()

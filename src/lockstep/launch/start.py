@@ -7,10 +7,12 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from lockstep.errors import LaunchError, counted
 from lockstep.launch.job import FUNCTION, JobSpec, interface_towards, usable_cores
 from lockstep.launch.notices import loading_torch, say
+from lockstep.location import make_folder
 from lockstep.output import tolerate_closed_output
 
 
@@ -46,10 +48,11 @@ def launch(
 
     Raises:
         ValueError: `max_restarts` is negative, or `command` is empty.
-        LaunchError: cloudpickle is missing for a function, or can't pickle it; `log_dir` cannot be created, a rank
-            failed (the message names it and shows its traceback, `exit_code` is its exit code), not all nodes joined in
-            time, or a signal stopped the ranks and this process ignores it; or a signal stopped the ranks and they
-            saved a training, with `exit_code` 75.
+        ConfigError: `log_dir` cannot be created.
+        LaunchError: cloudpickle is missing for a function, or can't pickle it; a rank failed (the message names it and
+            shows its traceback, `exit_code` is its exit code), not all nodes joined in time, or a signal stopped the
+            ranks and this process ignores it; or a signal stopped the ranks and they saved a training, with `exit_code`
+            75.
     """
     if max_restarts < 0:
         raise ValueError(f"`max_restarts` must be at least 0, but is {max_restarts}")
@@ -60,12 +63,7 @@ def launch(
     tolerate_closed_output()
     logs = None if log_dir is None else os.fspath(log_dir)
     if logs is not None:
-        try:
-            os.makedirs(logs, exist_ok=True)
-        except OSError as error:
-            raise LaunchError(
-                f"`--log-dir` must be a folder that can be created, but {logs} cannot: {error.strerror}. Choose another"
-            ) from error
+        make_folder(Path(logs), "--log-dir")
     starting = f"starting {counted(job.nproc, 'rank')}"
     if job.nnodes > 1:
         most = "" if job.least_nnodes is None else "at most "

@@ -1,8 +1,7 @@
-"""The curves of a run's records, and the curve of a search for a learning rate."""
+"""The curves of a run's records."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from lockstep.report.figures import Chart, Line, Point
@@ -15,8 +14,6 @@ _MOST_LINES = 6
 _COMPUTE = "compute"
 _DATA = "wait for data"
 _EXCHANGE = "wait for gradients"
-_SEARCH_CURVES = {"smoothed": "smoothed_loss", "each update": "loss"}
-_RISE_SHOWN = 0.5  # the axis of a search reaches this part of the fall (first loss - lowest) above the first loss
 
 
 def charts_of(run: RunRecords) -> list[Chart]:
@@ -40,39 +37,14 @@ def charts_of(run: RunRecords) -> list[Chart]:
     return [chart for chart in charts if chart.lines]
 
 
-def suggestion_of(run: RunRecords) -> float | None:
-    """Return the rate that the run's last search for a learning rate suggests, or None."""
-    return number(run.lr_search[-1].get("suggestion")) if run.lr_search else None
-
-
-def search_of(run: RunRecords) -> tuple[Chart, tuple[float, float]] | None:
-    """Return the losses of a run's search over the rate, and the range to show; None if there is no search.
-
-    The range leaves out losses so high that the fall would look flat beside them.
-    """
-    records = [record for record in run.lr_search if _is_rate(record)]
-    lines = [Line(name, points_of(records, key, over="lr")) for name, key in _SEARCH_CURVES.items()]
-    finite = [[loss for _, loss in line.points if math.isfinite(loss)] for line in lines]
-    if not records or records[0]["lr"] >= records[-1]["lr"] or not all(finite):
-        return None
-    first, lowest = finite[0][0], min(finite[0])
-    most = first + _RISE_SHOWN * (first - lowest) if first > lowest else max(finite[0])
-    return Chart("Loss over learning rate", lines), (lowest, max(loss for loss in finite[0] if loss <= most))
-
-
-def points_of(records: Sequence[Record], name: str, over: str = "iter") -> list[Point]:
-    """Return pairs of the values recorded under two names: `over` (the x axis) and `name` (the y axis)."""
-    return [(float(record[over]), value) for record in records if (value := number(record.get(name))) is not None]
+def points_of(records: Sequence[Record], name: str) -> list[Point]:
+    """Return pairs of an iteration and the value recorded there under a name."""
+    return [(float(record["iter"]), value) for record in records if (value := number(record.get(name))) is not None]
 
 
 def metric_names(run: RunRecords) -> list[str]:
     """Return the names of the metrics of all evaluations."""
     return _names(run.evaluations)
-
-
-def _is_rate(record: Record) -> bool:
-    rate = number(record.get("lr"))
-    return rate is not None and math.isfinite(rate) and rate > 0
 
 
 def _names(records: Sequence[Record]) -> list[str]:

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from lockstep.report.best import best
-from lockstep.report.contents import metric_names, points_of, suggestion_of
+from lockstep.report.contents import metric_names, points_of
 from lockstep.report.figures import Point, shown, unit_html
 from lockstep.report.records import MODES, Record, RunRecords, number
 
@@ -22,8 +22,6 @@ _SLOW_PARTS = {"data": "wait for data", "compute": "forward and backward passes"
 def tiles_html(run: RunRecords) -> str:
     """Return the key numbers of a run as HTML tiles."""
     tiles = []
-    if (rate := suggestion_of(run)) is not None:
-        tiles.append(_tile("suggested learning rate", shown(float(f"{rate:.2g}")), note="steepest descent"))
     if losses := points_of(run.train, "loss"):
         tiles.append(_tile("final loss", shown(losses[-1][1]), note="train"))
     tiles += [_metric_tile(run, name) for name in metric_names(run)[:_TILE_METRICS]]

@@ -41,23 +41,17 @@ class Chart(NamedTuple):
     from_zero: bool = False
 
 
-def chart_html(chart: Chart, kind: str = "chart", spoken: str = "") -> tuple[str, dict[str, Any]]:
-    """Return a chart as HTML, and its values for the script.
-
-    Args:
-        chart: what to draw.
-        kind: the class of the figure.
-        spoken: what a screen reader says; by default, where the curves end.
-    """
+def chart_html(chart: Chart) -> tuple[str, dict[str, Any]]:
+    """Return a chart as HTML, and its values for the script. A screen reader says where the curves end."""
     curves = [line_values(line) for line in chart.lines]
     latest = (curve["y"][-1] for curve in curves)
     ends = [f"{line.name} ends at {shown(y)}" for line, y in zip(chart.lines, latest, strict=True)]
-    label = spoken or f"{chart.title} by iteration: {', '.join(ends)}"
+    label = f"{chart.title} by iteration: {', '.join(ends)}"
     finite = [y for line in chart.lines for _, y in line.points if math.isfinite(y)]
     has_log = not (chart.stacked or chart.from_zero) and 0 < _LOG_FROM * min(finite, default=0.0) <= max(finite)
     button = '<button type="button" aria-pressed="false">log</button>' if has_log else ""
     html = (
-        f'<figure class="card {kind}"><figcaption><h3>{escape(chart.title)}{unit_html(chart.unit)}</h3>{button}'
+        f'<figure class="card chart"><figcaption><h3>{escape(chart.title)}{unit_html(chart.unit)}</h3>{button}'
         f'</figcaption><div class="plot" tabindex="0" role="img" aria-label="{escape(label)}"></div></figure>'
     )
     return html, {"lines": curves, "stacked": chart.stacked, "fromZero": chart.from_zero}

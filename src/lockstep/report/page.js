@@ -22,14 +22,14 @@
   const labels = { values: (u, ticks) => ticks.map((tick) => (tick === null ? null : shown(tick))) };
 
   // What all plots have in common; `draw` paints over the plot, in pixels of its canvas.
-  const plot = (figure, { across, named, log, key }, data, { series, bands, y, up, legend, draw }) => {
+  const plot = (figure, data, { series, bands, y, up, legend, draw }) => {
     const area = figure.querySelector(".plot");
-    const range = (u, low, high) => (low === u.data[0][0] && high === u.data[0].at(-1) ? across : [low, high]);
+    const range = (u, low, high) => (low === u.data[0][0] && high === u.data[0].at(-1) ? values.across : [low, high]);
     const u = new uPlot({
       width: area.clientWidth,
       height: area.clientHeight,
       padding: [8, 20, 0, 0],
-      scales: { x: { time: false, distr: log ? 3 : 1, range }, y },
+      scales: { x: { time: false, range }, y },
       axes: [axis({ size: 24, ...labels }), axis({ size: 58, space: 40, ...up })],
       series: [{ class: "helper" }, ...series],
       bands,
@@ -44,7 +44,7 @@
           fill: (u, i) => series[i - 1].stroke,
           stroke: style("--card"),
         },
-        sync: { key, scales: ["x", null] },
+        sync: { key: "iterations", scales: ["x", null] },
       },
       hooks: {
         draw: [(u) => {
@@ -56,7 +56,7 @@
           u.ctx.restore();
         }],
         setCursor: [(u) => {
-          u.over.querySelector(".u-cursor-x").dataset.place = named(u.posToVal(u.cursor.left, "x"));
+          u.over.querySelector(".u-cursor-x").dataset.place = iteration(u.posToVal(u.cursor.left, "x"));
         }],
         // A click in the legend hides a curve; its band goes, too.
         setSeries: [(u, i, { show }) => {
@@ -83,7 +83,7 @@
     return u;
   };
 
-  const chart = (figure, { lines, stacked, fromZero, range }, axes, isLog) => {
+  const chart = (figure, { lines, stacked, fromZero }, isLog) => {
     const colour = (index) => style(`--c${index % 6}`);
     let below = lines[0].x.map(() => 0);
     const tables = lines.map(({ x, y, low, high }) => {
@@ -112,28 +112,28 @@
       const pixel = devicePixelRatio;
       ctx.fillStyle = style("--bad"); // values that are not finite
       lines.flatMap((line) => line.faulty).forEach((x) => ctx.fillRect(left(x) - pixel, box.top, 2 * pixel, 8 * pixel));
-      ctx.strokeStyle = ctx.fillStyle = style(axes.colour);
+      ctx.strokeStyle = ctx.fillStyle = style("--soft");
       ctx.lineWidth = 2 * pixel;
       ctx.setLineDash([6 * pixel, 4 * pixel]);
       ctx.font = `600 ${12 * pixel}px system-ui, sans-serif`;
       ctx.textBaseline = "top";
-      axes.marks.forEach(([x, text]) => {
+      values.resumed.forEach((x) => {
         const isLeft = left(x) > box.left + 0.7 * box.width;
         ctx.beginPath();
         ctx.moveTo(left(x), box.top);
         ctx.lineTo(left(x), box.top + box.height);
         ctx.stroke();
         ctx.textAlign = isLeft ? "right" : "left";
-        ctx.fillText(text, left(x) + (isLeft ? -8 : 8) * pixel, box.top);
+        ctx.fillText("resumed", left(x) + (isLeft ? -8 : 8) * pixel, box.top);
       });
     };
     // None of the values may be finite.
     const ends = ([low, high]) => [fromZero || stacked ? Math.min(0, low ?? 0) : low ?? 0, high ?? 1];
     const linear = { min: { pad: 0.06, soft: 0, mode: fromZero || stacked ? 1 : 3 }, max: { pad: 0.06 } };
-    return plot(figure, axes, uPlot.join(tables), {
+    return plot(figure, uPlot.join(tables), {
       series,
       bands,
-      y: isLog ? { distr: 3 } : { range: (u, ...found) => uPlot.rangeNum(...(range ?? ends(found)), linear) },
+      y: isLog ? { distr: 3 } : { range: (u, ...found) => uPlot.rangeNum(...ends(found), linear) },
       up: { ...labels, grid: { stroke: style("--rule"), width: 1 } },
       legend: {
         mount: (u, table) => figure.querySelector("figcaption").append(table),
@@ -143,22 +143,12 @@
     });
   };
 
-  const marks = values.resumed.map((x) => [x, "resumed"]);
-  const iterations = { across: values.across, named: iteration, key: "iterations", marks, colour: "--soft" };
-  const charts = [...document.querySelectorAll(".chart:not(.search)")];
-  const figures = charts.map((figure, i) => [figure, values.charts[i], iterations]);
-  if (values.search) {
-    const { lines: [{ x }], mark } = values.search, named = (rate) => `learning rate ${shown(rate)}`;
-    const marks = mark ? [mark] : [], colour = "--c2";
-    const rates = { across: [x[0], x.at(-1)], named, log: true, key: "rates", marks, colour };
-    figures.push([document.querySelector(".search"), values.search, rates]);
-  }
-  const redraws = figures.map(([figure, drawn, axes]) => {
+  const redraws = [...document.querySelectorAll(".chart")].map((figure, i) => {
     let u = null;
     const area = figure.querySelector(".plot"), button = figure.querySelector("button");
     const redraw = () => {
       u?.destroy();
-      u = chart(figure, drawn, axes, button?.getAttribute("aria-pressed") === "true");
+      u = chart(figure, values.charts[i], button?.getAttribute("aria-pressed") === "true");
     };
     button?.addEventListener("click", () => {
       button.setAttribute("aria-pressed", button.getAttribute("aria-pressed") !== "true");

@@ -12,9 +12,9 @@ from typing import Any
 from urllib.parse import quote
 
 from lockstep.errors import ConfigError, counted
-from lockstep.report.contents import charts_of, search_of, suggestion_of
+from lockstep.report.contents import charts_of
 from lockstep.report.facts import environment_html, evaluations_html, started, stragglers_html, tiles_html
-from lockstep.report.figures import chart_html, shown
+from lockstep.report.figures import chart_html
 from lockstep.report.records import RunRecords, number
 
 # The browser enforces that the page loads nothing.
@@ -29,13 +29,11 @@ def page_html(run: RunRecords, place: Path) -> str:
         place: the folder that the page will be in, for its links to runs that were resumed.
     """
     charts = [chart_html(chart) for chart in charts_of(run)]
-    search = _search_html(run)
     values = {
         "across": _across(run),
         "epochs": _epochs(run),
         "resumed": [at for _, at in run.resumed],
         "charts": [values for _, values in charts],
-        "search": search and search[1],
     }
     title = escape(f"{run.folder.resolve().parent.name} {run.folder.resolve().name}")
     return "".join(
@@ -47,7 +45,6 @@ def page_html(run: RunRecords, place: Path) -> str:
             f"<title>{title}</title><style>{_asset('uplot/uPlot.min.css')}{_asset('page.css')}</style></head><body>",
             _header(run, place),
             f"<main>{tiles_html(run)}<noscript><p>JavaScript draws the curves of this page.</p></noscript>",
-            _section("Search for a learning rate", "one update at each rate", search[0] if search else ""),
             _section("Curves", "by iteration", "".join(html for html, _ in charts)),
             stragglers_html(run),
             f'<div class="pair">{evaluations_html(run)}{environment_html(run)}</div>',
@@ -70,18 +67,6 @@ def write_page(run: RunRecords, path: Path) -> None:
         path.write_text(html, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise ConfigError(f"the report cannot be written to `{path}`: {error.strerror}") from error
-
-
-def _search_html(run: RunRecords) -> tuple[str, dict[str, Any]] | None:
-    """Return the picture of a search for a learning rate, and its values for the script; None if there is no search."""
-    found = search_of(run)
-    if found is None:
-        return None
-    chart, (low, high) = found
-    rate = suggestion_of(run)
-    mark = None if rate is None else shown(float(f"{rate:.2g}"))
-    html, values = chart_html(chart, "chart search", f"Loss over learning rate: {mark or 'no rate'} is suggested")
-    return html, {**values, "range": [low, high], "mark": rate and [rate, f"{mark} suggested"]}
 
 
 def _across(run: RunRecords) -> tuple[int, int]:

@@ -15,7 +15,6 @@ Record: TypeAlias = Mapping[str, Any]
 
 _RECORDS = "metrics.jsonl"
 MODES = ("val", "test")
-_LR_SEARCH = "lr_search"
 _STRAGGLER = "straggler"
 _RESUMED = "resumed"
 _NOT_FINITE = {"nan", "inf", "-inf"}
@@ -31,7 +30,6 @@ class RunRecords:
         train: means over a few iterations each.
         evaluations: metrics of validations and tests.
         stragglers: ranks that were slow, or no longer are; see `lockstep.diagnostics.slow_ranks`.
-        lr_search: the last search for a learning rate; see `lockstep.runner.lr_finder`.
         environment: host, devices and versions of the run.
         config: the config as Python source.
         faults: one line for each file that could not be read completely.
@@ -41,7 +39,6 @@ class RunRecords:
     train: list[Record]
     evaluations: list[Record]
     stragglers: list[Record] = field(default_factory=list)
-    lr_search: list[Record] = field(default_factory=list)
     environment: Record = field(default_factory=dict)
     config: str = ""
     faults: list[str] = field(default_factory=list)
@@ -99,9 +96,6 @@ def read_run(folder: Path) -> RunRecords:
         found = f", only what cannot be read ({faults[0]})" if faults else ""
         raise ConfigError(f"`{folder / _RECORDS}` has no record yet{found}; there is nothing to show of this run")
     config = folder / "config.py"
-    searches = [record for record in records if record["mode"] == _LR_SEARCH]
-    # Each search counts its iterations from 1.
-    last_search = max((index for index, record in enumerate(searches) if record["iter"] == 1), default=0)
     resumed: list[tuple[Path, int]] = []
     before, at = _resumed(folder, records)
     while before is not None and before not in [folder.resolve(), *(run for run, _ in resumed)]:
@@ -120,7 +114,6 @@ def read_run(folder: Path) -> RunRecords:
         train=[record for record in records if record["mode"] == "train"],
         evaluations=[record for record in records if record["mode"] in MODES],
         stragglers=[record for record in records if record["mode"] == _STRAGGLER],
-        lr_search=searches[last_search:],
         # Masked also here: another library or an earlier version may have written them.
         environment=mask_value(_json_object(folder / "environment.json", faults)),
         config=mask_text(config.read_text(encoding="utf-8", errors="replace")) if config.is_file() else "",
@@ -130,7 +123,7 @@ def read_run(folder: Path) -> RunRecords:
 
 
 def _records_of(folder: Path, faults: list[str]) -> list[Record]:
-    known = ("train", "epoch", _LR_SEARCH, _STRAGGLER, _RESUMED, *MODES)
+    known = ("train", "epoch", _STRAGGLER, _RESUMED, *MODES)
     return [record for record in _json_lines(folder / _RECORDS, faults) if record.get("mode") in known]
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -30,7 +29,7 @@ from typing import (
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lockstep.errors import ConfigError, did_you_mean, lacks_key, nearest, require_known
+from lockstep.errors import OTHER_FRAMEWORKS, ConfigError, did_you_mean, lacks_key, nearest, require_known
 from lockstep.location import on_disk
 from lockstep.strategy import Strategy
 
@@ -66,7 +65,7 @@ class Argument(NamedTuple):
     Attributes:
         must_be: its type in words, if the type is checked.
         holds: what it may hold in a config; None if nothing more is known.
-        keys: the keys that it may have, if it holds `"keys"`.
+        keys: its keys: all, if it holds `"keys"`, else the usual ones.
         types: the types that it may be an instance of; empty if any type is accepted.
         is_required: whether it has no default.
     """
@@ -99,7 +98,9 @@ class RunnerArguments:
     train_dataloader: Annotated[Any, Argument(holds="dataloader")] = None
     val_dataloader: Annotated[Any, Argument(holds="dataloader")] = None
     test_dataloader: Annotated[Any, Argument(holds="dataloader")] = None
-    train_cfg: Annotated[Any, Argument(holds="train loop")] = None
+    train_cfg: Annotated[
+        Any, Argument(holds="train loop", keys=("by_epoch", "max_epochs", "max_iters", "val_interval"))
+    ] = None
     val_cfg: Annotated[Any, Argument(holds="val loop")] = None
     test_cfg: Annotated[Any, Argument(holds="test loop")] = None
     optim_wrapper: Annotated[Any, Argument(holds="optim wrapper")] = None
@@ -135,7 +136,6 @@ class RunnerArguments:
         STOP_SIGNALS
     )
     prefetch_to_device: Annotated[bool, Argument("True or False")] = False
-    channels_last: Annotated[bool, Argument("True or False")] = False
 
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in ARGUMENTS}
@@ -203,132 +203,18 @@ CONFIG_KEYS: Mapping[str, Argument] = {
 }
 
 
-# Names of arguments in other frameworks, and where the same is given here.
-_FOREIGN_NAMES = {
-    **dict.fromkeys(("by_epoch", "max_epochs", "max_iters", "val_interval"), "a key of `train_cfg`"),
-    **dict.fromkeys(("deterministic", "seed"), "a key of `randomness`"),
-    **dict.fromkeys(("callbacks", "hooks"), "`custom_hooks`"),
-    **dict.fromkeys(("optimizer", "optimizers", "optim"), "`optim_wrapper`, which takes an optimizer, too"),
-    **dict.fromkeys(("lr_scheduler", "scheduler", "schedulers"), "`param_scheduler`"),
-    **dict.fromkeys(("logger", "loggers", "trackers"), "`visualizer`"),
-    **dict.fromkeys(("criterion", "loss_fn", "loss_function"), "`loss`"),
-    **dict.fromkeys(("evaluator", "evaluators", "metrics"), "`val_evaluator` or `test_evaluator`"),
-    **dict.fromkeys(
-        ("accumulate_grad_batches", "gradient_accumulation_steps"),
-        "`accumulative_counts`, which a Runner has in `optim_wrapper`",
-    ),
-    **dict.fromkeys(
-        ("grad_clip", "gradient_clip_val", "max_grad_norm"), "`clip_grad`, which a Runner has in `optim_wrapper`"
-    ),
-    **dict.fromkeys(("mixed_precision", "precision"), "`amp`; in a Runner, an AmpOptimWrapper as `optim_wrapper`"),
-    **dict.fromkeys(("ckpt_path", "resume_from", "resume_from_checkpoint"), "`load_from`, with `resume=True`"),
-    **dict.fromkeys(
-        ("accelerator", "devices", "num_nodes", "num_processes"),
-        "given to the launcher: lockstep launch --nproc N SCRIPT",
-    ),
-    **dict.fromkeys(
-        ("check_val_every_n_epoch", "eval_steps", "val_check_interval"), "`val_interval`, a key of `train_cfg`"
-    ),
-    **dict.fromkeys(("default_root_dir", "output_dir"), "`work_dir`"),
-    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "`max_epochs`, a key of `train_cfg`"),
-    **dict.fromkeys(
-        ("fast_dev_run", "limit_train_batches", "limit_val_batches", "overfit_batches"),
-        "`num_batch_per_epoch` in a data loader's config",
-    ),
-    **dict.fromkeys(
-        ("log_every_n_steps", "logging_steps"), "`interval` of LoggerHook: default_hooks=dict(logger=dict(interval=N))"
-    ),
-    "benchmark": "`cudnn_benchmark`, a key of `env_cfg`",
-    "enable_progress_bar": "default_hooks=dict(progress=None)",
-    "log_processor": "lockstep-mmengine's; a LoggerHook's records hold the means of all values",
-    "max_steps": "`max_iters`, a key of `train_cfg`",
-    "num_sanity_val_steps": "runner.val() before runner.train()",
-    "profiler": "a ProfilerHook in `custom_hooks`",
-    "sync_batchnorm": "`sync_bn`, a key of a config; or convert the model by torch's SyncBatchNorm",
-}
-
-_EVALUATION = {f"{mode}_{name}" for mode in ("val", "test") for name in ("dataloader", "evaluator", "cfg")}
-# Arguments of a Runner that a Session has not, and what to do instead.
-DONE_OTHERWISE_IN_SESSION = {
-    frozenset(
-        {"model", "optim_wrapper", "train_dataloader", "train_cfg", "param_scheduler", "loss", "cfg"}
-    ): "hand in the model, its optimizer and the data by prepare(model, optimizer, dataloader)",
-    frozenset(
-        {"by_epoch", "epochs", "max_epochs", "max_iters", "max_steps", "num_epochs"}
-    ): "the loop goes through session.epochs(count) or session.iterations(count)",
-    frozenset(
-        _EVALUATION
-    ): "validate by a loop of your own over prepare_evaluation(dataloader), and record by log_metrics()",
-    frozenset({"data_preprocessor"}): "prepare batches in the loop",
-}
-# Attributes of an Accelerator, and what to do instead.
-INSTEAD_OF_ACCELERATE = {
-    **dict.fromkeys(("accumulate", "gradient_accumulation_steps", "no_sync"), "Session(accumulative_counts=...)"),
-    "autocast": "Session(amp='bfloat16')",
-    "backward": "session.step(loss), which also steps the optimizer and clears the gradients",
-    "clip_grad_norm_": "Session(clip_grad=dict(max_norm=...))",
-    "clip_grad_value_": "Session(clip_grad=dict(type='value', clip_value=...))",
-    "end_training": "nothing, since the session is closed after the last epoch or iteration",
-    "gather_for_metrics": "session.gather(...) over a loader of session.prepare_evaluation(...)",
-    **dict.fromkeys(("get_state_dict", "save_model"), "session.save_pretrained(folder), or session.save()"),
-    **dict.fromkeys(("get_tracker", "trackers"), "session.run.visualizer"),
-    "init_trackers": "Session(visualizer=...)",
-    "is_local_main_process": "lockstep.dist.get_local_rank() == 0",
-    "is_main_process": "session.is_main",
-    "join_uneven_inputs": "nothing, since ranks may have different numbers of batches",
-    "load_state": "Session(resume=True)",
-    "local_process_index": "lockstep.dist.get_local_rank()",
-    **{name: f"lockstep.dist.{name}()" for name in ("local_main_process_first", "main_process_first")},
-    "num_processes": "session.world_size",
-    "on_main_process": "lockstep.dist.run_on_main(function)",
-    "optimizer_step_was_skipped": "not session.is_update",
-    "pad_across_processes": "lockstep.dist.all_gather(tensor), of any shapes",
-    **dict.fromkeys(
-        ("prepare_data_loader", "prepare_model", "prepare_optimizer", "prepare_scheduler"),
-        "session.prepare(model, optimizer, dataloader, schedulers=...)",
-    ),
-    "print": "if session.is_main: print(...)",
-    "process_index": "session.rank",
-    "project_dir": "session.run_dir",
-    "reduce": "lockstep.dist.all_reduce(tensor, 'mean'), which works in place",
-    "register_for_checkpointing": "session.prepare(..., schedulers=[...]), of what has JSON values as its state",
-    "save_state": "session.save()",
-    "skip_first_batches": "Session(resume=True), which goes on within an epoch",
-    "sync_gradients": "session.is_update",
-    "unwrap_model": "the model that prepare() returns, which is your own module",
-    "wait_for_everyone": "lockstep.dist.barrier()",
-}
-# Attributes of the Trainers of Lightning and transformers, and what a Runner and the `runner` of a hook have instead.
-INSTEAD_OF_TRAINER = {
-    **dict.fromkeys(("add_callback", "callbacks"), "`custom_hooks` of the Runner, or register_hook(hook)"),
-    **dict.fromkeys(("callback_metrics", "logged_metrics"), "what val() returns, or `metrics` of after_val_epoch"),
-    "current_epoch": "epoch",
-    **dict.fromkeys(("estimated_stepping_batches", "max_steps"), "max_iters, which counts batches"),
-    **dict.fromkeys(("evaluate", "validate"), "val(), over the `val_dataloader` of the Runner"),
-    "fit": "train(), without arguments: model and data are those of the Runner",
-    "global_rank": "rank",
-    "global_step": "iter, which counts batches",
-    **dict.fromkeys(("is_global_zero", "is_world_process_zero"), "rank == 0"),
-    **dict.fromkeys(
-        ("log", "log_dict", "log_metrics"), "what the model's `forward` or `train_step` returns is recorded"
-    ),
-    **dict.fromkeys(("lr_scheduler", "lr_schedulers"), "param_schedulers"),
-    **dict.fromkeys(("optimizer", "optimizers"), "optim_wrapper"),
-    "save_model": "save_pretrained(folder)",
-    "should_stop": "train_loop.stop_training",
-}
-
-
 def unknown_argument(
-    names: Iterable[str], owner: str = "Runner", known: Collection[str] | None = None
+    names: Iterable[str], owner: str, known: Collection[str], remedy: str = OTHER_FRAMEWORKS
 ) -> TypeError | None:
-    """Return the error for arguments that a Runner doesn't have, with what is probably meant; None if it has all."""
-    known = ARGUMENTS if known is None else known
+    """Return the error for arguments that are not `known`, with what is probably meant; None if there are none."""
     problems = []
     for name in names:
         if name not in known:
-            meant = f": it is {_FOREIGN_NAMES[name]}" if name in _FOREIGN_NAMES else did_you_mean(name, known)
-            problems.append(f"a {owner} has no argument `{name}`{meant}")
+            hint = remedy if name in ARGUMENTS else did_you_mean(name, known, remedy)
+            for holder, argument in ARGUMENTS.items():
+                if name in argument.keys and holder in known:
+                    hint = f": it is a key of `{holder}`"
+            problems.append(f"a {owner} has no argument `{name}`{hint}")
     return TypeError("\n".join(problems)) if problems else None
 
 
@@ -340,7 +226,7 @@ def taking(
     def decorate(method: Callable[[Any, RunnerArguments], None]) -> Callable[Concatenate[Any, P], None]:
         @wraps(RunnerArguments.__init__)
         def init(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
-            if (unknown := unknown_argument(kwargs)) is not None:
+            if (unknown := unknown_argument(kwargs, "Runner", ARGUMENTS)) is not None:
                 raise unknown
             try:
                 given = arguments(*args, **kwargs)
@@ -365,8 +251,6 @@ def invalid_arguments(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name in ("optim_wrapper", "train_dataloader", "val_dataloader", "test_dataloader"):
         if (says := fault_of_prepared(given.get(name))) is not None:
             yield name, says
-    if isinstance(given.get("model"), type) and (says := fault_of_model_class(given["model"])) is not None:
-        yield "model", says
     if "" not in (several := named_loaders(given.get("train_dataloader"))):
         says = (
             f"must be one data loader, but is a {type(given['train_dataloader']).__name__} of {len(several)}. Join "
@@ -394,22 +278,6 @@ def fault_of_prepared(given: Any) -> str | None:
     if kind.__module__.partition(".")[0] != "accelerate":
         return None
     return f"must be your own, but is accelerate's {kind.__name__}. Hand in what you gave to its prepare()"
-
-
-def fault_of_model_class(kind: type) -> str | None:
-    """Return what is wrong with a class as a model, if it can't be called without arguments.
-
-    Example:
-        >>> fault_of_model_class(nn.Linear)
-        'must be a module, but is the class Linear. Make one of it: Linear(...) with its arguments'
-        >>> fault_of_model_class(nn.Identity)
-    """
-    try:
-        inspect.signature(kind).bind()
-    except (TypeError, ValueError):
-        name = kind.__name__
-        return f"must be a module, but is the class {name}. Make one of it: {name}(...) with its arguments"
-    return None
 
 
 def named_loaders(given: Any) -> dict[str, Any]:

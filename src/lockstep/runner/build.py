@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from lockstep.dataset import DataShard, build_dataloader
@@ -47,13 +46,6 @@ from lockstep.strategy import Strategy
 from lockstep.visualization import Visualizers, build_visualizers
 
 _logger = logging.getLogger(__name__)
-_INSTEAD_OF_LIGHTNING = {
-    "training_step": "`loss`, a `forward` that returns the loss, or train_step(data, optim_wrapper); in the loop of a "
-    "Session, session.step(model.training_step(batch, batch_idx))",
-    "validation_step": "`val_evaluator`, or val_step(data), which returns predictions",
-    "configure_optimizers": "`optim_wrapper` and `param_scheduler`",
-    "configure_gradient_clipping": "`clip_grad` of `optim_wrapper`",
-}
 
 
 def strategy_of(args: RunnerArguments) -> Any:
@@ -89,33 +81,19 @@ def build_model(args: RunnerArguments, strategy: Strategy) -> nn.Module:
     if args.data_preprocessor is not None and not has_own:
         preprocessor = _build_module("data_preprocessor", args.data_preprocessor, type="BaseDataPreprocessor")
         unwrap_model(built).data_preprocessor = preprocessor
-    _tell_of_lightning(args, unwrap_model(built))
+    core = unwrap_model(built)
+    if "train_step" not in vars(core) and (left := _left_of_lightning(args, core)):  # a Session's loop is the user's
+        _logger.warning("a Runner does not call methods of %s that %s", type(core).__name__, left)
     if args.loss is not None:
-        OutsideLoss(MODELS.build(args.loss) if isinstance(args.loss, Mapping) else args.loss).attach(
-            unwrap_model(built)
-        )
-    if args.channels_last:
-        if not strategy.keeps_memory_format:
-            raise ConfigError(
-                f"`channels_last` must be False under {type(strategy).__name__}, whose weights are contiguous. "
-                "Let the model convert its images: images.to(memory_format=torch.channels_last); or use strategy 'ddp'"
-            )
-        built.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        OutsideLoss(MODELS.build(args.loss) if isinstance(args.loss, Mapping) else args.loss).attach(core)
     built = strategy.convert(built)
     if args.compile is not False:
         compile_in_place(built, strategy.compiled_parts(built), {} if args.compile is True else args.compile)
     return built
 
 
-def _tell_of_lightning(args: RunnerArguments, core: nn.Module) -> None:
-    """Warn of methods of a Lightning module that a Runner does not call, unless an argument takes their place."""
-    if "train_step" not in vars(core) and (left := _left_of_lightning(args, core)):  # a Session's loop is the user's
-        kind = type(core).__name__
-        _logger.warning("methods of %s, as of a Lightning module, are not called by a Runner: %s", kind, left)
-
-
 def _left_of_lightning(args: RunnerArguments, core: nn.Module) -> str:
-    """Return in words what stands here for each of the methods."""
+    """Say in words which methods of a Lightning module a model has in whose place nothing is given."""
     trains, validates = args.train_dataloader is not None, args.val_dataloader is not None
     counts = {
         "training_step": trains and args.loss is None and not steps.defines_step(core, "train_step"),
@@ -125,16 +103,11 @@ def _left_of_lightning(args: RunnerArguments, core: nn.Module) -> str:
     }
     found = []
     for name in dir(type(core)):
-        if counts.get(name):
-            instead = _INSTEAD_OF_LIGHTNING[name]
-        elif trains and name.startswith("on_") and (point := point_meant(name)) is not None:
-            instead = f"{point} of a hook in `custom_hooks`"
-        else:
-            continue
-        owner = getattr(getattr(type(core), name), "__module__", None) or ""
-        if owner.partition(".")[0] not in ("lightning", "pytorch_lightning"):  # their base class has them all
-            found.append(f"{name} is {instead}")
-    return "; ".join(found)
+        if counts.get(name) or (trains and name.startswith("on_") and point_meant(name) is not None):
+            owner = getattr(getattr(type(core), name), "__module__", None) or ""
+            if owner.partition(".")[0] not in ("lightning", "pytorch_lightning"):  # their base class has them all
+                found.append(name)
+    return f"a Lightning module has: {', '.join(found)}; see docs/side-by-side.md" if found else ""
 
 
 def init_weights(model: nn.Module) -> None:
@@ -219,7 +192,7 @@ def _require_step(loop: TrainLoop | EvalLoop) -> None:
         left = _left_of_lightning(loop.runner.args, core)
         raise ConfigError(
             f"{type(core).__name__} must have a `forward`, or a `{name}` of its own, for `{mode}_dataloader`, but has "
-            f"neither{left and f'. Of its methods, as of a Lightning module, {left}'}"
+            f"neither{left and f'. It has methods that {left}'}"
         )
 
 

@@ -236,7 +236,10 @@ def require_epochs(runner: TrainRun, example: str) -> None:
 
 
 POINTS = tuple(name for name in vars(Hook) if name.startswith(("before_", "after_")))
-_CALLBACK = re.compile("on_(fit|train|val|test)(_epoch|_iter)?_(start|end)")  # of Lightning, in the words of `POINTS`
+_OF_CHECKPOINTS = {
+    **dict.fromkeys(("on_save_checkpoint", "state_dict"), "before_save_checkpoint"),
+    **dict.fromkeys(("on_load_checkpoint", "load_state_dict"), "after_load_checkpoint"),
+}
 # The method for all modes that a point calls if a hook does not override the point.
 _FOR_ALL_MODES = {
     f"{when}_{mode}_{what}": f"_{when}_{what}"
@@ -356,18 +359,12 @@ def _warn_of_misspelt_points(hook: Hook) -> None:
 
 def point_meant(name: str) -> str | None:
     """Return the hook point that a method's name means, if it is misspelt, or Lightning's name of a callback."""
-    name = re.sub("batch|step", "iter", name).replace("validation", "val")
-    if name.startswith(("before_", "after_")):
-        return next(iter(get_close_matches(name, POINTS, n=1, cutoff=0.8)), None)
-    callback = _CALLBACK.fullmatch(name)
-    if callback is None:
-        saves = dict.fromkeys(("on_save_checkpoint", "state_dict"), "before_save_checkpoint")
-        loads = dict.fromkeys(("on_load_checkpoint", "load_state_dict"), "after_load_checkpoint")
-        return {**saves, **loads, "setup": "before_run", "teardown": "after_run"}.get(name)
-    mode, what, when = callback.groups("")
-    # The metrics are those of the epoch.
-    point = "train" + what if mode in ("fit", "train") else f"{mode}{what or '_epoch'}"
-    return f"{'before' if when == 'start' else 'after'}_{point}"
+    meant = re.sub("batch|step", "iter", name).replace("validation_end", "val_epoch_end").replace("validation", "val")
+    if callback := re.fullmatch(r"on_((?:fit|train|val|test)\w*)_(start|end)", meant):
+        meant = f"{'before' if callback[2] == 'start' else 'after'}_{callback[1].replace('fit', 'train')}"
+    if meant.startswith(("before_", "after_")):
+        return next(iter(get_close_matches(meant, POINTS, n=1, cutoff=0.8)), None)
+    return _OF_CHECKPOINTS.get(name)
 
 
 def _priority_of(hook: Hook) -> int:

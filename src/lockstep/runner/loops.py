@@ -8,8 +8,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from lockstep.dataset import Position, set_epoch
-from lockstep.dataset.position import BEGINNING
+from lockstep.dataset import set_epoch
+from lockstep.dataset.position import BEGINNING, Position
 from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.errors import ConfigError, require_count
 from lockstep.groups import resolve
@@ -31,7 +31,6 @@ _MOST_WITHOUT = 3  # iterations at the beginning, none of which makes a backward
 
 DEFAULT_INTERVAL = 1000
 """Iterations from one validation to the next, and from one checkpoint to the next, where epochs are not counted."""
-NO_BATCHES = "`train_dataloader` must yield at least one batch per pass, but yields none"
 
 
 class TrainLoop(ABC):
@@ -403,7 +402,7 @@ def wrong_length(expected: int, what: str) -> ConfigError:
 def no_batches(loader: Any, name: str = "train_dataloader") -> ConfigError:
     """Return the error for a loader that yields nothing."""
     why = ": its samples do not fill one, and drop_last=True" if getattr(loader, "drop_last", False) else ""
-    return ConfigError(NO_BATCHES.replace("train_dataloader", name) + why)
+    return ConfigError(f"`{name}` must yield at least one batch per pass, but yields none{why}")
 
 
 def _intervals(first: int, later: Sequence[tuple[int, int]] | None) -> list[tuple[int, int]]:

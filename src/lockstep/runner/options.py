@@ -195,25 +195,17 @@ class ResumedOptions:
             raise CheckpointError(f"{self.origin} says that a schedule has counted to {most}")
 
     def _summary(self) -> str:
-        changes = sorted({f"{key} {old} -> {new}" for group in self.changed for key, (old, new) in group.items()})
-        if self.has_new_schedules and self.begun_with is not None:
-            pairs = zip_longest(self.begun_with["schedules"], self.run.begun_with["schedules"], fillvalue="none")
-            changes += [f"the schedule {former} -> {now}" for former, now in pairs if former != now]
         if self.begun_with is None:
-            return (
-                f"{self.origin} does not say which options its config had: those of the optimizer go on as they were "
-                "saved"
-            )
+            return f"the optimizer's options go on as they were saved: {self.origin} does not say what its config had"
+        changes = sorted({f"{key} {old} -> {new}" for group in self.changed for key, (old, new) in group.items()})
+        pairs = zip_longest(self.begun_with["schedules"], self.run.begun_with["schedules"], fillvalue="none")
+        changes += [f"the schedule {former} -> {now}" for former, now in pairs if former != now]
         if not changes:
             return "the optimizer's options and schedules go on as they were saved: the config has the same"
-        if self.takes_config:
-            return (
-                f"the config has changed {listed(changes)}, which hold from here on; resume_options='checkpoint' keeps "
-                "what was saved"
-            )
-        return (
-            f"the config has changed {listed(changes)}, but what was saved holds, as resume_options='checkpoint' says"
-        )
+        holds = "which hold from here on; resume_options='checkpoint' keeps what was saved"
+        if not self.takes_config:
+            holds = "but what was saved holds, as resume_options='checkpoint' says"
+        return f"the config has changed {listed(changes)}, {holds}"
 
 
 def _indices_of_saved_groups(
@@ -239,12 +231,10 @@ def _plain_options(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             value = value.item()
         if isinstance(value, list | tuple):
             value = [float(one) if isinstance(one, Tensor) else one for one in value]
-        if all(one is None or isinstance(one, bool | int | float | str) for one in _elements(value)):
+        if all(
+            isinstance(one, bool | int | float | str | None) for one in (value if isinstance(value, list) else [value])
+        ):
             yield key, value
-
-
-def _elements(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _changes(former: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from numbers import Real
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,23 +32,6 @@ from lockstep.tree import tree_map
 
 _HALF = (torch.float16, torch.bfloat16)
 _WINDOWS_LOOKED_AT = 3  # for gradients that are there before
-
-
-@dataclass
-class _Evaluation:
-    """The validation of a hand-written loop, as hooks see it."""
-
-    metrics: dict[str, Any]
-    at_iter: int | None = None
-    dataloader: Any = None
-    evaluator: Any = None
-    length: int | None = None
-    units: Mapping[str, str] = field(default_factory=dict)
-    metric_names: Sequence[str] | None = None
-
-    def run(self) -> dict[str, Any]:
-        """Return the last metrics."""
-        return self.metrics
 
 
 class OwnLoop(TrainLoop):
@@ -90,14 +73,10 @@ class OwnLoop(TrainLoop):
         """Yield the epochs that are left."""
         run = self.runner
         if self.max_epochs is None:
-            if not self.has_data:
-                raise ConfigError(
-                    "epochs must be those of a data loader, but none was handed in. Call prepare(model, optimizer, "
-                    "dataloader), or count iterations: session.iterations(count)"
-                )
+            what = f"{type(self.dataloader).__name__} has none" if self.has_data else "none was handed in"
             raise ConfigError(
-                f"the loader must have a length to be counted in epochs, but {type(self.dataloader).__name__} has "
-                "none. Use `for batch in session.iterations(count)`"
+                f"epochs must be those of a data loader with a length, but {what}. Use `for batch in "
+                "session.iterations(count)`"
             )
         self.max_epochs, self.max_iters = count, max(self.iter, self._iters_until(count))
         run.optim_wrapper.initialize_count_status(run.model, self.iter, self.max_iters)
@@ -254,7 +233,8 @@ class OwnLoop(TrainLoop):
                     "session.gather() returns in a pass through a loader of prepare_evaluation(), or reduce them"
                 )
         if run.val_loop is None:
-            run.val_loop = _Evaluation(metrics)
+            # What hooks ask of a loop that validates.
+            run.val_loop = SimpleNamespace(dataloader=None, evaluator=None, length=None, units={})
         run.val_loop.metrics, run.val_loop.at_iter, run.last_evaluation = metrics, self.iter, run.val_loop
         with random_state_kept():
             run.call_hook("after_val_epoch", metrics=metrics)

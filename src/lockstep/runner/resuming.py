@@ -18,7 +18,7 @@ from lockstep.checkpoint.files import DAMAGED, is_there
 from lockstep.checkpoint.loading import AS_SAVED, OPTIMIZER, Stored
 from lockstep.checkpoint.together import on_all
 from lockstep.checkpoint.verifying import check, check_resumable, verify_share
-from lockstep.dataset import Position
+from lockstep.dataset.position import Position
 from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.dist import all_gather_object, get_dist_info, get_rank, run_on_main
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, counted

@@ -2,8 +2,7 @@
 
 A `Runner` builds one and passes it to loops, hooks and checkpoints: it is the `runner` argument of a hook. `Workspace`
 holds what exists before anything is built, `Run` adds what every run has, and `TrainRun` what training needs in
-addition. The modules of hooks and loops import this one, which has none of their types: `AnyTrainLoop` is what it
-asks of a training loop.
+addition. The modules of hooks and loops import this one, which has none of their types.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 from weakref import ref
 
 import torch
@@ -22,7 +21,7 @@ from rich.console import Console
 from torch import nn
 
 from lockstep.checkpoint.loading import Stored
-from lockstep.dataset import DataShard, Position
+from lockstep.dataset import DataShard
 from lockstep.dataset.position import end_workers
 from lockstep.device import get_device
 from lockstep.errors import ConfigError, no_attribute
@@ -31,10 +30,10 @@ from lockstep.logging import JsonLinesSink, MessageHub
 from lockstep.model import unwrap_model
 from lockstep.model.shards import reshard
 from lockstep.optim import OptimWrapper, ParamScheduler
-from lockstep.runner.arguments import INSTEAD_OF_TRAINER, RunnerArguments, named_loaders
+from lockstep.runner.arguments import RunnerArguments, named_loaders
 from lockstep.runner.checkpointing import Save, Saving
 from lockstep.runner.preemption import Agreement
-from lockstep.runner.uneven_inputs import EvenBatches, prefetching
+from lockstep.runner.uneven_inputs import prefetching
 from lockstep.strategy import Strategy
 from lockstep.visualization import Visualizers
 from lockstep.weights import Weights, load_weights, save_pretrained
@@ -42,33 +41,6 @@ from lockstep.weights.export import PretrainedOptions
 from lockstep.weights.loading import REVISE_KEYS
 
 _logger = logging.getLogger("lockstep.runner")
-
-
-class AnyTrainLoop(Protocol):
-    """The interface of a training loop for the run, its hooks and its checkpoints; see `TrainLoop`."""
-
-    dataloader: Any
-    even_batches: EvenBatches
-    epoch: int
-    iter: int
-    max_epochs: int | None
-    max_iters: int
-    epoch_length: int | None
-    epoch_begin: int
-    epoch_end: int | None
-    val_begin: int
-    val_interval: int
-    samples: int
-    stop_training: bool
-
-    def run(self) -> None:
-        """Train until the end."""
-
-    def position(self, epoch: int, iteration: int) -> dict[str, Any]:
-        """Return the position in the data after so many complete epochs and iterations, in JSON values."""
-
-    def resume(self, iteration: int, epoch: int, begin: Position) -> None:
-        """Go on after so many iterations and epochs, at `begin` in the present epoch."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -178,7 +150,7 @@ class Run(Workspace):
         return 0 if (loop := self._training) is None else loop.max_iters
 
     @property
-    def _training(self) -> AnyTrainLoop | None:
+    def _training(self) -> Any:
         return getattr(self, "train_loop", None)
 
     if not TYPE_CHECKING:
@@ -186,7 +158,7 @@ class Run(Workspace):
         def __getattr__(self, name: str) -> Any:
             if hasattr(type(self), name):  # a property has raised an AttributeError, which names what was wrong
                 return object.__getattribute__(self, name)
-            raise no_attribute(self, name, INSTEAD_OF_TRAINER)
+            raise no_attribute(self, name)
 
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
         """Call every hook at a point; see `lockstep.hooks.Hook`.
@@ -281,7 +253,7 @@ class TrainRun(Run):
     Attributes:
         optim_wrapper: updates the model.
         train_dataloader: this rank's shard of the training data.
-        train_loop: the loop that trains.
+        train_loop: the loop that trains, a `TrainLoop`.
         initial_lrs: the learning rate of each parameter group before a schedule acts.
         first_options: all options of each parameter group before a schedule acts.
         begun_with: what the config says of these options and of the schedules, in JSON values.
@@ -290,14 +262,14 @@ class TrainRun(Run):
 
     optim_wrapper: OptimWrapper
     train_dataloader: Any
-    train_loop: AnyTrainLoop = field(init=False)
+    train_loop: Any = field(init=False)
     initial_lrs: list[Any] = field(default_factory=list)
     first_options: list[dict[str, Any]] = field(default_factory=list)
     begun_with: dict[str, Any] = field(default_factory=dict)
     saving: Saving = field(init=False)
-    make_train_loop: InitVar[Callable[[TrainRun], AnyTrainLoop]]
+    make_train_loop: InitVar[Callable[[TrainRun], Any]]
 
-    def __post_init__(self, make_train_loop: Callable[[TrainRun], AnyTrainLoop]) -> None:
+    def __post_init__(self, make_train_loop: Callable[[TrainRun], Any]) -> None:
         self.saving = Saving(self)
         self.train_loop = make_train_loop(self)
 

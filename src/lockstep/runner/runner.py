@@ -26,15 +26,13 @@ from lockstep.runner import build, resuming, start
 from lockstep.runner.arguments import (
     DEFAULT_OPTIM_WRAPPER,
     DEFAULT_TRAIN_CFG,
-    INSTEAD_OF_TRAINER,
     RunnerArguments,
     named_loaders,
     taking,
 )
 from lockstep.runner.evaluation_loops import EvalLoop, PredictLoop
 from lockstep.runner.hook import Hook, HookList
-from lockstep.runner.lr_finder import DIVERGENCE, LRSearch, check_range, search_lr
-from lockstep.runner.run import AnyTrainLoop, Run, TrainRun, Workspace
+from lockstep.runner.run import Run, TrainRun, Workspace
 from lockstep.strategy import Strategy, build_strategy
 from lockstep.weights import Weights, best_checkpoint_in, load_weights
 from lockstep.weights.export import PretrainedOptions
@@ -111,8 +109,6 @@ class Runner(_AttributesOfRun):
             save it, and end with exit code 75. An empty list leaves the signals as they are.
         prefetch_to_device: copy batches to an accelerator on a stream of their own, during the step before; see
             `lockstep.runner.uneven_inputs.prefetching`.
-        channels_last: convert the weights of convolutions to `torch.channels_last`, and so what they compute; under
-            `single` and `ddp`.
 
     Example::
 
@@ -136,7 +132,7 @@ class Runner(_AttributesOfRun):
         self._load_from = None if args.load_from is None else Weights(locate(args.load_from))
         self._workspace: Workspace | None = None
         self._run: Run | None = None
-        self._spent = ""  # why it can't train any more
+        self._has_trained = False
         self._is_running = False
 
     @classmethod
@@ -161,9 +157,9 @@ class Runner(_AttributesOfRun):
             """Return an attribute of the run; before there is one, its initial value."""
             if name == "run":  # Python asks here, too, when the property has raised
                 raise _not_built(name)
-            kind = self._train_run_type
-            if not (hasattr(kind, name) or name in kind.__dataclass_fields__):
-                raise no_attribute(self, name, INSTEAD_OF_TRAINER)
+            of_run = {*dir(self._train_run_type), *self._train_run_type.__dataclass_fields__}
+            if name not in of_run:
+                raise no_attribute(self, name, of_run)
             built = self._run or self._workspace
             if hasattr(built, name):
                 return getattr(built, name)
@@ -179,53 +175,20 @@ class Runner(_AttributesOfRun):
         Raises:
             Preempted: a signal of `stop_signals` asked the training to stop, and the ranks have saved it.
         """
-        self._check_can_train("train")
+        if self.args.train_dataloader is None:
+            raise ConfigError("`train_dataloader` must be given to train, but is None: a DataLoader, or its config")
+        if self._has_trained:
+            raise RuntimeError("this Runner has trained already; make another one to train again")
         with self.training() as run:
             with run.saving.at_stop():
                 run.train_loop.run()
             run.call_hook("after_run")
         return run.model
 
-    def find_lr(
-        self, start: float = 1e-7, end: float = 1.0, steps: int = 100, divergence: float = DIVERGENCE
-    ) -> LRSearch:
-        """Search a learning rate by updates at rising rates, and leave model, optimizer and data as they were.
-
-        `train()` may follow, as if there had been no search. See `search_lr` for what is done, and the arguments.
-
-        Returns:
-            The losses at each rate, and the suggested rate; also in the run's records, and in `lockstep report`.
-
-        **Collective**: every rank of the job.
-
-        Raises:
-            ConfigError: an argument is out of range, there is no training data, or this training has no rate to search.
-        """
-        check_range(start, end, steps, divergence)
-        self._check_can_train("search a learning rate")
-        with self.rehearsing("searched") as run:
-            return search_lr(run, start, end, steps, divergence)
-
-    @contextmanager
-    def rehearsing(self, what: str) -> Iterator[TrainRun]:
-        """Build the run that `train()` will use, but call none of its hooks: for a search that comes before.
-
-        Whoever rehearses must leave the run as it was. After an error this Runner can't train any more.
-
-        **Collective**: every rank of the job.
-        """
-        with self._running(what, trains=True) as space:
-            run = self._train_run(space)
-            self._spent = "has failed before its training, in which its model may have changed"
-            self._hook_and_load(run)
-            start.write_environment(run)
-            yield run
-            self._spent = ""
-
     @contextmanager
     def training(
         self,
-        make_train_loop: Callable[[TrainRun], AnyTrainLoop] | None = None,
+        make_train_loop: Callable[[TrainRun], Any] | None = None,
         param_schedulers: list[Any] | None = None,
     ) -> Iterator[TrainRun]:
         """Build a run that trains, and close at the end what it has opened: `train()` without the training itself.
@@ -238,7 +201,7 @@ class Runner(_AttributesOfRun):
         """
         with self._running("trained", trains=True) as space, start.told_of_others(space):
             run = self._train_run(space, make_train_loop, param_schedulers)
-            self._spent = "has trained already"
+            self._has_trained = True
             self._begin(run)
             with start.stoppable(run), run.saving.until_complete():
                 yield run
@@ -398,19 +361,13 @@ class Runner(_AttributesOfRun):
                     self.logger.warning("not everything can be closed: %s", error_in_words(error))
             start.print_summary(self.run, what, perf_counter() - began)
 
-    def _check_can_train(self, verb: str) -> None:
-        if self.args.train_dataloader is None:
-            raise ConfigError(f"`train_dataloader` must be given to {verb}, but is None: a DataLoader, or its config")
-        if self._spent:
-            raise RuntimeError(f"this Runner {self._spent}; make another one to train again")
-
     def _train_run(
         self,
         space: Workspace,
-        make_train_loop: Callable[[TrainRun], AnyTrainLoop] | None = None,
+        make_train_loop: Callable[[TrainRun], Any] | None = None,
         param_schedulers: list[Any] | None = None,
     ) -> TrainRun:
-        """Return the run of a rehearsal, or build one; see `training`."""
+        """Build the run, unless a subclass has done so before; see `training`."""
         if isinstance(self._run, TrainRun):
             return self._run
         strategy, model = self._strategy_and_model(training=True)

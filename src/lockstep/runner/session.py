@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +20,12 @@ from torch.optim import Optimizer
 from lockstep.dataset import build_dataloader
 from lockstep.device import get_device
 from lockstep.dist import all_gather, get_dist_info
-from lockstep.errors import did_you_mean, listed, no_attribute
+from lockstep.errors import listed, no_attribute
 from lockstep.location import Location
 from lockstep.model import unwrap_model
 from lockstep.model.steps import parse_losses
 from lockstep.optim import OptimWrapper, OptimWrapperDict
-from lockstep.runner.arguments import (
-    ARGUMENTS,
-    DONE_OTHERWISE_IN_SESSION,
-    INSTEAD_OF_ACCELERATE,
-    fault_of_prepared,
-    unknown_argument,
-)
+from lockstep.runner.arguments import ARGUMENTS, fault_of_prepared, unknown_argument
 from lockstep.runner.data_workers import let_workers_outlive_signals
 from lockstep.runner.own_loop import OwnLoop
 from lockstep.runner.run import TrainRun
@@ -40,6 +34,9 @@ from lockstep.runner.seeds import set_randomness
 from lockstep.runner.start import join_ranks
 from lockstep.watch.ending import raised_error
 from lockstep.weights.export import PretrainedOptions
+
+_Models: TypeAlias = nn.Module | Mapping[str, nn.Module]
+_Optimizers: TypeAlias = Optimizer | Mapping[str, Any]
 
 
 class Session:
@@ -74,7 +71,7 @@ class Session:
         load_from: a checkpoint, a folder or a file of weights; see `Runner`.
         **options: further arguments of `Runner`: `launcher`, `env_cfg`, `resume_options`, `randomness`,
             `visualizer`, `default_hooks`, `custom_hooks`, `experiment_name`, `log_level`, `compile`, `default_scope`,
-            `auto_scale_lr`, `stop_signals`, `prefetch_to_device`, `channels_last`.
+            `auto_scale_lr`, `stop_signals`, `prefetch_to_device`.
 
     **Collective**: every rank.
 
@@ -111,22 +108,13 @@ class Session:
         load_from: str | Path | None = None,
         **options: Any,
     ) -> None:
-        for taken, instead in DONE_OTHERWISE_IN_SESSION.items():
-            if given := sorted(options.keys() & taken):
-                raise TypeError(f"Session() takes no {', '.join(given)}: {instead}")
-        if (unknown := unknown_argument(options, "Session", _KNOWN)) is not None:
+        if (unknown := unknown_argument(options, "Session", _KNOWN, _DONE_IN_THE_LOOP)) is not None:
             raise unknown
         self._make_loop = partial(OwnLoop, batch_size_of=batch_size_of)
         self._optim: dict[str, Any] = {"accumulative_counts": accumulative_counts, "clip_grad": clip_grad}
         if amp is not None:
             self._optim |= {"type": "AmpOptimWrapper", "dtype": amp}
-        self._options = {
-            "work_dir": work_dir,
-            "strategy": strategy,
-            "resume": resume,
-            "load_from": load_from,
-            **options,
-        }
+        self._options = dict(options, work_dir=work_dir, strategy=strategy, resume=resume, load_from=load_from)
         # Checked now, so that a wrong option is reported before the model is built.
         self._runner = Runner(nn.Identity(), **self._options)
         join_ranks(options.get("launcher"), options.get("env_cfg"))
@@ -169,27 +157,14 @@ class Session:
 
     @overload
     def prepare(
-        self,
-        model: nn.Module | Mapping[str, nn.Module],
-        optimizer: Optimizer | Mapping[str, Any],
-        dataloader: None = None,
-        *,
-        schedulers: Any = (),
+        self, model: _Models, optimizer: _Optimizers, dataloader: None = None, *, schedulers: Any = ()
     ) -> tuple[nn.Module, OptimWrapper]: ...
     @overload
     def prepare(
-        self,
-        model: nn.Module | Mapping[str, nn.Module],
-        optimizer: Optimizer | Mapping[str, Any],
-        dataloader: Any,
-        schedulers: Any = (),
+        self, model: _Models, optimizer: _Optimizers, dataloader: Any, schedulers: Any = ()
     ) -> tuple[nn.Module, OptimWrapper, PreparedLoader]: ...
     def prepare(
-        self,
-        model: nn.Module | Mapping[str, nn.Module],
-        optimizer: Optimizer | Mapping[str, Any],
-        dataloader: Any = None,
-        schedulers: Any = (),
+        self, model: _Models, optimizer: _Optimizers, dataloader: Any = None, schedulers: Any = ()
     ) -> tuple[nn.Module, OptimWrapper] | tuple[nn.Module, OptimWrapper, PreparedLoader]:
         """Distribute the model over the ranks, share out the data, and resume if asked to.
 
@@ -231,7 +206,11 @@ class Session:
         optimizers = optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]
         for argument, given in {"optimizer": optimizers, "dataloader": [dataloader], "schedulers": schedules}.items():
             for one in given:
-                _require_own(argument, one)
+                says = fault_of_prepared(one)
+                if isinstance(one, OptimWrapper | PreparedLoader):
+                    says = f"must be your own, but is a {type(one).__name__}, which prepare() has returned before"
+                if says is not None:
+                    raise TypeError(f"`{argument}` {says}")
         for one in schedules:
             if hasattr(one, "__iter__") or not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
                 raise TypeError(
@@ -239,8 +218,8 @@ class Session:
                     f"{type(one).__name__}. Make them over your optimizer before prepare(), as in StepLR(optimizer, "
                     "10); data to evaluate on go to prepare_evaluation()"
                 )
-        hooks = {"param_scheduler": None, **(self._options.get("default_hooks") or {})}
-        options = {**self._options, "default_hooks": hooks}
+        options = dict(self._options)
+        options["default_hooks"] = {"param_scheduler": None, **(options.get("default_hooks") or {})}
         data = _NO_DATA if dataloader is None else dataloader
         self._runner = Runner(model, train_dataloader=data, optim_wrapper=optim, **options)
         run = self._closing.enter_context(self._runner.training(self._make_loop, schedules))
@@ -262,12 +241,9 @@ class Session:
     if not TYPE_CHECKING:  # type checkers would take any name for an attribute
 
         def __getattr__(self, name: str) -> Any:
-            instead = INSTEAD_OF_ACCELERATE.get(name)
-            public = [known for known in dir(self) if not known.startswith("_")]
-            if name in public:  # a property has raised an AttributeError, which names what was wrong
+            if hasattr(type(self), name):  # a property has raised an AttributeError, which names what was wrong
                 return object.__getattribute__(self, name)
-            remedy = did_you_mean(name, public) if instead is None else f". Instead: {instead}"
-            raise AttributeError(f"a Session has no attribute {name!r}{remedy}", name=name, obj=self)
+            raise no_attribute(self, name)
 
     def prepare_evaluation(self, dataloader: Any) -> PreparedLoader:
         """Return a loader of this rank's share of the data, in their order and each sample once, for `gather`.
@@ -290,10 +266,7 @@ class Session:
         In each, the loop must go through the prepared loader. An epoch that it leaves early counts as a whole one. The
         session is closed after the last epoch; as a context manager, at the end of its block.
         """
-        loop = self._prepared()
-        self._warn_of_schedulers()
-        with nullcontext() if self._is_entered else self._closing:
-            yield from loop.epochs(count)
+        return self._closed_after(self._prepared().epochs(count))
 
     def iterations(self, count: int) -> Iterator[Any]:
         """Yield this rank's batches until `count` iterations are complete; without data, the iterations' numbers.
@@ -301,10 +274,7 @@ class Session:
         A pass that ends is followed by the next one. The last iteration ends in a checkpoint, and so does every
         1000th: `default_hooks=dict(checkpoint=dict(interval=...))` chooses another number.
         """
-        loop = self._prepared()
-        self._warn_of_schedulers()
-        with nullcontext() if self._is_entered else self._closing:
-            yield from loop.iterations(count)
+        return self._closed_after(self._prepared().iterations(count))
 
     def step(self, loss: Any, **values: Any) -> None:
         """Run the backward pass, and at the end of a window clip the gradients, update, and clear the gradients.
@@ -346,11 +316,7 @@ class Session:
     def is_update(self) -> bool:
         """Whether the last `step` ended in an update: the moment to step a scheduler that counts updates.
 
-        False where float16 has skipped the update, because gradients were not finite. **Cost**: in float16, reading it
-        waits for the update on an accelerator.
-
-        Raises:
-            RuntimeError: `prepare` has not been called.
+        False where float16 has skipped the update. **Cost**: in float16, reading it waits for an accelerator.
         """
         wrapper = self.run.optim_wrapper
         return wrapper.should_update() and not wrapper.has_skipped
@@ -369,10 +335,7 @@ class Session:
         self._prepared().log_metrics(metrics)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context of mixed precision and accumulation, for parts of the model that are called by themselves.
-
-        Calls of the whole model enter it by themselves.
-        """
+        """Return the context of mixed precision and accumulation, in which to call parts of the model by themselves."""
         return self.run.optim_wrapper.optim_context(self.run.model)
 
     def gather(self, *tensors: Tensor) -> Any:
@@ -392,33 +355,29 @@ class Session:
             ValueError: they have different numbers of rows, or rows of other shapes on other ranks.
         """
         given: tuple[Any, ...] = tensors
+        at = f"(rank {self.rank} of {self.world_size})"
         for x in given:
             if not isinstance(x, Tensor) or x.dim() == 0:
-                what = "a tensor without dimensions" if isinstance(x, Tensor) else f"{x!r} of type {type(x).__name__}"
-                remedy = "For one value per rank use lockstep.dist.all_gather or all_reduce"
-                if isinstance(x, list | tuple) and any(isinstance(one, Tensor) for one in x):
-                    what = f"a {type(x).__name__}"
-                    remedy = "Hand them in one by one, as in predictions, labels = session.gather(predictions, labels)"
+                what = "a tensor without dimensions" if isinstance(x, Tensor) else f"a {type(x).__name__}"
                 raise TypeError(
-                    f"gather() takes tensors with one row per sample, but got {what} (rank {self.rank} of "
-                    f"{self.world_size}). {remedy}"
+                    f"gather() takes tensors with one row per sample, but got {what} {at}. Hand them in one by one, as "
+                    "in predictions, labels = session.gather(predictions, labels); for one value per rank use "
+                    "lockstep.dist.all_gather or all_reduce"
                 )
-        if len({len(x) for x in tensors}) > 1:
-            raise ValueError(
-                "gather() takes tensors with one row per sample, but they have "
-                f"{', '.join(str(len(x)) for x in tensors)} rows (rank {self.rank} of {self.world_size})"
-            )
+        if len(sizes := {len(x) for x in tensors}) > 1:
+            raise ValueError(f"gather() takes tensors with one row per sample, but they have {sorted(sizes)} rows {at}")
         sends = self._prepared().counts and self.run.data_shard.is_first
         parts = [all_gather(x if sends else x[:0]) for x in tensors]
         self._prepared().warn_of_gather(sum(map(len, parts[0])) if parts else 0)
         for rows in parts:
             if len(shapes := dict.fromkeys(str(tuple(part.shape[1:])) for part in rows)) > 1:
                 raise ValueError(
-                    f"gather() takes rows of one shape on all ranks, but theirs are {listed([*shapes])} (rank "
-                    f"{self.rank} of {self.world_size}). Pad them alike, or reduce each to a number before"
+                    f"gather() takes rows of one shape on all ranks, but theirs are {listed([*shapes])} {at}. Pad them "
+                    "alike, or reduce each to a number before"
                 )
-        order = _order_of([len(part) for part in parts[0]], tensors[0].device) if parts else None
-        gathered = tuple(torch.cat(part)[order] for part in parts)
+        # In the order of the dataset: the first of each rank, then the second of each.
+        places = [torch.cat([torch.arange(len(one), device=one.device) for one in part]) for part in parts]
+        gathered = tuple(torch.cat(part)[place.argsort(stable=True)] for part, place in zip(parts, places, strict=True))
         return gathered[0] if len(gathered) == 1 else gathered
 
     def save(self, name: str | None = None, *, async_save: bool = False) -> None:
@@ -458,8 +417,8 @@ class Session:
     def __exit__(self, *exception: Any) -> bool | None:
         return self._closing.__exit__(*exception)
 
-    def _warn_of_schedulers(self) -> None:
-        """Warn if an optimizer has a scheduler, as torch's note it, that is not saved with it."""
+    def _closed_after(self, loop: Iterator[Any]) -> Iterator[Any]:
+        """Go through a loop; warn before of a scheduler, which torch's note in the optimizer, that is not saved."""
         run = self.run
         groups = [] if run.param_schedulers or run.strategy.own_schedule else run.optim_wrapper.param_groups
         if any("initial_lr" in group for group in groups):
@@ -468,6 +427,8 @@ class Session:
                 "its position is not saved, so that a session that resumes begins it anew",
                 type(run.optim_wrapper.optimizers[0]).__name__,
             )
+        with nullcontext() if self._is_entered else self._closing:
+            yield from loop
 
     def _prepared(self) -> OwnLoop:
         if self._loop is None:
@@ -476,7 +437,7 @@ class Session:
 
 
 class PreparedLoader:
-    """A data loader of this rank's batches, on its device.
+    """A data loader of this rank's batches, on its device; its other attributes are those of `loader`.
 
     Args:
         loader: the loader.
@@ -493,18 +454,10 @@ class PreparedLoader:
     def __len__(self) -> int:
         return len(self.loader)
 
-    @property
-    def dataset(self) -> Any:
-        """The dataset."""
-        return self.loader.dataset
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            instead = {"set_epoch": "nothing, since session.epochs(count) does it"}
-            if hasattr(vars(self).get("loader"), name):
-                instead.setdefault(name, f"its `loader.{name}`")
-            raise no_attribute(self, name, instead)
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # of a copy, which has none yet
+            raise AttributeError(name)
+        return getattr(self.loader, name)
 
 
 class Parts(nn.ModuleDict):
@@ -516,31 +469,26 @@ class Parts(nn.ModuleDict):
 
 
 _NO_DATA: Mapping[str, Any] = {"dataset": range(1), "sampler": {"type": "InfiniteSampler", "shuffle": False}}
-_KNOWN = ARGUMENTS.keys() - frozenset().union(*DONE_OTHERWISE_IN_SESSION)
-_KNOWN |= {"accumulative_counts", "batch_size_of", "clip_grad", "amp"}
+_OF_A_RUNNER = {
+    "cfg", "data_preprocessor", "loss", "model", "optim_wrapper", "param_scheduler", "train_cfg", "train_dataloader",
+}  # fmt: skip
+_KNOWN = [name for name in ARGUMENTS if name not in _OF_A_RUNNER and not name.startswith(("val_", "test_"))]
+_KNOWN += ["accumulative_counts", "batch_size_of", "clip_grad", "amp"]
+_DONE_IN_THE_LOOP = (
+    ". What a session trains is handed to prepare(model, optimizer, dataloader, schedulers=...); the loop goes through "
+    "session.epochs(count) or session.iterations(count), prepares its batches, and validates over "
+    "prepare_evaluation(dataloader), recording by log_metrics()"
+)
 
 
 @dataclass
 class _SessionStep:
-    """Stands for the training step of a model that a session trains: to a strategy, it is a step of the user's own.
+    """Stands for the training step of a model that a session trains: to a strategy, it is a step of the user's own."""
 
-    Attributes:
-        calls_parts: whether the loop calls parts of the model by themselves.
-    """
-
-    calls_parts: bool
+    calls_parts: bool  # by themselves
 
     def __call__(self, data: Any, optim_wrapper: Any) -> Any:
         raise RuntimeError("this model is trained by the loop of a Session, so that no Runner can train it")
-
-
-def _require_own(name: str, given: Any) -> None:
-    """Refuse what accelerate, or a session, has prepared already."""
-    says = fault_of_prepared(given)
-    if isinstance(given, OptimWrapper | PreparedLoader):
-        says = f"must be your own, but is a {type(given).__name__}, which prepare() has returned before"
-    if says is not None:
-        raise TypeError(f"`{name}` {says}")
 
 
 def _close_at_exit(session: weakref.ref[Session], pid: int) -> None:
@@ -548,13 +496,3 @@ def _close_at_exit(session: weakref.ref[Session], pid: int) -> None:
     if (found := session()) is not None and os.getpid() == pid:
         error = raised_error()
         found.__exit__(error and type(error), error, None)
-
-
-def _order_of(counts: list[int], device: torch.device) -> Tensor:
-    """Return the indices of rows in the order of the dataset: the first of each rank, then the second of each.
-
-    Example:
-        >>> torch.tensor([0, 2, 4, 1, 3])[_order_of([3, 2], torch.device("cpu"))].tolist()
-        [0, 1, 2, 3, 4]
-    """
-    return torch.cat([torch.arange(count, device=device) for count in counts]).argsort(stable=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import inspect
 import json
 import logging
 import os
 import platform
+import resource
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +17,7 @@ from dataclasses import fields
 from datetime import datetime
 from enum import Enum
 from pathlib import Path, PurePath
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import torch
 from rich.text import Text
@@ -38,7 +40,7 @@ from lockstep.dist import (
 )
 from lockstep.errors import ConfigError, DistError, require_known, require_one_of
 from lockstep.evaluator import format_metrics
-from lockstep.location import Location
+from lockstep.location import Location, make_folder
 from lockstep.logging import JsonLinesSink, MessageHub, open_console, run_logging, warnings_once
 from lockstep.logging.loggers import broken_between_values
 from lockstep.masking import mask_text, mask_value, mask_words, secrets_in
@@ -197,8 +199,6 @@ def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
 
 def _allow_files(count: int) -> None:
     """Raise the number of files that this process may open, up to the hard limit."""
-    import resource  # not available on Windows
-
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -220,7 +220,18 @@ def make_run_dir(work_dir: Path, experiment_name: str | None, others: Sequence[L
         ConfigError: the folder cannot be created; PeerError on the other ranks.
     """
     prefix = "" if experiment_name is None else f"{experiment_name}_"
-    return run_on_main(lambda: _new_folder(work_dir, f"{prefix}{datetime.now():%Y%m%d_%H%M%S}", others))
+
+    def make() -> Path:
+        name = f"{prefix}{datetime.now():%Y%m%d_%H%M%S}"
+        for attempt in range(1000):  # two runs may begin within one second
+            folder = work_dir / (name if attempt == 0 else f"{name}_{attempt}")
+            if not any((other / folder.name).exists() for other in others):
+                with suppress(FileExistsError):
+                    make_folder(folder, "work_dir", anew=True)
+                    return folder
+        raise FileExistsError(f"{work_dir / name} and a thousand like it exist already")
+
+    return run_on_main(make)
 
 
 @contextmanager
@@ -234,8 +245,8 @@ def told_of_others(space: Workspace) -> Iterator[None]:
         return
     mark = space.run_dir / _RUNNING
     with mark.open("wb") as own:
-        with suppress(OSError):  # there are no locks here
-            _lock(own, exclusive=True)
+        with suppress(OSError):  # there are no locks where the file is
+            fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for other in sorted(space.work_dir.glob(f"*/{_RUNNING}")):
             if other != mark and _is_locked(other):
                 _logger.warning(
@@ -253,24 +264,10 @@ def _is_locked(path: Path) -> bool:
     """Return whether another process has locked a file; False where that can't be known."""
     try:
         with path.open("rb") as file:
-            _lock(file, exclusive=False)
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         return isinstance(error, BlockingIOError)
     return False
-
-
-def _lock(file: IO[bytes], *, exclusive: bool) -> None:
-    """Lock an open file until it is closed, if the system has such locks.
-
-    Raises:
-        BlockingIOError: another one has locked it.
-        OSError: there are no locks where the file is.
-    """
-    try:
-        import fcntl  # not available on Windows
-    except ImportError:
-        return
-    fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
 
 
 @contextmanager
@@ -303,36 +300,6 @@ def save_config(cfg: Any, run_dir: Path) -> None:
     elif cfg is not None and hasattr(cfg, "dump"):  # that of another library
         cfg.dump(file)
         file.write_text(mask_text(file.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-def make_folder(folder: Path, *, anew: bool = False) -> None:
-    """Create a folder in the work_dir; with `anew`, it must not exist yet.
-
-    Raises:
-        FileExistsError: it exists, and `anew` is True.
-        ConfigError: it cannot be created.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=not anew)
-    except OSError as error:
-        if anew and isinstance(error, FileExistsError) and folder.parent.is_dir():  # no symbolic link to nothing
-            raise
-        raise ConfigError(
-            f"`work_dir` must be a folder that can be created and written to, but {folder} cannot be created: {error}. "
-            "Choose another folder, for instance with --work-dir, or change its permissions"
-        ) from error
-
-
-def _new_folder(parent: Path, name: str, others: Sequence[Location]) -> Path:
-    # Two runs may begin within one second.
-    for attempt in range(1000):
-        folder = parent / (name if attempt == 0 else f"{name}_{attempt}")
-        if any((other / folder.name).exists() for other in others):
-            continue
-        with suppress(FileExistsError):
-            make_folder(folder, anew=True)
-            return folder
-    raise FileExistsError(f"{parent / name} and a thousand like it exist already")
 
 
 def write_environment(run: Run) -> None:
@@ -471,8 +438,7 @@ def _describe_rank() -> dict[str, Any]:
 
 def _processor() -> str:
     """Return the processor's name: from /proc/cpuinfo on Linux, else from Python."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return platform.processor() or platform.machine()

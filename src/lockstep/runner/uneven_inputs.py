@@ -13,19 +13,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lockstep.dataset import (
-    Amount,
+from lockstep.dataset import batch_size_of, length_of
+from lockstep.dataset.loader import drawn_from
+from lockstep.dataset.position import (
+    BEGINNING,
+    CountedBatches,
+    Drawn,
     Position,
-    amount_of,
-    batch_size_of,
     batches_from,
+    check_alike,
+    check_heads,
     global_order_of,
+    has_certain_length,
     head_of,
-    length_of,
     loader_state,
 )
-from lockstep.dataset.loader import drawn_from
-from lockstep.dataset.position import BEGINNING, CountedBatches, Drawn, check_alike, check_heads
 from lockstep.dataset.rank_aware import is_rank_aware, parts_of
 from lockstep.dataset.sampler import HEAD_LENGTH
 from lockstep.dataset.stream import StreamLoader, checksum_of, refuse_repeats, refuse_repeats_by_workers
@@ -96,22 +98,22 @@ class EvenBatches:
         self._loader = loader
         self._count = count
         self._rank, self._world_size = get_rank(), get_world_size()
-        own = amount_of(loader) if count is None else None
+        own = count is None and has_certain_length(loader)
         self._is_stream = isinstance(loader, StreamLoader)
         compares = self._is_stream and loader.dataset.compares
         gathered = all_gather_object(
             (own, length_of(loader), global_order_of(loader), _shard_of(loader), _layout_of(loader), compares)
         )
-        amounts, lengths, orders, self._shards, layouts, compare = (
+        certain, lengths, orders, self._shards, layouts, compare = (
             list(column) for column in zip(*gathered, strict=True)
         )
         self._compares = all(compare)
         self._layout = [self._world_size, *(layouts[:1] if layouts.count(layouts[0]) == len(layouts) else layouts)]
-        self._amounts: list[Amount] | None = None if None in amounts else amounts
         self.lengths: list[int] | None = None if None in lengths else lengths
         self.length = None if self.lengths is None else max(self.lengths)
         self.is_resumable = all(getattr(part, "resumable", True) for part in parts_of(drawn_from(loader)[0]))
         self.global_order = orders[0] if self.is_resumable and all(order == orders[0] for order in orders) else None
+        self._knows_shares = all(certain) and self.global_order is not None
         knows_ranks = is_rank_aware(loader.dataset.dataset if self._is_stream else loader)
         self._looks_for_repeats = shards == self._world_size and self.global_order is None and not knows_ranks
         self._checksums: list[int | None] = []  # of the first two batches
@@ -123,19 +125,20 @@ class EvenBatches:
         """Yield the batches of one pass, beginning at `begin`."""
         batches = batches_from(self._loader, begin, self._drawn)
         self._drawn = batches.drawn
-        order, amounts, first = self.global_order, self._amounts, begin.batches
-        if order is not None:  # whose rest has amounts of its own
+        order, shares, first = self.global_order, None, begin.batches
+        if order is not None:  # what is left of it is shared out anew
             first = 0
-            if begin.items and amounts is not None:
-                amounts = [order.amount_after(begin.items, shard) for shard in self._shards]
+            if self._knows_shares:
+                shares = [order.share(begin.items or 0, shard) for shard in self._shards]
         try:
-            if self._world_size > 1 and (amounts is None or len(set(amounts)) > 1):
-                yield from self._in_step(batches, amounts, first)
+            if self._world_size > 1 and (shares is None or len(set(shares)) > 1):
+                yield from self._in_step(batches, shares, first)
                 return
-            amount = None if amounts is None else amounts[self._rank]
             for index, batch in enumerate(batches, start=first):
                 self._look(batch)
-                samples = self._size_of(batch, batches) if amount is None else amount.size_of(index)
+                samples = self._size_of(batch, batches)
+                if order is not None and shares is not None:
+                    samples = order.size_of(index, shares[self._rank])
                 yield Batch(batch, samples, samples, True, batches.indices)
         except Exception:
             batches.shut_down()
@@ -229,12 +232,13 @@ class EvenBatches:
             return int(self._count(batch))  # perhaps a tensor
         return batch_size_of(batch) if batches.samples is None else batches.samples
 
-    def _in_step(self, batches: CountedBatches, amounts: Sequence[Amount] | None, first: int) -> Iterator[Batch]:
+    def _in_step(self, batches: CountedBatches, shares: Sequence[int] | None, first: int) -> Iterator[Batch]:
+        order = self.global_order
         for index in count(first):
             batch = next(batches, _NONE)
             self._look(batch)
-            if amounts is not None:
-                sizes: Sequence[int | None] = [amount.size_of(index) or None for amount in amounts]
+            if order is not None and shares is not None:
+                sizes: Sequence[int | None] = [order.size_of(index, share) or None for share in shares]
             else:
                 own = None if batch is _NONE else self._size_of(batch, batches)
                 sizes = self._exchanged_sizes(own, compares=self._compares and index < first + HEAD_LENGTH)

@@ -39,14 +39,12 @@ class Strategy(ABC):
             an optimizer.
         own_schedule: the name of the schedule in the strategy's own config that changes the learning rates, if there is
             one.
-        keeps_memory_format: whether weights may be in `torch.channels_last`; shards and flat buffers are contiguous.
     """
 
     converters: Sequence[Converter] = ()
     package: ClassVar[str | None] = None
     own_optim_wrapper: Mapping[str, Any] | None = None
     own_schedule: str | None = None
-    keeps_memory_format: ClassVar[bool] = False
     _converted: nn.Module | None = None
 
     def prepare(

@@ -145,7 +145,8 @@ class MMEngineFile:
         """Return the position in the data, as `EvenBatches.position` does."""
         loop, done = run.train_loop, self._meta["iter"]
         if loop.max_epochs is not None:
-            return loop.even_batches.position(self._meta["epoch"], 0)
+            position: dict[str, Any] = loop.even_batches.position(self._meta["epoch"], 0)
+            return position
         length = loop.epoch_length
         epoch, batches = divmod(done, length) if length else (0, done)
         return {**loop.even_batches.position(epoch, batches), "head": []}

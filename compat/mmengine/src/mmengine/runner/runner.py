@@ -25,7 +25,7 @@ from lockstep.registry import in_default_scope
 from lockstep.runner import build, start
 from lockstep.runner.arguments import DEFAULT_HOOKS, RunnerArguments
 from lockstep.runner.hook import HookList
-from lockstep.runner.run import AnyTrainLoop, Run, TrainRun, Workspace
+from lockstep.runner.run import Run, TrainRun, Workspace
 from lockstep.strategy import Strategy, build_strategy
 from lockstep.weights import find_checkpoint, load_weights
 from mmengine.config import Config
@@ -292,8 +292,8 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         **Collective**: every rank.
         """
         if self._run is None and self.args.train_dataloader is not None:
-            with self.rehearsing("built"):
-                pass
+            with self._running("built", trains=True) as space:
+                self._hook_and_load(self._train_run(space))
         elif self._run is None:
             with self._running("built") as space:
                 _, parts = self._prepare(space, *self._strategy_and_model(training=False))
@@ -390,7 +390,7 @@ class Runner(BuildsParts, lockstep.runner.Runner):
     def _train_run(
         self,
         space: Workspace,
-        make_train_loop: Callable[[TrainRun], AnyTrainLoop] | None = None,
+        make_train_loop: Callable[[TrainRun], Any] | None = None,
         *args: Any,
         **kwargs: Any,
     ) -> TrainRun:
