@@ -331,7 +331,6 @@ class Two(nn.ModuleDict):
 @pytest.mark.parametrize(
     ("model", "changes", "says"),
     [
-        (Line, {"optim_wrapper": {"optimizer": {"type": "LBFGS"}}}, "but LBFGS evaluates each batch several times"),
         (Line, {"optim_wrapper": {"optimizer": {"type": "SGD", "lr": 0.0}}}, r"rates of SGD must be above 0.*\[0.0\]"),
         (Wordless, {}, "must return its total under 'loss' to search a learning rate, but returned none"),
         (NotANumber, {}, "the loss must be finite before training, but is nan at the first rate, 1e-07"),

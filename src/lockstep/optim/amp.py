@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from types import SimpleNamespace
@@ -127,19 +127,6 @@ class AmpOptimWrapper(OptimWrapper):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Multiply the loss by the scale, add its gradients, and count the batch."""
         super().backward(loss if self._scaler is None else self._scaler.scale(loss), **kwargs)
-
-    def update_by_closure(self, evaluate: Callable[[], Tensor]) -> None:
-        """Make one update with an optimizer that evaluates the loss itself; needs bfloat16.
-
-        Raises:
-            TypeError: a loss scale is in use, as in float16.
-        """
-        if self._scaler is not None:
-            raise TypeError(
-                f"{type(self.optimizer).__name__} evaluates the loss itself, which a loss scale would change. Use "
-                "dtype='bfloat16', which needs none"
-            )
-        super().update_by_closure(evaluate)
 
     def step(self, **kwargs: Any) -> None:
         """Unscale and clip the gradients; if they are finite, let the optimizer update the parameters."""

@@ -199,11 +199,6 @@ def _factors(run: TrainRun) -> list[float]:
             f"({', '.join(wrapper)}), whose losses differ. Search with one of them in a training of its own"
         )
     name = type(wrapper.optimizer).__name__
-    if wrapper.needs_closure:
-        raise ConfigError(
-            f"the optimizer must make one update for each loss to search its learning rate, but {name} evaluates each "
-            "batch several times. Keep its default, or use AdamW or SGD"
-        )
     if (own := run.strategy.own_schedule) is not None:
         raise ConfigError(f"{own} must be left out while the learning rate is searched, because it would change it")
     rates = run.initial_lrs
