@@ -77,7 +77,7 @@ def strategy_of(args: RunnerArguments) -> Any:
 
 
 def build_model(args: RunnerArguments, strategy: Strategy) -> nn.Module:
-    """Return the model, converted; if asked to, compile in place the parts of it that `strategy` names.
+    """Return the model; if asked to, compile in place the parts of it that `strategy` names.
 
     The loss, if given, is attached to the model, and so is the preprocessor, unless the model's config names one. On
     several ranks, BatchNorms are converted if the config's `sync_bn` names an implementation. On one rank,
@@ -101,7 +101,6 @@ def build_model(args: RunnerArguments, strategy: Strategy) -> nn.Module:
                 "Let the model convert its images: images.to(memory_format=torch.channels_last); or use strategy 'ddp'"
             )
         built.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    built = strategy.convert(built)
     if args.compile is not False:
         compile_in_place(built, strategy.compiled_parts(built), {} if args.compile is True else args.compile)
     return built
