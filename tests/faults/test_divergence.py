@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.dist import all_gather_object, get_rank, get_world_size
@@ -212,7 +213,10 @@ def amp(optimizer: str, **more: Any) -> dict[str, Any]:
 NO_FAULT: dict[str, tuple[Any, dict[str, Any]]] = {
     "float16 accumulated": ("ddp", amp("AdamW", dtype="float16", accumulative_counts=3)),
     "bfloat16 clipped": ("ddp", amp("NAdam", dtype="bfloat16", clip_grad={"max_norm": 1.0})),
-    "powerSGD": ({"type": "ddp", "comm_hook": "powerSGD"}, {"optimizer": {"type": "SGD", "lr": 0.01, "momentum": 0.9}}),
+    "fp16": (
+        {"type": "ddp", "comm_hook": fp16_compress_hook},
+        {"optimizer": {"type": "SGD", "lr": 0.01, "momentum": 0.9}},
+    ),
     "broadcast buffers": ({"type": "ddp", "broadcast_buffers": True}, {"optimizer": {"type": "RMSprop", "lr": 1e-3}}),
     "fsdp": ("fsdp", {"optimizer": {"type": "Adam", "lr": 1e-3, "fused": True}}),
     "tensor parallel": ("tensor", {"optimizer": {"type": "AdamW", "lr": 1e-3}}),
