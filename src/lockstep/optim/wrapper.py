@@ -257,19 +257,9 @@ class OptimWrapper:
                 optimizer.train() if training else optimizer.eval()  # type: ignore[attr-defined]
 
     @property
-    def skipped_updates(self) -> int:
-        """Number of updates that were skipped, as float16 does where gradients are not finite."""
-        return 0
-
-    @property
     def has_skipped(self) -> bool:
         """Whether the last update was skipped."""
         return False
-
-    @property
-    def batches_per_update(self) -> float:
-        """How many iterations make up a window: `accumulative_counts`, unless each makes several backward passes."""
-        return self._windows.iterations
 
     @property
     def inner_count(self) -> int:

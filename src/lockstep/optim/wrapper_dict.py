@@ -126,11 +126,6 @@ class OptimWrapperDict(OptimWrapper):
         return None
 
     @property
-    def skipped_updates(self) -> int:
-        """Number of updates of all optimizers that were skipped."""
-        return sum(wrapper.skipped_updates for wrapper in self.values())
-
-    @property
     def has_skipped(self) -> bool:
         """Whether the last update of some optimizer was skipped."""
         return any(wrapper.has_skipped for wrapper in self.values())
