@@ -142,7 +142,7 @@ def _advice(found: LRSearch, runner: Runner) -> dict[str, str]:
         return {"rate": f"none: the loss does not fall between {found.lrs[0]:g} and {found.lrs[-1]:g}. See the picture"}
     advice = {"rate": f"{rate:.2g}, where the loss falls most steeply"}
     optim = runner.args.optim_wrapper
-    if optim is None and runner.run.strategy.own_optim_wrapper is None:
+    if optim is None:
         advice["use"] = f"--cfg-options optim_wrapper.optimizer.type=AdamW optim_wrapper.optimizer.lr={rate:.2g}"
     elif isinstance(optim, Mapping) and isinstance(optim.get("optimizer"), Mapping):
         advice["use"] = f"--cfg-options optim_wrapper.optimizer.lr={rate:.2g}"

@@ -242,8 +242,6 @@ def build_schedulers(cfg: Any, run: TrainRun) -> list[ParamScheduler]:
     as keys, else all of them.
     """
     wrapper, loop = run.optim_wrapper, run.train_loop
-    if cfg and (own := run.strategy.own_schedule) is not None:
-        raise ConfigError(f"`param_scheduler` contradicts {own}: both would set the learning rates. Leave out one")
     length = {"max_epochs": loop.max_epochs, "max_iters": loop.max_iters}
     if not isinstance(wrapper, OptimWrapperDict):
         return build_param_schedulers(wrapper.optimizer, cfg, **length)

@@ -199,8 +199,6 @@ def _factors(run: TrainRun) -> list[float]:
             f"({', '.join(wrapper)}), whose losses differ. Search with one of them in a training of its own"
         )
     name = type(wrapper.optimizer).__name__
-    if (own := run.strategy.own_schedule) is not None:
-        raise ConfigError(f"{own} must be left out while the learning rate is searched, because it would change it")
     rates = run.initial_lrs
     known = [float(rate) for rate in rates if isinstance(rate, Tensor | int | float) and rate > 0]
     if len(known) < len(rates):

@@ -461,7 +461,7 @@ class Session:
     def _warn_of_schedulers(self) -> None:
         """Warn if an optimizer has a scheduler, as torch's note it, that is not saved with it."""
         run = self.run
-        groups = [] if run.param_schedulers or run.strategy.own_schedule else run.optim_wrapper.param_groups
+        groups = [] if run.param_schedulers else run.optim_wrapper.param_groups
         if any("initial_lr" in group for group in groups):
             run.logger.warning(
                 "%s has a scheduler that is not handed to prepare(..., schedulers=...), before which it must be made: "

@@ -32,16 +32,10 @@ class Strategy(ABC):
 
     Attributes:
         package: the package that it needs besides torch; None if there is none.
-        own_optim_wrapper: the optim wrapper that a Runner uses if it is given none, if the strategy's own config names
-            an optimizer.
-        own_schedule: the name of the schedule in the strategy's own config that changes the learning rates, if there is
-            one.
         keeps_memory_format: whether weights may be in `torch.channels_last`; shards and flat buffers are contiguous.
     """
 
     package: ClassVar[str | None] = None
-    own_optim_wrapper: Mapping[str, Any] | None = None
-    own_schedule: str | None = None
     keeps_memory_format: ClassVar[bool] = False
 
     def prepare(
