@@ -248,10 +248,6 @@ PRIVATE: dict[str, Private] = {
         lambda: "_HYBRID_SHARD_ZERO2" in ShardingStrategy.__members__, ("model/fsdp/arguments.py",)
     ),
     # Optimizers.
-    "_step_supports_amp_scaling": Private(
-        lambda: torch.optim.AdamW([nn.Parameter(torch.ones(1))], fused=True)._step_supports_amp_scaling,  # type: ignore[attr-defined]
-        AMP,
-    ),
     "_growth_tracker": Private(lambda: "_growth_tracker" in GradScaler("cpu").state_dict(), AMP),
     "_last_lr": Private(lambda: "_last_lr" in scheduler_state(), ("runner/options.py",)),
     "_step_count": Private(lambda: "_step_count" in scheduler_state(), ("runner/options.py",)),
@@ -313,7 +309,6 @@ OVERRIDDEN: dict[tuple[str, str], tuple[Any, tuple[str, ...]]] = {
         FlopCounterMode,
         ("self", "func_packet", "out", "args", "kwargs"),
     ),
-    ("LossScaler", "_maybe_opt_step"): (GradScaler, ("self", "optimizer", "optimizer_state", "args", "kwargs")),
     ("LossScaler", "_unscale_grads_"): (GradScaler, ("self", "optimizer", "inv_scale", "found_inf", "allow_fp16")),
     ("_Agent", "_exit_barrier"): (LocalElasticAgent, ("self",)),
     ("_Agent", "_monitor_workers"): (LocalElasticAgent, ("self", "worker_group")),

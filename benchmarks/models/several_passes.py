@@ -2,60 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, log_softmax, mse_loss
-from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.models import data
 from benchmarks.models.data import CLASSES, VOCABULARY, Batch
 from benchmarks.models.own import Perceptron
 from benchmarks.models.own_steps import OwnStep
-from benchmarks.models.row import MAX_NORM, PERCEPTRON, Losses, Row
+from benchmarks.models.row import PERCEPTRON, Losses, Row
 from lockstep import dist
-
-
-class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimisation: SGD by the gradient at the worst place nearby, for which it asks twice.
-
-    Written as its users have it: by the norms of all gradients, and what it adds to each weight it takes away again.
-    """
-
-    def __init__(self, params: Iterable[Tensor], lr: float, rho: float) -> None:
-        super().__init__(params, {"lr": lr, "rho": rho})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
-        loss = closure()
-        params = [(group, own) for group in self.param_groups for own in group["params"] if own.grad is not None]
-        norm = torch.stack([own.grad.norm() for _, own in params]).norm()
-        moved = [(own, own.grad * (group["rho"] / (norm + 1e-12))) for group, own in params]
-        for own, way in moved:
-            own.add_(way)
-        closure()
-        for own, way in moved:
-            own.sub_(way)
-        for group, own in params:
-            own.add_(own.grad, alpha=-group["lr"])
-        return loss
-
-
-def sam_by_hand(model: Any, batch: Batch, update: Any) -> Losses:
-    losses: list[Tensor] = []
-
-    def closure() -> Tensor:
-        model.zero_grad()
-        with torch.enable_grad():
-            losses.append(model(**batch, mode="loss")["loss"])
-            losses[-1].backward()
-        update.norms[""] = clip_grad_norm_(model.parameters(), MAX_NORM).item()
-        return losses[-1]
-
-    update.optimizers[""].step(closure)
-    return {"loss": losses[0]}
 
 
 class Maml(nn.Module):
@@ -231,15 +189,6 @@ def two_passes_by_hand(model: TwoPasses, batch: Batch, update: Any) -> Losses:
 
 
 ROWS = (
-    Row(
-        "SAM",
-        Perceptron,
-        data.vector_columns,
-        sam_by_hand,
-        optimizer={"type": SAM, "lr": 0.5, "rho": 0.05},
-        plan=PERCEPTRON,
-        note="an optimizer that evaluates each batch twice, by a closure, and uses the norm of all gradients.",
-    ),
     Row(
         "MAML",
         Maml,

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.dist import all_gather, get_rank
-from lockstep.errors import ConfigError
 from lockstep.model import BaseModel, MMDistributedDataParallel, is_model_wrapper, unwrap_model
 from lockstep.optim import OptimWrapper
 from lockstep.registry import MODEL_WRAPPERS
@@ -204,25 +204,13 @@ def gradient_with(comm_hook, steps: int = 1) -> Tensor:
 
 
 @ranks(2)
-@pytest.mark.parametrize(("name", "dtype"), [("bf16_compress", torch.bfloat16), ("fp16_compress", torch.float16)])
-def test_gradients_travel_in_half_precision(name, dtype):
-    plain, compressed = gradient_with(None), gradient_with(name)
-    assert torch.equal(compressed, compressed.to(dtype).float())  # nothing finer has travelled
+def test_gradients_travel_in_half_precision():
+    plain, compressed = gradient_with(None), gradient_with(fp16_compress_hook)
+    assert torch.equal(compressed, compressed.half().float())  # nothing finer has travelled
     assert not torch.equal(compressed, plain)
     # Rounded on each rank and in their sum; where the ranks nearly cancel, relative to what they had.
-    assert torch.allclose(compressed, plain, rtol=0, atol=2 * torch.finfo(dtype).eps * plain.abs().max().item())
+    assert torch.allclose(compressed, plain, rtol=0, atol=2 * torch.finfo(torch.half).eps * plain.abs().max().item())
     assert torch.equal(*all_gather(compressed))
-
-
-@ranks(2)
-def test_gradients_travel_as_matrices_of_low_rank():
-    # torch compresses from the third step on.
-    options = {"type": "powerSGD", "matrix_approximation_rank": 1, "start_powerSGD_iter": 2}
-    plain, early, late = (gradient_with(hook, steps) for hook, steps in ((None, 1), (options, 2), (options, 3)))
-    assert torch.allclose(early, plain, atol=1e-6)
-    assert torch.linalg.matrix_rank(plain, rtol=1e-4) > 1
-    assert torch.linalg.matrix_rank(late, rtol=1e-4) == 1
-    assert torch.equal(*all_gather(late))
 
 
 @ranks(2)
@@ -236,16 +224,6 @@ def test_a_communication_hook_may_be_a_function_of_ones_own():
     alone = nn.Linear(32, 32)
     alone(torch.randn(2, 8, 32)[get_rank()]).square().mean().backward()
     assert torch.equal(gradient_with(doubled), 2 * alone.weight.grad)
-
-
-@ranks(2)
-def test_an_unknown_communication_hook_is_refused():
-    with pytest.raises(ConfigError, match=r"`comm_hook` must be 'bf16_compress', .*, but is 'bf16_compres'"):
-        gradient_with("bf16_compres")
-    with pytest.raises(ConfigError, match="matrix_rank"):
-        gradient_with({"type": "powerSGD", "matrix_rank": 2})
-    with pytest.raises(TypeError, match=r"`comm_hook` must be .* but is 3 of type int"):
-        gradient_with(3)
 
 
 @ranks(2)

@@ -1,4 +1,4 @@
-"""Optimizers that evaluate the loss themselves, by a closure."""
+"""Optimizers that evaluate the loss themselves, by a closure, in a training step of the model's own."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from lockstep.dist import get_rank, get_world_size
+from lockstep.dist import all_reduce, get_rank, get_world_size
 from lockstep.model import MMDistributedDataParallel, train_step
-from lockstep.optim import AmpOptimWrapper, OptimWrapper
+from lockstep.optim import OptimWrapper
 from lockstep.testing import ranks
 
 
@@ -22,32 +22,21 @@ class Net(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(self.head(self.body(x).tanh()), y)
 
+    def train_step(self, data: tuple[Tensor, Tensor], optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+        def closure() -> Tensor:
+            optim_wrapper.zero_grad()
+            with torch.enable_grad():
+                loss = self(*data)
+            optim_wrapper.backward(loss)
+            mean = loss.detach().clone()
+            all_reduce(mean, "mean")
+            return mean
 
-class SharpnessAware(torch.optim.SGD):
-    """Climbs before it descends, as in Foret et al., Sharpness-Aware Minimization, 2021."""
-
-    needs_closure = True
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = closure()
-        params = [param for group in self.param_groups for param in group["params"]]
-        climbs = [0.05 * param.grad for param in params]
-        for param, climb in zip(params, climbs, strict=True):
-            param.add_(climb)
-        closure()
-        for param, climb in zip(params, climbs, strict=True):
-            param.sub_(climb)
-        super().step()
-        return loss
+        return {"loss": optim_wrapper.optimizer.step(closure)}
 
 
 def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, line_search_fn="strong_wolfe")
-
-
-def sharpness_aware(model: nn.Module) -> torch.optim.Optimizer:
-    return SharpnessAware(model.parameters(), lr=0.1)
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
@@ -56,10 +45,10 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(batch[:, :3], batch[:, 3:]) for batch in made]
 
 
-def by_hand(make) -> list[Tensor]:
+def by_hand() -> list[Tensor]:
     torch.manual_seed(0)
     model = Net()
-    optimizer = make(model)
+    optimizer = lbfgs(model)
     for batch in batches():
 
         def closure(batch=batch):
@@ -73,34 +62,18 @@ def by_hand(make) -> list[Tensor]:
     return list(model.parameters())
 
 
-def by_steps(make, wrap) -> list[Tensor]:
+@ranks(1, 2)
+def test_all_ranks_decide_alike_by_the_mean_of_their_losses():
     torch.manual_seed(0)
     model = Net()
-    wrapped, optim = wrap(model), OptimWrapper(make(model))
+    wrapped, optim = MMDistributedDataParallel(model), OptimWrapper(lbfgs(model))
     for batch in batches():
         train_step(wrapped, tuple(part[get_rank() :: get_world_size()] for part in batch), optim)
-    assert optim.inner_count == 4
-    return list(model.parameters())
-
-
-@pytest.mark.parametrize("make", [lbfgs, sharpness_aware])
-def test_a_closure_trains_as_by_hand(make):
-    for mine, theirs in zip(by_steps(make, lambda model: model), by_hand(make), strict=True):
-        assert torch.equal(mine, theirs)
-
-
-@ranks(2)
-@pytest.mark.parametrize("make", [lbfgs, sharpness_aware])
-def test_all_ranks_decide_alike_by_the_mean_of_their_losses(make):
-    for mine, theirs in zip(by_steps(make, MMDistributedDataParallel), by_hand(make), strict=True):
+    for mine, theirs in zip(model.parameters(), by_hand(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-9)
 
 
-def test_what_contradicts_a_closure_is_refused():
+def test_a_loss_of_one_evaluation_is_refused():
     model = Net()
-    with pytest.raises(ValueError, match="`accumulative_counts` must be 1 for LBFGS"):
-        OptimWrapper(lbfgs(model), accumulative_counts=2)
-    with pytest.raises(TypeError, match=r"LBFGS evaluates the loss itself.*update_by_closure"):
+    with pytest.raises(TypeError, match=r"LBFGS evaluates the loss itself.*optimizer\.step\(closure\)"):
         OptimWrapper(lbfgs(model)).update_params(model(*batches()[0]))
-    with pytest.raises(TypeError, match=r"LBFGS evaluates the loss itself.*bfloat16"):
-        train_step(model, batches()[0], AmpOptimWrapper(dtype="float16", optimizer=lbfgs(model)))

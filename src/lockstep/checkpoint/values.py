@@ -362,7 +362,6 @@ _META: Form = {
     "has_optimizer": FLAG,
     "optim_wrapper": {"*": {"windows": _WINDOWS}, "windows": _WINDOWS},
     "begun_with": Whole(options=[{"*": _OPTION}], schedules=[TEXT]),
-    "param_scheduler_hook": Whole(held=[NUMBER]),
     "position": Whole(
         epoch=COUNT,
         batches=COUNT,

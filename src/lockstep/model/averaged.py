@@ -6,7 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,9 @@ from lockstep.model.shards import is_dtensor, own_shard
 from lockstep.registry import MODELS
 
 _logger = logging.getLogger(__name__)
-_MOST_COPIED = 2**28  # bytes
+
+_Pairs = list[tuple[Tensor, Tensor]]
+"""Tensors of an averaged model, each with its counterpart in the model that is averaged."""
 
 
 class BaseAveragedModel(nn.Module, ABC):
@@ -89,8 +91,8 @@ class BaseAveragedModel(nn.Module, ABC):
             model: the model that is averaged, wrapped or not.
 
         **Cost**: one pass over the weights, in a few kernels for many of them together. Where the average has another
-        dtype or device, memory for copies of 256 MiB at a time, or of one weight if it is larger; an accelerator is
-        waited for only if the average is on the CPU and the model is not, and then once for each of these.
+        dtype, one weight after the other is copied; where it has another device, all are, and an accelerator is waited
+        for once.
 
         Raises:
             ValueError: `model` has weights of other shapes than the copy.
@@ -98,12 +100,10 @@ class BaseAveragedModel(nn.Module, ABC):
         steps = int(self.steps)
         if steps % self.interval == 0:
             averaged, copied = self._pairs_with(model)
-            if steps:
-                for group in _groups(averaged):
-                    self._average(group.own, _fetched(group), steps)
-            else:
-                _copy(averaged)
-            _copy(copied)
+            for own, theirs in _alike(averaged) if steps else ():
+                self._average(own, theirs, steps)
+            for own, theirs in _alike(copied if steps else averaged + copied):
+                torch._foreach_copy_(own, theirs)  # as for `_foreach_lerp_`
         self.steps += 1
 
     def _pairs_with(self, model: nn.Module) -> tuple[_Pairs, _Pairs]:
@@ -116,11 +116,9 @@ class BaseAveragedModel(nn.Module, ABC):
                 f"parameters and {len(buffers)} buffers of its shapes, but is a {type(model).__name__} with "
                 f"{len(their_parameters)} and {len(their_buffers)}"
             )
-        averaged, copied = _Pairs(parameters, their_parameters), _Pairs([], [])
-        for buffer, other in zip(buffers, their_buffers, strict=True):
-            kind = averaged if self.update_buffers and buffer.is_floating_point() else copied
-            kind.own.append(buffer)
-            kind.theirs.append(other)
+        averaged, copied = list(zip(parameters, their_parameters, strict=True)), _Pairs()
+        for pair in zip(buffers, their_buffers, strict=True):
+            (averaged if self.update_buffers and pair[0].is_floating_point() else copied).append(pair)
         return averaged, copied
 
     def _average(self, averaged: list[Tensor], source: list[Tensor], steps: int) -> None:
@@ -297,49 +295,27 @@ def _computed(model: nn.Module) -> dict[int, Any]:
     return {id(value): value.detach().clone() for value in values if not value.is_leaf}
 
 
-class _Pairs(NamedTuple):
-    """Tensors of an averaged model, and their counterparts in the model that is averaged."""
-
-    own: list[Tensor]
-    theirs: list[Tensor]
-
-
 def _tensors_of(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """Return the parameters and buffers of a model, each once; of a sharded parameter, this rank's shard."""
     return [own_shard(parameter) for parameter in model.parameters()], list(model.buffers())
 
 
-def _copy(pairs: _Pairs) -> None:
-    for group in _groups(pairs):
-        torch._foreach_copy_(group.own, _fetched(group))  # as for `_foreach_lerp_`
+def _alike(pairs: _Pairs) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield tensors, and their counterparts in the same dtype on the same device.
 
-
-def _groups(pairs: _Pairs) -> Iterator[_Pairs]:
-    """Yield the tensors in groups, of which copies in the dtype, or on the device, of the average are bounded."""
-    group, size = _Pairs([], []), 0
-    for own, theirs in zip(*pairs, strict=True):
-        copied = 0 if (own.dtype, own.device) == (theirs.dtype, theirs.device) else own.nbytes
-        if size and size + copied > _MOST_COPIED:
-            yield group
-            group, size = _Pairs([], []), 0
-        group.own.append(own)
-        group.theirs.append(theirs)
-        size += copied
-    if group.own:
-        yield group
-
-
-def _fetched(pairs: _Pairs) -> list[Tensor]:
-    """Return the values of the model's tensors on the devices and in the dtypes of the average's.
-
-    Those that go from an accelerator to the CPU are under way together, and waited for once: they are read at once.
+    They come together, but one by one where a copy in another dtype is made on the device. Those that go from an
+    accelerator to the CPU are under way together, and waited for once.
     """
-    fetched, sources = [], set()
-    for own, theirs in zip(*pairs, strict=True):
-        value = theirs.to(own.dtype)
-        if own.is_cpu and not theirs.is_cpu:
+    together, sources = _Pairs(), set()
+    for own, theirs in pairs:
+        if own.device != theirs.device:
             sources.add(theirs.device)
-        fetched.append(value.to(own.device, non_blocking=True))
-    for device in sources:
+            theirs = theirs.to(own.dtype).to(own.device, non_blocking=True)
+        if own.dtype == theirs.dtype:
+            together.append((own, theirs))
+        else:
+            yield [own], [theirs.to(own.dtype)]
+    for device in sources - {torch.device("cpu")}:
         torch.accelerator.current_stream(device).synchronize()
-    return fetched
+    if together:
+        yield [own for own, _ in together], [theirs for _, theirs in together]

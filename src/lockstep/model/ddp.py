@@ -13,14 +13,14 @@ from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import GradBucket, ProcessGroup
+from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.device import Moment, moment
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.dist.consistency import check_call
-from lockstep.errors import ConfigError, listed, message_of, require_known, require_one_of, wrong_type
+from lockstep.errors import ConfigError, listed, message_of
 from lockstep.groups import resolve
 from lockstep.model import steps
 from lockstep.model.autograd_graph import (
@@ -38,35 +38,6 @@ from lockstep.transport.handles import note_running, waiting
 from lockstep.watch.failures import backend_errors_translated
 
 Hook: TypeAlias = Callable[[Any, GradBucket], Future[Tensor]]
-HookConfig: TypeAlias = str | Mapping[str, Any] | Hook
-
-_COMM_HOOKS = ("bf16_compress", "fp16_compress", "powerSGD")
-
-
-def _comm_hook(comm_hook: HookConfig, group: ProcessGroup) -> tuple[Any, Hook]:
-    """Return a communication hook's state and the hook, as `register_comm_hook` takes them.
-
-    **Source**: Vogels et al., PowerSGD, NeurIPS 2019; `torch.distributed.algorithms.ddp_comm_hooks` (2.13).
-    """
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
-
-    if callable(comm_hook):
-        return group, comm_hook
-    if not isinstance(comm_hook, str | Mapping):
-        raise wrong_type("comm_hook", "the name of a communication hook, a config dict, a function or None", comm_hook)
-    options = {"type": comm_hook} if isinstance(comm_hook, str) else dict(comm_hook)
-    kind = options.pop("type", None)
-    require_one_of("comm_hook", kind, _COMM_HOOKS)
-    if kind == "powerSGD":
-        require_known("comm_hook", options, set(inspect.signature(power_sgd.PowerSGDState).parameters))
-        return power_sgd.PowerSGDState(group, **options), power_sgd.powerSGD_hook
-    require_known("comm_hook", options, set())
-    compress = getattr(default_hooks, f"{kind}_hook")
-    hook = wraps(compress)(partial(compress))
-    hook.__name__ = str(kind)  # DDP knows torch's bf16_compress_hook by name, and refuses it on CPUs (2.13)
-    return group, hook
-
 
 _logger = logging.getLogger(__name__)
 
@@ -97,11 +68,8 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         detect_anomalous_params: before each backward pass, look for trainable parameters that the loss does not depend
             on, and warn about those not yet named. Each rank warns about its own loss. Costs one walk over the autograd
             graph per step.
-        comm_hook: how gradients travel: `"fp16_compress"` (half the bytes; values above 65504 overflow),
-            `"bf16_compress"` (half the bytes, the range of float32, 8 bits of precision), `"powerSGD"` (two matrices of
-            low rank for each gradient; each rank keeps its own error, which is not part of checkpoints); a dict with
-            such a `type` and the options of torch's `PowerSGDState`; or a function for torch's `register_comm_hook`,
-            which gets the process group as its state.
+        comm_hook: how gradients travel: a function for torch's `register_comm_hook`, such as `fp16_compress_hook` of
+            `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`, which gets the process group as its state.
         **kwargs: those of `torch.nn.parallel.DistributedDataParallel`. `device_ids` can be left out, and is ignored on
             the CPU. `broadcast_buffers` says whether each forward pass sends rank 0's buffers to the others; initially
             they are equal in any case. `gradient_as_bucket_view` is True by default, unlike in torch: gradients are
@@ -129,7 +97,7 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         module: nn.Module,
         detect_anomalous_params: bool = False,
         *,
-        comm_hook: HookConfig | None = None,
+        comm_hook: Hook | None = None,
         **kwargs: Any,
     ) -> None:
         if all(parameter.device.type == "cpu" for parameter in module.parameters()):
@@ -166,14 +134,14 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
     def _begin_drift_check(self) -> None:
         self._drift = DriftCheck(self.replicated, self.process_group, OWN_STEP if self._trains_itself else AVERAGED)
 
-    def _replicate(self, module: nn.Module, options: Mapping[str, Any], comm_hook: HookConfig | None) -> None:
+    def _replicate(self, module: nn.Module, options: Mapping[str, Any], comm_hook: Hook | None) -> None:
         super().__init__(module, **options)
         self._options, self._comm_hook = options, comm_hook
         self._comm = resolve(self.process_group)
         if self._comm.is_alone and self._comm.size > 1:
             super().register_comm_hook(None, _keep_gradients)
         elif comm_hook is not None:
-            self.register_comm_hook(*_comm_hook(comm_hook, self.process_group))
+            self.register_comm_hook(self.process_group, comm_hook)
         self._parameters_seen = list(module.parameters())
         self._has_met, self._will_meet = bool(options.get("find_unused_parameters")), False
         self._ids = set(map(id, self._parameters_seen))

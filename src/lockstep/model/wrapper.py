@@ -182,30 +182,11 @@ def _default_train_step(
 ) -> dict[str, Tensor]:
     """Train a module that defines no step of its own."""
     parse: ParseLosses = getattr(core, "parse_losses", None) or steps.parse_losses
-    if getattr(optim_wrapper, "needs_closure", False):
-        return _step_by_closure(model, core, data, optim_wrapper, parse)
     with optim_wrapper.optim_context(model):
         losses = losses_of(model, core, steps.preprocess(core, data, training=True))
     loss, log_vars = parse(losses)
     optim_wrapper.update_params(loss)
     return log_vars
-
-
-def _step_by_closure(
-    model: nn.Module, core: nn.Module, data: Any, optim_wrapper: Any, parse: ParseLosses
-) -> dict[str, Tensor]:
-    """Train with an optimizer that may evaluate the loss several times; the first evaluation is logged."""
-    batch = steps.preprocess(core, data, training=True)
-    logged: list[dict[str, Tensor]] = []
-
-    def evaluate() -> Tensor:
-        with optim_wrapper.optim_context(model):
-            loss, log_vars = parse(losses_of(model, core, batch))
-        logged.append(log_vars)
-        return loss
-
-    optim_wrapper.update_by_closure(evaluate)
-    return logged[0]
 
 
 def predict_step(model: nn.Module, data: Any) -> Any:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from types import SimpleNamespace
@@ -109,11 +108,6 @@ class AmpOptimWrapper(OptimWrapper):
         return 1.0 if self._scaler is None else self._scaler.get_scale()
 
     @property
-    def skipped_updates(self) -> int:
-        """Number of updates that were skipped. See `LossScaler.skipped` for when one is known."""
-        return 0 if self._scaler is None else self._scaler.skipped
-
-    @property
     def has_skipped(self) -> bool:
         """Whether the last update was skipped. Reading it may wait for the device."""
         return self._scaler is not None and self._scaler.has_skipped
@@ -127,19 +121,6 @@ class AmpOptimWrapper(OptimWrapper):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Multiply the loss by the scale, add its gradients, and count the batch."""
         super().backward(loss if self._scaler is None else self._scaler.scale(loss), **kwargs)
-
-    def update_by_closure(self, evaluate: Callable[[], Tensor]) -> None:
-        """Make one update with an optimizer that evaluates the loss itself; needs bfloat16.
-
-        Raises:
-            TypeError: a loss scale is in use, as in float16.
-        """
-        if self._scaler is not None:
-            raise TypeError(
-                f"{type(self.optimizer).__name__} evaluates the loss itself, which a loss scale would change. Use "
-                "dtype='bfloat16', which needs none"
-            )
-        super().update_by_closure(evaluate)
 
     def step(self, **kwargs: Any) -> None:
         """Unscale and clip the gradients; if they are finite, let the optimizer update the parameters."""
@@ -245,61 +226,12 @@ class LossScaler(GradScaler):
         self._fixed_scale = fixed_scale
         self._updates = 0
         self._skipped: Tensor | None = None  # on the device: count since the last check
-        self._known_skipped = 0
-        self._has_skipped = False
-        self._flags: dict[int, list[Tensor]] = {}  # of each optimizer's last update: whether it was not finite
-        # Whether updates were skipped that have been sent to the device since, each with when it is known.
-        self._unknown: deque[tuple[Tensor, torch.Event | None]] = deque()
-
-    @property
-    def skipped(self) -> int:
-        """Number of updates that were skipped.
-
-        The last one does not count yet if the optimizer is fused and on an accelerator, where nobody waits for the
-        device to know it.
-        """
-        while self._unknown and (len(self._unknown) > 1 or self._unknown[0][1] is None):
-            self._know()
-        return self._known_skipped
+        self._flags: list[Tensor] = []  # of the last update: whether it was not finite
 
     @property
     def has_skipped(self) -> bool:
-        """Whether the last update was skipped. With a fused optimizer, reading it waits for the device."""
-        while self._unknown:
-            self._know()
-        return self._has_skipped
-
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Let the optimizer step unless its gradients are not finite."""
-        result = super().step(optimizer, *args, **kwargs)
-        # So fused optimizers tell torch's scaler that they skip the update themselves.
-        if self.is_enabled() and getattr(optimizer, "_step_supports_amp_scaling", False):
-            # So that they don't add up if nobody asks.
-            while self._unknown and ((event := self._unknown[0][1]) is None or event.query()):
-                self._know()
-            flags = self._flags[id(optimizer)]
-            found = torch.stack([flag.to(flags[0].device, non_blocking=True) for flag in flags]).amax()
-            event = None
-            if found.device.type != "cpu":
-                found, event = found.to("cpu", non_blocking=True), torch.Event(found.device)
-                event.record()
-            self._unknown.append((found, event))
-        return result
-
-    def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        # As torch's own, which is not called for fused optimizers; both read the flags.
-        self._note(any(flag.item() for flag in optimizer_state["found_inf_per_device"].values()))
-        return None if self._has_skipped else optimizer.step(*args, **kwargs)
-
-    def _know(self) -> None:
-        found, event = self._unknown.popleft()
-        if event is not None:
-            event.synchronize()
-        self._note(bool(found))
-
-    def _note(self, has_skipped: bool) -> None:
-        self._has_skipped = has_skipped
-        self._known_skipped += has_skipped
+        """Whether the last update was skipped. Reading it waits for the device."""
+        return any(bool(flag.item()) for flag in self._flags)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Shrink or grow the scale after an update.
@@ -320,7 +252,7 @@ class LossScaler(GradScaler):
         found = super()._unscale_grads_(held, inv_scale, found_inf, allow_fp16)
         if not found:  # the optimizer has no gradients: nothing to skip
             found = {found_inf.device: found_inf}
-        self._flags[id(optimizer)] = list(found.values())
+        self._flags = list(found.values())
         sharded = any(is_dtensor(param.grad) for param in params)
         for flag in found.values():
             if sharded:

@@ -79,11 +79,6 @@ class Windows:
         return left == 1 or (self._end is not None and self.count + 1 >= self._end)
 
     @property
-    def iterations(self) -> float:
-        """How many iterations make up a window."""
-        return self.size / (self._of_an_iteration() or 1)
-
-    @property
     def made(self) -> int:
         """Backward passes of the open window so far; 0 if there is none."""
         return 0 if self.is_complete else self._made

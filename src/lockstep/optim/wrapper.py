@@ -6,14 +6,11 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from copy import copy
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.dist import all_reduce
 from lockstep.errors import require_count, require_key, require_known, wrong_type
 from lockstep.groups import this_rank
 from lockstep.model import ModelWrapper
@@ -45,8 +42,8 @@ class OptimWrapper:
     An optimizer with `train` and `eval`, as schedule-free ones have, trains other weights than it evaluates: the loops
     of a Runner and of a Session, and saves, call them; see `set_mode`.
 
-    An optimizer that evaluates the loss itself, such as `LBFGS`, gets a closure; see `update_by_closure`. It is
-    recognised by an attribute `needs_closure`, or by a parameter `closure` of its `step` that has no default.
+    An optimizer that evaluates the loss itself, such as `LBFGS`, is for a `train_step` of the model's own:
+    docs/recipes.md#lbfgs.
 
     Args:
         optimizer: the optimizer, built over the parameters in the form in which they are trained.
@@ -74,12 +71,8 @@ class OptimWrapper:
         require_count("accumulative_counts", accumulative_counts)
         self.optimizer = optimizer
         self.accumulative_counts = accumulative_counts
-        self.needs_closure = _needs_closure(optimizer)
-        if self.needs_closure and accumulative_counts > 1:
-            raise ValueError(
-                f"`accumulative_counts` must be 1 for {type(optimizer).__name__}, which evaluates each batch several "
-                f"times, but is {accumulative_counts}. Use larger batches"
-            )
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        self.needs_closure = closure is not None and closure.default is closure.empty
         self.clip_grad = _checked_clipping(clip_grad)
         self._grad_norm: Tensor | None = None
         self._windows = Windows(accumulative_counts)
@@ -173,7 +166,7 @@ class OptimWrapper:
         if self.needs_closure:
             raise TypeError(
                 f"{type(self.optimizer).__name__} evaluates the loss itself, but `update_params` was given one. Call "
-                "optim_wrapper.update_by_closure(evaluate), where evaluate() returns the loss of the batch"
+                "optim_wrapper.optimizer.step(closure) in a `train_step` of the model's own, or use AdamW or SGD"
             )
         if self._with_gradient is not None and self._with_gradient.grad is None:
             self._require_window_closed("gradients", "are gone")
@@ -188,34 +181,6 @@ class OptimWrapper:
         elif self._with_gradient is None:
             parameters = (one for group in self.param_groups for one in group["params"])
             self._with_gradient = next((one for one in parameters if one.grad is not None), None)
-
-    def update_by_closure(self, evaluate: Callable[[], Tensor]) -> None:
-        """Make one update with an optimizer that evaluates the loss itself.
-
-        Each evaluation runs `evaluate`, a backward pass, and clipping. The optimizer receives the mean of the loss over
-        all ranks, so that it makes the same decisions on each of them.
-
-        Args:
-            evaluate: a function that runs the forward pass of one batch and returns the scalar to minimise.
-
-        **Collective**: every rank of the default group. **Cost**: 4 bytes per evaluation, in addition to the gradients.
-        """
-        before = self._windows
-
-        def closure() -> Tensor:
-            self.zero_grad()
-            self._windows = copy(before)  # a batch counts once, however often it is evaluated
-            with torch.enable_grad():
-                loss = self.scale_loss(evaluate())
-                self.backward(loss)
-            if self.clip_grad is not None:
-                self._clip_grad()
-            mean = loss.detach().clone()
-            all_reduce(mean, "mean")
-            return mean
-
-        self.optimizer.step(closure)  # type: ignore[arg-type]
-        self.zero_grad()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Divide by the number of backward passes in a full window; see also `count_samples`."""
@@ -311,19 +276,9 @@ class OptimWrapper:
                 optimizer.train() if training else optimizer.eval()  # type: ignore[attr-defined]
 
     @property
-    def skipped_updates(self) -> int:
-        """Number of updates that were skipped, as float16 does where gradients are not finite."""
-        return 0
-
-    @property
     def has_skipped(self) -> bool:
         """Whether the last update was skipped."""
         return False
-
-    @property
-    def batches_per_update(self) -> float:
-        """How many iterations make up a window: `accumulative_counts`, unless each makes several backward passes."""
-        return self._windows.iterations
 
     @property
     def inner_count(self) -> int:
@@ -412,14 +367,6 @@ class OptimWrapper:
 
 def _has_modes(optimizer: Optimizer) -> bool:
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    declared = getattr(optimizer, "needs_closure", None)
-    if declared is not None:
-        return bool(declared)
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _checked_clipping(clip_grad: Mapping[str, Any] | None) -> dict[str, Any] | None:

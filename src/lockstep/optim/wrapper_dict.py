@@ -64,7 +64,7 @@ class OptimWrapperDict(OptimWrapper):
         if not optim_wrappers:
             raise ValueError("`optim_wrappers` must hold at least one wrapper, but is empty")
         self.optim_wrappers = optim_wrappers
-        self.needs_closure = False  # each wrapper has its own
+        self.needs_closure = False  # asked of each wrapper
 
     def __getitem__(self, name: str) -> OptimWrapper:
         if name not in self.optim_wrappers:
@@ -124,11 +124,6 @@ class OptimWrapperDict(OptimWrapper):
     def grad_norm(self) -> Tensor | None:
         """None: each wrapper has its own norm."""
         return None
-
-    @property
-    def skipped_updates(self) -> int:
-        """Number of updates of all optimizers that were skipped."""
-        return sum(wrapper.skipped_updates for wrapper in self.values())
 
     @property
     def has_skipped(self) -> bool:

@@ -69,7 +69,7 @@ def strategy_of(args: RunnerArguments) -> Any:
 
 
 def build_model(args: RunnerArguments, strategy: Strategy) -> nn.Module:
-    """Return the model, converted; if asked to, compile in place the parts of it that `strategy` names.
+    """Return the model; if asked to, compile in place the parts of it that `strategy` names.
 
     The loss, if given, is attached to the model, and so is the preprocessor, unless the model's config names one. On
     several ranks, BatchNorms are converted if the config's `sync_bn` names an implementation. On one rank,
@@ -216,8 +216,6 @@ def build_schedulers(cfg: Any, run: TrainRun) -> list[ParamScheduler]:
     as keys, else all of them.
     """
     wrapper, loop = run.optim_wrapper, run.train_loop
-    if cfg and (own := run.strategy.own_schedule) is not None:
-        raise ConfigError(f"`param_scheduler` contradicts {own}: both would set the learning rates. Leave out one")
     length = {"max_epochs": loop.max_epochs, "max_iters": loop.max_iters}
     if not isinstance(wrapper, OptimWrapperDict):
         return build_param_schedulers(wrapper.optimizer, cfg, **length)

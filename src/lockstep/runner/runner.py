@@ -371,7 +371,7 @@ class Runner(_AttributesOfRun):
         if isinstance(self._run, TrainRun):
             return self._run
         strategy, model = self._strategy_and_model(training=True)
-        optim = self._or_default("optim_wrapper", strategy.own_optim_wrapper or DEFAULT_OPTIM_WRAPPER)
+        optim = self._or_default("optim_wrapper", DEFAULT_OPTIM_WRAPPER)
         optim_wrapper, parts = self._prepare(space, strategy, model, optim)
         assert optim_wrapper is not None, "a strategy that is given an optimizer returns its wrapper"
         train_dataloader = self._build_loader("train", space, parts["data_shard"])

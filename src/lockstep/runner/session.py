@@ -420,7 +420,7 @@ class Session:
     def _closed_after(self, loop: Iterator[Any]) -> Iterator[Any]:
         """Go through a loop; warn before of a scheduler, which torch's note in the optimizer, that is not saved."""
         run = self.run
-        groups = [] if run.param_schedulers or run.strategy.own_schedule else run.optim_wrapper.param_groups
+        groups = [] if run.param_schedulers else run.optim_wrapper.param_groups
         if any("initial_lr" in group for group in groups):
             run.logger.warning(
                 "%s has a scheduler that is not handed to prepare(..., schedulers=...), before which it must be made: "

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.device import get_device
 from lockstep.errors import ConfigError
 from lockstep.model import is_model_wrapper
 from lockstep.model.shards import gather_full
 from lockstep.strategy.base import ModelState, OptimState, Strategy, refuse_meta
 
 
-class EngineState(ABC):
+class EngineState:
     """The canonical states of a model that an engine has sharded; each method is a collective.
+
+    A subclass reads and writes what an engine holds. This class serves for a model that is only evaluated.
 
     Args:
         core: the user's own module, as the engine has left it.
         optimizer: the torch optimizer that runs the engine's updates; None for a model that is only evaluated.
     """
 
-    def __init__(self, core: nn.Module, optimizer: Any) -> None:
+    def __init__(self, core: nn.Module, optimizer: Any = None) -> None:
         self._core = core
         self._optimizer = optimizer
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is an optimizer."""
+        return self._optimizer is not None
 
     def model_state(self) -> ModelState:
         """Return the model's state, in the precision in which it is trained."""
@@ -54,29 +61,29 @@ class EngineState(ABC):
                 rest[name] = value
         self._core.load_state_dict(rest, strict=False)
 
-    @abstractmethod
     def optim_state(self) -> OptimState:
         """Return the optimizer's state by parameter name."""
+        raise NotImplementedError
 
-    @abstractmethod
     def optim_template(self) -> ModelState:
         """Return tensors by parameter name that are sharded as the optimizer's state is to be read."""
+        raise NotImplementedError
 
-    @abstractmethod
     def load_optim(self, state: OptimState) -> None:
         """Load an optimizer's state by parameter name.
 
         Raises:
             ConfigError: the state belongs to other parameters or another optimizer.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def _canonical(self, own: Any) -> Any:
         """Return what the model's state has for an entry of this rank's."""
+        return own.detach() if isinstance(own, Tensor) else own
 
-    @abstractmethod
     def _load_tensor(self, name: str, own: Any, value: Any) -> bool:
         """Write a whole tensor into this rank's part of it; return False to leave that to `load_state_dict`."""
+        return False
 
     def _own_state(self) -> dict[str, Any]:
         """Return the entries of the model's state by name, as this rank holds them."""
@@ -113,11 +120,15 @@ def check_shape(name: str, value: Tensor, shape: torch.Size) -> None:
 class EngineStrategy(Strategy):
     """A strategy whose states an engine holds in its own shards.
 
-    A subclass sets `_state` when a model is prepared, and `_trains` if it is prepared with an optimizer.
+    A subclass sets `_state` when a model is prepared with an optimizer.
     """
 
     _state: EngineState | None = None
-    _trains = False
+
+    def for_evaluation(self, model: nn.Module) -> nn.Module:
+        """Return the model on this rank's device, whole: no engine is needed."""
+        self._state = EngineState(model.to(torch.device(get_device())))
+        return model
 
     def model_state(self) -> ModelState:
         """Return the model's state by canonical names; tensors that the engine shards come as this rank's rows.
@@ -148,7 +159,7 @@ class EngineStrategy(Strategy):
             self._prepared(with_optimizer=True).load_optim(optim_state)
 
     def _prepared(self, *, with_optimizer: bool = False) -> EngineState:
-        if self._state is None or (with_optimizer and not self._trains):
+        if self._state is None or (with_optimizer and not self._state.trains):
             with_what = " with an optim wrapper" if with_optimizer else ""
             raise RuntimeError(f"{type(self).__name__}.prepare() must be called{with_what} first")
         return self._state

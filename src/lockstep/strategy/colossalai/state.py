@@ -28,7 +28,7 @@ class ColossalAIState(EngineState):
 
     Args:
         core: the user's own module.
-        engine: ColossalAI's optimizer; None for a model that is only evaluated.
+        engine: ColossalAI's optimizer.
 
     **Cost**: for `model_state` and `optim_state`, one all-gather per sharded parameter or entry of its state. One
     tensor at a time is whole in device memory; every rank keeps its rows of it in CPU memory. Tensors that every rank
@@ -37,12 +37,12 @@ class ColossalAIState(EngineState):
     **Source**: `LowLevelZeroOptimizer` (0.5.0).
     """
 
-    def __init__(self, core: nn.Module, engine: Any = None) -> None:
-        super().__init__(core, None if engine is None else engine.optim)
+    def __init__(self, core: nn.Module, engine: Any) -> None:
+        super().__init__(core, engine.optim)
         # Trained tensors, by id of the parameter that the model computes with.
-        self._masters: dict[int, Tensor] = {} if engine is None else engine.get_working_to_master_map()
+        self._masters: dict[int, Tensor] = engine.get_working_to_master_map()
         # The ranks over which ZeRO has sharded a parameter.
-        self._zero_groups: Mapping[Tensor, Any] = {} if engine is None else engine.param_to_pg
+        self._zero_groups: Mapping[Tensor, Any] = engine.param_to_pg
 
     def masters(self, *, offloads: bool) -> MasterWeights:
         """Return this rank's master weights, which the optimizer updates.

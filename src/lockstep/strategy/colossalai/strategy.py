@@ -72,9 +72,8 @@ class ColossalAIStrategy(EngineStrategy):
         """
         engine.require_engine()
         require_plain(model, "ColossalAI")
-        model = model.to(torch.device(get_device()))
+        model = self.for_evaluation(model)
         if optim_wrapper is None:
-            self._state, self._trains = ColossalAIState(model), False
             return model, None
         if not is_distributed():
             init_dist("none")
@@ -87,11 +86,10 @@ class ColossalAIStrategy(EngineStrategy):
         plugin = engine.make_plugin(options)
         _begin_alike(model)
         booster, boosted, laid = engine.boost(plugin, model, wrapper.optimizer)
-        state = ColossalAIState(model, laid)
+        self._state = state = ColossalAIState(model, laid)
         wrapper.attach(laid, model, state.masters(offloads=bool(options.get("cpu_offload"))))
         wrapper.sends_as_they_come = options["stage"] == 2 or bool(options.get("overlap_communication", True))
         cast_inputs_and_parts(model, self._dtype)
-        self._state, self._trains = state, True
         no_sync = None if options["stage"] == 2 else partial(booster.no_sync, boosted, laid)
         wrapped: nn.Module = MODEL_WRAPPERS.build(
             {"type": "ColossalAIModelWrapper", **self._wrapper},

@@ -12,7 +12,6 @@ import torch
 
 from lockstep.errors import ConfigError, nearest, require_one_of
 from lockstep.strategy.engine_parameters import max_norm_of
-from lockstep.tree import tree_items
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 BATCH = "train_batch_size"
@@ -21,13 +20,15 @@ CLIPPING = "gradient_clipping"
 
 # Enough of DeepSpeed's keys to detect a misspelt one, which DeepSpeed itself ignores silently.
 _KNOWN = (
-    BATCH, MICRO_BATCH, ACCUMULATION, CLIPPING, "optimizer", "scheduler", "zero_optimization", "fp16", "bf16",
+    BATCH, MICRO_BATCH, ACCUMULATION, CLIPPING, "zero_optimization", "fp16", "bf16",
     "torch_autocast", "data_types", "activation_checkpointing", "aio", "steps_per_print", "communication_data_type",
     "prescale_gradients", "gradient_predivide_factor", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
     "wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler", "comms_logger", "checkpoint",
     "tensor_parallel", "compile", "log_level",
 )  # fmt: skip
 _REFUSED = {
+    "optimizer": "give it as optim_wrapper=dict(optimizer=dict(type='AdamW', lr=1e-3)), and leave it out",
+    "scheduler": "give a `param_scheduler`, which steps with every batch if by_epoch=False, and leave it out",
     "amp": "DeepSpeed 0.19 has no Apex any more; use fp16=..., bf16=... or torch_autocast=dict(enabled=True, "
     "dtype='bfloat16')",
     "managed_gradient_accumulation": "the optim wrapper says where a window of accumulation ends; leave it out",
@@ -132,13 +133,6 @@ def _read(config: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
-    for section in ("optimizer", "scheduler"):
-        for path, value in tree_items(config.get(section), section):
-            if value == "auto":
-                raise ConfigError(
-                    f"`{path}` must have a value, but is 'auto', which means something to HuggingFace's Trainer only. "
-                    f"Give the value, or leave out `{section}` and give the Runner an optim_wrapper or param_scheduler"
-                )
     return {
         key: _without_auto(value) if isinstance(value, dict) else value
         for key, value in config.items()

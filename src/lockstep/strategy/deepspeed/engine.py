@@ -56,7 +56,7 @@ def join_engine() -> None:
         warnings.filterwarnings("ignore", rf"`torch.distributed.{name}` is deprecated", FutureWarning)
 
 
-def start_engine(model: nn.Module, optimizer: Optimizer | None, config: Mapping[str, Any]) -> Any:
+def start_engine(model: nn.Module, optimizer: Optimizer, config: Mapping[str, Any]) -> Any:
     """Return a DeepSpeed engine for `model`; all ranks start with the parameters and buffers of rank 0.
 
     **Collective**: every rank.
@@ -66,12 +66,6 @@ def start_engine(model: nn.Module, optimizer: Optimizer | None, config: Mapping[
     """
     for buffer in model.buffers():
         broadcast(buffer)  # DeepSpeed sends parameters only
-    schedule = (config.get("scheduler") or {}).get("type")
-    if schedule is not None and not hasattr(load_engine("deepspeed.runtime.lr_schedules"), str(schedule)):
-        raise ConfigError(
-            f"`scheduler.type` must be a schedule of DeepSpeed's, but is {schedule!r}. Give others, torch's too, as "
-            "`param_scheduler`"
-        )
     try:
         with undisturbed({"LOCAL_RANK": str(get_local_rank())}):
             engine, *_ = load_engine("deepspeed").initialize(
@@ -80,15 +74,6 @@ def start_engine(model: nn.Module, optimizer: Optimizer | None, config: Mapping[
     except (AssertionError, ValueError, NotImplementedError) as error:
         raise ConfigError(f"DeepSpeed refuses what it is given: {error}") from error
     return engine
-
-
-def release_engine(wrapper: MMDeepSpeedEngineWrapper) -> nn.Module:
-    """Return the module inside a wrapper whose engine only evaluates, and destroy that engine."""
-    engine = wrapper.model
-    engine.module_forward_pre_hook.remove()
-    engine.module_forward_post_hook.remove()
-    engine.destroy()
-    return wrapper.module
 
 
 @MODEL_WRAPPERS.register_module()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ from lockstep.dist import all_reduce, get_rank
 from lockstep.engines import load_engine
 from lockstep.errors import ConfigError, listed
 from lockstep.groups import this_rank
-from lockstep.optim import build_optim_wrapper
 from lockstep.optim.clipping import gradient_norm
 from lockstep.registry import OPTIM_WRAPPERS, OPTIMIZERS
 from lockstep.strategy.deepspeed.engine import autocast_of
@@ -78,18 +77,6 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
         self._stage: int = engine.zero_optimization_stage()
         self._state, self._reached = state, set()
         self.attach(engine, engine.module, state.masters, replicated=self._stage < 3)
-
-    def initialize_count_status(self, model: nn.Module, init_counts: int = 0, max_counts: int | None = None) -> None:
-        """Set how many batches there have been and will be; a scheduler of DeepSpeed's config continues from there."""
-        super().initialize_count_status(model, init_counts, max_counts)
-        schedule = self.engine.lr_scheduler
-        updates = self._windows.updates
-        if schedule is None or updates == 0:
-            return
-        for group in self.param_groups:
-            group["lr"] = group.get("initial_lr", group["lr"])
-        for _ in range(updates):
-            schedule.step()
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return the autocast of the engine's config; `backward` tells the engine when ranks synchronise."""
@@ -219,34 +206,6 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
         # With offloading, taken as the gradients came.
         for norm in getattr(zero, "norm_for_param_grads", {}).values():
             norm.mul_(factor)
-
-
-def read_optim(
-    model: nn.Module, optim_wrapper: Any, *, has_own: bool
-) -> tuple[Optimizer | None, int | None, Mapping[str, Any] | None]:
-    """Read the optimizer and its settings from an optim wrapper, an optimizer or a config.
-
-    Return the optimizer (None if DeepSpeed is to build the one in its config), the number of batches per update, and
-    `clip_grad` (each None if not given).
-
-    Args:
-        model: the model, not wrapped yet.
-        optim_wrapper: as for `Strategy.prepare`.
-        has_own: whether DeepSpeed's config names an optimizer.
-
-    Raises:
-        ConfigError: `optim_wrapper` is of a kind that DeepSpeed cannot replace, or there are two optimizers.
-    """
-    cfg = optim_wrapper if isinstance(optim_wrapper, Mapping) else {}
-    if has_own:
-        if not isinstance(optim_wrapper, Mapping) or cfg.keys() - {"type", "accumulative_counts", "clip_grad"}:
-            raise ConfigError(
-                "`optimizer` must be given once, but is in the DeepSpeed config and in `optim_wrapper`. Leave out one"
-            )
-        return None, cfg.get("accumulative_counts"), cfg.get("clip_grad")
-    built = DeepSpeedOptimWrapper.of(build_optim_wrapper(model, optim_wrapper))
-    counts = cfg.get("accumulative_counts", None if built.accumulative_counts == 1 else built.accumulative_counts)
-    return built.optimizer, counts, built.clip_grad
 
 
 def warn_of_unreached(flow: GradientFlow, reached: Iterable[int], optimizer: Optimizer) -> None:

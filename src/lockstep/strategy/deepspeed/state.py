@@ -26,8 +26,7 @@ class DeepSpeedState(EngineState):
 
     Args:
         engine: the engine.
-        groups: for each group of the optimizer, the names of its parameters before ZeRO; empty if there is no
-            optimizer.
+        groups: for each group of the optimizer, the names of its parameters before ZeRO.
         offloads: whether the optimizer's state is in CPU memory.
 
     **Cost**: for `model_state` and `optim_state`, one all-reduce (stages 1, 2) or all-gather (stage 3) per parameter
@@ -46,7 +45,7 @@ class DeepSpeedState(EngineState):
         self._stage: int = engine.zero_optimization_stage()
         self._groups = groups
         self._utils = load_engine("deepspeed.utils")
-        self.masters = _masters_of(engine, offloads=offloads) if self._stage > 0 and groups else None
+        self.masters = _masters_of(engine, offloads=offloads) if self._stage > 0 else None
 
     def model_state(self) -> dict[str, Any]:
         """Return the model's state by canonical names; half-precision weights as their float32 masters."""
@@ -118,7 +117,7 @@ class DeepSpeedState(EngineState):
 
     def _has_master(self, parameter: nn.Parameter) -> bool:
         """Return whether the optimizer holds the parameter's master weights."""
-        return self._stage > 0 and bool(self._groups) and parameter.requires_grad
+        return self._stage > 0 and parameter.requires_grad
 
     def _canonical(self, value: Any) -> Any:
         if not isinstance(value, nn.Parameter):
