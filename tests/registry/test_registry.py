@@ -303,7 +303,7 @@ STANDARD = {name: value for name, value in vars(lockstep.registry).items() if is
 def test_the_standard_registries_are_there():
     assert set(STANDARD) == {
         *("MODELS", "MODEL_WRAPPERS", "OPTIMIZERS", "OPTIM_WRAPPERS", "OPTIM_WRAPPER_CONSTRUCTORS", "PARAM_SCHEDULERS"),
-        *("DATASETS", "DATA_SAMPLERS", "METRICS", "EVALUATOR", "HOOKS", "LOOPS", "STRATEGIES"),
+        *("CONVERTERS", "DATASETS", "DATA_SAMPLERS", "METRICS", "EVALUATOR", "HOOKS", "LOOPS", "STRATEGIES"),
         *("VISUALIZERS", "RUNNERS", "FUNCTIONS", "TRANSFORMS"),
     }
     assert set(STANDARD) <= set(lockstep.registry.__all__)

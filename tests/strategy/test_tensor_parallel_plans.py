@@ -22,11 +22,12 @@ from .transformer import train_by_strategy
 class Adapted(nn.Module):
     """A frozen layer and two trained factors of low rank, as peft's LoRA has them."""
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer: nn.Linear, magnitude: bool = False) -> None:
         super().__init__()
         self.base_layer = layer.requires_grad_(False)
         self.lora_A = nn.ModuleDict({"default": nn.Linear(layer.in_features, 3, bias=False)})
         self.lora_B = nn.ModuleDict({"default": nn.Linear(3, layer.out_features, bias=False)})
+        self.lora_magnitude = nn.Parameter(torch.ones(2)) if magnitude else None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base_layer(x) + 0.5 * self.lora_B["default"](self.lora_A["default"](x))
@@ -35,12 +36,12 @@ class Adapted(nn.Module):
 class Around(nn.Module):
     """Hands on the attributes of the model inside, whose names in it have a prefix, as peft's models do."""
 
-    def __init__(self) -> None:
+    def __init__(self, magnitude: bool = False) -> None:
         super().__init__()
         self.base_model = nn.Module()
         self.base_model.model = Heads()
         for block in self.base_model.model.blocks:
-            block.attn.q = Adapted(block.attn.q)
+            block.attn.q = Adapted(block.attn.q, magnitude)
             block.attn.o = Adapted(block.attn.o)
 
     def __getattr__(self, name: str) -> Any:
@@ -95,11 +96,20 @@ def trained(make: type[nn.Module], plan: Any = None) -> tuple[list[float], list[
     return train_by_strategy(strategy or SingleDeviceStrategy(), clip=True, make=make, steps=6)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_adapters_are_split_with_the_layers_inside(size: int):
+    losses, norms = run_ranks(1, trained, Around)[0]
+    together = run_ranks(size, trained, Around)
+    means = [sum(step) / size for step in zip(*(own for own, _ in together), strict=True)]
+    assert means == pytest.approx(losses, abs=1e-5)
+    assert together[0][1] == pytest.approx(norms, abs=1e-5)
+
+
 @ranks(2)
-def test_an_adapter_is_refused():
-    says = r"`base_model.model.blocks.0.attn.q` is a Adapted. Leave it out by a plan"
+def test_an_adapter_that_is_not_two_factors_is_refused():
+    says = r"`base_model.model.blocks.0.attn.q`, a Adapted, has `.*q.lora_magnitude`. Leave it out by a plan"
     with pytest.raises(ConfigError, match=says):
-        FSDPStrategy(tensor_parallel=2).prepare(Around())
+        FSDPStrategy(tensor_parallel=2).prepare(Around(magnitude=True))
 
 
 def refused() -> str:

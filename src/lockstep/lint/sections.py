@@ -161,6 +161,9 @@ def _strategy(key: str, strategy: object) -> Iterator[Fault]:
         if says is not None:
             yield Fault(key, says)
         return
+    if isinstance(strategy, Mapping):
+        yield from Kind(registry.CONVERTERS).each(f"{key}.converters", strategy.get("converters", ()))
+        strategy = {name: value for name, value in strategy.items() if name != "converters"}
     yield from Kind(registry.STRATEGIES).faults(key, strategy)
     if isinstance(strategy, Mapping):
         fsdp = registry.STRATEGIES.module_dict.get("FSDPStrategy")  # registered only once something has asked for it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from inspect import getattr_static
 from typing import Any, NamedTuple
@@ -94,7 +94,8 @@ def read_plan(model: nn.Module, plan: Mapping[str, Any] | None) -> dict[str, Par
                     f"`tensor_parallel` must split `{name}` in one way, but says {before[1]!r} by {before[0]!r} and "
                     f"{style!r} by {pattern!r}"
                 )
-    read = {name: _read_style(pattern, style, model.get_submodule(name)) for name, (pattern, style) in chosen.items()}
+    layers = {layer: choice for name, choice in chosen.items() for layer, choice in _layers(model, name, choice)}
+    read = {name: _read_style(pattern, style, model.get_submodule(name)) for name, (pattern, style) in layers.items()}
     return {name: style for name, style in read.items() if style is not None}
 
 
@@ -102,6 +103,14 @@ def _are_equal(one: Any, other: Any) -> bool:
     if isinstance(one, ParallelStyle) and type(one) is type(other):  # torch compares them by identity
         return vars(one) == vars(other)
     return bool(one == other)
+
+
+def owner_of_layer(model: nn.Module, name: str) -> nn.Module:
+    """Return the module around a layer, skipping modules that an adapter has inserted between them."""
+    owner = name.rpartition(".")[0]
+    while owner and isinstance(getattr(model.get_submodule(owner), "base_layer", None), nn.Module):
+        owner = owner.rpartition(".")[0]
+    return model.get_submodule(owner)
 
 
 def _rowwise(module: nn.Module) -> ParallelStyle:
@@ -194,6 +203,31 @@ def _refuse_parameters(model: nn.Module, pattern: str, given: Mapping[str, Any])
     )
 
 
+def _layers(model: nn.Module, name: str, choice: tuple[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
+    """Yield the layer of that name; if a low-rank adapter is around it, also the factors that must be split with it.
+
+    Along columns, the second factor is split like the layer itself, and the first is whole; along rows, the other way
+    round.
+    """
+    module = model.get_submodule(name)
+    if not isinstance(getattr(module, "base_layer", None), nn.Module) or not _is_split(choice[1]):
+        yield name, choice
+        return
+    factor = "lora_B" if isinstance(_read_style(*choice, module), ColwiseParallel) else "lora_A"
+    known = ("base_layer.", "lora_A.", "lora_B.")
+    other = [parameter for parameter, _ in module.named_parameters() if not parameter.startswith(known)]
+    factors = [f"{factor}.{key}" for key, _ in getattr(module, factor, nn.Module()).named_children()]
+    if other or not factors:
+        what = f"`{name}.{other[0]}`" if other else f"no `{factor}`"
+        raise ConfigError(
+            f"`tensor_parallel` must split layers that are plain, or in an adapter of two factors, but `{name}`, a "
+            f"{type(module).__name__}, has {what}. Leave it out by a plan of your own, or use strategy 'fsdp' without "
+            "tensor_parallel"
+        )
+    for part in ("base_layer", *factors):
+        yield f"{name}.{part}", choice
+
+
 def _patterns_for(model: nn.Module) -> list[str]:
     """Return patterns for the modules that own parameters, one for all names that differ only in a number."""
     return [
@@ -241,7 +275,7 @@ _HEADS = (
 def check_layer(model: nn.Module, name: str, style: ParallelStyle, degree: int) -> None:
     """Refuse a module that can't be split into `degree` equal parts."""
     module = model.get_submodule(name)
-    parent = model.get_submodule(name.rpartition(".")[0])
+    parent = owner_of_layer(model, name)
     if isinstance(parent, nn.MultiheadAttention):
         raise ConfigError(
             f"`tensor_parallel` must name modules that are called, but `{name}` is in a torch.nn.MultiheadAttention, "
@@ -251,8 +285,7 @@ def check_layer(model: nn.Module, name: str, style: ParallelStyle, degree: int) 
         return
     if not isinstance(module, nn.Linear | nn.Embedding):
         raise ConfigError(
-            f"`tensor_parallel` must split Linear and Embedding layers, but `{name}` is a {type(module).__name__}. "
-            "Leave it out by a plan of your own, or use strategy 'fsdp' without tensor_parallel"
+            f"`tensor_parallel` must split Linear and Embedding layers, but `{name}` is a {type(module).__name__}"
         )
     by_columns, is_linear = isinstance(style, ColwiseParallel), isinstance(module, nn.Linear)
     of_columns, of_rows = ("out_features", "in_features") if is_linear else ("embedding_dim", "num_embeddings")

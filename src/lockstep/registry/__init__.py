@@ -35,6 +35,7 @@ from lockstep.registry.registry import (
 from lockstep.registry.signatures import BuildError
 
 __all__ = [
+    "CONVERTERS",
     "DATASETS",
     "DATA_SAMPLERS",
     "EVALUATOR",
@@ -114,6 +115,8 @@ HOOKS = Registry("hook", locations=["lockstep.hooks"])
 """Hooks."""
 LOOPS = Registry("loop", locations=["lockstep.runner"])
 """Training, validation and test loops."""
+CONVERTERS = Registry("converter", locations={"lockstep.model.float8": ["Float8", "float8"]})
+"""What changes the layers of a model before a strategy distributes it; see `Strategy.converters`."""
 STRATEGIES = Registry(
     "strategy",
     locations={

@@ -69,7 +69,7 @@ def strategy_of(args: RunnerArguments) -> Any:
 
 
 def build_model(args: RunnerArguments, strategy: Strategy) -> nn.Module:
-    """Return the model; if asked to, compile in place the parts of it that `strategy` names.
+    """Return the model, converted; if asked to, compile in place the parts of it that `strategy` names.
 
     The loss, if given, is attached to the model, and so is the preprocessor, unless the model's config names one. On
     several ranks, BatchNorms are converted if the config's `sync_bn` names an implementation. On one rank,
@@ -86,6 +86,13 @@ def build_model(args: RunnerArguments, strategy: Strategy) -> nn.Module:
         _logger.warning("a Runner does not call methods of %s that %s", type(core).__name__, left)
     if args.loss is not None:
         OutsideLoss(MODELS.build(args.loss) if isinstance(args.loss, Mapping) else args.loss).attach(core)
+    if args.channels_last:
+        if not strategy.keeps_memory_format:
+            raise ConfigError(
+                f"`channels_last` must be False under {type(strategy).__name__}, whose weights are contiguous. "
+                "Let the model convert its images: images.to(memory_format=torch.channels_last); or use strategy 'ddp'"
+            )
+        built.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     built = strategy.convert(built)
     if args.compile is not False:
         compile_in_place(built, strategy.compiled_parts(built), {} if args.compile is True else args.compile)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar, TypeAlias
 
@@ -11,15 +11,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.dist import get_dist_info, get_world_size
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, wrong_type
 from lockstep.groups import this_rank
-from lockstep.model import compile_in_place
+from lockstep.model import compile_in_place, is_model_wrapper
 from lockstep.optim import OptimWrapper
-from lockstep.registry import MODELS, STRATEGIES
+from lockstep.registry import CONVERTERS, MODELS, STRATEGIES
 
 ModelState: TypeAlias = dict[str, Any]
 OptimState: TypeAlias = dict[str, Any]
 OptimLike: TypeAlias = OptimWrapper | Optimizer | Mapping[str, Any]
+Converter: TypeAlias = Callable[[nn.Module], nn.Module]
 Prepared: TypeAlias = tuple[nn.Module, OptimWrapper | None]
 
 
@@ -31,12 +32,16 @@ class Strategy(ABC):
     parameter name. A strategy writes no files, logs nothing and owns no directories.
 
     Attributes:
+        converters: functions that are called with the model, one after the other, before it is compiled and
+            distributed; each changes it in place, or returns another one.
         package: the package that it needs besides torch; None if there is none.
         keeps_memory_format: whether weights may be in `torch.channels_last`; shards and flat buffers are contiguous.
     """
 
+    converters: Sequence[Converter] = ()
     package: ClassVar[str | None] = None
     keeps_memory_format: ClassVar[bool] = False
+    _converted: nn.Module | None = None
 
     def prepare(
         self,
@@ -45,7 +50,7 @@ class Strategy(ABC):
         *,
         compile: bool | Mapping[str, Any] = False,  # noqa: A002
     ) -> Prepared:
-        """Compile and distribute `model`, and build its optim wrapper if one is given.
+        """Convert, compile and distribute `model`, and build its optim wrapper if one is given.
 
         Args:
             model: the user's module, or the config of one; a module that is already wrapped is used unchanged.
@@ -59,6 +64,7 @@ class Strategy(ABC):
         **Collective**: every rank, once.
         """
         built: nn.Module = MODELS.build(model) if isinstance(model, Mapping) else model
+        built = self.convert(built)
         if compile is not False:
             options = compile if isinstance(compile, Mapping) else {}
             compile_in_place(built, self.compiled_parts(built), options)
@@ -66,6 +72,17 @@ class Strategy(ABC):
         if wrapper is not None:
             wrapper.bind(parallelized)
         return parallelized, wrapper
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Return the model after all `converters`: the part of `prepare` that comes first.
+
+        A model that this strategy has converted already, or that is wrapped, is returned unchanged.
+        """
+        if self.converters and model is not self._converted and not is_model_wrapper(model):
+            for converter in self.converters:
+                model = converter(model)
+            self._converted = model
+        return model
 
     @abstractmethod
     def parallelize(self, model: nn.Module, optim_wrapper: OptimLike | None = None) -> Prepared:
@@ -141,13 +158,30 @@ def refuse_meta(model: nn.Module) -> None:
 def build_strategy(strategy: Strategy | Mapping[str, Any] | str | None) -> Strategy:
     """Return the strategy that an object, a config or a name describes.
 
-    None means DDP on several ranks, else a single device.
+    None means DDP on several ranks, else a single device. A config may have a key `converters`: a list of functions,
+    names in `CONVERTERS`, or dicts with such a `type` and its options; see `Strategy.converters`.
     """
     if isinstance(strategy, Strategy):
         return strategy
     if strategy is None:
         strategy = "single" if get_world_size() == 1 else "ddp"
-    built = STRATEGIES.build({"type": strategy} if isinstance(strategy, str) else strategy)
+    cfg = {"type": strategy} if isinstance(strategy, str) else dict(strategy)
+    converters = cfg.pop("converters", ())
+    built = STRATEGIES.build(cfg)
     if not isinstance(built, Strategy):
         raise TypeError(f"`strategy` must build a Strategy, but built {built!r}")
+    if converters:
+        built.converters = _build_converters(converters)
+    return built
+
+
+def _build_converters(converters: Iterable[Any]) -> list[Converter]:
+    if isinstance(converters, str | Mapping):
+        raise wrong_type("converters", "a list of converters", converters)
+    built: list[Converter] = []
+    for converter in converters:
+        given = {"type": converter} if isinstance(converter, str) else converter
+        built.append(CONVERTERS.build(given) if isinstance(given, Mapping) else given)
+        if not callable(built[-1]):
+            raise wrong_type("converters", "a list of functions of a model, names or config dicts", converters)
     return built

@@ -1,0 +1,70 @@
+"""Linear layers that multiply in float8, by torchao."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
+
+from torch import nn
+
+from lockstep.device import get_device
+from lockstep.errors import ConfigError
+from lockstep.registry import CONVERTERS
+
+_MULTIPLE = 16  # of both sizes of a matrix, for float8 kernels
+
+
+@CONVERTERS.register_module(name=["Float8", "float8"])
+class Float8:
+    """Replace linear layers by such that convert what they multiply to float8; weights and gradients keep their dtype.
+
+    Layers whose sizes are no multiples of 16 stay as they are. Use it with `compile`, without which it is no faster.
+    It was tried on the CPU alone, where it is emulated, under `single`, `ddp` and `fsdp`, without tensor parallelism.
+
+    Args:
+        recipe: how values are scaled: `"tensorwise"`, `"rowwise"` or `"rowwise_with_gw_hp"`, as torchao names them.
+        skip: names of layers, or patterns of names, that stay as they are, such as `"head"` or `"*.gate"`.
+        emulate: round to float8, but multiply in the original dtype; by default on everything but CUDA devices.
+
+    Raises:
+        ConfigError: torchao is not installed; or, when called, the model has no such layer.
+
+    **Source**: `torchao.float8.convert_to_float8_training` (0.18). Micikevicius et al., FP8 Formats for Deep Learning,
+    2022.
+    """
+
+    def __init__(self, recipe: str = "tensorwise", skip: Sequence[str] = (), emulate: bool | None = None) -> None:
+        if find_spec("torchao") is None:
+            raise ConfigError(
+                "the converter 'float8' needs the package torchao, which is not installed. Install it with: "
+                "pip install 'lockstep-engine[float8]'"
+            )
+        self._recipe = recipe
+        self._skip = (skip,) if isinstance(skip, str) else tuple(skip)
+        self._emulate = get_device() != "cuda" if emulate is None else emulate
+
+    def __call__(self, model: nn.Module) -> nn.Module:
+        """Replace the layers of a model."""
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        replaced: list[str] = []
+
+        def fits(module: nn.Module, name: str) -> bool:
+            found = (
+                isinstance(module, nn.Linear)
+                and module.in_features % _MULTIPLE == module.out_features % _MULTIPLE == 0
+                and not any(fnmatchcase(name, pattern) for pattern in self._skip)
+            )
+            replaced.extend([name] if found else [])
+            return found
+
+        config = replace(Float8LinearConfig.from_recipe_name(self._recipe), emulate=self._emulate)
+        converted: nn.Module = convert_to_float8_training(model, module_filter_fn=fits, config=config)
+        if not replaced:
+            raise ConfigError(
+                f"the converter 'float8' must find linear layers whose sizes are multiples of {_MULTIPLE}, but finds "
+                f"none in {type(model).__name__} outside of `skip`, {list(self._skip)}. Leave the converter out"
+            )
+        return converted

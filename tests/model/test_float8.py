@@ -1,0 +1,58 @@
+"""Linear layers in float8, emulated on the CPU; torchao is an extra, which the development environment has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import ConfigError
+from lockstep.strategy import build_strategy
+from lockstep.testing import ranks
+
+SGD = {"optimizer": {"type": "SGD", "lr": 0.5}}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.head = nn.Linear(32, 32), nn.Linear(32, 16)
+        self.small = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.small(self.head(torch.tanh(self.inner(x)))) - 1).square().mean()
+
+
+def losses(name: str, *converters: Any) -> list[float]:
+    model, wrapper = build_strategy({"type": name, "converters": converters}).prepare(Net(), SGD)
+    batch = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+    found = []
+    for _ in range(10):
+        loss = model(batch)
+        wrapper.update_params(loss)
+        found.append(loss.item())
+    return found
+
+
+@ranks(2)
+def test_losses_follow_those_in_full_precision_and_are_the_same_under_each_strategy():
+    full, replicas, shards = losses("ddp"), losses("ddp", "float8"), losses("fsdp", "float8")
+    assert shards == pytest.approx(replicas, rel=1e-5)
+    assert replicas == pytest.approx(full, abs=0.01)  # of losses from 0.95 downwards
+    assert replicas != full
+    assert replicas[-1] < replicas[0] / 10
+
+
+def test_which_layers_are_replaced():
+    def replaced(*skip: str) -> list[str]:
+        converter = {"type": "Float8", "skip": skip, "recipe": "rowwise"}
+        model, _ = build_strategy({"type": "single", "converters": [converter]}).prepare(Net())
+        return [name for name, layer in model.named_children() if type(layer) is not nn.Linear]
+
+    assert replaced() == ["inner", "head"]
+    assert replaced("h*d") == ["inner"]
+    with pytest.raises(ConfigError, match="finds none in Net"):
+        replaced("*")
