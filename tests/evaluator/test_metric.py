@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lockstep.dataset import DefaultSampler
 from lockstep.dist import all_reduce, get_rank, get_world_size
 from lockstep.errors import PeerError
-from lockstep.evaluator import Accuracy, BaseMetric, Evaluator, Perplexity, format_metrics
+from lockstep.evaluator import Accuracy, BaseMetric, Evaluator, LossMetric, Perplexity, format_metrics
 from lockstep.registry import METRICS
 from lockstep.testing import ranks, run_ranks
 
@@ -252,6 +252,24 @@ def test_a_subclass_may_override_what_is_done_with_the_metainfo():
     metric.dataset_meta = {"classes": ["a", "b"]}
     metric.process(None, [1])
     assert metric.evaluate(1) == {"classes": 4}
+
+
+class Halved(Accuracy):
+    """Computes other values than its base class."""
+
+    def compute_metrics(self, results: list) -> dict[str, float]:
+        return {f"half_{name}": value / 2 for name, value in super().compute_metrics(results).items()}
+
+
+class HalvedByName(Halved):
+    value_names = ("half_accuracy",)
+
+
+def test_names_of_values_are_known_before_where_the_class_itself_gives_them() -> None:
+    assert Evaluator(Accuracy((1, 2), prefix="val")).value_names == ["val/accuracy/top1", "val/accuracy/top2"]
+    assert Evaluator(Halved()).value_names is None
+    assert Evaluator([LossMetric(), Accuracy(), Halved()]).value_names is None
+    assert Evaluator([Perplexity(), HalvedByName()]).value_names == ["loss", "perplexity", "half_accuracy"]
 
 
 def test_a_loss_is_found_beside_whatever_a_step_returns_with_it():

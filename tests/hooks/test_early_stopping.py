@@ -10,6 +10,7 @@ import pytest
 
 from lockstep.dist import all_gather_object
 from lockstep.errors import ConfigError
+from lockstep.evaluator import Accuracy
 from lockstep.hooks import EarlyStoppingHook, Hook
 from lockstep.testing import ranks
 
@@ -94,11 +95,13 @@ def test_a_metric_that_a_later_validation_lacks_is_told_or_refused(tmp_path: Pat
 
 
 @ranks(1)
-def test_a_metric_without_a_validation_is_refused_before_training(tmp_path: Path):
-    hook = EarlyStoppingHook("accuracy")
-    for options in ({}, {"default_hooks": {"checkpoint": {"save_best": "accuracy"}}}):
-        runner = make_runner(tmp_path, [] if options else [hook], None, **options)
-        with pytest.raises(ConfigError, match="is accuracy, but nothing is validated"):
+@pytest.mark.parametrize("metric", [Accuracy(), None])
+def test_a_metric_that_there_cannot_be_is_refused_before_training(metric, tmp_path: Path):
+    says = "did you mean `accuracy`" if metric else "but nothing is validated. Give `val_dataloader`"
+    hook = EarlyStoppingHook("acuracy", rule="greater")
+    for options in ({}, {"default_hooks": {"checkpoint": {"save_best": "acuracy"}}}):
+        runner = make_runner(tmp_path, [] if options else [hook], metric, **options)
+        with pytest.raises(ConfigError, match=says):
             runner.train()
         assert runner.iter == 0
 

@@ -47,6 +47,11 @@ class Accuracy(BaseMetric):
             raise ValueError(f"`topk` must be an int of at least 1, or several of them, but is {topk!r}")
         self.units = dict.fromkeys(self._names.values(), "%")
 
+    @property
+    def value_names(self) -> Sequence[str]:
+        """The names of the values."""
+        return tuple(self.units)
+
     def process(self, data_batch: Any, data_samples: Any) -> None:
         """Append, for each sample of the batch, the place of its class among the best scores, from 0.
 

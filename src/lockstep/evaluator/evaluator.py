@@ -118,6 +118,17 @@ class Evaluator:
             for name, unit in metric.units.items()
         }
 
+    @property
+    def value_names(self) -> list[str] | None:
+        """The names that the values will have; None if a metric can't tell before it has computed them."""
+        found: list[str] = []
+        for metric in self.metrics:
+            # A subclass may compute others than its base class says.
+            if metric.value_names is None or "value_names" not in vars(type(metric)):
+                return None
+            found += [name if metric.prefix is None else f"{metric.prefix}/{name}" for name in metric.value_names]
+        return found
+
     def set_dataset_meta(self, meta: dict[str, Any] | None) -> None:
         """Give every metric the dataset's metainfo, such as the names of its classes."""
         for metric in self.metrics:

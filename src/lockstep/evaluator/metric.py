@@ -59,6 +59,15 @@ class BaseMetric(ABC):
         self.results: list[Any] = []
 
     @property
+    def value_names(self) -> Sequence[str] | None:
+        """The names of the values, if they are known before these are computed; a class attribute can give them.
+
+        A checkpoint by the best value of another name is then refused at once. They are not inherited: a subclass may
+        compute others.
+        """
+        return None
+
+    @property
     def dataset_meta(self) -> dict[str, Any] | None:
         """The `metainfo` of the dataset; None before the evaluation is built. A subclass may override the setter."""
         return self._dataset_meta
@@ -160,6 +169,8 @@ class LossMetric(BaseMetric):
         indices: which these are; not used.
     """
 
+    value_names: Sequence[str] | None = ("loss",)
+
     def __init__(self) -> None:
         super().__init__()
         self.loss: OutsideLoss | None = None
@@ -195,6 +206,8 @@ class Perplexity(LossMetric):
 
     It is that of a language model if the loss is a mean over tokens, and `batch_size_of` counts these.
     """
+
+    value_names = ("loss", "perplexity")
 
     def compute_metrics(self, results: list[tuple[float, float]]) -> dict[str, float]:
         """Return the weighted mean and its exponential."""

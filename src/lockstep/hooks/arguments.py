@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from lockstep.errors import ConfigError, did_you_mean
 from lockstep.report.best import direction_of
@@ -36,8 +36,8 @@ def rule_of(metric: str, greater_keys: Sequence[str] | None = None, less_keys: S
     return rule
 
 
-def require_validation(option: str, metrics: Collection[str], runner: TrainRun) -> None:
-    """Refuse the name of a metric where a training has no validation; others are refused after the first one.
+def check_metrics(option: str, metrics: Iterable[str], runner: TrainRun) -> None:
+    """Refuse metrics that no validation of a training will have, as far as their names are known before.
 
     Args:
         option: the argument that names them.
@@ -45,11 +45,16 @@ def require_validation(option: str, metrics: Collection[str], runner: TrainRun) 
         runner: the run.
 
     Raises:
-        ConfigError: nothing is validated.
+        ConfigError: nothing is validated, or the metrics of the validation have other names.
     """
-    # A training loop by hand, or of the user's own, may compute metrics in its own way.
-    if metrics and runner.val_loop is None and getattr(type(runner.train_loop), "run", None) in _OWN_RUNS:
-        raise ConfigError(f"`{option}` is {', '.join(metrics)}, but nothing is validated. Give `val_dataloader`")
+    loop = runner.val_loop
+    known = None if loop is None else loop.metric_names
+    for name in metrics:
+        # A training loop by hand, or of the user's own, may compute metrics in its own way.
+        if loop is None and getattr(type(runner.train_loop), "run", None) in _OWN_RUNS:
+            raise ConfigError(f"`{option}` is the metric {name!r}, but nothing is validated. Give `val_dataloader`")
+        if known is not None and name not in known:
+            raise unknown_metric(option, name, known)
 
 
 def unknown_metric(option: str, name: str, known: Iterable[str]) -> ConfigError:

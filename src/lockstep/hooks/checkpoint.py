@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from lockstep.checkpoint import is_checkpoint, remove
 from lockstep.errors import ConfigError, require_one_of
-from lockstep.hooks.arguments import RULES, require_validation, rule_of, unknown_metric
+from lockstep.hooks.arguments import RULES, check_metrics, rule_of, unknown_metric
 from lockstep.location import Location, locate
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook, is_due, require_epochs
@@ -114,11 +114,11 @@ class CheckpointHook(Hook):
             self._save(runner, "epoch_{}", runner.epoch + 1, epoch=runner.epoch + 1, iteration=runner.iter)
 
     def before_train(self, runner: TrainRun) -> None:
-        """Raise an error for what can't be saved, or for the best by a metric without a validation."""
+        """Raise an error for what can't be saved, or a metric that there won't be."""
         if self.by_epoch:
             require_epochs(runner, "CheckpointHook(by_epoch=False, interval=<iterations>)")
         names = [name for name in self._best_by() if name != "auto"]
-        require_validation("save_best", names, runner)
+        check_metrics("save_best", names, runner)
         for name in names:
             self._rule(name)
         if self.save_optimizer and isinstance(runner.strategy, NativeStrategy):

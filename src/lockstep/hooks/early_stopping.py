@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.checkpoint.values import is_count
 from lockstep.errors import CheckpointError, ConfigError, require_count, require_one_of
-from lockstep.hooks.arguments import RULES, require_validation, rule_of, unknown_metric
+from lockstep.hooks.arguments import RULES, check_metrics, rule_of, unknown_metric
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
@@ -60,8 +60,8 @@ class EarlyStoppingHook(Hook):
         self._is_training = False
 
     def before_train(self, runner: TrainRun) -> None:
-        """Raise an error if nothing is validated."""
-        require_validation("monitor", [self.monitor], runner)
+        """Raise an error for a metric that there won't be."""
+        check_metrics("monitor", [self.monitor], runner)
         self._is_training = True
 
     def close(self) -> None:

@@ -117,6 +117,14 @@ class EvalLoop:
         """The units of the metrics, by name."""
         return {one.prefix + name: unit for one in self.sets for name, unit in one.evaluator.units.items()}
 
+    @property
+    def metric_names(self) -> list[str] | None:
+        """The names that the metrics will have; None if one of them is known only when it has been computed."""
+        names = [(one.prefix, one.evaluator.value_names) for one in self.sets]
+        if any(found is None for _, found in names):
+            return None
+        return [prefix + name for prefix, found in names for name in found or ()]
+
     @torch.no_grad()
     def run(self) -> dict[str, Any]:
         """Return the metrics, the same on every rank."""

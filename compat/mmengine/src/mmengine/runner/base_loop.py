@@ -39,6 +39,7 @@ class BaseLoop(metaclass=ABCMeta):
 
     metrics: Mapping[str, Any] = {}
     at_iter: int | None = None
+    metric_names: Sequence[str] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
