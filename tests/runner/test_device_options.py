@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep import Runner
+from lockstep import Runner, Session
 from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hook
@@ -41,10 +41,8 @@ class Losses(Hook):
         self.seen.append(outputs["loss"].item())
 
 
-def train(
-    work_dir: Path, strategy: str, *, epochs: int = 1, model: Net | None = None, **options: Any
-) -> tuple[Net, list[float]]:
-    losses, model = Losses(), model or Net()
+def train(work_dir: Path, strategy: str, *, epochs: int = 1, **options: Any) -> tuple[Net, list[float]]:
+    losses, model = Losses(), Net()
     Runner(
         model,
         work_dir,
@@ -59,10 +57,8 @@ def train(
     return model, losses.seen
 
 
-@ranks(1, 2)
-def test_a_model_in_channels_last_stays_so_and_computes_so(tmp_path: Path) -> None:
-    strategy = STRATEGIES[get_world_size() - 1]
-    model, losses = train(tmp_path, strategy, model=Net().to(memory_format=torch.channels_last))
+def check_channels_last(tmp_path: Path, strategy: str) -> None:
+    model, losses = train(tmp_path, strategy, channels_last=True)
     assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
     assert not model.conv.weight.is_contiguous()
     assert model.formats == {True}
@@ -71,9 +67,35 @@ def test_a_model_in_channels_last_stays_so_and_computes_so(tmp_path: Path) -> No
     assert losses == pytest.approx(expected, abs=1e-6)
     # Either layout resumes from the other one's checkpoint.
     _, resumed = train(tmp_path, strategy, epochs=2, resume=True)
-    converted = Net().to(memory_format=torch.channels_last)
-    _, other = train(tmp_path / "plain", strategy, epochs=2, resume=True, model=converted)
+    _, other = train(tmp_path / "plain", strategy, epochs=2, resume=True, channels_last=True)
     assert resumed == pytest.approx(other, abs=1e-5)
+
+
+@ranks(1)
+def test_channels_last_converts_weights_and_so_what_they_compute(tmp_path: Path) -> None:
+    check_channels_last(tmp_path, "single")
+
+
+@ranks(2)
+def test_channels_last_converts_the_replicas_of_ddp(tmp_path: Path) -> None:
+    check_channels_last(tmp_path, "ddp")
+
+
+@ranks(1, 2)
+def test_channels_last_is_refused_where_weights_are_sharded(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`channels_last` must be False under FSDPStrategy, .*images.to\(memory_f"):
+        train(tmp_path, "fsdp", channels_last=True)
+
+
+@ranks(1, 2)
+def test_a_session_takes_channels_last(tmp_path: Path) -> None:
+    session = Session(tmp_path, channels_last=True, prefetch_to_device=True, log_level="ERROR")
+    model = Net()
+    model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(DATA))
+    for _ in session.epochs(1):
+        for x, y in batches:
+            session.step(model(x, y))
+    assert model.formats == {True}
 
 
 @ranks(1, 2)

@@ -144,6 +144,8 @@ _WRAPPER = "MMDistributedDataParallel"
 class SingleDeviceStrategy(NativeStrategy):
     """Train on one device of one process."""
 
+    keeps_memory_format = True
+
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the model unchanged.
 
@@ -168,6 +170,8 @@ class DDPStrategy(NativeStrategy):
         model_wrapper: config of the wrapper, `MMDistributedDataParallel` by default.
         **kwargs: arguments of the wrapper, such as `find_unused_parameters`.
     """
+
+    keeps_memory_format = True
 
     def __init__(self, model_wrapper: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._wrapper = {"type": _WRAPPER, "broadcast_buffers": False, **(model_wrapper or {}), **kwargs}
