@@ -44,6 +44,11 @@ def test_help_does_not_import_torch(words, tmp_path):
         (["train", "none.py", "--nproc", "2"], 1, "there is no config file"),
         (["train", "none.py", "--launcher", "torch"], 2, "'torch' is not one of"),
         (["train", "line.py", "--nnodes", "2"], 2, "`--rdzv` must be HOST:PORT"),
+        (
+            ["launch", "line.py", "--numa", "nodes"],
+            1,
+            "`--numa` must be 'node', 'socket', 'exclusive' or 'core-complex'",
+        ),
         (["launch", "none.py", "--nproc", "2"], 1, "the script `none.py` does not exist"),
         (["launch", "lien.py", "--nproc", "2"], 1, "the script `lien.py` does not exist: did you mean `line.py`?"),
         (["launch", ".", "--nproc", "2"], 1, "SCRIPT must be a file, but `.` is a folder"),
@@ -141,3 +146,18 @@ def test_the_doctor_finds_that_ranks_cannot_meet(lockstep):
     assert "Bring up the loopback interface" in out
     code, _, err = lockstep("launch", "toy.py", "--nproc", "2", before=without_network)
     assert (code, "error: node 0 cannot listen at 127.0.0.1" in err) == (1, True)
+
+
+@pytest.mark.parametrize("command", ["launch", "train"])
+def test_ranks_are_bound_only_where_there_are_numactl_and_gpus(lockstep, tmp_path, command):
+    words = [command, "line.py" if command == "train" else "toy.py", "--nproc", "2", "--numa", "node"]
+    env = {"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    code, _, err = lockstep(*words, env=env)
+    assert code == 1
+    assert "error: `--numa` must find the program numactl, but there is none. Install it" in err
+    numactl = tmp_path / "numactl"
+    numactl.write_text("#!/bin/sh\n")
+    numactl.chmod(0o755)
+    code, _, err = lockstep(*words, env=env)
+    assert code == 1
+    assert "error: `--numa` must have a CUDA GPU for each rank of this machine, to bind it near that, but there" in err

@@ -25,6 +25,7 @@ from lockstep.cli.options import (
     ConfigPath,
     GraceSeconds,
     MaxRestarts,
+    Numa,
     RankOptions,
     RdzvTimeout,
     TrustConfig,
@@ -152,6 +153,7 @@ class Train(Job):
     max_restarts: MaxRestarts = 0
     rdzv_timeout: RdzvTimeout = 900.0
     grace_seconds: GraceSeconds = 60
+    numa: Numa = None
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint in the work dir.")] = False
 
     def complete(self, cfg: Config) -> None:

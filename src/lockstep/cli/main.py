@@ -22,6 +22,7 @@ from lockstep.cli.options import (
     CfgOptionsCommand,
     GraceSeconds,
     MaxRestarts,
+    Numa,
     RankOptions,
     RdzvTimeout,
     ScriptCommand,
@@ -82,6 +83,7 @@ class Launch(RankOptions):
     max_restarts: MaxRestarts = 0
     grace_seconds: GraceSeconds = 60
     rdzv_timeout: RdzvTimeout = 900.0
+    numa: Numa = None
     log_dir: Annotated[
         Path | None, typer.Option(help="Write what ranks other than 0 print to rank_N.log in this folder.")
     ] = None

@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperCommand
 
 from lockstep.errors import message_of
-from lockstep.launch import JobSpec
+from lockstep.launch import NUMA_MODES, JobSpec
 from lockstep.launch.notices import say
 from lockstep.masking import mask_text, printable
 from lockstep.topology import topology_if_known
@@ -83,6 +83,13 @@ TrustConfig = Annotated[
 GraceSeconds = Annotated[
     int, rank_option(min=0, metavar="SECONDS", help="How long ranks may take to save and end after a signal.")
 ]
+Numa = Annotated[
+    str | None,
+    typer.Option(
+        metavar="|".join(NUMA_MODES),
+        help="Bind each rank to CPUs near its GPU, as torchrun does.",
+    ),
+]
 RdzvTimeout = Annotated[float, rank_option(min=1, metavar="SECONDS", help="How long to wait for the other machines.")]
 MaxRestarts = Annotated[int, rank_option(min=0, metavar="N", help="How often all ranks start again after one failed.")]
 
@@ -128,7 +135,7 @@ class RankOptions:
 
     def of_launch(self) -> dict[str, Any]:
         """Return those options of the command that are arguments of `launch`."""
-        names = ("max_restarts", "grace_seconds")
+        names = ("max_restarts", "grace_seconds", "numa")
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
 

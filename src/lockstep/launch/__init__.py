@@ -6,7 +6,7 @@ package does not import torch, because each rank begins in `lockstep.launch.work
 
 from __future__ import annotations
 
-from lockstep.launch.job import JobSpec
+from lockstep.launch.job import NUMA_MODES, JobSpec
 from lockstep.launch.start import launch
 
-__all__ = ["JobSpec", "launch"]
+__all__ = ["NUMA_MODES", "JobSpec", "launch"]

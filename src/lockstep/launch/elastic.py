@@ -19,11 +19,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.numa.binding import AffinityMode, NumaOptions
 
 from lockstep.errors import LaunchError, Preempted, counted
 from lockstep.launch.job import STOP_SIGNALS, JobSpec
@@ -52,8 +54,14 @@ def run_ranks(
     payload: str | None,
     grace_seconds: int,
     trains: bool,
+    numa: str | None,
 ) -> None:
     """Run what `launch` describes; `additions` are environment variables for the ranks."""
+    if numa is not None and torch.cuda.device_count() < job.nproc:
+        raise LaunchError(
+            "`--numa` must have a CUDA GPU for each rank of this machine, to bind it near that, but there are "
+            f"{torch.cuda.device_count()} GPUs for {counted(job.nproc, 'rank')}. Leave out --numa"
+        )
     logger = logging.getLogger("torch.distributed.elastic")  # `say` prints what matters
     logger.propagate = False
     logger.addHandler(logging.NullHandler())
@@ -65,6 +73,7 @@ def run_ranks(
         args=_worker_arguments(command, logs),
         rdzv_handler=rendezvous,
         max_restarts=max_restarts,
+        numa_options=None if numa is None else NumaOptions(AffinityMode(numa)),
     )
     try:
         with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, _signals_handled(trains):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import os
 import pickle
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lockstep.errors import LaunchError, counted
-from lockstep.launch.job import FUNCTION, JobSpec, interface_towards, usable_cores
+from lockstep.errors import LaunchError, counted, require_one_of
+from lockstep.launch.job import FUNCTION, NUMA_MODES, JobSpec, interface_towards, usable_cores
 from lockstep.launch.notices import loading_torch, say
 from lockstep.location import make_folder
 from lockstep.output import tolerate_closed_output
@@ -25,6 +26,7 @@ def launch(
     payload: str | None = None,
     grace_seconds: int = 60,
     trains: bool = False,
+    numa: str | None = None,
 ) -> None:
     """Run a script, a module or a function on several ranks, and return when all of them have succeeded.
 
@@ -45,19 +47,27 @@ def launch(
         grace_seconds: how long ranks may take to end after a signal, before they are killed.
         trains: the ranks run a training by a Runner. A signal before its first iteration is complete then ends the job
             with exit code 75, as it does where the training was saved.
+        numa: to which CPUs near its GPU each rank is bound, one of `NUMA_MODES`; None to none. `torch.numa.binding`
+            does it, by the program numactl.
 
     Raises:
         ValueError: `max_restarts` is negative, or `command` is empty.
-        ConfigError: `log_dir` cannot be created.
+        ConfigError: `numa` is not known, or `log_dir` cannot be created.
         LaunchError: cloudpickle is missing for a function, or can't pickle it; a rank failed (the message names it and
-            shows its traceback, `exit_code` is its exit code), not all nodes joined in time, or a signal stopped the
-            ranks and this process ignores it; or a signal stopped the ranks and they saved a training, with `exit_code`
-            75.
+            shows its traceback, `exit_code` is its exit code), numactl or a GPU is missing for `numa`, not all nodes
+            joined in time, or a signal stopped the ranks and this process ignores it; or a signal stopped the ranks
+            and they saved a training, with `exit_code` 75.
     """
     if max_restarts < 0:
         raise ValueError(f"`max_restarts` must be at least 0, but is {max_restarts}")
     if not command:
         raise ValueError("`command` must name a script, or -m and a module, but is empty")
+    if numa is not None:
+        require_one_of("--numa", numa, NUMA_MODES)
+        if shutil.which("numactl") is None:
+            raise LaunchError(
+                "`--numa` must find the program numactl, but there is none. Install it, or leave out --numa"
+            )
     if callable(command):
         payload, command = _packed(command), [FUNCTION]
     tolerate_closed_output()
@@ -92,6 +102,7 @@ def launch(
         payload=payload,
         grace_seconds=grace_seconds,
         trains=trains,
+        numa=numa,
     )
 
 
