@@ -75,6 +75,18 @@ def test_an_option_that_the_script_has_too_is_told(tmp_path):
     )
 
 
+def test_an_option_that_is_nearly_one_of_the_commands_is_refused_unless_the_script_has_it(tmp_path):
+    script = tmp_path / "s.py"
+    script.write_text("class Options: nprocs: int = 1")
+    for name in ("--nproc-per-node", "--nproc_per_node", "--nprok"):
+        said = invoke(scripted, ScriptCommand, [str(script), name, "2"])
+        assert f"`{name}` is no option of" in said
+        assert "did you mean `--nproc`?" in " ".join(said.replace("│", "").split())
+    for words in (["--nprocs", "2"], ["--lr", "2"], ["--", "--nprok", "2"]):
+        given = [one for one in words if one != "--"]
+        assert invoke(scripted, ScriptCommand, [str(script), *words]) == f"{[str(script), *given]} False None"
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

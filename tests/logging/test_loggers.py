@@ -40,6 +40,15 @@ def test_a_narrow_terminal_breaks_lines_between_values_and_the_file_does_not(tmp
     assert line.partition("\n")[0] in (tmp_path / "log.txt").read_text()
 
 
+def test_a_log_that_cannot_be_written_is_warned_of_once(capsys: pytest.CaptureFixture[str]):
+    with run_logging(open_console(prints=True), Path("/dev/full"), level="WARNING") as logger:
+        for number in range(3):
+            logger.info("message %d", number)
+    shown = capsys.readouterr()
+    assert shown.out.count("messages can't be written to /dev/full: [Errno 28] No space left on device") == 1
+    assert "Logging error" not in shown.err
+
+
 def test_outside_of_a_run_it_goes_to_standard_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     logger = MMLogger.get_instance("outside", log_file=tmp_path / "own.txt", log_level="WARNING")
     logger.info("too little")

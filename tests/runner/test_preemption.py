@@ -418,3 +418,20 @@ def test_a_signal_to_the_command_before_the_first_iteration_is_complete(tmp_path
         _, errors = job.communicate(timeout=90)
     assert job.returncode == 75, errors
     assert "SIGTERM came before the first iteration was complete" in errors
+
+
+@pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGTERM), (2, signal.SIGTERM), (2, signal.SIGINT)])
+def test_a_signal_to_the_command_when_all_is_trained_changes_nothing(tmp_path, ranks, number):
+    ends_slowly = "import atexit\natexit.register(time.sleep, 3)\natexit.register(print, 'ending', flush=True)\n"
+    (tmp_path / "parts.py").write_text(SLOW_PARTS + ends_slowly)
+    (tmp_path / "config.py").write_text(SLOW_CONFIG.format(slow=""))
+    job = subprocess.Popen(
+        [sys.executable, "-m", "lockstep", "train", "config.py", "--nproc", str(ranks)],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with job:
+        assert "ending\n" in iter(job.stdout.readline, "")
+        job.send_signal(number)
+        _, errors = job.communicate(timeout=90)
+    assert job.returncode == 0, errors
+    assert "were stopped" not in errors

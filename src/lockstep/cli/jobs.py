@@ -183,6 +183,12 @@ def _stops_before_it_begins() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
+def ignore_stop_signals() -> None:
+    """Let a process that has done its work end as usual: a signal that comes now would make it look as if it failed."""
+    for number in (signal.SIGINT, *STOP_SIGNALS):
+        signal.signal(number, signal.SIG_IGN)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Test(Job):
     """Test the model of a checkpoint on the test data of CONFIG, or on its validation data if it has no test data.

@@ -17,7 +17,7 @@ from lockstep.cli.checkpoints import checkpoints_app
 from lockstep.cli.config import check, print_config
 from lockstep.cli.doctor import Doctor
 from lockstep.cli.export import Export
-from lockstep.cli.jobs import Predict, Test, Train
+from lockstep.cli.jobs import Predict, Test, Train, ignore_stop_signals
 from lockstep.cli.options import (
     CfgOptionsCommand,
     GraceSeconds,
@@ -185,6 +185,8 @@ def main() -> None:
     try:
         app()
     except SystemExit as error:
+        if not error.code:
+            ignore_stop_signals()
         if error.code == Preempted.EXIT_CODE:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C once more would change the exit code
             end_soon(Preempted.EXIT_CODE)

@@ -9,9 +9,10 @@ import inspect
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -186,7 +187,8 @@ class ScriptCommand(TyperCommand):
     """A command that runs a script: its own options may come before and after the script's name.
 
     All other arguments after the name belong to the script, and so does everything after ``--``. If the script's text
-    has one of those options, too, as it stands after the name, a line says who gets it.
+    has one of those options, too, as it stands after the name, a line says who gets it. An option that is nearly one of
+    the command's, and that the script's text does not have, is refused: the job would run on one rank.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -195,6 +197,7 @@ class ScriptCommand(TyperCommand):
         own: list[str] = []
         script: list[str] = []
         late: list[str] = []
+        others: list[str] = []  # options that go to the script
         rest = iter(args)
         for arg in rest:
             name, equals, _ = arg.partition("=")
@@ -211,12 +214,37 @@ class ScriptCommand(TyperCommand):
             elif not script and arg.startswith("-"):
                 own.append(arg)  # help, or unknown: the parser reports it
             else:
+                others += [name] if script and name.startswith("--") else []
                 script.append(arg)
         with suppress(OSError, UnicodeError):  # a module, or no file that can be read
-            text = Path(script[0]).read_text(encoding="utf-8") if late and not ctx.resilient_parsing else ""
-            if taken := ", ".join(name for name in late if f"'{name}'" in text or f'"{name}"' in text):
+            text = Path(script[0]).read_text(encoding="utf-8") if late + others and not ctx.resilient_parsing else ""
+            if taken := ", ".join(name for name in late if _has(text, name)):
                 say(f"{taken} goes to `lockstep launch`; {script[0]}, which has it, too, would get it after --")
+            for name in others if text else ():
+                is_its_own = name in text or name.strip("-").replace("-", "_") in text  # also as a field of a dataclass
+                if not is_its_own and (meant := _nearly(name, takes_value)):
+                    ctx.fail(
+                        f"`{name}` is no option of lockstep launch, and {script[0]} does not have it either: did you "
+                        f"mean `{meant}`? After -- it goes to the script"
+                    )
         return super().parse_args(ctx, [*own, "--", *script])
+
+
+def _has(script: str, name: str) -> bool:
+    return f"'{name}'" in script or f'"{name}"' in script
+
+
+def _nearly(name: str, options: Iterable[str]) -> str | None:
+    """Return the option that is misspelt, or that another launcher calls `name`; None if there is none.
+
+    Example:
+        >>> _nearly("--nproc_per_node", ["--nproc", "--help"]), _nearly("--epochs", ["--nproc", "--help"])
+        ('--nproc', None)
+    """
+    plain = name.replace("_", "-")
+    known = [option for option in options if option.startswith("--") and option != "--help"]
+    begins = (option for option in known if plain.startswith(option))
+    return next(begins, None) or next(iter(get_close_matches(plain, known, 1, 0.85)), None)
 
 
 def _options(command: TyperCommand) -> dict[str, bool]:

@@ -13,7 +13,7 @@ from typing import Any
 def run_job(request: Mapping[str, Any]) -> None:
     """Run the job for which a command has started this rank."""
     from lockstep.cli.config import import_from_folder_of
-    from lockstep.cli.jobs import Predict, Test, Train
+    from lockstep.cli.jobs import Predict, Test, Train, ignore_stop_signals
 
     sys.argv = request["argv"]  # the run records what the user typed
     options = request["options"]
@@ -23,6 +23,7 @@ def run_job(request: Mapping[str, Any]) -> None:
     cfg = job.read()
     cfg.launcher = "pytorch"
     job.execute(cfg)
+    ignore_stop_signals()
 
 
 if __name__ == "__main__":

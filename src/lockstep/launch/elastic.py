@@ -94,6 +94,9 @@ def run_ranks(
     except RendezvousError as error:
         raise LaunchError(str(error)) from error
     except SignalException as error:
+        if trains and agent.is_complete:
+            rendezvous.await_others()
+            return
         if trains and not (agent.has_trained or agent.has_failed) and error.sigval in (signal.SIGINT, *STOP_SIGNALS):
             rendezvous.give_up(Preempted.EXIT_CODE)
             again = "Start the job again" + (" with --resume" if rendezvous.attempt > 0 else "")
@@ -122,8 +125,8 @@ def run_ranks(
         if result.is_failed():
             ledger = agent.ledger
             node, code = rendezvous.give_up(ledger.exit_code, 0.0 if ledger.is_cause_known else _SECONDS_FOR_CAUSE)
-            before = "" if node == job.node_rank else f"\n\nNode {node} failed before this one: look there first."
-            raise LaunchError(agent.describe() + before, exit_code=code)
+            first = "" if node == job.node_rank else f"node {node} failed before this one: look there first. Here:\n\n"
+            raise LaunchError(first + agent.describe(), exit_code=code)
     finally:
         rendezvous.shutdown()
 
@@ -156,6 +159,7 @@ class _Agent(LocalElasticAgent):
         self._oom_kills = 0  # of this machine, when the attempt began
         self._failed_iteration: int | None = None  # of the last attempt
         self._same_iteration_note = ""  # why the ranks are not started again, if two attempts failed in one iteration
+        self.is_complete = False  # whether a signal found that all ranks had done their work
         self.has_trained = False  # whether a rank had trained when a signal stopped the job
         self.has_failed = False  # whether a rank had failed then
         self.killed: list[int] = []  # those that did not end then
@@ -173,6 +177,7 @@ class _Agent(LocalElasticAgent):
                 self.killed = [record.rank for record in self._processes.records if record.was_killed]
                 if all(record.is_preempted for record in self._processes.records):
                     raise _PreemptedError from None
+                self.is_complete = all(record.status == 0 and not record.report for record in self._processes.records)
                 if self._setup.failing.exists() and any(record.has_failed for record in self._processes.records):
                     self.has_failed = True
                     self._judge()

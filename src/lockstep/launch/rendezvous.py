@@ -169,7 +169,17 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
                     f"node 0 cannot listen at {self._job.rdzv or self._host}: {why}. {remedy}"
                 ) from error
         node_0 = f"node 0 at {self._job.rdzv}"
-        self._wait(lambda: "" if answers(self._host, self._port, timeout_seconds=1.0) else node_0, deadline)
+
+        def missing() -> str:
+            if answers(self._host, self._port, timeout_seconds=1.0):
+                return ""
+            try:
+                socket.getaddrinfo(self._host, self._port)
+            except OSError:  # it may be known later, as that of a pod that starts
+                return f"{node_0}, a name for which this machine finds no address"
+            return node_0
+
+        self._wait(missing, deadline)
         found: list[TCPStore] = []
 
         def connect() -> None:

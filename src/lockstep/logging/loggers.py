@@ -153,9 +153,25 @@ class _MaskingFormatter(logging.Formatter):
         return printable(mask_text(super().format(record), self._secrets)).replace("\n", "\n    ")
 
 
+class _LogFile(logging.FileHandler):
+    """A file of messages. Where they can't be written, as on a full disk, there is a warning, once."""
+
+    _has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._has_failed:
+            self._has_failed = True
+            logging.getLogger(_ROOT).warning(
+                "messages can't be written to %s: %s. The run goes on without them", self.baseFilename, error
+            )
+
+
 def file_handler(file: Path, secrets: Collection[str] = ()) -> logging.Handler:
     """Return a handler that writes to a file, which is created at the first message; `secrets` become `***`."""
-    handler = logging.FileHandler(file, encoding="utf-8", delay=True)
+    handler = _LogFile(file, encoding="utf-8", delay=True)
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     handler.setFormatter(_MaskingFormatter(form, "%Y-%m-%d %H:%M:%S", secrets))
     return handler
