@@ -80,7 +80,10 @@ def test_old_ones_are_removed_when_asked(work_dir: Path):
     code, shown = called("prune", work_dir, "--keep", 1, "--yes")
     assert code == 0
     assert sorted(path.name for path in (work_dir / RUN).iterdir()) == ["best_accuracy_epoch_1", "epoch_3"]
-    assert called("prune", work_dir, "--keep", 1) == (0, "there is nothing to remove\n")
+    assert f"kept: {RUN}/best_accuracy_epoch_1, {RUN}/epoch_3" in shown
+    assert "removed 2 folders, " in shown
+    kept = f"kept: {RUN}/best_accuracy_epoch_1, {RUN}/epoch_3\n"
+    assert called("prune", work_dir, "--keep", 1) == (0, f"{kept}there is nothing to remove\n")
 
 
 def test_the_only_whole_one_is_not_removed_for_damaged_ones(work_dir: Path):
@@ -92,7 +95,8 @@ def test_the_only_whole_one_is_not_removed_for_damaged_ones(work_dir: Path):
     code, shown = called("prune", work_dir, "--keep", 1, "--yes")
     assert code == 1
     assert "fault: " in shown
-    assert "epoch_3" in shown
+    assert f"{RUN}/epoch_2  " in shown
+    assert "  damaged\n" in shown
     assert "It is the last one, and is kept" in shown
     # epoch_3 is the last one, and stays for whoever wants to look at it.
     assert sorted(path.name for path in (work_dir / RUN).glob("epoch_*")) == ["epoch_1", "epoch_3"]

@@ -7,7 +7,6 @@ import sys
 from collections import Counter
 from contextlib import suppress
 from datetime import datetime
-from itertools import islice
 from operator import itemgetter
 from typing import Annotated, Any
 
@@ -145,7 +144,7 @@ def prune(
     keep: Annotated[int, typer.Option(min=1, metavar="N", help="The number of checkpoints to keep, the newest ones.")],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Remove all checkpoints but the N newest whole ones, and what interrupted saves have left.
+    """Remove all checkpoints but the N newest whole ones of all runs in DIR, and what interrupted saves have left.
 
     All bytes of those that are kept are compared with their checksums first. The best ones by a metric (best_...) and
     the last one of the work dir are kept in addition; if that one is damaged, it is named, and the exit code is 1.
@@ -154,7 +153,12 @@ def prune(
     found = _find_or_refuse(root)
     last, faults = _read_last(root)
     regular = [one for one in found if not one.name.startswith("best_")]
-    whole = list(islice((path for path in regular if fault_found_by(verify, path) is None), keep))
+    whole: list[Location] = []
+    damaged: list[Location] = []  # of those that are newer than the oldest one to be kept
+    for path in regular:
+        if len(whole) == keep:
+            break
+        (whole if fault_found_by(verify, path) is None else damaged).append(path)
     if not whole:
         raise ConfigError(f"{directory} must hold a whole checkpoint to be pruned, but holds none")
     kept = {*whole, last}
@@ -164,9 +168,12 @@ def prune(
         print(printable(f"fault: {fault}", lines=False))
     to_remove = [path for path in regular if path not in kept]
     drafts = [draft for draft in drafts_in(root) if not is_owned(draft)]
-    for path in [*to_remove, *drafts]:
-        size = sum(sizes_in(folder_of(path) if path in drafts else path).values())
-        print(printable(f"{_relative(path, root)}  {decimal(size)}", lines=False))
+    sizes = {path: sum(sizes_in(folder_of(path) if path in drafts else path).values()) for path in to_remove + drafts}
+    for path, size in sizes.items():
+        note = "  damaged" if path in damaged else "  of an interrupted save" if path in drafts else ""
+        print(printable(f"{_relative(path, root)}  {decimal(size)}{note}", lines=False))
+    left = ", ".join(_relative(path, root) for path in found if path not in sizes)
+    print(printable(f"kept: {left}", lines=False))
     if not (to_remove or drafts):
         print("there is nothing to remove")
         raise typer.Exit(1 if faults else 0)
@@ -175,6 +182,7 @@ def prune(
     for path in to_remove:
         remove(path)
     remove_dead_drafts([root])
+    print(f"removed {counted(len(sizes), 'folder')}, {decimal(sum(sizes.values()))}")
     if faults:
         raise typer.Exit(1)
 
