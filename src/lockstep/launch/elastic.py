@@ -142,8 +142,7 @@ class _Agent(LocalElasticAgent):
         self._setup = setup
         self._log_dir = log_dir
         self._processes: RankProcesses | None = None
-        self._failed_since: float | None = None  # when a rank was first seen to have failed
-        self._preempted_since: float | None = None
+        self._since: dict[bool, float] = {}  # when a rank had first failed (True) or stopped at a signal
         self._oom_kills = 0  # of this machine, when the attempt began
         self.has_trained = False  # whether a rank had trained when a signal stopped the job
         self.has_failed = False  # whether a rank had failed then
@@ -174,7 +173,7 @@ class _Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for file in (self._setup.failing, self._setup.trained):
             file.unlink(missing_ok=True)
-        self._failed_since = self._preempted_since = None
+        self._since.clear()
         self._oom_kills = oom_kills()
         pids: dict[int, int] = super()._start_workers(worker_group)
         self._let_a_press_be_one()
@@ -216,12 +215,10 @@ class _Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         now = time.monotonic()
         if failed:
-            since = self._failed_since = self._failed_since or now
             patience = seconds_to_await_cause(records)
         else:  # the ranks that still run are about to stop at the signal, as others have
-            since = self._preempted_since = self._preempted_since or now
             patience = self._grace_seconds if any(record.status is None for record in records) else 0.0
-        if now - since < patience:
+        if now - self._since.setdefault(failed, now) < patience:
             return RunResult(state=WorkerState.HEALTHY)
         if not failed and all(record.is_preempted or record.has_left for record in records):
             raise _PreemptedError

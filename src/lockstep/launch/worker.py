@@ -73,9 +73,12 @@ FAILING_FILE = "LOCKSTEP_FAILING_FILE"
 RESUME_SINCE = "LOCKSTEP_RESUME_SINCE"
 """Variable of ranks of a training that were restarted: when the job began, in seconds since 1970."""
 
+_has_left = False  # whether the script has ended without an error: what is raised after that is raised at exit
+
 
 def main(argv: list[str]) -> None:
     """Run the script or module in `argv`, and exit with its exit code."""
+    global _has_left
     agent, log_dir, *target = argv
     _die_with(int(agent))
     has_log = log_dir != "" and os.environ["LOCAL_RANK"] != "0"
@@ -88,12 +91,12 @@ def main(argv: list[str]) -> None:
     sys.excepthook = _record_or_show
     try:
         _run(target)
-        _mark_left()
+        _has_left = True
     except SystemExit as error:
         if error.code not in (None, 0):
             _record(error)
         else:
-            _mark_left()
+            _has_left = True
         if isinstance(error, Preempted):
             end_soon(Preempted.EXIT_CODE)
         raise
@@ -203,15 +206,6 @@ def _call(packed: str) -> None:
     function = pickle.loads(content)
     vars(module).update(getattr(getattr(function, "func", function), "__globals__", {}))  # `func` of a partial
     function()
-
-
-def _mark_left() -> None:
-    """Note that the script has ended without an error: what is raised after that is raised at exit."""
-    global _has_left
-    _has_left = True
-
-
-_has_left = False
 
 
 def _record(error: BaseException) -> bool:
