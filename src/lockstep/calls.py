@@ -158,16 +158,13 @@ class Calls:
                 break
             frame = frame.f_back
         # The hash of a code object takes long; a kind keeps the object, so that no other gets its id.
-        parts: list[Any] = [id(frame.f_code), frame.f_lasti, name, detail, user]
-        for argument in arguments:
-            parts += (argument.dtype, argument.shape) if isinstance(argument, Tensor) else (argument,)
-        key: _Key = tuple(parts)
+        what = (name, *[(x.dtype, x.shape) if isinstance(x, Tensor) else x for x in arguments])
+        key: _Key = (id(frame.f_code), frame.f_lasti, detail, user, what)
         kind = self._kinds.get(key)
         is_new = False
         if kind is None:
             if len(self._kinds) >= 4 * _KEPT:
                 self._kinds.clear()
-            what = (name, *[(x.dtype, x.shape) if isinstance(x, Tensor) else x for x in arguments])
             kind = self._kinds[key] = _CallKind(frame.f_code, frame.f_lasti, what, detail, user)
             is_new = kind.fingerprint not in self._seen and len(self._seen) < _MOST_FINGERPRINTS
             if is_new:

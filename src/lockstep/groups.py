@@ -185,6 +185,11 @@ def recorded_groups() -> list[tuple[Comm, Calls]]:
     ]
 
 
+def failure_of_any() -> DistError | None:
+    """Return the error that says why a group can't be used further, if one can't; on any thread."""
+    return next((calls.failure for _, calls in recorded_groups() if calls.failure is not None), None)
+
+
 def forget_groups() -> None:
     """Drop what is known about groups; their process groups are being destroyed."""
     _resolved.clear()

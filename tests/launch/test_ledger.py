@@ -23,9 +23,14 @@ def ended_by_launcher(rank, at, *numbers):
     return ended(rank, -numbers[-1], at + 0.1, signals=list(numbers), signalled=at)
 
 
+def culprit(ledger):
+    """Return the rank that is named first."""
+    return int(ledger.describe().split()[1])
+
+
 def test_the_earliest_error_comes_first():
     ledger = Ledger([raised(0, "RuntimeError", 10.7), raised(1, "ValueError", 10.2)])
-    assert ledger.culprit == 1
+    assert culprit(ledger) == 1
     assert ledger.describe() == (
         "rank 1 raised ValueError (pid 101).\n\nTrace of ValueError\n\n"
         "After it: rank 0 raised RuntimeError at train.py:3."
@@ -57,7 +62,7 @@ def test_an_abort_is_the_answer_to_an_error_elsewhere():
 def test_an_error_that_only_tells_of_another_rank_is_no_cause(follows):
     ledger = Ledger([raised(0, "PeerError", 10.0, follows=follows), raised(1, "SystemExit", 10.1, code=4)])
     assert ledger.describe().startswith("rank 1 exited with code 4 (pid 101).")
-    assert (ledger.culprit, ledger.exit_code, ledger.is_cause_known) == (1, 4, True)
+    assert (culprit(ledger), ledger.exit_code, ledger.is_cause_known) == (1, 4, True)
     assert not Ledger([raised(0, "PeerError", 10.0, follows=follows)]).is_cause_known
 
 
@@ -89,8 +94,8 @@ def test_a_rank_that_left_with_0_is_blamed_only_by_those_that_missed_it():
     ledger = Ledger([gone, ended(1, 0, 10.4)])
     assert ledger.describe().startswith("rank 1 exited with code 0 (pid 101) while other ranks went on.")
     assert ledger.exit_code == 1
-    assert Ledger([raised(0, "ValueError", 10.0), ended(1, 0, 5.0)]).culprit == 0
-    assert Ledger([gone, ended(1, 0, 10.4), ended(2, 7, 10.2)]).culprit == 2
+    assert culprit(Ledger([raised(0, "ValueError", 10.0), ended(1, 0, 5.0)])) == 0
+    assert culprit(Ledger([gone, ended(1, 0, 10.4), ended(2, 7, 10.2)])) == 2
     differs = raised(0, "CollectiveMismatchError", 10.0)
     left = raised(1, "CollectiveMismatchError", 10.1)
     left.report = replace(left.report, at_exit=True)
@@ -125,7 +130,7 @@ def test_a_rank_that_still_runs_is_named_where_all_ranks_are_known():
     assert ledger.describe().startswith("rank 1 was still running (pid 101) while the other ranks waited")
     assert "the launcher killed it" in ledger.describe()
     assert ledger.exit_code == 1
-    assert Ledger([late, running], whole_job=False).culprit == 0
+    assert culprit(Ledger([late, running], whole_job=False)) == 0
     also = ended_by_launcher(2, 13.0, signal.SIGTERM)
     assert Ledger([late, running, also]).describe().startswith("one of the ranks 1, 2 did not come to a collective")
 

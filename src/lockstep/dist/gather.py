@@ -30,11 +30,7 @@ Tensors: TypeAlias = Sequence[Tensor]
 
 
 @overload
-def all_gather(
-    data: Tensor, group: GroupLike = ..., /, *, sync_grads: bool = ..., uneven: bool = ...
-) -> list[Tensor]: ...
-@overload
-def all_gather(data: Tensor, *, group: GroupLike = ..., sync_grads: bool = ..., uneven: bool = ...) -> list[Tensor]: ...
+def all_gather(data: Tensor, group: GroupLike = ..., *, sync_grads: bool = ..., uneven: bool = ...) -> list[Tensor]: ...
 @overload
 def all_gather(
     data: Sequence[Tensor] = ...,
@@ -56,7 +52,7 @@ def all_gather(
     tensor_list: Sequence[Tensor] = ...,
     uneven: bool = ...,
 ) -> Handle: ...
-def all_gather(
+def all_gather(  # type: ignore[misc]  # the overloads share their places, not their names
     data: Tensor | Sequence[Tensor] = NOT_GIVEN,
     tensor: Tensor | GroupLike = None,
     group: GroupLike = None,

@@ -6,7 +6,7 @@ import hashlib
 import secrets
 import sys
 from collections.abc import Iterable, MutableMapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from functools import lru_cache, partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -25,7 +25,7 @@ from lockstep.dist.validate import NOT_GIVEN, either, is_int, require_rank, requ
 from lockstep.errors import CollectiveMismatchError
 from lockstep.groups import Comm, GroupLike, resolve
 from lockstep.transport.control import exchange, report_failure
-from lockstep.transport.reduce_ops import OpLike, OpName, op_name, reduction
+from lockstep.transport.reduce_ops import OpLike, op_name, reduction
 from lockstep.tree import tree_items, tree_map
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ def all_reduce_dict(
     """
     data = either("data", data, "py_dict", py_dict)
     comm = resolve(group)
-    check_call("all_reduce_dict", comm, _named(op), compares=False)
+    check_call("all_reduce_dict", comm, str(op), compares=False)
     with report_failure(comm):
         if not isinstance(data, MutableMapping):
             raise TypeError(f"`data` must be a dict, but is {type(data).__name__}. Lists and others: all_reduce_tree")
@@ -109,7 +109,7 @@ def all_reduce_tree(data: T, op: OpLike = "sum", group: GroupLike = None) -> T:
         {'hits': [1, 4]}
     """
     comm = resolve(group)
-    check_call("all_reduce_tree", comm, _named(op), compares=False)
+    check_call("all_reduce_tree", comm, str(op), compares=False)
     with report_failure(comm):  # of a tree that can't be walked
         items = list(tree_items(data))
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for _, leaf in items):
@@ -199,13 +199,15 @@ def all_reduce_params(
     alone_from = min(_ALONE_MIN_BYTES, limit_bytes) if coalesce else 0
     buckets = _buckets([x for x in tensors if x.nbytes < alone_from], limit_bytes)
     flats = [_joined(bucket) for bucket in buckets]
-    refusal = _reduce_together([x for x in tensors if x.nbytes >= alone_from] + flats, name, comm)
-    with torch.no_grad():
+    alone = [x for x in tensors if x.nbytes >= alone_from]
+    check_call("all_reduce_params", comm, name, *alone, *flats)  # one comparison for all
+    handles = [start_reduction(x, None, reduction(name, x.dtype), comm, async_op=True) for x in (*alone, *flats)]
+    with torch.no_grad(), ExitStack() as stack:  # what is last here comes first; an error, after all others
         for bucket, flat in zip(buckets, flats, strict=True):
             for tensor, reduced in zip(bucket, _parts(flat, bucket), strict=True):
-                tensor.copy_(reduced)
-    if refusal is not None:
-        raise refusal
+                stack.callback(tensor.copy_, reduced)
+        for handle in handles:
+            stack.callback(handle.wait)
 
 
 def sync_random_seed(
@@ -238,35 +240,12 @@ def sync_random_seed(
     return int(agreed)
 
 
-def _named(op: object) -> str:
-    """Return the name of an operation; an unknown one is refused later, on all ranks."""
-    with suppress(ValueError):
-        return op_name(op)
-    return str(op)
-
-
 def _listed(params: Any) -> list[Tensor]:
     if isinstance(params, Tensor):
         return [params]
     if isinstance(params, str) or not isinstance(params, Iterable):
         raise TypeError(f"`params` must be tensors, but is {type(params).__name__}. Of a module: module.parameters()")
     return list({id(tensor): tensor for tensor in params}.values())  # a tensor that occurs twice is reduced once
-
-
-def _reduce_together(tensors: Sequence[Tensor], name: OpName, comm: Comm) -> ValueError | None:
-    """Reduce tensors in place, all in flight at once, as one call of `all_reduce_params` that is compared once.
-
-    **Returns**: the first error for integers without a whole mean; the other tensors are reduced nevertheless.
-    """
-    check_call("all_reduce_params", comm, name, *tensors)
-    handles = [start_reduction(x, None, reduction(name, x.dtype), comm, async_op=True) for x in tensors]
-    refusal: ValueError | None = None
-    for handle in handles:
-        try:
-            handle.wait()
-        except ValueError as error:
-            refusal = refusal or error
-    return refusal
 
 
 def _as_leaf(reduced: Tensor, leaf: Any) -> Any:

@@ -33,7 +33,7 @@ from lockstep.launch.ledger import Ledger, RankRecord, seconds_to_await_cause
 from lockstep.launch.notices import say
 from lockstep.launch.processes import RankProcesses, oom_kills
 from lockstep.launch.rendezvous import JobEndedError, NodeFailedError, NodesRendezvous
-from lockstep.launch.worker import FAILING_FILE, ITERATION_FILE, RESUME_SINCE, iteration_file
+from lockstep.launch.worker import FAILING_FILE, RESUME_SINCE, TRAINED_FILE
 
 _SIGNALS = (signal.SIGINT, *STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # of torch's agent; its default lacks SIGUSR1
@@ -154,11 +154,8 @@ class _Agent(LocalElasticAgent):
         self._setup = setup
         self._log_dir = log_dir
         self._processes: RankProcesses | None = None
-        self._failed_since: float | None = None  # when a rank was first seen to have failed
-        self._preempted_since: float | None = None
+        self._since: dict[bool, float] = {}  # when a rank had first failed (True) or stopped at a signal
         self._oom_kills = 0  # of this machine, when the attempt began
-        self._failed_iteration: int | None = None  # of the last attempt
-        self._same_iteration_note = ""  # why the ranks are not started again, if two attempts failed in one iteration
         self.is_complete = False  # whether a signal found that all ranks had done their work
         self.has_trained = False  # whether a rank had trained when a signal stopped the job
         self.has_failed = False  # whether a rank had failed then
@@ -172,7 +169,7 @@ class _Agent(LocalElasticAgent):
             return super().run(role)  # type: ignore[no-any-return]
         except SignalException:
             if self._processes is not None:
-                self.has_trained = self._processes.has_trained
+                self.has_trained = self._setup.trained.exists()
                 self._processes.poll()
                 self.killed = [record.rank for record in self._processes.records if record.was_killed]
                 if all(record.is_preempted for record in self._processes.records):
@@ -185,14 +182,12 @@ class _Agent(LocalElasticAgent):
 
     def describe(self) -> str:
         """Return the message about the failures of the last attempt."""
-        return (
-            self.ledger.describe(self._log_dir, self.get_worker_group().workers[0].global_rank)
-            + self._same_iteration_note
-        )
+        return self.ledger.describe(self._log_dir, self.get_worker_group().workers[0].global_rank)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._setup.failing.unlink(missing_ok=True)
-        self._failed_since = self._preempted_since = None
+        for file in (self._setup.failing, self._setup.trained):
+            file.unlink(missing_ok=True)
+        self._since.clear()
         self._oom_kills = oom_kills()
         pids: dict[int, int] = super()._start_workers(worker_group)
         self._let_a_press_be_one()
@@ -234,12 +229,10 @@ class _Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         now = time.monotonic()
         if failed:
-            since = self._failed_since = self._failed_since or now
             patience = seconds_to_await_cause(records)
         else:  # the ranks that still run are about to stop at the signal, as others have
-            since = self._preempted_since = self._preempted_since or now
             patience = self._grace_seconds if any(record.status is None for record in records) else 0.0
-        if now - since < patience:
+        if now - self._since.setdefault(failed, now) < patience:
             return RunResult(state=WorkerState.HEALTHY)
         if not failed and all(record.is_preempted or record.has_left for record in records):
             raise _PreemptedError
@@ -261,21 +254,11 @@ class _Agent(LocalElasticAgent):
         self._judge()
         total = worker_group.spec.max_restarts
         count = total - self._remaining_restarts + 1
-        before, self._failed_iteration = self._failed_iteration, self._processes.iteration_of(self.ledger.culprit)
-        if self._remaining_restarts > 0 and before is not None and before == self._failed_iteration:
-            self._same_iteration_note = (
-                f"\n\nIteration {before + 1} has failed in two attempts, one after the other, so the ranks are not "
-                f"started again (--max-restarts {total})."
-            )
-            self._remaining_restarts = 0
         if self._remaining_restarts > 0:
             spec = worker_group.spec
             again = "Starting all ranks again"
             if self._least_nproc is not None and self.ledger.lost:
-                left = max(self._least_nproc, spec.local_world_size - len(self.ledger.lost))
-                if left < spec.local_world_size:
-                    self._failed_iteration = None  # without the lost ranks it may well pass that iteration
-                spec.local_world_size = left
+                spec.local_world_size = max(self._least_nproc, spec.local_world_size - len(self.ledger.lost))
                 again = f"Starting again with {counted(spec.local_world_size, 'rank')}, as many as are left"
             say(f"{self.describe()}\n\n{again} ({count} of {total}).")
 
@@ -333,6 +316,7 @@ class _RankSetup(DefaultLogsSpecs):
 
     Attributes:
         failing: a file that is there while the agent ends its ranks because one has failed, here or on another node.
+        trained: a file that is there when a rank of this attempt has completed an iteration.
         error_files: by local rank, the file in which a rank of this attempt reports its error.
     """
 
@@ -341,9 +325,9 @@ class _RankSetup(DefaultLogsSpecs):
     ) -> None:
         super().__init__(log_dir=folder)
         self.rendezvous = rendezvous
-        self.failing = Path(folder, "failing")
+        self.failing, self.trained = Path(folder, "failing"), Path(folder, "trained")
         self.error_files: Mapping[int, str] = {}
-        self._additions = {**additions, FAILING_FILE: str(self.failing)}
+        self._additions = {**additions, FAILING_FILE: str(self.failing), TRAINED_FILE: str(self.trained)}
         self._again: dict[str, str] = {}
         if payload is not None:
             file = Path(folder, "payload")
@@ -354,8 +338,7 @@ class _RankSetup(DefaultLogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         destinations = super().reify(envs)
         self.error_files = destinations.error_files
-        for local_rank, env in envs.items():
-            env[ITERATION_FILE] = str(iteration_file(destinations.error_files[local_rank]))
+        for env in envs.values():
             # The agent counts only its own node's failures; the attempt number is the same on all nodes.
             env.update(self._additions, TORCHELASTIC_RESTART_COUNT=str(self.rendezvous.attempt))
             if self.rendezvous.attempt > 0:

@@ -42,10 +42,7 @@ _OUT_OF_MEMORY = (
 _DEADLY = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 # Other ranks may report that a process is gone before the launcher learns of its end.
 _SECONDS_TO_LEARN_OF_END = 0.5
-_STATES = {
-    "D": "waiting for a disk, a network or a device",
-    "t": "stopped by a debugger",
-}
+_STATES = {"D": ", waiting for a disk, a network or a device", "t": ", stopped by a debugger"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,11 +227,6 @@ class Ledger:
         return sorted(record.rank for record in self._records if record.is_lost)
 
     @property
-    def culprit(self) -> int:
-        """The rank that caused the failures."""
-        return self._culprits[0].rank
-
-    @property
     def exit_code(self) -> int:
         """The exit code of the job: that of the culprit if it failed, else that of the first rank that missed it."""
         failed = [self._culprits[0], *self._records]
@@ -283,7 +275,7 @@ class Ledger:
         if culprit.state == "T":
             return f"rank {culprit.rank} was stopped (SIGSTOP, pid {culprit.pid}) {waited}."
         if not more:
-            doing = f", {_STATES[culprit.state]}" if culprit.state in _STATES else ""
+            doing = _STATES.get(culprit.state, "")
             return f"rank {culprit.rank} was still running (pid {culprit.pid}{doing}) {waited}."
         ranks = ", ".join(str(record.rank) for record in self._culprits)
         return f"one of the ranks {ranks} did not come to a collective: they were still running when others gave up."

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.launch.ledger import RankRecord, Report
-from lockstep.launch.worker import STACK_SIGNAL, iteration_file, read_iteration, stack_file
+from lockstep.launch.worker import STACK_SIGNAL, stack_file
 
 _PROC = Path("/proc")
 _POLL_SECONDS = 0.02
@@ -51,16 +51,6 @@ class RankProcesses:
             for record in self.records:
                 if record.is_silent and record.status is None and not record.was_signalled:
                     record.state = _stat(record.pid)[0]
-
-    def iteration_of(self, rank: int) -> int | None:
-        """Return how many iterations a rank has completed, or None if it has not said so."""
-        (file,) = (record.error_file for record in self.records if record.rank == rank)
-        return read_iteration(iteration_file(file))
-
-    @property
-    def has_trained(self) -> bool:
-        """Whether any rank has completed an iteration."""
-        return any(read_iteration(iteration_file(record.error_file)) for record in self.records)
 
     def collect_stacks(self) -> None:
         """Ask the ranks that have reported no error for their stacks, and wait for half a second at most."""

@@ -135,16 +135,17 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
             exit_code: the exit code of the rank that failed first on this node.
             seconds_for_others: how long to let another node be the first, if the ranks here only followed its failure.
         """
-        own = self._job.node_rank
-        if self._store is None:
+        own, store = self._job.node_rank, self._store
+        if store is None:
             return own, exit_code
         try:
             if self._job.nnodes > 1:
                 self._poll(self._acknowledge_closed, seconds_for_others)
-            self._store.compare_set("closed", "", f"{own} {exit_code}")
+            store.compare_set("closed", "", f"{own} {exit_code}")
             closed = self._acknowledge_closed()
             if self._ranks_store is not None:  # node 0, and all have come: they must still read who gave up
-                self._poll(self._all_done, _PATIENCE_SECONDS)
+                done = [f"done_{node}" for node in self._members]
+                self._poll(lambda: store.check(done), _PATIENCE_SECONDS)
         except DistError:
             return 0, exit_code
         assert closed is not None, "this node has closed it, if no other one has"
@@ -317,10 +318,6 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
             self._say(f"node {names} is lost after its ranks' last collective: this node ends without it")
             return ""
         return f"node {', '.join(map(str, sorted(alive)))} to end"
-
-    def _all_done(self) -> bool:
-        assert self._store is not None
-        return bool(self._store.check([f"done_{node}" for node in self._members]))
 
     def _poll(self, over: Callable[[], object], seconds: float) -> None:
         deadline = time.monotonic() + seconds

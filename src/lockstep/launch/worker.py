@@ -14,8 +14,8 @@ What it adds to `python SCRIPT`:
   follows the failure of another rank.
 - So is an error that lockstep raises when the process ends, because the ranks have made different calls.
 - At a signal of the agent (`STACK_SIGNAL`) it writes where it is, even if it hangs.
-- How many iterations its training has completed stands in a small file (`ITERATION_FILE`): the agent restarts no job
-  that fails in the same iteration again.
+- It makes a file (`TRAINED_FILE`) when its training has completed an iteration: a signal before that leaves nothing to
+  save.
 
 It does not import torch, so that the script can still set variables that torch reads when it is imported.
 """
@@ -36,7 +36,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -65,19 +64,21 @@ _TIMEOUT_MESSAGES = ("Timed out waiting", "wait timeout after")
 _MOST_SHOWN = 20_000  # characters of the beginning of a traceback, and as many of its end
 _TRACEBACK = "Traceback (most recent call last):\n"
 _PR_SET_PDEATHSIG = 1
-_ITERATION_BYTES = 8  # an integer, little-endian
 STACK_SIGNAL = signal.SIGRTMAX if sys.platform == "linux" else None
 """At this signal a rank writes its stack to `stack_file`."""
-ITERATION_FILE = "LOCKSTEP_ITERATION_FILE"
-"""Variable that names the file in which a rank says how many iterations it has completed."""
+TRAINED_FILE = "LOCKSTEP_TRAINED_FILE"
+"""Variable that names a file: it is there when a rank has completed an iteration."""
 FAILING_FILE = "LOCKSTEP_FAILING_FILE"
 """Variable that names a file: it is there while the agent ends its ranks because one has failed."""
 RESUME_SINCE = "LOCKSTEP_RESUME_SINCE"
 """Variable of ranks of a training that were restarted: when the job began, in seconds since 1970."""
 
+_has_left = False  # whether the script has ended without an error: what is raised after that is raised at exit
+
 
 def main(argv: list[str]) -> None:
     """Run the script or module in `argv`, and exit with its exit code."""
+    global _has_left
     agent, log_dir, *target = argv
     _die_with(int(agent))
     has_log = log_dir != "" and os.environ["LOCAL_RANK"] != "0"
@@ -90,12 +91,12 @@ def main(argv: list[str]) -> None:
     sys.excepthook = _record_or_show
     try:
         _run(target)
-        _mark_left()
+        _has_left = True
     except SystemExit as error:
         if error.code not in (None, 0):
             _record(error)
         else:
-            _mark_left()
+            _has_left = True
         if isinstance(error, Preempted):
             end_soon(Preempted.EXIT_CODE)
         raise
@@ -121,37 +122,12 @@ def stack_file(error_file: str) -> Path:
     return Path(error_file).with_name("stack")
 
 
-def iteration_file(error_file: str) -> Path:
-    """Return the file to which a rank writes how far it has come, beside the one for its error."""
-    return Path(error_file).with_name("iteration")
-
-
-def iteration_reporter() -> Callable[[int], None]:
-    """Return a function that tells the launcher, if one asks, how many iterations this rank has completed.
-
-    **Cost** of a call: 8 bytes to a file.
-    """
-    path = os.environ.get(ITERATION_FILE)
-    if not path:
-        return lambda iteration: None
-    try:
-        file = _opened(path)
-    except OSError:  # a full disk must not end a training
-        return lambda iteration: None
-
-    def report(iteration: int) -> None:
-        with suppress(OSError):
-            os.pwrite(file, iteration.to_bytes(_ITERATION_BYTES, "little"), 0)
-
-    return report
-
-
-def read_iteration(path: str | Path) -> int | None:
-    """Return how many iterations a rank has completed, or None if it has not said so."""
-    with suppress(OSError):
-        content = Path(path).read_bytes()
-        return int.from_bytes(content, "little") if len(content) == _ITERATION_BYTES else None
-    return None
+@cache
+def note_trained() -> None:
+    """Tell the launcher, if one asks, that this rank has completed an iteration. Further calls do nothing."""
+    with suppress(OSError):  # a full disk must not end a training
+        if path := os.environ.get(TRAINED_FILE):
+            Path(path).touch()
 
 
 def end_soon(code: int) -> None:
@@ -167,11 +143,6 @@ def end_soon(code: int) -> None:
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
-
-
-@cache
-def _opened(path: str) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
 def _die_with(agent: int) -> None:
@@ -235,15 +206,6 @@ def _call(packed: str) -> None:
     function = pickle.loads(content)
     vars(module).update(getattr(getattr(function, "func", function), "__globals__", {}))  # `func` of a partial
     function()
-
-
-def _mark_left() -> None:
-    """Note that the script has ended without an error: what is raised after that is raised at exit."""
-    global _has_left
-    _has_left = True
-
-
-_has_left = False
 
 
 def _record(error: BaseException) -> bool:

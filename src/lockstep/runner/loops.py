@@ -13,7 +13,7 @@ from lockstep.dataset.position import BEGINNING, Position
 from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.errors import ConfigError, require_count
 from lockstep.groups import resolve
-from lockstep.launch.worker import iteration_reporter
+from lockstep.launch.worker import note_trained
 from lockstep.model import train_step_of, unwrap_model
 from lockstep.model.compiling import begin_compiled_step
 from lockstep.model.shards import reshard
@@ -141,8 +141,8 @@ class TrainLoop(ABC):
         if not self._has_begun:
             self._has_begun = True
             part_ranks(runner.args.randomness, runner.seed + self.iter, runner.data_shard.rank)
-        self._tell_iteration = iteration_reporter()
-        self._tell_iteration(self.iter)
+        if self.iter > 0:
+            note_trained()
         runner.model.train()
         runner.set_optimizer_mode(training=True)
         reshard(unwrap_model(runner.model))  # a validation leaves FSDP's outermost weights gathered, as other tensors
@@ -221,7 +221,7 @@ class TrainLoop(ABC):
         runner.hooks.call("after_train_iter", runner, batch_idx=batch_idx, data_batch=batch.data, outputs=outputs)
         self.is_ending_iter = False
         self.iter += 1
-        self._tell_iteration(self.iter)
+        note_trained()
         runner.saving.collect()
 
     def _make_up_validation(self, done: int, last: int) -> None:

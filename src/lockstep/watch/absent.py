@@ -16,7 +16,7 @@ from torch.distributed import GroupMember, Store
 
 from lockstep.calls import Calls
 from lockstep.errors import CollectiveMismatchError, DistError
-from lockstep.groups import Comm, recorded_groups
+from lockstep.groups import Comm, failure_of_any, recorded_groups
 from lockstep.watch.board import Board, State, pauses
 from lockstep.watch.diagnosis import (
     Absent,
@@ -103,7 +103,7 @@ class WatchOfRank:
                 heard.append((comm, calls, calls.failure))
         for one in heard:  # the main thread goes on when all are known
             self.fail(*one)
-        return next((calls.failure for _, calls in recorded_groups() if calls.failure is not None), None)
+        return failure_of_any()
 
     def difference(self, comm: Comm, states: Mapping[int, State | None]) -> CollectiveMismatchError:
         """Return the error that names the first call in which the ranks of a group differ, by what they do."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from copy import copy
 
 from lockstep.errors import PEER_IS_GONE, DistError, message_of
-from lockstep.groups import Comm, known_groups, recorded_groups, resolve
+from lockstep.groups import Comm, failure_of_any, known_groups, resolve
 from lockstep.watch.absent import AbsentSearch
 from lockstep.watch.diagnosis import Absent, absence
 from lockstep.watch.interrupt import interrupt
@@ -26,12 +26,14 @@ def translate_error(error: RuntimeError, comm: Comm, *, is_called_by_torch: bool
         comm: the group.
         is_called_by_torch: it was raised in a collective that torch has called, as in DDP's backward pass.
     """
-    text, calls = message_of(error), comm.calls
+    text, calls, failure = message_of(error), comm.calls, None
     if isinstance(error, DistError):
         return error
     if calls is not None:
         calls.has_failed = True
-    if (failure := _known_failure(comm, text)) is not None:
+        # Why the group can't be used further, or for which group the watch has ended what the backend ran.
+        failure = calls.failure or (failure_of_any() if any(words in text for words in _ABORT_MESSAGES) else None)
+    if failure is not None:
         return copy(failure)
     is_gone = any(words in text for words in PEER_IS_GONE)
     if not is_gone and not any(words in text for words in _TIMEOUT_MESSAGES):
@@ -45,13 +47,6 @@ def translate_error(error: RuntimeError, comm: Comm, *, is_called_by_torch: bool
         comm, absent, f"The backend says: {text}", cause=text, is_gone=is_gone, is_called_by_torch=is_called_by_torch,
         is_cut_off=is_cut_off,
     )  # fmt: skip
-
-
-def _known_failure(comm: Comm, text: str) -> DistError | None:
-    """Return why a group can't be used further, or for which group the watch has ended what the backend ran."""
-    if comm.calls is None or comm.calls.failure is not None or not any(words in text for words in _ABORT_MESSAGES):
-        return None if comm.calls is None else comm.calls.failure
-    return next((calls.failure for _, calls in recorded_groups() if calls.failure is not None), None)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import torch
 
 import lockstep.runner
 from lockstep.dataset import batch_size_of, set_epoch
+from lockstep.launch.worker import note_trained
 from lockstep.model import predict_step, step_of
 from lockstep.runner import build
 from lockstep.runner.evaluation_loops import EvalLoop
@@ -116,7 +117,7 @@ class _OpenTrainLoop(CountsOwnBatches):
         with nullcontext() if fetched.is_own else buffers_kept(runner.model):
             self._own_iter(batch_idx, fetched.data)
         self.iter = before + 1
-        self._tell_iteration(self.iter)
+        note_trained()
         runner.saving.collect()
 
     def _own_iter(self, batch_idx: int, batch: Any) -> None:
