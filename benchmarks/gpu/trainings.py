@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass
-from functools import partial
 from io import StringIO
 from random import Random
 from statistics import median
@@ -170,9 +169,7 @@ def _strategy(workload: Workload, strategy: str) -> Any:
     return {"type": "fsdp", "mixed_precision": "bf16"} if strategy == "fsdp" and workload.is_cast else strategy
 
 
-def with_runner(
-    workload: Workload, strategy: str, loader: DataLoader[Any], watch: Watch, prefetches: bool = False
-) -> None:
+def with_runner(workload: Workload, strategy: str, loader: DataLoader[Any], watch: Watch) -> None:
     wrapper: dict[str, Any] = {"optimizer": {"type": "AdamW", "lr": _LR}}
     if _autocast(workload, strategy):
         wrapper |= {"type": "AmpOptimWrapper", "dtype": "bfloat16"}
@@ -181,7 +178,7 @@ def with_runner(
         Runner(
             workload.make, folder, train_dataloader=loader, optim_wrapper=wrapper,
             train_cfg={"by_epoch": False, "max_iters": watch.steps}, strategy=_strategy(workload, strategy),
-            custom_hooks=[_Steps(watch)], default_hooks={"checkpoint": None}, prefetch_to_device=prefetches,
+            custom_hooks=[_Steps(watch)], default_hooks={"checkpoint": None},
         ).train()  # fmt: skip
 
 
@@ -264,7 +261,6 @@ def _unsharded(loader: DataLoader[Any]) -> DataLoader[Any]:
 TRAININGS: dict[str, Training] = {
     "by hand": by_hand,
     "Runner": with_runner,
-    "Runner, prefetching": partial(with_runner, prefetches=True),
     "Session": with_session,
     "accelerate": with_accelerate,
     "Fabric": with_fabric,

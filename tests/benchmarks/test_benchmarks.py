@@ -20,7 +20,7 @@ from benchmarks.page import SPEED, marks, write_section
 from lockstep.device import get_device
 
 ROOT = Path(__file__).parents[2]
-OWN = ("by hand", "Runner", "Runner, prefetching", "Session")  # the others have an environment of their own
+OWN = ("by hand", "Runner", "Session")  # the others have an environment of their own
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:

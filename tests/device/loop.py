@@ -88,7 +88,6 @@ CASES: dict[str, dict[str, Any]] = {
     "a stream": {"train_dataloader": loader(dataset=Stream())},
     "batch_size_of": {"train_cfg": {"batch_size_of": lambda batch: batch[0].shape[0]}},
     "workers": {"train_dataloader": loader(num_workers=1)},
-    "prefetching": {"prefetch_to_device": True},
     "amp": {"optim_wrapper": {**ADAMW, "type": "AmpOptimWrapper", "dtype": "bfloat16"}},
     "float16": {"optim_wrapper": {**ADAMW, "type": "AmpOptimWrapper", "dtype": "float16"}},
     "accumulation": {"optim_wrapper": {**ADAMW, "accumulative_counts": 2}},

@@ -36,7 +36,7 @@ def test_a_step_lets_the_host_wait_for_nothing(found: list[dict[str, Any]], name
     assert all(0 <= count <= least for rank in waits for count, least in zip(rank, most, strict=True))
 
 
-@pytest.mark.parametrize("name", ["prefetching", "a stream", "batch_size_of", "an average", "an average on the CPU"])
+@pytest.mark.parametrize("name", ["a stream", "batch_size_of", "an average", "an average on the CPU"])
 def test_losses_are_those_of_a_plain_training(found: list[dict[str, Any]], name: str) -> None:
     assert [rank[name]["losses"] for rank in found] == [rank["workers"]["losses"] for rank in found]
 

@@ -49,7 +49,6 @@ TRACED = {"backend": "aot_eager"}
 CASES: dict[str, tuple[dict[str, Any], float]] = {
     "ddp": ({"strategy": "ddp"}, EXACT),
     "ddp-pinned": ({"strategy": "ddp", "pin_memory": True}, EXACT),
-    "ddp-prefetching": ({"strategy": "ddp", "prefetch_to_device": True}, EXACT),
     "ddp-bf16": ({"strategy": "ddp", "optim_wrapper": AMP["bfloat16"]}, HALF),
     "ddp-fp16": ({"strategy": "ddp", "optim_wrapper": AMP["float16"]}, HALF),
     "ddp-accumulating": ({"strategy": "ddp", "optim_wrapper": optim_config(4, True)}, EXACT),
@@ -263,9 +262,7 @@ def train_without_syncs(case: str, work_dir: Path) -> list[float]:
 
 GUARDED: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
-    "ddp, prefetching": {"strategy": "ddp", "prefetch_to_device": True},
     "fsdp": {"strategy": "fsdp"},
-    "fsdp, prefetching": {"strategy": "fsdp", "prefetch_to_device": True},
     "ddp, bf16": {"strategy": "ddp", "optim_wrapper": AMP["bfloat16"]},
     "ddp, fp16": {"strategy": "ddp", "optim_wrapper": AMP["float16"]},
     "fsdp, fp16": {"strategy": "fsdp", "optim_wrapper": AMP["float16"]},

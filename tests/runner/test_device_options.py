@@ -76,13 +76,6 @@ def test_a_model_in_channels_last_stays_so_and_computes_so(tmp_path: Path) -> No
     assert resumed == pytest.approx(other, abs=1e-5)
 
 
-@ranks(1, 2)
-def test_batches_are_taken_as_they_are_where_there_is_no_accelerator(tmp_path: Path) -> None:
-    strategy = STRATEGIES[get_world_size() - 1]
-    _, losses = train(tmp_path, strategy, prefetch_to_device=True)
-    assert losses == train(tmp_path / "plain", strategy)[1]
-
-
 @ranks(1)
 def test_the_precision_of_products_is_set_and_else_left_as_it_is(tmp_path: Path) -> None:
     before = torch.get_float32_matmul_precision()

@@ -135,7 +135,6 @@ class RunnerArguments:
     stop_signals: Annotated[Sequence[str], Argument("names of signals, as in ['SIGTERM'], or an empty list")] = (
         STOP_SIGNALS
     )
-    prefetch_to_device: Annotated[bool, Argument("True or False")] = False
 
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in ARGUMENTS}

@@ -156,12 +156,11 @@ class EvalLoop:
             data_batch = batch.data
             if batch.is_own:
                 runner.call_hook(f"before_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch)
-            moved = runner.prefetch(data_batch)
             begin_compiled_step()
             if not batch.is_own:
-                step(moved)  # the other ranks need this rank's forward pass
+                step(data_batch)  # the other ranks need this rank's forward pass
                 continue
-            outputs = kept_outputs(step(moved))
+            outputs = kept_outputs(step(data_batch))
             if runner.data_shard.is_first:
                 evaluator.begin_batch(batch.samples, batch.indices)
                 evaluator.process(data_samples=outputs, data_batch=data_batch)

@@ -188,11 +188,10 @@ class TrainLoop(ABC):
         """Take a training step on a batch, and call the hooks before and after it."""
         runner = self.runner
         self._begin_iter(batch_idx, batch)
-        moved = runner.prefetch(batch.data)
         begin_compiled_step()
         # A repeated batch changes neither gradients nor running statistics.
         with nullcontext() if batch.is_own else buffers_kept(runner.model):
-            outputs = self._step(moved, runner.optim_wrapper)
+            outputs = self._step(batch.data, runner.optim_wrapper)
         self._end_iter(batch_idx, batch, values_to_log(outputs))
         if self.iters_without == _MOST_WITHOUT and not self.iters_with_backward:
             runner.logger.warning(

@@ -146,7 +146,7 @@ class OwnLoop(TrainLoop):
             self._is_stepping = self._is_uncounted = True
             try:
                 with nothing if is_plain else self._led(), nothing if batch.is_own else buffers_kept(run.model):
-                    moved = move_to_device(run.prefetch(batch.data), device) if self.has_data else self.iter
+                    moved = move_to_device(batch.data, device) if self.has_data else self.iter
                     begin_compiled_step()
                     yield moved
             finally:
@@ -174,7 +174,7 @@ class OwnLoop(TrainLoop):
                 if may_stop:
                     self.runner.agreement.stop_if_asked()
                 self.counts = batch.is_own
-                moved = move_to_device(self.runner.prefetch(batch.data), device)
+                moved = move_to_device(batch.data, device)
                 begin_compiled_step()
                 yield moved
 

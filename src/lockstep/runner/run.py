@@ -11,19 +11,17 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 from weakref import ref
 
-import torch
 from rich.console import Console
 from torch import nn
 
 from lockstep.checkpoint.loading import Stored
 from lockstep.dataset import DataShard
 from lockstep.dataset.position import end_workers
-from lockstep.device import get_device
 from lockstep.errors import ConfigError, no_attribute
 from lockstep.location import Location, locate
 from lockstep.logging import JsonLinesSink, MessageHub
@@ -33,7 +31,6 @@ from lockstep.optim import OptimWrapper, ParamScheduler
 from lockstep.runner.arguments import RunnerArguments, named_loaders
 from lockstep.runner.checkpointing import Save, Saving
 from lockstep.runner.preemption import Agreement
-from lockstep.runner.uneven_inputs import prefetching
 from lockstep.strategy import Strategy
 from lockstep.visualization import Visualizers
 from lockstep.weights import Weights, load_weights, save_pretrained
@@ -218,12 +215,6 @@ class Run(Workspace):
 
     def set_optimizer_mode(self, *, training: bool) -> None:
         """Let the model have the weights that its optimizer trains, or those to evaluate; here it has none."""
-
-    @cached_property
-    def prefetch(self) -> Callable[[Any], Any]:
-        """Begins to copy a batch to the device if `prefetch_to_device` asks for it, else returns it as it is."""
-        device = torch.device(get_device())
-        return prefetching(device) if self.args.prefetch_to_device and device.type != "cpu" else lambda batch: batch
 
     def close(self, *, failed: bool) -> None:
         """Close hooks, visualizers, records, and data loaders, whose workers end; which after an error might hang."""

@@ -107,8 +107,6 @@ class Runner(_AttributesOfRun):
             needs no evaluator; see `OutsideLoss` for the forms of a batch.
         stop_signals: signals that ask the training to stop, sent to any rank: all ranks complete the same iteration,
             save it, and end with exit code 75. An empty list leaves the signals as they are.
-        prefetch_to_device: copy batches to an accelerator on a stream of their own, during the step before; see
-            `lockstep.runner.uneven_inputs.prefetching`.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""The batches of a rank: as many as every other rank takes, even if the ranks hold unequal amounts; on its device."""
+"""The batches of a rank: as many as every other rank takes, even if the ranks hold unequal amounts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.dataset import batch_size_of, length_of
@@ -32,8 +32,6 @@ from lockstep.dataset.rank_aware import is_rank_aware, parts_of
 from lockstep.dataset.sampler import HEAD_LENGTH
 from lockstep.dataset.stream import StreamLoader, checksum_of, refuse_repeats, refuse_repeats_by_workers
 from lockstep.dist import all_gather_object, broadcast_object, get_rank, get_world_size
-from lockstep.model.preprocessor import move_to_device
-from lockstep.tree import tree_map
 
 _logger = logging.getLogger(__name__)
 _NONE = object()
@@ -282,41 +280,6 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
         for module, buffers in held:
             module._buffers.clear()
             module._buffers.update(buffers)
-
-
-def prefetching(device: torch.device) -> Callable[[Any], Any]:
-    """Return a function that copies a batch to an accelerator, on a stream of its own.
-
-    What the device has been given before goes on; what it is given afterwards waits for the copy. So the batch of a
-    step arrives during the step before, as long as no step lets the host wait for the device. No batch is taken from
-    the loader earlier than without this: its position, and the random numbers that it draws, stay those of the step.
-    What has a `.to` of its own is copied on the present stream.
-
-    Args:
-        device: the accelerator.
-
-    **Cost**: memory for the batches of the steps that the host is ahead of the device.
-    """
-    stream = torch.Stream(device)
-
-    def prefetch(batch: Any) -> Any:
-        copies: list[Tensor] = []
-
-        def copied(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or not leaf.is_cpu:
-                return leaf
-            copies.append(leaf.to(device, non_blocking=True))
-            return copies[-1]
-
-        with stream:
-            moved = tree_map(copied, batch)
-        present = torch.accelerator.current_stream()
-        present.wait_stream(stream)
-        for copy in copies:
-            copy.record_stream(present)  # else the memory might be given to a later batch too early
-        return move_to_device(moved, device)
-
-    return prefetch
 
 
 def _shard_of(loader: Any) -> int:
