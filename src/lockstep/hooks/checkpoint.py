@@ -86,7 +86,14 @@ class CheckpointHook(Hook):
         require_one_of("on_save_error", self.on_save_error, ("raise", "warn"))
         if self.filename_tmpl is not None and self.filename_tmpl.count("{}") != 1:
             raise ConfigError(f"`filename_tmpl` must have one {{}} for the number, but is {self.filename_tmpl!r}")
-        self.rules = _rules(self.save_best, self.rule)
+        self.rules = [self.rule] if isinstance(self.rule, str | None) else list(self.rule)
+        for one in self.rules:
+            require_one_of("rule", one, RULES)
+        if len(self.rules) not in (1, len(self._best_by())):
+            raise ConfigError(
+                f"`rule` must be 'greater' or 'less', or one of them for each of {len(self._best_by())} metrics in "
+                f"`save_best`, but is {self.rules}"
+            )
         self._kept: list[str] = []
         self._former_runs: list[str] = []  # the folders of the runs that this one goes on from, the oldest one first
         # By metric: the best value, the path of its checkpoint, and its name if this run has saved it.
@@ -231,7 +238,8 @@ class CheckpointHook(Hook):
         return [self.save_best] if isinstance(self.save_best, str) else list(self.save_best or ())
 
     def _rule(self, metric: str) -> str:
-        return self.rules.get(metric, self.rules.get("")) or rule_of(metric, self.greater_keys, self.less_keys)
+        rule = self.rules[0] if len(self.rules) == 1 else self.rules[self._best_by().index(metric)]
+        return rule or rule_of(metric, self.greater_keys, self.less_keys)
 
     def _replace_best(self, runner: TrainRun, metric: str, former: dict[str, Any] | None, is_complete: bool) -> None:
         """Remove the former best checkpoint by a metric when there is a better one; else it stays the best one."""
@@ -272,19 +280,3 @@ def _remove(checkpoint: Location) -> None:
         remove(checkpoint)
     except OSError as error:
         _logger.warning("%s should be removed, but could not be: %s", checkpoint, error)
-
-
-def _rules(save_best: str | Sequence[str] | None, rule: str | Sequence[str] | None) -> dict[str, str | None]:
-    """Return the rule for each metric, or, under the empty name, the rule for all."""
-    rules = [rule] if rule is None or isinstance(rule, str) else list(rule)
-    for one in rules:
-        require_one_of("rule", one, RULES)
-    if len(rules) == 1:
-        return {"": rules[0]}
-    metrics = [save_best] if isinstance(save_best, str) else list(save_best or ())
-    if len(rules) != len(metrics):
-        raise ConfigError(
-            f"`rule` must be 'greater' or 'less', or one of them for each of {len(metrics)} metrics in `save_best`, "
-            f"but is {rules}"
-        )
-    return dict(zip(metrics, rules, strict=True))
