@@ -15,7 +15,6 @@ from lockstep.dist import all_reduce, get_rank
 from lockstep.engines import load_engine
 from lockstep.errors import ConfigError, listed
 from lockstep.groups import this_rank
-from lockstep.optim.clipping import gradient_norm
 from lockstep.registry import OPTIM_WRAPPERS, OPTIMIZERS
 from lockstep.strategy.deepspeed.engine import autocast_of
 from lockstep.strategy.engine_wrappers import EngineOptimWrapper
@@ -105,7 +104,7 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
         Raises:
             ConfigError: ZeRO holds gradients of batches since the last update, which it would not clear.
         """
-        if self._holds and self._stage > 0:
+        if self._holds:
             raise ConfigError(
                 "`zero_grad` must not be called between a backward pass and the update under DeepSpeed's ZeRO, which "
                 f"would keep the gradients ({this_rank()}). For a batch that is to change nothing, pass a loss times "
@@ -131,8 +130,7 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
         try:
             self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
         except Exception:
-            if self._masters is not None:
-                self._masters.check_forms()  # of other shapes and dtypes, DeepSpeed fails with errors of its own
+            self._masters.check_forms()  # of other shapes and dtypes, DeepSpeed fails with errors of its own
             raise
         self._add(earlier)
         self._went_back = self._holds = True
@@ -142,12 +140,8 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
 
     def _run_step(self, **kwargs: Any) -> None:
         self.engine.step(**kwargs)
-        if self.clip_grad is not None and self._stage > 0:
+        if self.clip_grad is not None:
             self._grad_norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32)
-
-    def _clip_grad(self) -> None:
-        if self._stage == 0:  # where the engine clips but does not report the norm
-            self._grad_norm = gradient_norm([p.grad for p in self._module.parameters() if p.grad is not None])
 
     def _summed(self) -> dict[int, list[Tensor]]:
         """Return the gradients that have been summed over the ranks since the last update.
@@ -157,7 +151,7 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
         Raises:
             ConfigError: they are in CPU memory, where nothing can be added to them.
         """
-        if not self._is_summed or self._stage not in (1, 2):
+        if not self._is_summed or self._stage == 3:
             return {}
         if self.engine.zero_cpu_offload():
             raise ConfigError(
@@ -193,7 +187,7 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
 
     def _multiply_gradients(self, factor: float) -> None:
         zero = self.engine.optimizer
-        if self._stage in (1, 2) and self.engine.zero_cpu_offload():
+        if self._stage < 3 and self.engine.zero_cpu_offload():
             # In flat buffers in CPU memory, where DeepSpeed's function does not change them (0.19).
             for gradient in [flat.grad for flat in zero.single_partition_of_fp32_groups if flat.grad is not None]:
                 gradient.mul_(factor)
