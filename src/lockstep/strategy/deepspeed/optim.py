@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,9 @@ from lockstep.errors import ConfigError, listed
 from lockstep.groups import this_rank
 from lockstep.registry import OPTIM_WRAPPERS, OPTIMIZERS
 from lockstep.strategy.deepspeed.engine import autocast_of
+from lockstep.strategy.engine_parameters import MasterWeights
 from lockstep.strategy.engine_wrappers import EngineOptimWrapper
 from lockstep.strategy.gradient_flow import GradientFlow
-
-if TYPE_CHECKING:
-    from lockstep.strategy.deepspeed.state import DeepSpeedState
 
 _logger = logging.getLogger(__name__)
 
@@ -64,18 +62,17 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
 
     engine_name = "DeepSpeed"
     half_option = "the strategy bf16=True, fp16=True or torch_autocast=dict(enabled=True, dtype='bfloat16')"
-    _state: DeepSpeedState  # of the engine
     _went_back = False
     _holds = False  # gradients since the last update
     _is_summed = False  # over the ranks, since the last update
     # Indices in the flow of the parameters reached in the first window; None after that window.
     _reached: set[int] | None = None
 
-    def attach_engine(self, engine: Any, state: DeepSpeedState) -> None:
-        """Set the engine that this wrapper controls, and the view of its state."""
+    def attach_engine(self, engine: Any, masters: MasterWeights) -> None:
+        """Set the engine that this wrapper controls, and its master weights."""
         self._stage: int = engine.zero_optimization_stage()
-        self._state, self._reached = state, set()
-        self.attach(engine, engine.module, state.masters, replicated=self._stage < 3)
+        self._reached = set()
+        self.attach(engine, engine.module, masters, replicated=self._stage < 3)
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return the autocast of the engine's config; `backward` tells the engine when ranks synchronise."""
@@ -111,16 +108,6 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
                 "0; or use strategy 'ddp' or 'fsdp'"
             )
         self.engine.optimizer.zero_grad(**kwargs)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state in canonical form. **Collective**: every rank."""
-        _ = self.engine  # raises where there is none yet
-        return self._state.optim_state()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state in canonical form. **Collective**: every rank."""
-        _ = self.engine  # raises where there is none yet
-        self._state.load_optim(state_dict)
 
     def _run_backward(self, loss: Tensor, **kwargs: Any) -> None:
         ends = self.should_sync()
