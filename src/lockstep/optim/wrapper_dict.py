@@ -64,7 +64,6 @@ class OptimWrapperDict(OptimWrapper):
         if not optim_wrappers:
             raise ValueError("`optim_wrappers` must hold at least one wrapper, but is empty")
         self.optim_wrappers = optim_wrappers
-        self.needs_closure = False  # asked of each wrapper
 
     def __getitem__(self, name: str) -> OptimWrapper:
         if name not in self.optim_wrappers:

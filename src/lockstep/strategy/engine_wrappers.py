@@ -99,7 +99,7 @@ class EngineOptimWrapper(OptimWrapper):
     """An optim wrapper whose backward passes and updates are made by an engine.
 
     The order of an update is that of `OptimWrapper`. A subclass fills in what its engine does: `_run_backward`,
-    `_run_step`, `zero_grad`, `_clip_grad` and `_multiply_gradients`.
+    `_run_step`, `zero_grad` and `_multiply_gradients`.
 
     Attributes:
         engine_name: for messages.
@@ -110,17 +110,16 @@ class EngineOptimWrapper(OptimWrapper):
     half_option: ClassVar[str]
 
     _engine: Any = None
-    _masters: MasterWeights | None = None
     _drift: DriftCheck | None = None
     _updates_at_once = False  # after the backward pass, without code of the user's between
 
-    def attach(self, engine: Any, module: nn.Module, masters: MasterWeights | None, *, replicated: bool = True) -> None:
+    def attach(self, engine: Any, module: nn.Module, masters: MasterWeights, *, replicated: bool = True) -> None:
         """Set what makes the updates.
 
         Args:
             engine: the engine, or its optimizer.
             module: the user's own module.
-            masters: the engine's master weights; None if it has none.
+            masters: the engine's master weights.
             replicated: whether each rank has all parameters whole, so that they can be compared.
         """
         self._engine, self._module = engine, module
@@ -133,13 +132,8 @@ class EngineOptimWrapper(OptimWrapper):
         """Return a wrapper of this class with the optimizer and the settings of another wrapper, or that one.
 
         Raises:
-            ConfigError: the other one is not a plain `OptimWrapper`, or its optimizer evaluates the loss itself.
+            ConfigError: the other one is not a plain `OptimWrapper`.
         """
-        if wrapper.needs_closure:
-            raise ConfigError(
-                f"`optimizer` must take one step per loss, but is {type(wrapper.optimizer).__name__}, which evaluates "
-                f"the loss several times, while {cls.engine_name} runs one backward pass per update. Use AdamW or SGD"
-            )
         if isinstance(wrapper, cls):
             return wrapper
         if type(wrapper) is not OptimWrapper:
@@ -176,7 +170,7 @@ class EngineOptimWrapper(OptimWrapper):
         self._placeholders.hold(reached)
 
     def step(self, **kwargs: Any) -> None:
-        """Clip the gradients, then let the engine update the parameters.
+        """Let the engine clip the gradients, and update the parameters.
 
         Raises:
             ConfigError: the gradients were changed.
@@ -186,15 +180,11 @@ class EngineOptimWrapper(OptimWrapper):
         with self._model.engine_context() if isinstance(self._model, EngineModelWrapper) else nullcontext():
             self._placeholders.release()
             self._even_out()
-            if self.clip_grad is not None:
-                self._clip_grad()
             if self._drift is not None:
                 self._drift.before_update()
-            if self._masters is not None:
-                self._masters.copy_weights()
+            self._masters.copy_weights()
             self._run_step(**kwargs)
-            if self._masters is not None:
-                self._masters.note_weights()
+            self._masters.note_weights()
 
     @property
     def engine(self) -> Any:

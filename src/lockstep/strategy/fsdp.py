@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, SGD, Adafactor, Optimizer, Rprop
+from torch.optim import Optimizer
 
 from lockstep.dataset.random_state import sync_random_state
 from lockstep.device import get_device
@@ -21,13 +20,7 @@ from lockstep.model.shards import reshard
 from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
 from lockstep.strategy.base import OptimLike, Prepared
 from lockstep.strategy.native import NativeStrategy
-from lockstep.strategy.optimizer_trial import check_by_trial, shards
-
-_REFUSED = {
-    LBFGS: "works on all parameters in one vector. Use AdamW or SGD",
-    Adafactor: "takes norms over whole parameters. Use AdamW",
-    Rprop: "writes to single elements. Use AdamW or SGD",
-}
+from lockstep.strategy.optimizer_trial import check_by_trial
 
 
 @STRATEGIES.register_module(name=["FSDPStrategy", "fsdp"])
@@ -75,7 +68,7 @@ class FSDPStrategy(NativeStrategy):
 
         Raises:
             ConfigError: the given optimizer already has a state, or has parameters of another model, or cannot update
-                shards correctly; see `_check_optimizer` and `check_by_trial`. Or the model is wrapped by DDP.
+                shards correctly; see `check_by_trial`. Or the model is wrapped by DDP.
         """
         if isinstance(model, DistributedDataParallel):
             raise ConfigError(
@@ -88,9 +81,7 @@ class FSDPStrategy(NativeStrategy):
         if wrapper is not None:
             for optimizer in wrapper.optimizers:
                 _hand_over(optimizer, self.core(), names)
-                _check_optimizer(optimizer, self.core())
-                if not type(optimizer).__module__.startswith("torch.optim."):
-                    check_by_trial(optimizer)
+                check_by_trial(optimizer)
         if isinstance(model, MMFullyShardedDataParallel) and model.tensor_mesh is not None:
             sync_random_state(model.tensor_mesh)
         return model, wrapper
@@ -156,45 +147,3 @@ def _hand_over(optimizer: Optimizer, core: nn.Module, names: Mapping[int, str]) 
                 )
             optimizer.state.pop(parameter, None)
             group["params"][index] = present[name]
-
-
-def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Refuse an optimizer that would fail or compute wrong values in its first step.
-
-    Args:
-        optimizer: holds the sharded parameters.
-        model: the model that holds them, for their names.
-
-    Raises:
-        ConfigError: on every rank, naming a parameter, if the optimizer is Adafactor, LBFGS or Rprop; or if an
-            optimizer other than SGD would update a complex parameter whose shards differ in size.
-
-    **Source**: found by comparing all optimizers of torch 2.13 with one process. For complex numbers, they update real
-    views of the shards in place, but views of uneven DTensors are copies; Adafactor takes norms of its own shard only.
-    """
-    kind = type(optimizer).__name__
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        reason = _reason(optimizer, parameter)
-        if reason is not None:
-            raise ConfigError(
-                f"`optimizer` must be one that can update `{names[parameter]}` in shards, but is {kind}, which "
-                f"{reason}, or strategy 'ddp', which keeps every parameter whole"
-            )
-
-
-def _reason(optimizer: Optimizer, parameter: Tensor) -> str | None:
-    """Return why an optimizer must not update a parameter, and what to use instead; None if it may."""
-    if not isinstance(parameter, DTensor) or not parameter.requires_grad:
-        return None
-    for kind, reason in _REFUSED.items():
-        if isinstance(optimizer, kind):
-            return reason
-    if parameter.is_complex() and not isinstance(optimizer, SGD):
-        uneven = [dim for dim, size in enumerate(parameter.shape) if size % shards(parameter, dim)]
-        if uneven:
-            return (
-                f"goes wrong on complex numbers in uneven shards: dim {uneven[0]} has {parameter.shape[uneven[0]]} "
-                f"elements for {shards(parameter, uneven[0])} ranks. Use SGD, a number of ranks that divides it"
-            )
-    return None

@@ -1,8 +1,9 @@
-"""Trying an optimizer of unknown code on small tensors: whole ones, and the same ones in shards."""
+"""Trying an optimizer on small tensors: whole ones, and the same ones in shards."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
 from copy import deepcopy
 from math import prod
 from typing import Any
@@ -10,20 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 
 from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.dist.agreement import from_all
 from lockstep.errors import ConfigError, message_of
 from lockstep.model.shards import gather_full, shard_like
 
+_KNOWN = (Adam, AdamW, SGD)
 _STEPS = 3
 # An update may differ by this fraction of the largest one: optimizers round to bfloat16 inside. What is computed from
 # a part of a tensor instead of the whole differs by far more.
 _TOLERANCE = 0.03
 
 
-def shards(parameter: DTensor, dim: int) -> int:
+def _shards(parameter: DTensor, dim: int) -> int:
     """Return into how many shards a dim is divided, over all axes of the mesh."""
     placements = enumerate(parameter.placements)
     return prod(parameter.device_mesh.size(axis) for axis, placement in placements if placement.is_shard(dim))
@@ -34,20 +36,28 @@ def check_by_trial(optimizer: Optimizer) -> None:
 
     Copies of the optimizer make three updates of small random tensors with the options of its groups: of whole ones,
     and of the same ones, sharded like its parameters. An optimizer that draws random numbers, or that does not work on
-    such tensors at all, is let through.
+    such tensors at all, is let through. Adam, AdamW and SGD are known to be right on real numbers, and not tried.
 
     Args:
         optimizer: new, and over the sharded parameters. It is not changed.
 
     **Collective**: every rank. **Cost**: for each group, three updates of one tensor of a few elements for each number
-    of dimensions; one exchange between the hosts.
+    of dimensions and dtype; one exchange between the hosts.
 
     Raises:
         ConfigError: on every rank.
     """
     sharded = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(isinstance(parameter, DTensor) and parameter.requires_grad for parameter in sharded):
+    tried = [parameter for parameter in sharded if isinstance(parameter, DTensor) and parameter.requires_grad]
+    if type(optimizer) in _KNOWN:
+        tried = [parameter for parameter in tried if parameter.is_complex()]
+    if not tried:
         return
+    if isinstance(optimizer, LBFGS):
+        raise ConfigError(
+            "`optimizer` must be one that can update shards under FSDP, but is LBFGS, which works on all parameters in "
+            "one vector. Use AdamW or SGD, or strategy 'ddp', which keeps every parameter whole"
+        )
     state = random_state()
     try:
         _check(optimizer)
@@ -97,13 +107,13 @@ def _updates(optimizer: Optimizer, seed: int, *, sharded: bool) -> list[Tensor]:
     tried: list[nn.Parameter] = []
     kept: list[list[nn.Parameter]] = []
     for group in optimizer.param_groups:
-        by_dim: dict[int, nn.Parameter] = {}
+        kinds: dict[Any, nn.Parameter] = {}
         for parameter in group["params"]:
             twin = twins[id(parameter)] = _twin(parameter, generator, sharded)
             if isinstance(parameter, DTensor) and parameter.requires_grad:
-                by_dim.setdefault(parameter.dim(), twin)
-        kept.append([*by_dim.values()])
-        tried += by_dim.values()
+                kinds.setdefault((twin.dim(), twin.dtype, twin.shape if twin.is_complex() else None), twin)
+        kept.append([*kinds.values()])
+        tried += kinds.values()
     copy = _copy(optimizer, twins)
     copy.param_groups[:] = [
         {**group, "params": own, **({"lr": group["lr"] or 0.01} if isinstance(group.get("lr"), float) else {})}
@@ -116,8 +126,7 @@ def _updates(optimizer: Optimizer, seed: int, *, sharded: bool) -> list[Tensor]:
     torch.manual_seed(seed)
     for _ in range(_STEPS):
         for twin in tried:
-            gradient = torch.randn(twin.shape, generator=generator, dtype=torch.float32).to(twin.dtype)
-            twin.grad = shard_like(gradient.to(twin.device), twin)
+            twin.grad = shard_like(_drawn(twin.shape, twin, generator).to(twin.device), twin)
         copy.step()
     return [twin.detach() - start for twin, start in zip(tried, before, strict=True)]
 
@@ -127,11 +136,16 @@ def _twin(parameter: nn.Parameter, generator: torch.Generator, sharded: bool) ->
     shape = [min(size, 4) for size in parameter.shape]
     if isinstance(parameter, DTensor):
         for dim, size in enumerate(parameter.shape):
-            if (count := shards(parameter, dim)) > 1:
+            if (count := _shards(parameter, dim)) > 1:
                 shape[dim] = min(size, 3 * count - (size % count > 0))
-    value = torch.randn(shape, generator=generator, dtype=torch.float32).to(parameter.dtype)
+    value = _drawn(shape, parameter, generator)
     value = shard_like(value, parameter) if sharded else value.to(parameter.device)
     return nn.Parameter(value, requires_grad=parameter.requires_grad)
+
+
+def _drawn(shape: Sequence[int], parameter: Tensor, generator: torch.Generator) -> Tensor:
+    dtype = torch.complex64 if parameter.is_complex() else torch.float32
+    return torch.randn(shape, generator=generator, dtype=dtype).to(parameter.dtype)
 
 
 def _copy(optimizer: Optimizer, twins: dict[int, Any]) -> Optimizer:

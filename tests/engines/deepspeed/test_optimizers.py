@@ -30,7 +30,7 @@ def test_an_unknown_optimizer_is_refused_where_it_would_get_shards(stage: int):
             train(kind, stage)
 
 
-@pytest.mark.parametrize(("kind", "stage"), [(Signs, 1), (Signs, 2), (Signs, 3), (TrustRatio, 0)])
-def test_it_trains_where_it_says_that_it_can_or_has_whole_parameters(kind: type, stage: int):
+@pytest.mark.parametrize(("kind", "stage"), [(Signs, 1), (Signs, 2), (Signs, 3)])
+def test_it_trains_where_it_says_that_it_can(kind: type, stage: int):
     expected = run_ranks(1, train_alone, kind)[0]
     assert run_ranks(2, train, kind, stage)[0] == pytest.approx(expected, abs=1e-5, rel=0)

@@ -49,12 +49,12 @@ def test_what_would_be_trained_in_another_precision_or_can_not_be_sent_is_refuse
         train_base(Half, strategy_of(f"zero{stage}"))
     with pytest.raises(ConfigError, match=r"`words\.sparse` must be False under DeepSpeed"):
         train_base(Sparse, strategy_of(f"zero{stage}"))
-    with pytest.raises(ConfigError, match="must take one step per loss, but is LBFGS"):
+    with pytest.raises(ConfigError, match=r"must update each number by itself.* is LBFGS"):
         train_base(Base, strategy_of(f"zero{stage}"), {"optimizer": {"type": "LBFGS"}})
 
 
 @ranks(2)
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_parameters_that_are_frozen_or_unfrozen_during_training_are_refused(stage: int):
     model = Unused()
     model.extra.requires_grad_(False)
@@ -92,10 +92,9 @@ def warnings_of(stage: int) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", [Branches, Orders])
-def test_ranks_may_go_different_ways_at_stages_0_and_1(kind: type[Base]):
+def test_ranks_may_go_different_ways_at_stage_1(kind: type[Base]):
     expected = run_ranks(2, by_ddp, kind)[0]
-    for stage in (0, 1):
-        assert run_ranks(2, losses_of, kind, f"zero{stage}")[0] == pytest.approx(expected, abs=1e-6)
+    assert run_ranks(2, losses_of, kind, "zero1")[0] == pytest.approx(expected, abs=1e-6)
 
 
 def by_ddp(kind: type[Base]) -> list[float]:

@@ -18,10 +18,10 @@ from lockstep.testing import ranks
 from ..own_loops import X, losses_by_hand, losses_of_two_models, losses_with_penalty
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "own_loop"
-STAGES = [{"type": "deepspeed", "zero_optimization": {"stage": stage}} for stage in range(4)]
+STAGES = [{"type": "deepspeed", "zero_optimization": {"stage": stage}} for stage in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("strategy", STAGES, ids=["zero0", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", STAGES, ids=["zero1", "zero2", "zero3"])
 @ranks(1, 2)
 def test_every_stage_computes_what_torch_does(tmp_path, strategy):
     for number, options in enumerate(({}, {"accumulative_counts": 2, "clip_grad": {"max_norm": 0.1}})):
@@ -34,21 +34,21 @@ def test_every_stage_computes_what_torch_does(tmp_path, strategy):
 @ranks(2)
 def test_a_loop_goes_on_under_another_strategy(tmp_path):
     expected, _ = losses_by_hand(tmp_path / "whole", None, 3)
-    losses_by_hand(tmp_path / "moved", STAGES[2], 1)
+    losses_by_hand(tmp_path / "moved", STAGES[1], 1)
     losses_by_hand(tmp_path / "moved", "fsdp", 2, resume=True)
-    (last,), _ = losses_by_hand(tmp_path / "moved", STAGES[3], 3, resume=True)
+    (last,), _ = losses_by_hand(tmp_path / "moved", STAGES[2], 3, resume=True)
     assert last == pytest.approx(expected[-1], abs=1e-6)
 
 
 @ranks(2)
 def test_several_optimizers_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="one optimizer"):
-        losses_of_two_models(tmp_path, STAGES[1])
+        losses_of_two_models(tmp_path, STAGES[0])
 
 
 @ranks(2)
 def test_an_iteration_without_a_backward_pass_says_so(tmp_path):
-    session = Session(tmp_path, strategy=STAGES[1], log_level="ERROR")
+    session = Session(tmp_path, strategy=STAGES[0], log_level="ERROR")
     model: nn.Module = nn.Linear(6, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     _, _, batches = session.prepare(model, optimizer, torch.utils.data.DataLoader(X, batch_size=4))
@@ -57,7 +57,7 @@ def test_an_iteration_without_a_backward_pass_says_so(tmp_path):
         list(batches)
 
 
-@pytest.mark.parametrize("strategy", STAGES, ids=["zero0", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", STAGES, ids=["zero1", "zero2", "zero3"])
 @ranks(2)
 def test_a_penalty_on_gradients_is_refused(tmp_path, strategy):
     with pytest.raises(ConfigError, match=r"must not be differentiated again .* because DeepSpeed's engine"):

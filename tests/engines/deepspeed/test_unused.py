@@ -44,7 +44,7 @@ def load_after(kind: str, name: str, path: Path, steps: int, used: int = 0) -> t
 
 @pytest.mark.parametrize(
     ("saved_by", "loaded_by"),
-    [("ddp", "zero0"), ("zero0", "ddp"), ("fsdp", "zero1"), ("zero1", "fsdp"), ("ddp", "zero3"), ("zero3", "zero2")],
+    [("ddp", "zero1"), ("fsdp", "zero1"), ("zero1", "fsdp"), ("ddp", "zero3"), ("zero3", "zero2")],
     ids=str,
 )
 def test_checkpoints_are_resumed_whichever_parameters_have_a_state(saved_by: str, loaded_by: str, tmp_path: Path):
@@ -53,7 +53,6 @@ def test_checkpoints_are_resumed_whichever_parameters_have_a_state(saved_by: str
     (loaded, loaded_losses), _ = run_ranks(2, load_after, loaded_by, "Adam", path, 3, 1)
     assert_equal(loaded["model"], saved["model"])
     entries, found = saved["optimizer"]["state"], loaded["optimizer"]["state"]
-    # At stage 0 DeepSpeed has given gradients of zero to those that had none.
     assert set(entries) == FIRST | (UNUSED | LATE if saved_by.startswith("zero") else set())
     assert set(found) == set(entries) | (UNUSED | LATE if loaded_by in ("zero1", "zero2", "zero3") else set())
     assert_equal({name: found[name] for name in entries}, entries)
@@ -67,7 +66,7 @@ def test_checkpoints_are_resumed_whichever_parameters_have_a_state(saved_by: str
 
 @ranks(2)
 @pytest.mark.parametrize("name", ["SGD", "NAdam", "ASGD"])
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_resumed_training_goes_on_exactly(stage: int, name: str, tmp_path: Path):
     kind = f"zero{stage}"
     for steps in (0, 3):
@@ -81,7 +80,7 @@ def test_a_resumed_training_goes_on_exactly(stage: int, name: str, tmp_path: Pat
 
 @ranks(2)
 @pytest.mark.parametrize("name", ["SGD", "NAdam", "ASGD"])
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_looking_changes_nothing_at_any_time(stage: int, name: str):
     plain, watched = (training(f"zero{stage}", name, counts=2) for _ in range(2))
     for index in range(6):

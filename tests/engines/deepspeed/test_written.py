@@ -27,7 +27,7 @@ from .training import strategy_of
 
 @pytest.mark.parametrize("before", [False, True], ids=["after-each", "before"])
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, False), (2, False), (1, True), (2, True)])
+@pytest.mark.parametrize(("stage", "offload"), [(1, False), (2, False), (1, True), (2, True)])
 def test_what_is_written_into_the_weights_is_trained_on(stage: int, offload: bool, size: int, before: bool):
     options = {"offload": True} if offload else {}
     check_that_writes_are_followed(size, partial(strategy_of, f"zero{stage}", **options), before=before)
@@ -62,7 +62,7 @@ def test_at_stage_3_parameters_are_written_while_they_are_gathered(options: dict
 
 
 @ranks(2)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize(("kind", "name"), BY_RANK)
 def test_a_forward_that_writes_otherwise_on_each_rank_is_refused_before_the_update(kind: Any, name: str, stage: int):
     with pytest.raises(

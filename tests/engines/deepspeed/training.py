@@ -9,7 +9,7 @@ from lockstep.strategy import Strategy, build_strategy
 
 from ..training import PreparedTraining, train_with, whole
 
-STAGES = (0, 1, 2, 3)
+STAGES = (1, 2, 3)
 ADAM = {"exp_avg", "exp_avg_sq", "step"}
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.engines import load_engine
-from lockstep.errors import ConfigError, DistError, did_you_mean
-from lockstep.registry.signatures import Arguments
+from lockstep.errors import ConfigError, DistError
 
 # Ignores warnings that users cannot act on: about optional parts, and about names that torch has deprecated.
 _QUIET = partial(warnings.catch_warnings, action="ignore")
@@ -44,28 +43,16 @@ def require_engine() -> None:
         accelerator.set_accelerator(_host_accelerator())
 
 
-def make_plugin(options: Mapping[str, Any]) -> Any:
-    """Return ColossalAI's ZeRO plugin with the options.
+def boost(options: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any, Any]:
+    """Return ColossalAI's booster, model and optimizer, with the options of its ZeRO plugin.
 
     **Collective**: every rank.
-
-    Raises:
-        ConfigError: it has no such option.
     """
+    from colossalai.booster import Booster
     from colossalai.booster.plugin import LowLevelZeroPlugin
 
-    takes = Arguments.of(LowLevelZeroPlugin)
-    for unknown in takes.unknown(options):
-        raise ConfigError(f"LowLevelZeroPlugin takes no option `{unknown}`{did_you_mean(unknown, takes.named)}")
-    return LowLevelZeroPlugin(**options)
-
-
-def boost(plugin: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any, Any]:
-    """Return ColossalAI's booster, model and optimizer. **Collective**: every rank."""
-    from colossalai.booster import Booster
-
     with _QUIET():
-        booster = Booster(plugin=plugin)
+        booster = Booster(plugin=LowLevelZeroPlugin(**options))
         boosted, engine, *_ = booster.boost(model, optimizer)
     return booster, boosted, engine
 

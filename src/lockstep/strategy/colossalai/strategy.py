@@ -83,9 +83,8 @@ class ColossalAIStrategy(EngineStrategy):
         options = {**self._options, "max_norm": max_norm_of(wrapper.clip_grad, "ColossalAI's 'lowlevel_zero'") or 0.0}
         if get_device() == "cpu":
             options["overlap_communication"] = False
-        plugin = engine.make_plugin(options)
         _begin_alike(model)
-        booster, boosted, laid = engine.boost(plugin, model, wrapper.optimizer)
+        booster, boosted, laid = engine.boost(options, model, wrapper.optimizer)
         self._state = state = ColossalAIState(model, laid)
         wrapper.attach(laid, model, state.masters(offloads=bool(options.get("cpu_offload"))))
         wrapper.sends_as_they_come = options["stage"] == 2 or bool(options.get("overlap_communication", True))

@@ -53,9 +53,6 @@ class ColossalAIOptimWrapper(EngineOptimWrapper):
         if self.clip_grad is not None:
             self._grad_norm = torch.tensor(float(self.engine.get_grad_norm()))
 
-    def _clip_grad(self) -> None:
-        """Leave it to the engine, which alone can compute the norm."""
-
     def _multiply_gradients(self, factor: float) -> None:
         for index in range(len(self.engine.param_groups)):
             for gradient in self.engine.get_working_grads_by_group_id(index):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.errors import ConfigError, nearest, require_one_of
+from lockstep.errors import ConfigError, nearest
 from lockstep.strategy.engine_parameters import max_norm_of
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
@@ -58,22 +58,25 @@ def read_config(config: str | Path | Mapping[str, Any] | None, arguments: Mappin
             raise ConfigError(f"`{name}` must not be given to DeepSpeedStrategy: {_REFUSED[name]}")
         if name not in _KNOWN and (meant := nearest(name, _KNOWN)) is not None:
             raise ConfigError(f"`{name}` is no key of a DeepSpeed config: did you mean `{meant}`?")
-    if config is None and "zero_optimization" not in merged and stage is None:
-        stage = 1
     zero = dict(merged.get("zero_optimization") or {})
     if stage is not None:
         zero["stage"] = _agreed("zero_optimization.stage", zero.get("stage"), stage)
-    require_one_of("zero_optimization.stage", zero.get("stage", 0), (0, 1, 2, 3))
+    if zero.setdefault("stage", 1) not in (1, 2, 3):
+        raise ConfigError(
+            f"`zero_optimization.stage` must be 1, 2 or 3, but is {zero['stage']!r}. Use strategy 'ddp' for what "
+            "DeepSpeed does at stage 0"
+        )
     if offload:
-        _add_offload(zero)
+        zero.setdefault("offload_optimizer", {"device": "cpu"})
+    if offload and zero["stage"] == 3:
+        zero.setdefault("offload_param", {"device": "cpu"})
     merged["zero_optimization"] = zero
-    _check_precision(merged)
     return merged
 
 
 def stage_of(config: Mapping[str, Any]) -> int:
     """Return the ZeRO stage of a config."""
-    return int(config["zero_optimization"].get("stage", 0))
+    return int(config["zero_optimization"]["stage"])
 
 
 def is_on(config: Mapping[str, Any], section: str) -> bool:
@@ -148,29 +151,6 @@ def _agreed(key: str, stated: Any, given: Any, place: str = "as an argument") ->
             "Leave out one"
         )
     return stated if given is None else given
-
-
-def _add_offload(zero: dict[str, Any]) -> None:
-    if zero.get("stage", 0) == 0:
-        raise ConfigError("`offload` needs a ZeRO stage of at least 1, but the stage is 0. Use stage=1, 2 or 3")
-    zero.setdefault("offload_optimizer", {"device": "cpu"})
-    if zero["stage"] == 3:
-        zero.setdefault("offload_param", {"device": "cpu"})
-
-
-def _check_precision(config: Mapping[str, Any]) -> None:
-    if stage_of(config) > 0:
-        return
-    for name in ("fp16", "bf16"):
-        if is_on(config, name):
-            raise ConfigError(
-                f"`{name}` needs a ZeRO stage of at least 1, but the stage is 0, where DeepSpeed 0.19 updates wrongly "
-                "(bf16) or keeps its full weights to itself (fp16). Use stage=1, or torch_autocast=dict(enabled=True, "
-                "dtype='bfloat16')"
-            )
-    autocast = config.get("torch_autocast") or {}
-    if is_on(config, "torch_autocast") and str(autocast.get("dtype")).removeprefix("torch.") in ("float16", "fp16"):
-        raise ConfigError("`torch_autocast` in float16 needs a ZeRO stage of at least 1, but it is 0. Use stage=1")
 
 
 def _accumulation(config: Mapping[str, Any], counts: int | None, world_size: int) -> int:

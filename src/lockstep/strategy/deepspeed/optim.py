@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +15,11 @@ from lockstep.dist import all_reduce, get_rank
 from lockstep.engines import load_engine
 from lockstep.errors import ConfigError, listed
 from lockstep.groups import this_rank
-from lockstep.optim.clipping import gradient_norm
 from lockstep.registry import OPTIM_WRAPPERS, OPTIMIZERS
 from lockstep.strategy.deepspeed.engine import autocast_of
+from lockstep.strategy.engine_parameters import MasterWeights
 from lockstep.strategy.engine_wrappers import EngineOptimWrapper
 from lockstep.strategy.gradient_flow import GradientFlow
-
-if TYPE_CHECKING:
-    from lockstep.strategy.deepspeed.state import DeepSpeedState
 
 _logger = logging.getLogger(__name__)
 
@@ -65,18 +62,17 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
 
     engine_name = "DeepSpeed"
     half_option = "the strategy bf16=True, fp16=True or torch_autocast=dict(enabled=True, dtype='bfloat16')"
-    _state: DeepSpeedState  # of the engine
     _went_back = False
     _holds = False  # gradients since the last update
     _is_summed = False  # over the ranks, since the last update
     # Indices in the flow of the parameters reached in the first window; None after that window.
     _reached: set[int] | None = None
 
-    def attach_engine(self, engine: Any, state: DeepSpeedState) -> None:
-        """Set the engine that this wrapper controls, and the view of its state."""
+    def attach_engine(self, engine: Any, masters: MasterWeights) -> None:
+        """Set the engine that this wrapper controls, and its master weights."""
         self._stage: int = engine.zero_optimization_stage()
-        self._state, self._reached = state, set()
-        self.attach(engine, engine.module, state.masters, replicated=self._stage < 3)
+        self._reached = set()
+        self.attach(engine, engine.module, masters, replicated=self._stage < 3)
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return the autocast of the engine's config; `backward` tells the engine when ranks synchronise."""
@@ -105,7 +101,7 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
         Raises:
             ConfigError: ZeRO holds gradients of batches since the last update, which it would not clear.
         """
-        if self._holds and self._stage > 0:
+        if self._holds:
             raise ConfigError(
                 "`zero_grad` must not be called between a backward pass and the update under DeepSpeed's ZeRO, which "
                 f"would keep the gradients ({this_rank()}). For a batch that is to change nothing, pass a loss times "
@@ -113,16 +109,6 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
             )
         self._require_window_closed("zero_grad")
         self.engine.optimizer.zero_grad(**kwargs)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state in canonical form. **Collective**: every rank."""
-        _ = self.engine  # raises where there is none yet
-        return self._state.optim_state()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state in canonical form. **Collective**: every rank."""
-        _ = self.engine  # raises where there is none yet
-        self._state.load_optim(state_dict)
 
     def _run_backward(self, loss: Tensor, **kwargs: Any) -> None:
         ends = self.should_sync()
@@ -132,8 +118,7 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
         try:
             self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
         except Exception:
-            if self._masters is not None:
-                self._masters.check_forms()  # of other shapes and dtypes, DeepSpeed fails with errors of its own
+            self._masters.check_forms()  # of other shapes and dtypes, DeepSpeed fails with errors of its own
             raise
         self._add(earlier)
         self._went_back = self._holds = True
@@ -143,12 +128,8 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
 
     def _run_step(self, **kwargs: Any) -> None:
         self.engine.step(**kwargs)
-        if self.clip_grad is not None and self._stage > 0:
+        if self.clip_grad is not None:
             self._grad_norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32)
-
-    def _clip_grad(self) -> None:
-        if self._stage == 0:  # where the engine clips but does not report the norm
-            self._grad_norm = gradient_norm([p.grad for p in self._module.parameters() if p.grad is not None])
 
     def _summed(self) -> dict[int, list[Tensor]]:
         """Return the gradients that have been summed over the ranks since the last update.
@@ -158,7 +139,7 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
         Raises:
             ConfigError: they are in CPU memory, where nothing can be added to them.
         """
-        if not self._is_summed or self._stage not in (1, 2):
+        if not self._is_summed or self._stage == 3:
             return {}
         if self.engine.zero_cpu_offload():
             raise ConfigError(
@@ -194,7 +175,7 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
 
     def _multiply_gradients(self, factor: float) -> None:
         zero = self.engine.optimizer
-        if self._stage in (1, 2) and self.engine.zero_cpu_offload():
+        if self._stage < 3 and self.engine.zero_cpu_offload():
             # In flat buffers in CPU memory, where DeepSpeed's function does not change them (0.19).
             for gradient in [flat.grad for flat in zero.single_partition_of_fp32_groups if flat.grad is not None]:
                 gradient.mul_(factor)

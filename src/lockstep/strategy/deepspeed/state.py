@@ -31,7 +31,7 @@ class DeepSpeedState(EngineState):
 
     **Cost**: for `model_state` and `optim_state`, one all-reduce (stages 1, 2) or all-gather (stage 3) per parameter
     and entry of its state; CPU memory for each rank's rows of all tensors, and device memory for one whole tensor at a
-    time. Tensors that every rank holds whole (all at stage 0, float32 weights at stages 1 and 2) are neither sent nor
+    time. Tensors that every rank holds whole (float32 weights at stages 1 and 2) are neither sent nor
     copied.
 
     **Source**: `deepspeed.utils.safe_get_full_fp32_param` and related functions, `deepspeed.zero.GatheredParameters`
@@ -39,29 +39,27 @@ class DeepSpeedState(EngineState):
     """
 
     def __init__(self, engine: Any, groups: Sequence[Sequence[str]], *, offloads: bool = False) -> None:
-        # The engine's optimizer wraps the one that runs the updates, from stage 1 on.
-        super().__init__(engine.module, getattr(engine.optimizer, "optimizer", engine.optimizer))
+        # The engine's optimizer wraps the one that runs the updates.
+        super().__init__(engine.module, engine.optimizer.optimizer)
         self.engine = engine
         self._stage: int = engine.zero_optimization_stage()
         self._groups = groups
         self._utils = load_engine("deepspeed.utils")
-        self.masters = _masters_of(engine, offloads=offloads) if self._stage > 0 else None
+        self.masters = _masters_of(engine, offloads=offloads)
 
     def model_state(self) -> dict[str, Any]:
         """Return the model's state by canonical names; half-precision weights as their float32 masters."""
-        if self._stage == 3 and self.masters is not None:
+        if self._stage == 3:
             self.masters.copy_weights()
         return super().model_state()
 
     def optim_state(self) -> OptimState:
         """Return the optimizer's state by canonical names; before the first update there are no entries.
 
-        After it, every trainable parameter has one, even if it never had a gradient: at stage 0 because DeepSpeed gives
-        it a gradient of zeros; from stage 1 on because a group has one state, shared by its parameters, and one number
-        of steps. A native strategy that resumes from it continues the count of steps for such a parameter, too.
+        After it, every trainable parameter has one, even if it never had a gradient, because a group has one state,
+        shared by its parameters, and one number of steps. A native strategy that resumes from it continues the count of
+        steps for such a parameter, too.
         """
-        if self._stage == 0:
-            return canonical.read_optim_state(self._core, [self._optimizer])
         self._refuse_swapped()
         entries: dict[str, Any] = {}
         for index, names in enumerate(self._groups):
@@ -83,16 +81,13 @@ class DeepSpeedState(EngineState):
     def load_optim(self, state: OptimState) -> None:
         """Load an optimizer's state.
 
-        From stage 1 on, parameters without an entry get the state after a first gradient of zero, with the number of
+        Parameters without an entry get the state after a first gradient of zero, with the number of
         steps of the others in their group; a group without any entries starts as in a new optimizer.
 
         Raises:
             ConfigError: on every rank, before anything is changed, if the state belongs to other parameters or another
                 optimizer, or if values that all parameters of a group share differ between them.
         """
-        if self._stage == 0:
-            canonical.write_optim_state(self._core, [self._optimizer], state)
-            return
         self._refuse_swapped()
         entries: Mapping[str, Any] = state["state"]
         # At stage 3 a parameter that is not gathered is an empty tensor with one dim.
@@ -117,7 +112,7 @@ class DeepSpeedState(EngineState):
 
     def _has_master(self, parameter: nn.Parameter) -> bool:
         """Return whether the optimizer holds the parameter's master weights."""
-        return self._stage > 0 and parameter.requires_grad
+        return parameter.requires_grad
 
     def _canonical(self, value: Any) -> Any:
         if not isinstance(value, nn.Parameter):

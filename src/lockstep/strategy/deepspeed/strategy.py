@@ -38,8 +38,7 @@ class DeepSpeedStrategy(EngineStrategy):
 
     Args:
         config: a DeepSpeed config, as a dict or as the path of a JSON file.
-        stage: ZeRO stage, from 0 (as DDP) to 3 (everything sharded); by default 1 if neither `config` nor
-            `zero_optimization` is given.
+        stage: ZeRO stage, from 1 (the optimizer's state sharded) to 3 (everything); by default 1.
         offload: keep the optimizer's state, and at stage 3 the parameters, in CPU memory.
         inputs_to_half: with `fp16` or `bf16`, the inputs of the model that are converted to that precision, by position
             or by name; by default all floating-point tensors.
@@ -107,11 +106,11 @@ class DeepSpeedStrategy(EngineStrategy):
         self._state = state = DeepSpeedState(engine, groups, offloads=config_rules.offloads_optimizer(config))
         clipping = config[config_rules.CLIPPING]
         wrapper = DeepSpeedOptimWrapper(
-            getattr(engine.optimizer, "optimizer", engine.optimizer),
+            engine.optimizer.optimizer,
             config[config_rules.ACCUMULATION],
             {"max_norm": clipping} if clipping else None,
         )
-        wrapper.attach_engine(engine, state)
+        wrapper.attach_engine(engine, state.masters)
         return MMDeepSpeedEngineWrapper(model=engine, inputs_to_half=self._inputs_to_half), wrapper
 
 
@@ -145,10 +144,10 @@ def _with_optimizer_rules(config: Mapping[str, Any], optimizer: Optimizer) -> di
     is_deepspeeds = type(optimizer).__module__.startswith("deepspeed.")
     if updates_elementwise(optimizer):
         full.setdefault(_UNTESTED, True)
-    elif config_rules.stage_of(full) > 0 and not (is_deepspeeds or full.get(_UNTESTED)):
+    elif not (is_deepspeeds or full.get(_UNTESTED)):
         raise ConfigError(
             f"`optimizer` must update each number by itself under ZeRO, which cuts parameters into pieces, but is "
-            f"{type(optimizer).__name__}, which is not known to do so. Use AdamW, stage=0 or strategy 'fsdp', or set "
+            f"{type(optimizer).__name__}, which is not known to do so. Use AdamW, strategy 'ddp' or 'fsdp', or set "
             f"{_UNTESTED}=True if it does"
         )
     if config_rules.offloads_optimizer(full):
