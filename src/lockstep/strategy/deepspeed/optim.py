@@ -107,7 +107,6 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
                 f"would keep the gradients ({this_rank()}). For a batch that is to change nothing, pass a loss times "
                 "0; or use strategy 'ddp' or 'fsdp'"
             )
-        self._require_window_closed("zero_grad")
         self.engine.optimizer.zero_grad(**kwargs)
 
     def _run_backward(self, loss: Tensor, **kwargs: Any) -> None:
