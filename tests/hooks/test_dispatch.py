@@ -69,6 +69,8 @@ class Misspelt(Hook):
 
     def on_save_checkpoint(self, *args) -> None: ...
 
+    def on_before_optimizer_step(self, *args) -> None: ...
+
     def on_our_own_start(self) -> None: ...
 
 
@@ -88,6 +90,7 @@ def test_methods_that_nobody_calls_are_told(tmp_path: Path):
             f"`{name}` of Misspelt is not a hook point, which only your own `call_hook` calls: did you mean `{meant}`?"
             in log
         )
+    assert "`on_before_optimizer_step` of Misspelt is not a hook point, which only your own" in log
     assert "`before_epoch` of Misspelt" in log
     assert "on_our_own_start" not in log
     assert "after_zzz" not in log

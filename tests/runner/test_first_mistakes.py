@@ -163,6 +163,10 @@ class Loses(nn.Linear):
 
     def on_train_epoch_end(self) -> None: ...
 
+    def optimizer_step(self, *args: Any) -> None: ...
+
+    def on_after_backward(self) -> None: ...
+
 
 class Steps(nn.Module):
     """Has no `forward`."""
@@ -181,7 +185,8 @@ class TakesIndices(Steps):
 
 def test_what_lightning_would_call_beside_the_training_is_told(tmp_path):
     train(tmp_path, Loses(2, 1), loss=None, val_dataloader=loader())
-    assert "methods of Loses that a Lightning module has: on_train_epoch_end, validation_step; see" in log_of(tmp_path)
+    told = "on_after_backward, on_train_epoch_end, optimizer_step, validation_step; see docs/side-by-side.md"
+    assert f"methods of Loses that a Lightning module has: {told}" in log_of(tmp_path)
 
 
 @ranks(1, 2)
@@ -432,11 +437,13 @@ def test_names_of_trainers_are_told_what_a_runner_calls_them(tmp_path):
     train(tmp_path, custom_hooks=[AsksATrainer()])
 
 
-def test_schedules_that_end_before_the_training_are_told(tmp_path):
+def test_schedules_that_end_before_the_training_or_after_it_are_told(tmp_path):
     ramp = {"type": "LinearLR", "start_factor": 0.1, "by_epoch": False, "end": 2}
     fall = {"type": "LinearLR", "start_factor": 1.0, "end_factor": 0.0, "by_epoch": False, "begin": 2}
-    for end in (6, 16):
+    for end in (6, 16, 26):
         train(tmp_path / str(end), train_cfg={"max_epochs": 4}, param_scheduler=[ramp, {**fall, "end": end}])
+    cut = "LinearLR ends after 26 iterations, but the training after 16"
+    assert [cut in log_of(tmp_path / str(end)) for end in (6, 16, 26)] == [False, False, True]
     says = "have set all learning rates to 0, 11 iterations before the last of 16: nothing is trained at that rate"
     assert says in log_of(tmp_path / "6")
     assert "learning rates to 0" not in log_of(tmp_path / "16")

@@ -14,6 +14,7 @@ from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
 
 _ZEROS = 3
+_LENGTHS = ("T_max", "total_iters", "total_steps")  # arguments that say how long a schedule is
 
 
 @HOOKS.register_module()
@@ -28,7 +29,7 @@ class ParamSchedulerHook(Hook):
     _zeros: int | None = None  # iterations in a row whose rates are all 0; None before one was not, as in a warm-up
 
     def before_train(self, runner: TrainRun) -> None:
-        """Raise an error if a scheduler waits for a plateau of what no validation computes."""
+        """Refuse a scheduler that waits for a plateau of what no validation computes; warn of one that is too long."""
         waiting = _waiting(runner)
         if waiting and runner.val_loop is None:
             raise ConfigError(
@@ -36,6 +37,15 @@ class ParamSchedulerHook(Hook):
                 f"{waiting[0].monitor!r} it waits for. Give `val_dataloader` and `val_evaluator`"
             )
         check_metrics("monitor", [one.monitor for one in waiting], runner)
+        for one in runner.param_schedulers:
+            length, unit = (runner.max_epochs, "epochs") if one.by_epoch else (runner.max_iters, "iterations")
+            ends = max(one.end or 0, *(one.begin + (getattr(one, name, None) or 0) for name in _LENGTHS))
+            if length is not None and ends > length:
+                runner.logger.warning(
+                    "%s ends after %d %s, but the training after %d: the rates stop on their way. A schedule counts "
+                    "epochs, or with by_epoch=False iterations",
+                    one.title, ends, unit, length,
+                )  # fmt: skip
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Step the schedulers that count iterations."""

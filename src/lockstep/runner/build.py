@@ -107,6 +107,7 @@ def _left_of_lightning(args: RunnerArguments, core: nn.Module) -> str:
         "training_step": trains and args.loss is None and not steps.defines_step(core, "train_step"),
         "configure_optimizers": trains and args.optim_wrapper is None,
         "configure_gradient_clipping": trains and args.optim_wrapper is None,
+        **dict.fromkeys(("lr_scheduler_step", "optimizer_step", "optimizer_zero_grad"), trains),
         "validation_step": validates and args.val_evaluator is None and not steps.defines_step(core, "val_step"),
     }
     found = []
