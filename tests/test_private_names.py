@@ -162,6 +162,7 @@ PRIVATE: dict[str, Private] = {
         lambda: torch._C.DisableTorchFunctionSubclass,
         ("groups.py", "model/autograd_graph.py", "model/fsdp/parameters.py"),
     ),
+    "_remaining_restarts": Private(lambda: agent()._remaining_restarts >= 0, ("launch/elastic.py",)),
     "_current_graph_task_id": Private(
         lambda: torch._C._current_graph_task_id() == -1 < in_backward_pass(torch._C._current_graph_task_id),
         ("model/autograd_graph.py",),
@@ -426,7 +427,6 @@ UNDOCUMENTED: dict[str, Callable[[], Any]] = {
             ).RegisterPostBackwardFunction
         )
     ),
-    "restarts that are left": lambda: agent()._remaining_restarts >= 0,
 }
 
 
