@@ -45,10 +45,14 @@ _logger = logging.getLogger("lockstep.runner")
 class Agreement:
     """Lets a training stop on all ranks at the same point.
 
+    Several ranks agree through the store, at which a thread of each rank waits for requests.
+
     Attributes:
         point: the point that this rank has announced last.
         is_open: whether a stop can be asked for.
     """
+
+    _count = 0  # of openings in this process, the same on every rank; keeps their keys apart
 
     def __init__(self) -> None:
         self.point = 0
@@ -56,7 +60,7 @@ class Agreement:
         self._reason: str | None = None  # of the stop that was asked for
         self._last = _NEVER  # the last point before the ranks stop
         self._is_agreed = threading.Event()
-        self._ranks: _StoreAgreement | None = None
+        self._store: Any = None  # torch's stubs lack `multi_set`
 
     def stop_if_asked(self) -> None:
         """Stop here if that was asked for, on all ranks; they call this equally often, unless within `evaluation`.
@@ -86,73 +90,31 @@ class Agreement:
         Raises:
             DistError: the ranks have no store that they can share.
         """
-        rank, world_size = get_dist_info()
-        if world_size > 1:
-            self._ranks = _StoreAgreement(rank, world_size, self)
+        self._rank, self._world_size = get_dist_info()
+        self._closing, self._round = threading.Event(), 0
+        if self._world_size > 1:
+            type(self)._count += 1
+            self._prefix = f"agreement_{self._count}"
+            self._closed = f"{self._prefix}/closed"  # set once rank 0 has left, and answers no more requests
+            self._store = side_store()
+            self._thread = threading.Thread(target=self._listen, name="lockstep-agreement", daemon=True)
+            self._thread.start()
         self.is_open = True
         try:
             yield
         finally:
-            if self._ranks is not None:
-                self._ranks.close()
-            self.is_open, self._ranks, self._reason = False, None, None  # evaluations may follow
+            if self._store is not None:
+                self._close()
+            self.is_open, self._store, self._reason = False, None, None  # evaluations may follow
 
     def ask(self, reason: str) -> None:
         """Ask all ranks to stop. Any thread of any rank may; what is asked besides, meanwhile, is the same."""
-        if self._ranks is not None:
-            self._ranks.ask(reason)
-        elif self.is_open and self._reason is None:
-            last = self.begin(reason)
-            _tell(reason)
-            self.settle(last)
-
-    def begin(self, reason: str) -> int:
-        """Let this rank wait before its next point, and return the one that it has announced last."""
-        self._last = _NEVER
-        self._is_agreed.clear()
-        self._reason = reason
-        return self.point
-
-    def settle(self, last: int | None) -> None:
-        """Let this rank go on, up to the point `last`, and stop there; or not at all."""
-        if last is None:
-            self._reason = None
-        else:
-            self._last = last
-        self._is_agreed.set()
-
-    def _stop(self) -> None:
-        """Learn which point is the last one before the ranks stop; if it has passed, stop."""
-        self._is_agreed.wait()
-        if (reason := self._reason) is not None and self.point > self._last:
-            raise Preempted(reason)
-
-
-class _StoreAgreement:
-    """Lets several ranks agree through the store, at which a thread of each rank waits for requests.
-
-    Args:
-        rank: this rank.
-        world_size: number of ranks.
-        agreement: the agreement of this rank, which counts its points and stops.
-    """
-
-    _count = 0  # number of these objects in this process, the same on every rank; keeps their keys apart
-
-    def __init__(self, rank: int, world_size: int, agreement: Agreement) -> None:
-        type(self)._count += 1
-        self._prefix = f"agreement_{self._count}"
-        self._closed = f"{self._prefix}/closed"  # set once rank 0 has left, and answers no more requests
-        self._rank, self._world_size = rank, world_size
-        self._agreement = agreement
-        self._closing = threading.Event()
-        self._round = 0
-        self._store: Any = side_store()  # torch's stubs lack `multi_set`
-        self._thread = threading.Thread(target=self._listen, name="lockstep-agreement", daemon=True)
-        self._thread.start()
-
-    def ask(self, reason: str) -> None:
-        """Ask all ranks to stop, unless one of them has done so already."""
+        if not self.is_open:
+            return
+        if self._store is None:
+            if self._reason is None:
+                self._agree(reason, None)
+            return
         with suppress(Exception):  # the store is gone, and so is the job
             store: Any = side_store()  # the other connection waits
             number = self._round
@@ -160,7 +122,13 @@ class _StoreAgreement:
                 asked = [self._key("asked", rank, number) for rank in range(self._world_size)]
                 store.multi_set(asked, [reason] * self._world_size)
 
-    def close(self) -> None:
+    def _stop(self) -> None:
+        """Learn which point is the last one before the ranks stop; if it has passed, stop."""
+        self._is_agreed.wait()
+        if (reason := self._reason) is not None and self.point > self._last:
+            raise Preempted(reason)
+
+    def _close(self) -> None:
         """End the thread; this rank announces no further point."""
         self._closing.set()
         with suppress(Exception):
@@ -174,35 +142,48 @@ class _StoreAgreement:
         return f"{self._prefix}/{number}/{name}/{rank}"
 
     def _listen(self) -> None:
+        store = self._store
         with suppress(Exception):
             while True:
                 asked = self._key("asked", self._rank, self._round)
-                self._store.wait([asked], _FOR_EVER)
-                reason = self._store.get(asked).decode()
+                store.wait([asked], _FOR_EVER)
+                reason = store.get(asked).decode()
                 if self._closing.is_set() or not reason:
-                    self._last_point(self._agreement.point, "the training has ended")  # somebody may be asking just now
+                    self._last_point(store, self.point, "the training has ended")  # somebody may be asking just now
                     return
-                if self._agree(reason):
+                if self._agree(reason, store):
                     return
                 self._round += 1
 
-    def _agree(self, reason: str) -> bool:
-        """Learn after which point all ranks stop, let this one go on up to there, and return whether they do."""
+    def _agree(self, reason: str, store: Any) -> bool:
+        """Let this rank wait before its next point, learn after which one all ranks stop, and return whether they do.
+
+        It goes on up to there.
+        """
+        self._last = _NEVER
+        self._is_agreed.clear()
+        self._reason = reason
         last: int | None = None
         try:
-            last = self._last_point(self._agreement.begin(reason), reason)
+            last = self._last_point(store, self.point, reason)
             if last is not None and self._rank == 0:
                 _tell(reason)
         finally:
-            self._agreement.settle(last)
+            if last is None:
+                self._reason = None
+            else:
+                self._last = last
+            self._is_agreed.set()
         return last is not None
 
-    def _last_point(self, own: int, reason: str) -> int | None:
+    def _last_point(self, store: Any, own: int, reason: str) -> int | None:
         """Publish this rank's point, and return the highest of all ranks; None if one is silent, and no rank stops.
 
         The last rank to publish one decides for all; rank 0 decides where one is silent for a minute.
         """
-        store, verdict = self._store, self._key("verdict", 0, self._round)
+        if store is None:  # there are no other ranks
+            return own
+        verdict = self._key("verdict", 0, self._round)
         points = [self._key("point", rank, self._round) for rank in range(self._world_size)]
         store.set(points[self._rank], str(own))
         if store.add(f"{self._prefix}/{self._round}/points", 1) == self._world_size:
