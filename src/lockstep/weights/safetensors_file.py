@@ -171,8 +171,8 @@ def write_tensor(file: IO[bytes], tensor: Tensor) -> None:
         write_bytes(file, bytes_of(tensor.detach().to("cpu").contiguous()))
 
 
-def read_size(size: int | str, argument: str = "max_shard_size") -> int:
-    """Return a size in bytes; `argument` is what a message calls it.
+def read_size(size: int | str) -> int:
+    """Return the size in bytes that `max_shard_size` gives.
 
     Example:
         >>> read_size("5GB"), read_size("1.5 MiB"), read_size(100)
@@ -185,7 +185,7 @@ def read_size(size: int | str, argument: str = "max_shard_size") -> int:
     unit = None if match is None else _UNITS.get(match[2].upper())
     count = 0 if match is None or unit is None else int(float(match[1]) * unit)
     if count < 1:
-        raise ConfigError(f"`{argument}` must be a size as 5GB, 500MB or 2GiB, but is {size!r}")
+        raise ConfigError(f"`max_shard_size` must be a size as 5GB, 500MB or 2GiB, but is {size!r}")
     return count
 
 
