@@ -225,8 +225,8 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
         ('FlowHook', None)
         >>> nearest("CosinLR", ["ExponentialLR", "CosineRestartLR"])
         'CosineRestartLR'
-        >>> nearest("save_top_k", ["max_keep_ckpts", "save_last"])
-        'max_keep_ckpts'
+        >>> nearest("save_top_k", ["save_best", "save_last"])
+        'save_best'
     """
     names = list(names)
     if (same := _ELSEWHERE.get(word)) in names:

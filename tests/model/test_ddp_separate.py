@@ -46,7 +46,8 @@ class Gan(BaseModel):
             optim_wrapper["generator"], self.generator, lambda: bce(self.discriminator(self.generator(noise)), ones)
         )
         self.discriminator.requires_grad_(True)
-        optim_wrapper.zero_grad()
+        if not self.freeze:  # what the generator's loss has left; within a window it would go with what is to stay
+            optim_wrapper.zero_grad()
         return {"loss": g_loss, "d_loss": d_loss}
 
     def _update(self, wrapper, part, loss_of):
@@ -84,7 +85,7 @@ def gan_on_ranks(freeze: bool, counts: int) -> tuple[Tensor, dict[str, Tensor]]:
     return trained(seeded_gan(freeze=freeze), accumulative_counts=counts)
 
 
-@pytest.mark.parametrize(("freeze", "counts"), [(False, 1), (True, 1), (False, 2)])
+@pytest.mark.parametrize(("freeze", "counts"), [(False, 1), (True, 1), (True, 2)])
 def test_a_gan_trains_on_two_ranks_as_on_one_without_a_search_for_unused_parameters(freeze, counts):
     losses, weights = gan_on_ranks(freeze, counts)
     results = run_ranks(2, gan_on_ranks, freeze, counts)

@@ -78,7 +78,7 @@ def load_weights(strategy: Strategy, core: nn.Module, weights: Weights, *, train
     """
     strict = not training if weights.strict is None else weights.strict
     failed = f"the weights in {weights.shown} could not be loaded"
-    load = on_all(failed, lambda: _Load(core, strategy.model_state(), weights, strict=strict))
+    load = on_all(failed, lambda: _Matched(core, strategy.model_state(), weights, strict=strict))
     strategy.load_state(load.read_on_all(failed))
     _logger.info("loaded the weights of %s", weights.shown)
 
@@ -120,7 +120,7 @@ def load_checkpoint(
         1.0
     """
     core = unwrap_model(model)
-    load = _Load(core, core.state_dict(), Weights(locate(filename), strict, revise_keys), strict=strict)
+    load = _Matched(core, core.state_dict(), Weights(locate(filename), strict, revise_keys), strict=strict)
     core.load_state_dict(load.read())
 
 
@@ -133,7 +133,7 @@ class _Part(NamedTuple):
     dtype: torch.dtype
 
 
-class _Load:
+class _Matched:
     """The tensors of a model, and the weights that fill them.
 
     Args:
