@@ -77,7 +77,7 @@ STOPPED = r"does not answer, because it is stopped \(process \d+ on "
 LEFT = r"CollectiveMismatchError: (.|\n)*\n +rank 1: has ended, after barrier\(\) at \S*job\.py:\d+"
 IN_LOOP = r"(last call|no call)(.|\n)* now in\n +File \"\S*job\.py\", line \d+, in loop_for_ever"
 OF_MEMORY = "the kernel has killed" if Path("/proc/vmstat").exists() else "run out of memory"
-BY_WHOM = "somebody else did" if Path("/proc/vmstat").exists() else "run out of memory"
+BY_WHOM = "Where nobody else did, the machine may have run out of memory"
 WAITED = r"After it: rank \d(.|\n)* at job\.py:\d+"  # where the others waited
 
 RAISED = "raised ValueError (pid {pid})"
