@@ -43,7 +43,9 @@ _ELSEWHERE = {
     "ckpt_path": "load_from", "global_step": "iter", "current_epoch": "epoch", "is_main_process": "is_main",
     "backward": "step", "sync_gradients": "is_update", "save_model": "save_pretrained", "gather_for_metrics": "gather",
 }  # fmt: skip
-OTHER_FRAMEWORKS = ". For names of accelerate and Lightning, see docs/side-by-side.md"
+OTHER_FRAMEWORKS = (
+    ". For names of accelerate and Lightning, see docs/side-by-side.md; of the Trainer, docs/huggingface.md"
+)
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z][a-z]+")  # of the name of a class
 _LONGEST = 10_000  # characters of a message that errors on other ranks, and lines of a log, repeat
 _E = TypeVar("_E", bound=Exception)

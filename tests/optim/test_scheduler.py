@@ -252,6 +252,12 @@ def warmed_up(optimizer, num_warmup_steps: int, last_epoch: int = -1):
     return lr_scheduler.LambdaLR(optimizer, partial(warmth, after=num_warmup_steps), last_epoch)
 
 
+def by_name(name: str, optimizer, num_warmup_steps: int):
+    """Return a schedule as `get_scheduler` of transformers does, whose first parameter is its name."""
+    assert name == "warm-up"
+    return warmed_up(optimizer, num_warmup_steps)
+
+
 def warmth(step: int, *, after: int) -> float:
     return min(1.0, step / after)
 
@@ -262,6 +268,8 @@ def test_a_function_that_makes_a_schedule_counts_updates_and_resumes():
     (schedule,) = build(optimizer, cfg, epochs=9, iters=90)
     assert not schedule.by_epoch
     assert course(optimizer, [schedule], 3) == [0.0, 0.25, 0.5]
+    (named,) = build(sgd(), {"type": by_name, "name": "warm-up", "num_warmup_steps": 4}, epochs=9, iters=90)
+    assert course(named.optimizer, [named], 3) == [0.0, 0.25, 0.5]
     (resumed,) = build(sgd(), cfg, epochs=9, iters=90)
     resumed.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
     assert course(resumed.optimizer, [resumed], 3)[1:] == [1.0, 1.0]

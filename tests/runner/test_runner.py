@@ -298,7 +298,11 @@ def test_ranks_may_have_seeds_of_their_own(tmp_path: Path):
     [
         ({"hooks": []}, TypeError, "a Runner has no argument `hooks`: did you mean `custom_hooks`"),
         ({"max_epochs": 3}, TypeError, "a Runner has no argument `max_epochs`: it is a key of `train_cfg`"),
-        ({"devices": 2}, TypeError, r"no argument `devices`\. For names of .* Lightning, see docs/side-by-side.md"),
+        (
+            {"devices": 2},
+            TypeError,
+            r"no argument `devices`\. For names of .* see docs/side-by-side.md; of .* docs/hugg",
+        ),
         ({"train_loader": []}, TypeError, "a Runner has no argument `train_loader`: did you mean `train_dataloader`"),
         ({"model": "resnet"}, TypeError, r"`model` must be a torch.nn.Module.*'resnet'"),
         ({"work_dir": None}, TypeError, "`work_dir` must be a path"),

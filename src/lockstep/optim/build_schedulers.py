@@ -70,7 +70,8 @@ class TorchScheduler(ParamScheduler):
         if self._inner is None:
             for group in self.optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])
-            self._inner = self._schedule(self.optimizer, **self._kwargs)
+            # By name: it is not the first parameter of transformers' get_scheduler.
+            self._inner = self._schedule(optimizer=self.optimizer, **self._kwargs)
             if not isinstance(self._inner, LRScheduler):
                 raise ConfigError(f"`type` must return an LRScheduler of torch's, but {self.title} does not")
             return
