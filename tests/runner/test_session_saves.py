@@ -155,3 +155,43 @@ def test_the_best_weights_take_the_place_of_an_average(tmp_path, strategy):
     exported = nn.Linear(4, 2)
     load_checkpoint(exported, tmp_path / "exported")
     assert torch.allclose(exported(X[:4]), averages[1])
+
+
+class CutError(Exception):
+    pass
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_loop_goes_on_from_the_best_checkpoint_that_it_has_saved_on_its_way(leaves, tmp_path):
+    def trained(folder: Path, is_cut: bool = False, resume: bool = False) -> tuple[list[int], torch.Tensor]:
+        hooks = {"checkpoint": {"save_best": "score", "rule": "greater"}}
+        session = Session(folder, resume=resume, log_level="ERROR", default_hooks=hooks, randomness={"seed": 1})
+        torch.manual_seed(0)
+        data = TensorDataset(torch.arange(40.0).reshape(-1, 1) / 40, torch.arange(40))
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        model, _, batches = session.prepare(model, optimizer, DataLoader(data, batch_size=2, shuffle=True))
+        seen = []
+        for epoch in session.epochs(2):
+            for number, (x, i) in enumerate(batches):
+                session.step((model(x) - 1).square().mean())
+                seen += i.tolist()
+                if leaves and number == 3:
+                    break
+                if not leaves and epoch == 0 and number == 3:
+                    session.log_metrics(score=1.0)
+                if is_cut and number == 4:
+                    raise CutError
+            if leaves:
+                session.log_metrics(score=1.0 - epoch)
+                if is_cut:
+                    raise CutError
+        return seen, model.weight.detach().clone()
+
+    whole, weight = trained(tmp_path / "whole")
+    with pytest.raises(CutError):
+        trained(tmp_path / "cut", is_cut=True)
+    seen, again = trained(tmp_path / "cut", resume=True)
+    assert seen == whole[8:]
+    assert torch.equal(again, weight)

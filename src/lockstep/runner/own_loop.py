@@ -235,10 +235,24 @@ class OwnLoop(TrainLoop):
         if run.val_loop is None:
             # What hooks ask of a loop that validates.
             run.val_loop = SimpleNamespace(dataloader=None, evaluator=None, length=None, units={})
-        run.val_loop.metrics, run.val_loop.at_iter, run.last_evaluation = metrics, self.iter, run.val_loop
-        with random_state_kept():
+        with self._counted_so_far(), random_state_kept():
+            run.val_loop.metrics, run.val_loop.at_iter, run.last_evaluation = metrics, self.iter, run.val_loop
             run.call_hook("after_val_epoch", metrics=metrics)
             run.call_hook("after_val")
+
+    @contextmanager
+    def _counted_so_far(self) -> Iterator[None]:
+        """Count the iteration that has made its step, and an epoch left by `break`, in what hooks save now."""
+        before = {name: getattr(self, name) for name in ("iter", "epoch", "epoch_begin", "epoch_end", "_begin")}
+        if self._is_open and not self._is_stepping and not self._counts_before:
+            self.iter = self.epoch_end or 0
+            self._complete_epoch()
+        elif self._is_uncounted and self.runner.optim_wrapper.inner_count > self._backward_passes:
+            self.iter += 1
+        try:
+            yield
+        finally:
+            vars(self).update(before)
 
     def save(self, name: str | None, async_save: bool) -> None:
         """Save a checkpoint after the present iteration, or now if there is none."""

@@ -425,9 +425,10 @@ def _shift_schedules(run: TrainRun, regular: int) -> None:
             scheduler.load_state_dict({**scheduler.state_dict(), "count": regular})
             shifted.append(scheduler.title)
     _logger.info(
-        "with this global batch, epoch %d ends after iteration %d, and the run after %d. %s; a schedule that counts "
+        "with this global batch, epoch %d ends after iteration %d%s. %s; a schedule that counts "
         "iterations and has an end of its own goes on with iteration %d",
-        loop.epoch + 1, loop.epoch_end, loop.max_iters,
+        loop.epoch + 1, loop.epoch_end,
+        f", and the run after {loop.max_iters}" if loop.max_iters > loop.iter else "",  # a session's is not known yet
         f"{' and '.join(shifted)} {'goes' if len(shifted) == 1 else 'go'} on at the same part of the run"
         if shifted
         else "No schedule spans the run",
