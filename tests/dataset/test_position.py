@@ -159,6 +159,21 @@ def test_what_else_there_is_has_to_be_read():
     assert without_batches(DataLoader(Stream(3)), 1) is None
 
 
+class Drawing(Sampler[int]):
+    """Draws each index from torch's global generator."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(torch.randint(1000, ())) for _ in range(8))
+
+
+def test_what_is_left_out_is_drawn_before_the_random_state_is_set_to_go_on():
+    rest = iter(without_batches(DataLoader(range(1000), batch_size=2, sampler=Drawing()), 2))  # type: ignore[arg-type]
+    torch.manual_seed(1)
+    expected = [int(torch.randint(1000, ())) for _ in range(4)]
+    torch.manual_seed(1)
+    assert torch.cat(list(rest)).tolist() == expected
+
+
 def test_batches_of_loaders_that_begin_nowhere_else_are_discarded(caplog):
     assert list(batches_from([1, 2, 3], Position(batches=2))) == [3]
     assert "2 batches of list are read and discarded" in caplog.text

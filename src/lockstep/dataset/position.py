@@ -413,7 +413,7 @@ def without_batches(loader: Any, count: int) -> Any:
     if type(loader).__iter__ is not DataLoader.__iter__:
         return None
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    return with_parts(loader, **{name: _rest(getattr(loader, name), count)})
+    return with_parts(loader, **{name: _Rest(getattr(loader, name), count)})
 
 
 def loader_state(loader: Any) -> Any:
@@ -439,11 +439,17 @@ def restore_loader_state(loader: Any, state: Any) -> bool:
     return True
 
 
-def _rest(sampler: Any, count: int) -> Iterator[Any]:
-    """Yield what a sampler or a batch sampler draws after its first `count` items."""
-    items = iter(sampler)
-    next(islice(items, count, count), None)
-    yield from items
+class _Rest:
+    """What a sampler or a batch sampler yields after its first `count` items."""
+
+    def __init__(self, sampler: Any, count: int) -> None:
+        self.sampler = sampler
+        self._count = count
+
+    def __iter__(self) -> Any:
+        items = iter(self.sampler)
+        next(islice(items, self._count, self._count), None)  # now: the training goes on from the random state after it
+        return items
 
 
 def _set_epoch_of(dataset: Any, epoch: int) -> bool:
