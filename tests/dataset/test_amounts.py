@@ -6,7 +6,7 @@ import pytest
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 
 from lockstep.dataset import DefaultSampler, InfiniteSampler
-from lockstep.dataset.position import ENDLESS, global_order_of, has_certain_length
+from lockstep.dataset.position import ENDLESS, certain_amount, global_order_of
 
 
 class Boastful(SequentialSampler):
@@ -30,14 +30,14 @@ def test_it_is_what_a_pass_yields(drop_last):
     order = global_order_of(loader)
     sizes = [len(batch) for batch in loader]
     assert [order.size_of(index, order.share(0, 0)) for index in range(5)] == sizes + [0] * (5 - len(sizes))
-    assert has_certain_length(loader)
+    assert certain_amount(loader) == (7, 3, drop_last)
 
 
 def test_there_may_be_no_end():
     loader = DataLoader(range(7), batch_size=3, sampler=InfiniteSampler(range(7), seed=0))
     order = global_order_of(loader)
     assert (order.share(0, 0), order.size_of(10**6, order.share(0, 0))) == (ENDLESS, 3)
-    assert has_certain_length(loader)
+    assert certain_amount(loader) == (ENDLESS, 3, False)
 
 
 @pytest.mark.parametrize(
@@ -52,4 +52,4 @@ def test_there_may_be_no_end():
     ],
 )
 def test_where_it_is_not_sure_nothing_is_said(loader):
-    assert not has_certain_length(loader)
+    assert certain_amount(loader) is None

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from lockstep.dataset import DefaultSampler, ShardedSampler, build_dataloader, is_rank_aware, length_of, set_epoch
-from lockstep.dataset.position import begun_at, global_order_of, has_certain_length
+from lockstep.dataset.position import begun_at, certain_amount, global_order_of
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError
 from lockstep.runner.uneven_inputs import EvenBatches
@@ -174,7 +174,7 @@ def test_in_training_all_ranks_have_equally_many_and_in_evaluation_each_sample_i
         parts = all_gather_object([int(batch) for batch in loader])
         assert list(map(len, parts)) == amounts
         assert len(loader) == amounts[get_rank()]
-        assert has_certain_length(loader)
+        assert certain_amount(loader) is not None
         assert global_order_of(loader).share(0, get_rank()) == amounts[get_rank()]
         assert sorted(flat(parts)) == sorted(drawn if evaluation else drawn + drawn[:3])
     with pytest.raises(ConfigError, match=r"at least 4 samples, one for each rank, but has 2 \(rank \d of 4\)"):

@@ -11,7 +11,7 @@ from textwrap import dedent
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from lockstep.dataset import DefaultSampler, InfiniteSampler, build_dataloader
 from lockstep.dataset.position import Position
@@ -69,9 +69,15 @@ def test_whoever_has_nothing_gets_the_batch_of_another():
 
 
 @ranks(2)
+@pytest.mark.parametrize("kind", ["lockstep's", "torch's", "of its own"])
 @pytest.mark.parametrize(("samples", "own"), [(8, [[2, 2], [2, 2]]), (7, [[2, 2], [2, 1]])])
-def test_nothing_is_told_where_samplers_know(samples, own):
+def test_nothing_is_told_where_samplers_know(kind, samples, own):
     loader = build_dataloader({"dataset": range(samples), "batch_size": 2, "sampler": {"round_up": False}}, seed=0)
+    if kind == "torch's":  # which leaves out what can't be shared out
+        sampler = DistributedSampler(range(samples), drop_last=True)
+        loader, own = DataLoader(range(samples), 2, sampler=sampler), [[2, 2], [2, 2]] if samples == 8 else [[2, 1]] * 2
+    elif kind == "of its own":
+        loader = DataLoader(range(sum(own[get_rank()])), 2, shuffle=True)
     even = EvenBatches(loader)
     # One after the other: whoever waited for the other would wait for ever.
     for rank in range(2):

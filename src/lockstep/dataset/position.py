@@ -81,19 +81,22 @@ class Position:
 BEGINNING = Position()
 
 
-def has_certain_length(loader: Any) -> bool:
-    """Return whether a pass through `loader` yields as many samples as the length of its sampler says.
+def certain_amount(loader: Any) -> tuple[int, int, bool] | None:
+    """Return how many samples a pass through `loader` yields on this rank, its batch size and `drop_last`.
 
-    It does for a torch `DataLoader` over a map-style dataset with torch's own `BatchSampler` and with a sampler of
-    torch or lockstep. The length of a user's own sampler may be wrong.
+    It is None where that is not certain: for all but a torch `DataLoader` over a map-style dataset with torch's own
+    `BatchSampler` and with a sampler of torch or lockstep. The length of a user's own sampler may be wrong.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return False
-    if type(loader.batch_sampler) is not data.BatchSampler:
-        return False
-    sampler = loader.batch_sampler.sampler
-    drawn = sampler.sampler if type(sampler) is ShardedSampler else sampler
-    return type(drawn) in _RELIABLE and isinstance(sampler, Sized | InfiniteSampler)
+        return None
+    batches = loader.batch_sampler
+    if type(batches) is not data.BatchSampler:
+        return None
+    drawn = batches.sampler.sampler if type(batches.sampler) is ShardedSampler else batches.sampler
+    if type(drawn) not in _RELIABLE or not isinstance(batches.sampler, Sized | InfiniteSampler):
+        return None
+    samples = len(batches.sampler) if isinstance(batches.sampler, Sized) else ENDLESS
+    return samples, batches.batch_size, batches.drop_last
 
 
 def batch_size_of(batch: Any) -> int:

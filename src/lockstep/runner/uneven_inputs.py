@@ -19,12 +19,13 @@ from lockstep.dataset.position import (
     BEGINNING,
     CountedBatches,
     Drawn,
+    GlobalOrder,
     Position,
     batches_from,
+    certain_amount,
     check_alike,
     check_heads,
     global_order_of,
-    has_certain_length,
     head_of,
     loader_state,
 )
@@ -98,13 +99,13 @@ class EvenBatches:
         self._loader = loader
         self._count = count
         self._rank, self._world_size = get_rank(), get_world_size()
-        own = count is None and has_certain_length(loader)
+        own = certain_amount(loader) if count is None else None
         self._is_stream = isinstance(loader, StreamLoader)
         compares = self._is_stream and loader.dataset.compares
         gathered = all_gather_object(
             (own, length_of(loader), global_order_of(loader), _shard_of(loader), _layout_of(loader), compares)
         )
-        certain, lengths, orders, self._shards, layouts, compare = (
+        amounts, lengths, orders, self._shards, layouts, compare = (
             list(column) for column in zip(*gathered, strict=True)
         )
         self._compares = all(compare)
@@ -113,7 +114,7 @@ class EvenBatches:
         self.length = None if self.lengths is None else max(self.lengths)
         self.is_resumable = all(getattr(part, "resumable", True) for part in parts_of(drawn_from(loader)[0]))
         self.global_order = orders[0] if self.is_resumable and all(order == orders[0] for order in orders) else None
-        self._knows_shares = all(certain) and self.global_order is not None
+        self._amounts: list[tuple[int, int, bool]] | None = None if None in amounts else amounts
         knows_ranks = is_rank_aware(loader.dataset.dataset if self._is_stream else loader)
         self._looks_for_repeats = shards == self._world_size and self.global_order is None and not knows_ranks
         self._checksums: list[int | None] = []  # of the first two batches
@@ -128,11 +129,14 @@ class EvenBatches:
         order, shares, first = self.global_order, None, begin.batches
         if order is not None:  # what is left of it is shared out anew
             first = 0
-            if self._knows_shares:
+            if self._amounts is not None:
                 shares = [order.share(begin.items or 0, shard) for shard in self._shards]
+        elif self._amounts is not None and len({amount[1:] for amount in self._amounts}) == 1:
+            shares = [samples for samples, _, _ in self._amounts]
+            order = GlobalOrder("samples", 1, self._amounts[0][1], None, self._amounts[0][2])  # of each rank's own
         try:
             if self._world_size > 1 and (shares is None or len(set(shares)) > 1):
-                yield from self._in_step(batches, shares, first)
+                yield from self._in_step(batches, order, shares, first)
                 return
             for index, batch in enumerate(batches, start=first):
                 self._look(batch)
@@ -232,8 +236,9 @@ class EvenBatches:
             return int(self._count(batch))  # perhaps a tensor
         return batch_size_of(batch) if batches.samples is None else batches.samples
 
-    def _in_step(self, batches: CountedBatches, shares: Sequence[int] | None, first: int) -> Iterator[Batch]:
-        order = self.global_order
+    def _in_step(
+        self, batches: CountedBatches, order: GlobalOrder | None, shares: Sequence[int] | None, first: int
+    ) -> Iterator[Batch]:
         for index in count(first):
             batch = next(batches, _NONE)
             self._look(batch)
