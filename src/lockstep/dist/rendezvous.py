@@ -42,16 +42,18 @@ def meet(topology: Topology, store: Store | None, port: int | None, timeout: tim
     **Raises**: TopologyError if no address is known or the port is taken; CollectiveTimeoutError if rank 0 is not found
     in time.
     """
-    # Separates the keys of a group from those of former groups in a store that outlives them, and of other jobs. A
-    # launcher that restarts a job may use the same store again (without this, 5 of 6 restarts over gloo hang or fail,
-    # torch 2.13), and so may a process that leaves a group and joins another.
-    prefix = f"lockstep/{topology.job_key}/attempt_{topology.restart_count}/group_{generation}"
+    # Separates the keys of a group from those of former groups in a store that outlives them. A launcher that restarts
+    # a job may use the same store again (without this, 5 of 6 restarts over gloo hang or fail, torch 2.13), and so may
+    # a process that leaves a group and joins another.
+    prefix = f"lockstep/attempt_{topology.restart_count}/group_{generation}"
     if store is not None:
         return PrefixStore(prefix, store)
     if topology.launcher == "none":
         return HashStore()
     host = LOOPBACK if is_one_node(topology) and not topology.agent_store else _host_of_rank_0(topology)
-    port = port or topology.master_port or _port_of_job(topology)
+    port = port or topology.master_port
+    if port is None:  # another job may serve there; only this job's ranks know its key
+        port, prefix = _port_of_job(topology), f"{topology.job_key}/{prefix}"
     if topology.agent_store:
         return PrefixStore(prefix, _connect(host, port, topology, timeout))
     if topology.rank != 0:
