@@ -117,7 +117,9 @@ def init_dist(
         load_engine(init_backend)  # fails before the others wait
     address = (topology.master_addr, port or topology.master_port)
     device = _bind_device(topology, backend)
-    if device is not None:
+    if device is not None and not _generations:
+        # Not for a second group: torch splits a group with a device for each axis of a DeviceMesh, and that ends the
+        # process by SIGSEGV unless the group is the first of its process (torch 2.11, 2.13; pytorch/pytorch#192106).
         kwargs.setdefault("device_id", device)
     with ExitStack() as undo:
         if is_one_node(topology):
