@@ -21,7 +21,7 @@ model, optimizers, loader = session.prepare(model, optimizers, loader)
 
 for _ in session.epochs(10):
     for (real,) in loader:
-        drawn = model["generator"](torch.randn(len(real), 4))
+        drawn = model["generator"](torch.randn(len(real), 4, device=real.device))
         loss_critic = softplus(-model["critic"](real)).mean() + softplus(model["critic"](drawn.detach())).mean()
         optimizers["critic"].update_params(loss_critic)
         model["critic"].requires_grad_(False)  # used for the generator's loss, but not trained by it
@@ -30,5 +30,6 @@ for _ in session.epochs(10):
         model["critic"].requires_grad_(True)
         session.log(loss_critic=loss_critic, loss_generator=loss_generator)
     with torch.no_grad():
-        radius = model["generator"](torch.randn(512, 4)).norm(dim=1).mean().item()  # on every rank: FSDP needs them all
+        points = model["generator"](torch.randn(512, 4, device=real.device))  # on every rank: FSDP needs them all
+        radius = points.norm(dim=1).mean().item()
     session.log_metrics(radius=radius)  # that of real points is 1

@@ -3,7 +3,7 @@
 Usage: job.py HOW FOLDER, where HOW says how the group is made: `alone`, by torch with the device's backend alone;
 `default`, by init_dist; `named`, by init_dist with the name of that backend, and then no more is tried; `own`,
 `shared` and `hosts`, the same where each rank sees one device alone, its own or one for all; with `hosts`, each is a
-host of its own to NCCL.
+host of its own to NCCL. `again`: by init_dist for a second time, for a mesh of four ranks.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from sim import cost, counts, simulator
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from lockstep import dist
 from lockstep.dist.consistency import FIRST_CALLS
@@ -57,11 +58,18 @@ def main(how: str, folder: Path) -> None:
         torch_dist.init_process_group("simccl", timeout=timedelta(seconds=120))
     else:
         dist.init_dist("pytorch", backend=None if how == "default" else "simccl", timeout=120)
+    if how == "again":
+        dist.destroy_dist()
+        dist.init_dist("pytorch", timeout=120)
     results = folder / f"rank_{dist.get_rank()}.json"
     config = torch_dist.get_backend_config(dist.get_default_group())
     found: dict[str, Any] = {"device": str(dist.get_comm_device()), "backends": [dist.get_backend(), str(config)]}
+    if how == "again":
+        mesh = init_device_mesh("sim", (2, 2), mesh_dim_names=("replicate", "shard"))
+        torch_dist.all_reduce(ones := torch.ones(1, device="sim"), group=mesh.get_group("shard"))
+        found["sum"] = ones.item()
     results.write_text(json.dumps(found))
-    if how in ("named", "own", "hosts"):
+    if how in ("named", "own", "hosts", "again"):
         return
     from calls import CALLS  # with tensors on this rank's device
 

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from lockstep import Runner, Session, dist
+from lockstep.evaluator import BaseMetric
 from lockstep.hooks import Hook
+from lockstep.registry import METRICS
 
 DEVICE = "sim"
 STEPS = 24
@@ -67,6 +69,20 @@ class Scaled(Net):
         return {"loss": (self.scale * self.layers(x) - y).square().mean(), "scale": self.scale}
 
 
+class Own(Net):
+    """With steps of its own, which get their batches on the device."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        assert data[0].device.type == DEVICE
+        loss = self(*data)["loss"]
+        optim_wrapper.update_params(loss)
+        return {"loss": loss.detach()}
+
+    def val_step(self, data: Any) -> Any:
+        assert data[0].device.type == DEVICE
+        return self.layers(data[0]), data[1]
+
+
 DATA = TensorDataset(torch.arange(4.0 * SIZE * STEPS).view(-1, 2) / 64, torch.ones(2 * SIZE * STEPS, 1))
 
 
@@ -79,12 +95,23 @@ def loader(**changes: Any) -> dict[str, Any]:
     return {"dataset": DATA, "batch_size": SIZE, "shuffle": False, **changes}
 
 
+@METRICS.register_module()
+class Distance(BaseMetric):
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        predicted, wanted = data_samples
+        self.results.append((predicted - wanted).square().mean())
+
+    def compute_metrics(self, results: list[Tensor]) -> dict[str, float]:
+        return {"distance": torch.stack(results).mean().item()}
+
+
 ADAMW = {"optimizer": {"type": "AdamW", "lr": 0.01}, "clip_grad": {"max_norm": 1.0}}
 # What is unlike a plain training.
 CASES: dict[str, dict[str, Any]] = {
     "ddp": {"model": lambda: Net(nn.BatchNorm1d(4))},
     "fsdp": {"strategy": "fsdp"},
     "fsdp with a parameter of dimension 0": {"strategy": "fsdp", "model": Scaled},
+    "own steps": {"model": Own, "val_dataloader": loader(), "val_evaluator": {"type": "Distance"}},
     "a stream": {"train_dataloader": loader(dataset=Stream())},
     "batch_size_of": {"train_cfg": {"batch_size_of": lambda batch: batch[0].shape[0]}},
     "workers": {"train_dataloader": loader(num_workers=1)},

@@ -81,3 +81,7 @@ def test_a_device_that_two_ranks_see_is_refused(start: Start, tmp_path: Path) ->
 
 def test_ranks_that_are_hosts_of_their_own_to_nccl_may_share_a_device(start: Start, tmp_path: Path) -> None:
     assert [rank["device"] for rank in launch(start, tmp_path, 2, "job.py", "hosts")] == ["sim:0", "sim:0"]
+
+
+def test_a_mesh_of_a_processs_second_group_has_working_groups(start: Start, tmp_path: Path) -> None:
+    assert [rank["sum"] for rank in launch(start, tmp_path, 4, "job.py", "again")] == [2.0] * 4

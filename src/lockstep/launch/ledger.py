@@ -31,8 +31,10 @@ from lockstep.masking import printable
 
 # Signals that end a rank from outside, or after a crash. An abort may follow the failure of another rank.
 _ABORTED = (
-    "By SIGABRT gloo, on the CPU, ends a process that gets more bytes than it expects: ranks may have made calls that "
-    "differ. LOCKSTEP_CHECK=always compares each call of lockstep's before it runs, and names both lines."
+    "On a GPU, torch ends a process by SIGABRT after a kernel has failed, as for a label that is out of range: the "
+    "first 'Assertion' or 'CUDA error' above says why, and CUDA_LAUNCH_BLOCKING=1 where. On the CPU, gloo ends one "
+    "that gets more bytes than it expects: ranks may have made calls that differ. LOCKSTEP_CHECK=always compares "
+    "each call of lockstep's before it runs, and names both lines."
 )
 _KILLED = "The launcher did not send it. Where nobody else did, the machine may have run out of memory."
 _OUT_OF_MEMORY = (

@@ -58,7 +58,8 @@ def preprocess(core: nn.Module, data: Any, *, training: bool) -> Any:
     if (preprocessor := getattr(core, "data_preprocessor", None)) is not None:
         return preprocessor(data, training)
     parameter = next(core.parameters(), None)
-    return data if parameter is None else move_to_device(data, parameter.device)
+    # Weights that are offloaded lie on the CPU, and compute on the device, where a loop has moved the batch.
+    return data if parameter is None or parameter.is_cpu else move_to_device(data, parameter.device)
 
 
 def call_forward(model: nn.Module, core: nn.Module, batch: Any, mode: Mode) -> Any:

@@ -164,7 +164,7 @@ class EvalLoop:
             data_batch = batch.data
             if batch.is_own:
                 runner.call_hook(f"before_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch)
-            moved = runner.prefetch(data_batch)
+            moved = runner.to_device(data_batch)
             begin_compiled_step()
             if not batch.is_own:
                 step(moved)  # the other ranks need this rank's forward pass

@@ -188,7 +188,7 @@ class TrainLoop(ABC):
         """Take a training step on a batch, and call the hooks before and after it."""
         runner = self.runner
         self._begin_iter(batch_idx, batch)
-        moved = runner.prefetch(batch.data)
+        moved = runner.to_device(batch.data)
         begin_compiled_step()
         # A repeated batch changes neither gradients nor running statistics.
         with nullcontext() if batch.is_own else buffers_kept(runner.model):

@@ -19,7 +19,6 @@ from lockstep.errors import ConfigError
 from lockstep.evaluator.evaluator import plain_value
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.compiling import begin_compiled_step
-from lockstep.model.preprocessor import move_to_device
 from lockstep.model.shards import own_shard
 from lockstep.model.wrapper import forwarded
 from lockstep.optim import OptimWrapper, OptimWrapperDict
@@ -135,7 +134,7 @@ class OwnLoop(TrainLoop):
 
     def _batches(self, batches: Iterator[Batch], start: int) -> Iterator[Any]:
         """Yield each batch for one iteration of the user's code."""
-        run, is_endless, device = self.runner, self.max_epochs is None, torch.device(get_device())
+        run, is_endless = self.runner, self.max_epochs is None
         is_plain = unwrap_model(run.model) is run.model and type(run.optim_wrapper) is OptimWrapper
         nothing: AbstractContextManager[None] = nullcontext()
         self._stop_if_asked()
@@ -147,7 +146,7 @@ class OwnLoop(TrainLoop):
             self._is_stepping = self._is_uncounted = True
             try:
                 with nothing if is_plain else self._led(), nothing if batch.is_own else buffers_kept(run.model):
-                    moved = move_to_device(run.prefetch(batch.data), device) if self.has_data else self.iter
+                    moved = run.to_device(batch.data) if self.has_data else self.iter
                     begin_compiled_step()
                     yield moved
             finally:
@@ -165,7 +164,7 @@ class OwnLoop(TrainLoop):
 
     def evaluation_batches(self, loader: Any) -> Iterator[Any]:
         """Yield equally many batches on every rank; training then draws the same random numbers as without."""
-        model, device = self.runner.model, torch.device(get_device())
+        model = self.runner.model
         context = model.evaluation_context() if isinstance(model, ModelWrapper) else nullcontext()
         set_epoch(loader, 0)
         may_stop = not self._is_stepping  # in the midst of an iteration nothing can be saved
@@ -176,7 +175,7 @@ class OwnLoop(TrainLoop):
                     self.runner.agreement.stop_if_asked()
                 self.counts = batch.is_own
                 self._samples_to_gather = round(batch.mean_samples * run.data_shard.size)
-                moved = move_to_device(self.runner.prefetch(batch.data), device)
+                moved = self.runner.to_device(batch.data)
                 begin_compiled_step()
                 yield moved
 

@@ -28,6 +28,7 @@ from lockstep.errors import ConfigError, no_attribute
 from lockstep.location import Location, locate
 from lockstep.logging import JsonLinesSink, MessageHub
 from lockstep.model import unwrap_model
+from lockstep.model.preprocessor import move_to_device
 from lockstep.model.shards import reshard
 from lockstep.optim import OptimWrapper, ParamScheduler
 from lockstep.runner.arguments import RunnerArguments, named_loaders
@@ -220,10 +221,12 @@ class Run(Workspace):
         """Let the model have the weights that its optimizer trains, or those to evaluate; here it has none."""
 
     @cached_property
-    def prefetch(self) -> Callable[[Any], Any]:
-        """Begins to copy a batch to the device if `prefetch_to_device` asks for it, else returns it as it is."""
-        device = torch.device(get_device())
-        return prefetching(device) if self.args.prefetch_to_device and device.type != "cpu" else lambda batch: batch
+    def to_device(self) -> Callable[[Any], Any]:
+        """Moves a batch to the device, on a stream of its own if `prefetch_to_device` asks for it."""
+        if get_device() == "cpu":
+            return lambda batch: batch
+        device = torch.device(get_device(), torch.accelerator.current_device_index())
+        return prefetching(device) if self.args.prefetch_to_device else partial(move_to_device, device=device)
 
     def close(self, *, failed: bool) -> None:
         """Close hooks, visualizers, records, and data loaders, whose workers end; which after an error might hang."""
