@@ -8,6 +8,7 @@ from torch.nn.functional import softplus
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Session
+from lockstep.dist import all_reduce
 
 session = Session("work_dirs/gan", strategy=sys.argv[1] if sys.argv[1:] else None, randomness=dict(seed=0))
 angles = torch.rand(2048, generator=torch.Generator().manual_seed(0)) * 6.28
@@ -31,5 +32,6 @@ for _ in session.epochs(10):
         session.log(loss_critic=loss_critic, loss_generator=loss_generator)
     with torch.no_grad():
         points = model["generator"](torch.randn(512, 4, device=real.device))  # on every rank: FSDP needs them all
-        radius = points.norm(dim=1).mean().item()
-    session.log_metrics(radius=radius)  # that of real points is 1
+        radius = points.norm(dim=1).mean()
+        all_reduce(radius, op="mean")  # each rank has drawn its own
+    session.log_metrics(radius=radius.item())  # that of real points is 1
