@@ -14,9 +14,10 @@ from torch._dynamo.utils import counters
 from torch.utils.data import TensorDataset
 
 from lockstep.dist import get_world_size, init_dist
+from lockstep.errors import ConfigError
 from lockstep.model import compile_in_place
 from lockstep.runner import Runner
-from lockstep.strategy import FSDPStrategy
+from lockstep.strategy import FSDPStrategy, build_strategy
 from lockstep.testing import ranks, run_ranks
 
 from .heads import Block, Heads
@@ -128,3 +129,9 @@ def test_only_the_outermost_units_are_compiled_each_by_itself():
     compile_in_place(model, model.blocks, {"backend": "eager"})
     assert [type(block) for block in model.blocks] == [Block, Block]
     assert all("forward" in vars(block) for block in model.blocks)
+
+
+@pytest.mark.parametrize("name", ["single", "fsdp"])
+def test_it_is_no_argument_of_a_strategy(name: str):
+    with pytest.raises(ConfigError, match="`compile` must be an argument of the Runner or the Session"):
+        build_strategy({"type": name, "compile": True})

@@ -167,6 +167,8 @@ def build_strategy(strategy: Strategy | Mapping[str, Any] | str | None) -> Strat
         strategy = "single" if get_world_size() == 1 else "ddp"
     cfg = {"type": strategy} if isinstance(strategy, str) else dict(strategy)
     converters = cfg.pop("converters", ())
+    if "compile" in cfg:
+        raise ConfigError("`compile` must be an argument of the Runner or the Session, but is one of the strategy")
     built = STRATEGIES.build(cfg)
     if not isinstance(built, Strategy):
         raise TypeError(f"`strategy` must build a Strategy, but built {built!r}")
