@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lockstep.launch.elastic import _SECONDS_OF_A_PRESS
+
 BEGIN = """
 import os, signal, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
@@ -156,6 +158,7 @@ def test_ranks_that_are_deaf_end_at_the_second_ctrl_c(tmp_path):
     with Job(tmp_path, BEGIN + DEAF + READY, "--grace-seconds", "600") as job:
         job.process.send_signal(signal.SIGINT)
         assert job.said("Ctrl-C once more")
+        time.sleep(_SECONDS_OF_A_PRESS)
         job.process.send_signal(signal.SIGINT)
         assert job.process.wait(timeout=20) == 130  # 0.1 s here
         job.check_nothing_left()
