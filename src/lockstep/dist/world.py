@@ -143,8 +143,8 @@ def init_dist(
     assert pg is not None  # made a moment ago
     groups.topologies[pg] = topology
     groups.timeouts[pg] = duration or _TIMEOUT
+    _generations[address] += 1
     if topology.world_size > 1:
-        _generations[address] += 1
         start_watch()
     atexit.register(_destroy_at_exit)
     if init_backend != "torch":
@@ -233,17 +233,18 @@ def is_distributed() -> bool:
 def _checked_backend(backend: str | None) -> str:
     if backend is None:
         return _default_backend()
+    backend = backend.lower()
     known = torch_dist.Backend.backend_list
     for entry in backend.split(","):
-        name = entry.rpartition(":")[2].lower()
+        name = entry.rpartition(":")[2]
         if name not in known or name == "undefined":
             raise ValueError(
                 f"`backend` must name backends of torch.distributed ({', '.join(sorted(set(known) - {'undefined'}))}), "
                 f"but is {backend!r}"
             )
-    devices = torch_dist.Backend.backend_capability.get(backend.lower(), ["cpu"])
+    devices = torch_dist.Backend.backend_capability.get(backend, ["cpu"])
     if "cpu" not in devices and torch_dist.is_gloo_available():
-        return ",".join(["cpu:gloo", *(f"{device}:{backend.lower()}" for device in devices)])
+        return ",".join(["cpu:gloo", *(f"{device}:{backend}" for device in devices)])
     return backend
 
 
@@ -297,7 +298,7 @@ def _refuse_shared(device: torch.device | None, topology: Topology, store: Store
     **Collective**: every rank of the node. **Cost**: a key in the store, and the keys of the node's other ranks.
 
     Raises:
-        TopologyError: on all ranks of the node that share a device.
+        TopologyError: on all ranks of the node, if two of them share a device.
     """
     uuid = ""
     if device is not None:
@@ -306,10 +307,13 @@ def _refuse_shared(device: torch.device | None, topology: Topology, store: Store
         uuid = f"{getattr(properties, 'uuid', None) or device.index} {os.environ.get('NCCL_HOSTID', '')}"
     keys = [f"device/{topology.node_rank}/{local_rank}" for local_rank in range(topology.local_size)]
     store.set(keys[topology.local_rank], uuid)
-    if uuid and [store.get(key).decode() for key in keys].count(uuid) > 1:
+    found = [store.get(key).decode() for key in keys]
+    sharing = [str(local_rank) for local_rank, one in enumerate(found) if one and found.count(one) > 1]
+    if sharing:
         raise TopologyError(
-            f"each rank must have a device of its own, but rank {topology.rank} of {topology.world_size} has {device}, "
-            "which other ranks of its node have, too. Start one rank for each device, or use backend='gloo' to share it"
+            f"each rank must have a device of its own, but the local ranks {', '.join(sharing)} share one with another "
+            f"(rank {topology.rank} of {topology.world_size}, on {device}). Start one rank for each device, or use "
+            "backend='gloo' to share them"
         )
 
 
