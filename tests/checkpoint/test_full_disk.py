@@ -225,7 +225,7 @@ def test_no_error_of_a_disk_is_lost_that_takes_a_file_while_more_is_written(tmp_
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", failing)
-    with pytest.raises(OSError, match="Input/output error"), writing(tmp_path / "file", 0) as file:
+    with pytest.raises(OSError, match="Input/output error"), writing(tmp_path / "file", 0) as file:  # noqa: PT012
         for _ in range(3):
             wait([file._flush])
             file.write(bytes(33 * MIB))
