@@ -484,11 +484,22 @@ def test_what_is_to_be_computed_again_is_found_or_missed_by_name():
         checkpoint_activations(seeded(), ["Blok"])
 
 
-def test_what_is_computed_again_keeps_no_cache():
-    net = seeded()
-    net.config = SimpleNamespace(use_cache=True)  # as models of transformers have
+def test_what_is_computed_again_keeps_no_cache_where_gradients_follow():
+    class Cached(Net):
+        config = SimpleNamespace(use_cache=True)  # as models of transformers have
+
+        def forward(self, x: Tensor, use_cache: bool | None = None) -> tuple[Tensor, bool | None]:
+            return super().forward(x), use_cache
+
+    net = Cached()
+    with pytest.raises(ValueError, match="accepts none of those"):
+        checkpoint_activations(net, lambda module: False)
+    assert net(INPUTS)[1] is None
     checkpoint_activations(net, [Block])
-    assert not net.config.use_cache
+    assert net(INPUTS)[1] is net(INPUTS, use_cache=True)[1] is False
+    with torch.no_grad():
+        assert net(INPUTS)[1] is None
+    assert net.config.use_cache
 
 
 @ranks(1, fresh=True)
