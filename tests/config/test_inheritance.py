@@ -286,6 +286,14 @@ def test_a_name_of_the_config_itself_is_no_key(key, write):
     assert Config({"model": {key: 1}}).model[key] == 1
 
 
+@pytest.mark.parametrize("suffix", ["py", "yaml", "json"])
+def test_a_file_that_is_not_utf_8_is_named(tmp_path, suffix):
+    path = tmp_path / f"c.{suffix}"
+    path.write_bytes(b"a = '\xe9'")
+    with pytest.raises(ConfigError, match=f"^{path}: must be text in UTF-8, but is not at byte 5$"):
+        Config.fromfile(path)
+
+
 # A YAML or JSON config is data: nothing that it says is imported or run unless its reader trusts it.
 
 

@@ -40,7 +40,8 @@ def read_file(path: Path) -> ConfigFile:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ConfigError: it is a folder, its suffix is unknown, or it has a syntax error; the message names the line.
+        ConfigError: it is a folder, its suffix is unknown, it cannot be read, or it has a syntax error; the message
+            names the line.
     """
     kind = _KINDS.get(path.suffix)
     if path.is_dir():
@@ -53,7 +54,13 @@ def read_file(path: Path) -> ConfigFile:
         if not path.parent.is_dir():
             hint = f", nor a folder `{path.parent}`"
         raise FileNotFoundError(f"there is no config file `{path}`{hint}")
-    return kind(path, path.read_text(encoding="utf-8"))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: must be text in UTF-8, but is not at byte {error.start}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    return kind(path, text)
 
 
 @dataclass(frozen=True, slots=True)

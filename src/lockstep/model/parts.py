@@ -102,8 +102,8 @@ def refuse_sparse_gradients(model: nn.Module, where: str, ignored: Collection[nn
         is_sparse = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad
         if is_sparse and part not in ignored:
             raise ConfigError(
-                f"`{name}.sparse` must be False under {where}, which sends dense gradients, but is True. Set it to "
-                "False, or use strategy 'ddp'"
+                f"`{f'{name}.sparse'.lstrip('.')}` must be False under {where}, which sends dense gradients, "
+                "but is True. Set it to False, or use strategy 'ddp'"
             )
 
 
