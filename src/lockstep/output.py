@@ -21,16 +21,24 @@ _FAILING = ("strict", "surrogateescape", "surrogatepass")  # what Python chooses
 
 
 class _Lossy(io.FileIO):
-    """A file that drops what can't be written."""
+    """A file that drops what can't be written.
+
+    Attributes:
+        error: why something was dropped, the last time; None if all was written.
+    """
+
+    error: OSError | None = None
 
     def write(self, data: ReadableBuffer, /) -> int:
         view, written = memoryview(data).cast("B"), 0
-        with suppress(OSError):
+        try:
             while written < len(view):  # of a pipe that somebody has set to not block, it may be a part, or nothing
                 part = super().write(view[written:])
                 if part is None:
                     select.select([], [self], [])
                 written += part or 0
+        except OSError as error:
+            self.error = error
         return len(view)
 
 
@@ -54,6 +62,14 @@ def tolerate_closed_output() -> None:
             is_unbuffered = isinstance(stream.buffer, io.RawIOBase)  # python -u
             errors = _ESCAPES if stream.errors in _FAILING else stream.errors
             setattr(sys, name, _stream(number, stream.encoding, errors, stream.line_buffering, is_unbuffered))
+
+
+def lost_output() -> OSError | None:
+    """Return why something on standard output was dropped; None if nothing was, or if its reader has gone by choice."""
+    print(end="", flush=True)
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", getattr(sys.stdout, "buffer", None))
+    error = raw.error if isinstance(raw, _Lossy) else None
+    return None if isinstance(error, BrokenPipeError) else error
 
 
 def _stream(

@@ -180,3 +180,6 @@ def test_a_damaged_pointer_is_noticed(number: int, tmp_path: Path):
         assert path == pointer
         assert "is damaged" in str(fault)
         assert [path.name for path, _ in others] == ["epoch_11", "epoch_3", "epoch_1"]
+    pointer.write_bytes(good + bytes(4096))
+    with pytest.raises(ConfigError, match=r"at most 2,048 bytes, but has [\d,]+\. It names no checkpoint\. Remove it$"):
+        find_last_checkpoint(tmp_path)

@@ -8,6 +8,8 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import wait
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.checkpoint import candidates, find_last_checkpoint, load_state, save_state, verify
+from lockstep.checkpoint.files import writing
 from lockstep.dist import all_gather_object, barrier, get_rank, get_world_size
 from lockstep.runner import Runner
 from lockstep.testing import run_ranks
@@ -210,3 +213,19 @@ def train_on(disk: Path, elsewhere: Path, async_save: bool) -> None:
 @pytest.mark.parametrize("body", [train_until_it_is_full, train_on])
 def test_a_training_on_a_disk_that_gets_full(body: Any, async_save: bool, disk: Path, tmp_path: Path):
     run_ranks(2, body, disk, tmp_path, async_save)
+
+
+def test_no_error_of_a_disk_is_lost_that_takes_a_file_while_more_is_written(tmp_path: Path, monkeypatch: Any):
+    """An error of a disk is told once, to the call that waits for it: here the second one of four."""
+    calls, fsync = count(), os.fsync
+
+    def failing(descriptor: int) -> None:
+        if next(calls) == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(OSError, match="Input/output error"), writing(tmp_path / "file", 0) as file:  # noqa: PT012
+        for _ in range(3):
+            wait([file._flush])
+            file.write(bytes(33 * MIB))

@@ -116,6 +116,13 @@ def test_a_checkpoint_that_vanishes_while_it_is_read_is_called_removed(where: st
         read_whole(stored, "model.w")
 
 
+def test_what_cannot_be_read_is_not_called_removed(tmp_path: Path):
+    last = tmp_path / "epoch_1"
+    last.symlink_to(last)  # nobody can tell what is in it, as of a folder of another user
+    with pytest.raises(ConfigError, match=r"epoch_1/manifest\.json cannot be read: Too many levels of symbolic links"):
+        verify(last)
+
+
 @ranks(2)
 def test_two_ranks_remove_what_they_have_resumed_from(tmp_path: Path):
     hook = {"checkpoint": {"max_keep_ckpts": 1}}

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from lockstep.config import Config
-from lockstep.errors import ConfigError
-from lockstep.registry import FUNCTIONS, MODELS, Registry
+from lockstep.errors import ConfigError, RegistryError
+from lockstep.registry import FUNCTIONS, METRICS, MODELS, Registry
 
 MODEL = "model = dict(type='Net', head=dict(type='Linear', width=3), stages=[1, 2])\nlr = 0.1\n"
 
@@ -286,6 +286,14 @@ def test_a_name_of_the_config_itself_is_no_key(key, write):
     assert Config({"model": {key: 1}}).model[key] == 1
 
 
+@pytest.mark.parametrize("suffix", ["py", "yaml", "json"])
+def test_a_file_that_is_not_utf_8_is_named(tmp_path, suffix):
+    path = tmp_path / f"c.{suffix}"
+    path.write_bytes(b"a = '\xe9'")
+    with pytest.raises(ConfigError, match=f"^{path}: must be text in UTF-8, but is not at byte 5$"):
+        Config.fromfile(path)
+
+
 # A YAML or JSON config is data: nothing that it says is imported or run unless its reader trusts it.
 
 
@@ -327,6 +335,9 @@ def evil(write, tmp_path, monkeypatch):
         ("c.yaml", "strategy: {model_wrapper: {comm_hook: evil.run}}\n", "`strategy.model_wrapper.comm_hook`"),
         ("c.yaml", "custom_hooks: [{type: EMAHook, ema_type: evil.run}]\n", "`custom_hooks.0.ema_type`"),
         ("c.yaml", "runner_type: evil.run\n", "`runner_type` = 'evil.run'"),
+        ("c.yaml", "strategy: {type: single, converters: [evil.run]}\n", "`strategy.converters.0` = 'evil.run'"),
+        ("c.yaml", "strategy: {type: fsdp, auto_wrap_policy: evil.run}\n", "`strategy.auto_wrap_policy` = 'evil.run'"),
+        ("c.yaml", "val_evaluator: [Accuracy, evil.run]\n", "`val_evaluator.1` = 'evil.run'"),
         ("c.yaml", "custom_imports: evil\n", "c.yaml:1: `custom_imports` imports modules"),
         ("c.yaml", "a: 1\ncustom_imports: {imports: [evil]}\n", "c.yaml:2: `custom_imports` imports modules"),
         ("c.yaml", "_base_: evil.py\n", "c.yaml:1: `_base_` leads to a program"),
@@ -464,6 +475,18 @@ def test_a_scope_that_is_also_a_module_gives_no_way_into_it(write, evil):
         assert not evil()
     finally:
         del FUNCTIONS._children["evil"]
+
+
+def test_what_data_name_under_any_key_is_not_imported_until_they_are_trusted(write, evil):
+    """Here two loaders give the keys their names."""
+    path = write("c.yaml", "val_evaluator: {seen: Accuracy, unseen: evil.run}\n")
+    named = Config.fromfile(path).val_evaluator.unseen
+    for look_up in (METRICS.get, METRICS.__getitem__, lambda name: METRICS.build({"type": name})):
+        with pytest.raises(RegistryError, match=r"`evil\.run` would be imported, but is named by .*--trust-config"):
+            look_up(named)
+    assert not evil()
+    Config.fromfile(path, trusted=True)
+    assert METRICS.get(named).__name__ == "run"
 
 
 def test_trust_lets_data_do_what_a_program_can(write, evil):

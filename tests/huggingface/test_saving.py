@@ -21,10 +21,11 @@ from transformers import (
 
 from lockstep.dist import get_rank, main_process_first
 from lockstep.errors import ConfigError
+from lockstep.model import checkpoint_activations
 from lockstep.testing import run_ranks
 from lockstep.weights import export_checkpoint
 
-from .training import Inside, logits, make, train_and_save, trained, with_state
+from .training import WORDS, Inside, logits, make, train_and_save, trained, with_state
 
 ROWS = [
     ("gpt2", "ddp", 2),
@@ -97,6 +98,21 @@ def test_another_dtype_is_written_into_the_config_too(tmp_path: Path) -> None:
     model = loaded(tmp_path / "saved", "gpt2")
     assert model.dtype == torch.bfloat16
     assert torch.equal(logits(model), logits(runner.model.bfloat16()))
+
+
+@pytest.mark.parametrize(("kind", "part"), [("gpt2", "GPT2Block"), ("llama", "LlamaDecoderLayer")])
+def test_activations_are_recomputed_without_a_cache_and_the_config_keeps_it(kind: str, part: str) -> None:
+    plain, checkpointed = make(kind).eval(), make(kind).eval()  # without dropout
+    checkpoint_activations(checkpointed, [part])
+    outputs = [model(input_ids=WORDS, labels=WORDS) for model in (plain, checkpointed)]
+    for output in outputs:
+        output.loss.backward()
+    for (name, one), other in zip(plain.named_parameters(), checkpointed.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad), name
+    assert outputs[1].cache is None
+    with torch.no_grad():
+        assert checkpointed(input_ids=WORDS).cache.get_seq_length() == WORDS.shape[1]
+    assert checkpointed.config.to_dict() == plain.config.to_dict()
 
 
 def adapted() -> PeftModel:

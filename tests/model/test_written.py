@@ -161,6 +161,8 @@ def test_an_embedding_with_a_maximum_norm_is_refused_at_once(wrapper: type, kind
         ConfigError, match=rf"`0\.max_norm` must be None .*, but is 1\.0: {kind.__name__} would shorten"
     ):
         wrapper(net)
+    with pytest.raises(ConfigError, match=r"^`max_norm` must be None"):
+        wrapper(net[0])
 
 
 @ranks(1)

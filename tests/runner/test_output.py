@@ -101,3 +101,14 @@ def test_a_report_is_written_for_a_name_that_the_locale_lacks(tmp_path: Path) ->
     )
     assert done.returncode == 0, done.stderr
     assert (run / "report.html").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("env", [{}, {"PYTHONUNBUFFERED": "1"}])
+def test_a_command_whose_output_is_lost_fails(tmp_path: Path, env: dict[str, str]) -> None:
+    (tmp_path / "c.json").write_text('{"lr": 1}')
+    command = f"{sys.executable} -m lockstep config print c.json >"
+    done = subprocess.run(f"{command} /dev/full", shell=True, cwd=tmp_path, env=os.environ | env, capture_output=True)
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert b"must take what is printed, but does not: No space left on device" in done.stderr
+    done = subprocess.run(f"{command} >(true)", shell=True, executable="bash", cwd=tmp_path, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -110,6 +110,8 @@ class Words(nn.Module):
 def test_sparse_gradients_are_refused():
     with pytest.raises(ConfigError, match=r"`words.sparse` must be False under FSDP.* or use strategy 'ddp'"):
         FSDPStrategy().prepare(Words(sparse=True))
+    with pytest.raises(ConfigError, match=r"^`sparse` must be False under FSDP"):
+        FSDPStrategy().prepare(nn.Embedding(5, 4, sparse=True))
     FSDPStrategy(ignored_modules=[]).prepare(Words(sparse=False), optimizer("AdamW"))
 
 

@@ -362,8 +362,12 @@ def test_sizes_that_do_not_divide_are_refused_by_name():
         FSDPStrategy(process_group=torch.distributed.group.WORLD, **SHIPPED).prepare(seeded())
     with pytest.raises(ConfigError, match=r"shape for 1 groups of 2 ranks each, but is \(2, 1\)"):
         FSDPStrategy(device_mesh=(2, 1), **SHIPPED).prepare(seeded())
-    with pytest.raises(TypeError, match=r"a DeviceMesh or its shape \(replicas, shards\), but there is 4"):
+    with pytest.raises(TypeError, match=r"a DeviceMesh, its shape \(replicas, shards\) or None, but is 4"):
         FSDPStrategy(device_mesh=4, **SHIPPED).prepare(seeded())
+    with pytest.raises(ValueError, match="but is NO_SHARD"):
+        FSDPStrategy(device_mesh=(1, 1), sharding_strategy="NO_SHARD", **SHIPPED).prepare(seeded())
+    with pytest.raises(ValueError, match="wants one axis for the data and the mesh has 2"):
+        FSDPStrategy(device_mesh=(1, 1), sharding_strategy="FULL_SHARD", **SHIPPED).prepare(seeded())
     with pytest.raises(ConfigError, match=r"so that replicas \* shards is 1"):
         FSDPStrategy(sharding_strategy="HYBRID_SHARD", **SHIPPED).prepare(seeded())
     model = seeded()

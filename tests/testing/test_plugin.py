@@ -189,7 +189,6 @@ def test_start_up_can_be_tested_with_fresh_ranks(pytester: pytest.Pytester) -> N
         ("@ranks()\ndef test_it(): pass", "*ValueError: `sizes` must name at least one*"),
         ("@ranks(0)\ndef test_it(): pass", "*ConfigError: `sizes` must be an int of at least 1*"),
         ("@ranks(2, warnings='off')\ndef test_it(): pass", "*invalid action: 'off'*"),
-        ("@pytest.mark.ranks\ndef test_it(): pass", "*use @lockstep.testing.ranks*"),
     ],
 )
 def test_misuse_is_an_error(pytester: pytest.Pytester, code: str, error: str) -> None:
@@ -239,11 +238,12 @@ def test_hypothesis_may_call_a_rank_test(pytester: pytest.Pytester) -> None:
     pytester.runpytest().stdout.fnmatch_lines(["rank tests: 1 passed on 2 ranks"])
 
 
-def test_a_marker_put_by_hand_does_not_pass_for_a_rank_test(pytester: pytest.Pytester) -> None:
-    write(pytester, "@pytest.mark.ranks(2)\ndef test_it(): pass")
+def test_a_marker_of_the_same_name_is_left_to_the_project_that_puts_it(pytester: pytest.Pytester) -> None:
+    marks = ["@pytest.mark.ranks", '@pytest.mark.ranks("all")', '@pytest.mark.parametrize("n_ranks", [2])']
+    write(pytester, f"{marks[0]}\ndef test_a(): pass\n{marks[1]}\n{marks[2]}\ndef test_b(n_ranks): pass")
     result = pytester.runpytest()
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*test_it must pass on 2 ranks, but its body passed on 0*"])
+    result.assert_outcomes(passed=2)
+    result.stdout.no_fnmatch_line("rank tests:*")
 
 
 LOSING_ONE = """

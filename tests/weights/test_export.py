@@ -22,6 +22,7 @@ from lockstep.location import Location
 from lockstep.runner import Runner, Session
 from lockstep.testing import ranks, run_ranks
 from lockstep.weights import export_checkpoint, open_source
+from lockstep.weights.export import save_pretrained
 
 WORDS = torch.arange(12) % 5
 EMA = {"type": "EMAHook", "momentum": 0.5}
@@ -183,6 +184,7 @@ def test_a_bucket_is_written_and_loaded_from(tmp_path: Path) -> None:
             "must be the name of a part of .*, out of count, head, mask, words, but is 'body'",
         ),
         ({"files_from": "empty"}, "`files_from` must be a folder with a config or a tokenizer, but empty has neither"),
+        ({"files_from": "none", "to": "torch"}, "`files_from` must be left out where `out` is one file, but is 'none'"),
         ({"files_from": "none"}, "`files_from` must be a folder of HuggingFace's, but none cannot be read"),
     ],
     ids=str,
@@ -248,6 +250,35 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ConfigError, match=r"out cannot be written: \[Errno 28\] No space left on device"):
         export_checkpoint(tmp_path / "work", tmp_path / "out")
     assert sorted(f.name for f in tmp_path.iterdir()) == ["work"]
+
+
+@pytest.mark.parametrize("out", ["{folder}/net.pth", "memory://interrupted/net.pth"])
+def test_an_interrupted_export_leaves_nothing_behind(out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tmp_path / "work")
+
+    def interrupted(value: Any, file: Any) -> None:
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        export_checkpoint(tmp_path / "work", out.format(folder=tmp_path), "torch")
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["work"]
+    assert not fsspec.filesystem("memory").exists("/interrupted/net.pth")
+
+
+def test_files_of_a_tokenizer_are_copied_but_no_folder_of_one(trained_once: Path, tmp_path: Path) -> None:
+    (tmp_path / "pipeline" / "tokenizer").mkdir(parents=True)  # as diffusers has it
+    (tmp_path / "pipeline" / "config.json").write_text("{}")
+    export_checkpoint(trained_once / "work", tmp_path / "out", "hf", files_from=tmp_path / "pipeline")
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors"]
+
+
+@ranks(2)
+def test_a_dtype_that_files_cannot_hold_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="`phase` must have a dtype that safetensors files can hold"):
+        save_pretrained(nn.Linear(1, 1), {"phase": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "out", {})
+    assert not list(tmp_path.iterdir())
 
 
 @ranks(2)

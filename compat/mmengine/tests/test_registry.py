@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 
 import lockstep.registry
+from mmengine.config import Config
 from mmengine.registry import MODELS, DefaultScope, Registry, build_from_cfg, init_default_scope
 from mmengine.utils import ManagerMixin
 
@@ -157,3 +160,18 @@ def test_a_name_is_registered_once_unless_it_is_forced(family):
         parent.register_module("Cat", module=dict)
     parent.register_module("Cat", force=True, module=dict)
     assert parent.get("Cat") is dict
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_scope_that_data_name_is_imported_only_if_they_are_trusted(tmp_path, monkeypatch, trusted):
+    (tmp_path / "scope_of_data").mkdir()
+    (tmp_path / "scope_of_data/__init__.py").touch()
+    (tmp_path / "scope_of_data/registry.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "c.yaml").write_text("default_scope: scope_of_data\n")
+    scope = Config.fromfile(tmp_path / "c.yaml", trusted=trusted).default_scope
+    with nullcontext() if trusted else pytest.raises(KeyError, match="a config file that is not trusted"):
+        MODELS._fill(scope)
+    assert ("scope_of_data" in sys.modules) == trusted
+    sys.modules.pop("scope_of_data", None)
+    sys.modules.pop("scope_of_data.registry", None)

@@ -29,8 +29,20 @@ PlainFile: TypeAlias = BufferedReader | RangeFile
 
 
 def is_there(path: Location) -> bool:
-    """Return whether a folder has such a name, even if it is that of a link that leads nowhere."""
-    return path.exists() if isinstance(path, RemotePath) else os.path.lexists(path)
+    """Return whether a folder has such a name, even if it is that of a link that leads nowhere.
+
+    Raises:
+        CheckpointError: nobody can tell, because the folder cannot be read.
+    """
+    if isinstance(path, RemotePath):
+        return path.exists()
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return True
 
 
 def modified(path: Location) -> float:
@@ -60,7 +72,7 @@ def read_plain_file(path: Location, most: int = _MOST_READ) -> bytes:
     except FileNotFoundError as error:
         raise _missing(path, "be there") from error
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. {DAMAGED}") from error
+        raise _unreadable(path, error) from error
 
 
 def require_plain_files(folder: Location, sizes: Mapping[str, int]) -> None:
@@ -95,8 +107,10 @@ def require_plain_file(path: Location, size: int | None = None) -> None:
         return
     try:
         found = path.lstat()
+    except FileNotFoundError as error:
+        raise _missing(path, wanted) from error
     except OSError as error:
-        raise _missing(path, wanted, f": {error.strerror}") from error
+        raise _unreadable(path, error) from error
     if stat.S_ISLNK(found.st_mode):
         raise CheckpointError(
             f"{path} must be a file, but is a link: links are not followed in a checkpoint. Replace it by what it "
@@ -145,6 +159,7 @@ class _DurableFile:
         while done < len(content):
             done += self._file.write(content[done:])
         if self._file.tell() - self._flushed > _FLUSH and self._flush.done():
+            self._flush.result()  # Linux tells each error of a disk once
             self._flush, self._flushed = self._flusher.submit(os.fsync, self._file.fileno()), self._file.tell()
 
     def finish(self) -> None:
@@ -177,11 +192,15 @@ def removed(folder: Location) -> CheckpointError:
     )
 
 
-def _missing(path: Location, wanted: str, why: str = "") -> CheckpointError:
+def _unreadable(path: Location, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read: {error.strerror or error}")
+
+
+def _missing(path: Location, wanted: str) -> CheckpointError:
     """Return the error for a file that is not there, because it was lost, or because the checkpoint was removed."""
     if not is_there(path.parent / MANIFEST_FILE):
         return removed(path.parent)
-    return CheckpointError(f"{path} must {wanted}, but is not there{why}. {DAMAGED}")
+    return CheckpointError(f"{path} must {wanted}, but is not there. {DAMAGED}")
 
 
 def _require_size(path: Location, found: int, size: int | None) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from lockstep.checkpoint.drafts import name_of_draft
 from lockstep.checkpoint.files import (
+    DAMAGED,
     MANIFEST_FILE,
     POINTER_FILE,
     is_there,
@@ -26,7 +27,7 @@ from lockstep.checkpoint.files import (
 )
 from lockstep.checkpoint.manifest import OWN_FILES, Manifest, read_manifest
 from lockstep.checkpoint.verifying import check, fault_found_by
-from lockstep.errors import ConfigError
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.location import Location, RemotePath
 from lockstep.masking import printable
 
@@ -73,7 +74,7 @@ def candidates(work_dir: Location, roots: Sequence[Location] = ()) -> Iterator[t
     if len(tried) > 1:
         tried.sort(key=written_at, reverse=True)
     for directory in tried:
-        yield directory, fault_found_by(check, directory) if directory.is_dir() else str(removed(directory))
+        yield directory, fault_found_by(check, directory) if is_there(directory) else str(removed(directory))
     # By what they say themselves: a copy of a folder has other times of its files.
     others = [directory for directory in find_checkpoints([work_dir, *roots]) if directory not in tried]
     for directory in sorted(others, key=written_at, reverse=True):
@@ -150,7 +151,10 @@ def read_pointer(root: Location, others: Sequence[Location] = ()) -> Location | 
     pointer = root / POINTER_FILE
     if not is_there(pointer):
         return None
-    data = read_plain_file(pointer, most=_MOST_BYTES)
+    try:
+        data = read_plain_file(pointer, most=_MOST_BYTES)
+    except CheckpointError as error:
+        raise ConfigError(str(error).replace(DAMAGED, "It names no checkpoint. Remove it")) from error
     line = data.partition(b"\n")[0].decode(errors="replace")
     is_path = max(len(part.encode()) for part in line.split("/")) <= _MOST_NAME and line == printable(line)
     if not line or not is_path or data != _content(line):

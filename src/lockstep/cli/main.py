@@ -32,11 +32,12 @@ from lockstep.cli.options import (
 from lockstep.errors import INPUT_ERRORS, LaunchError, Preempted, nearest
 from lockstep.launch import launch
 from lockstep.launch.worker import end_soon
-from lockstep.output import tolerate_closed_output
+from lockstep.output import lost_output, tolerate_closed_output
 from lockstep.report import find_run, read_run, write_page
 from lockstep.version import __version__
 
 _INTERRUPTED = 130  # what a shell reports for SIGINT
+_OF_RANKS = (["train"], ["test"], ["predict"], ["launch"])  # what ranks print is not why they are started
 
 
 class _Commands(TyperGroup):
@@ -186,6 +187,9 @@ def main() -> None:
         app()
     except SystemExit as error:
         if not error.code:
+            if sys.argv[1:2] not in _OF_RANKS and (lost := lost_output()) is not None:
+                print_error(LaunchError(f"standard output must take what is printed, but does not: {lost.strerror}"))
+                raise SystemExit(1) from lost
             ignore_stop_signals()
         if error.code == Preempted.EXIT_CODE:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C once more would change the exit code

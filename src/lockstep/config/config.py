@@ -16,13 +16,14 @@ from typing import Any, Self
 import yaml
 
 from lockstep.config.config_file import DUMP_HEADER
-from lockstep.config.dictionary import ConfigDict
+from lockstep.config.dictionary import ConfigDict, leaves
 from lockstep.config.inheritance import ConfigSource, refuse_code
 from lockstep.config.options import set_dotted
 from lockstep.config.python_file import importable
 from lockstep.config.source_form import plain_data, python_source
 from lockstep.errors import ConfigError
 from lockstep.masking import mask_text, mask_value
+from lockstep.registry.registry import trust
 
 _logger = logging.getLogger(__name__)
 _SLOTS = ("_filename", "_option_keys", "_source", "_text")
@@ -109,6 +110,8 @@ class Config(ConfigDict):
         if not trusted:
             refuse_code(source)
         cfg = cls(source.values(), filename=path, text=source.text())
+        if trusted:
+            trust((value for _, value in leaves(cfg) if isinstance(value, str)), True)
         cfg._source = source
         if import_custom_modules:
             import_custom(cfg)

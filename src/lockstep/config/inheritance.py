@@ -5,6 +5,7 @@ A YAML or JSON file may name Python files, modules and import paths, which run c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from lockstep.config.dictionary import ConfigDict, leaves, mapped, merged
 from lockstep.config.python_file import PythonFile
 from lockstep.errors import ConfigError, counted, nearest
 from lockstep.registry import is_registered
-from lockstep.registry.registry import SCOPE
+from lockstep.registry.registry import REMEDY, SCOPE, trust
 
 _KINDS: dict[str, type[PythonFile] | type[DataFile]] = {
     ".py": PythonFile,
@@ -25,13 +26,13 @@ _KINDS: dict[str, type[PythonFile] | type[DataFile]] = {
     ".yml": DataFile,
     ".json": DataFile,
 }
-# The keys whose values lockstep looks up in a registry, or imports if they are import paths.
-_KEYS_OF_NAMES = ("type", "strategy", "constructor", "collate_fn", "comm_hook", "ema_type", "runner_type")
+# Keys whose values, or the items of these, are looked up in a registry: a fault there is told before anything is built.
+# What comes to a lookup from elsewhere is refused there, see `trust`.
+_KEYS_OF_NAMES = (
+    "type", "strategy", "constructor", "collate_fn", "comm_hook", "ema_type", "runner_type", "converters",
+    "auto_wrap_policy", "fsdp_auto_wrap_policy", "metrics", "val_evaluator", "test_evaluator",
+)  # fmt: skip
 _IMPORTS = "custom_imports"
-_REMEDY = (
-    "YAML and JSON files are data: they may only name what is registered. If you trust these files, say so with "
-    "--trust-config, or trusted=True in Config.fromfile; or write the config in Python, which is a program anyway"
-)
 
 
 def read_file(path: Path) -> ConfigFile:
@@ -39,7 +40,8 @@ def read_file(path: Path) -> ConfigFile:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ConfigError: it is a folder, its suffix is unknown, or it has a syntax error; the message names the line.
+        ConfigError: it is a folder, its suffix is unknown, it cannot be read, or it has a syntax error; the message
+            names the line.
     """
     kind = _KINDS.get(path.suffix)
     if path.is_dir():
@@ -52,7 +54,13 @@ def read_file(path: Path) -> ConfigFile:
         if not path.parent.is_dir():
             hint = f", nor a folder `{path.parent}`"
         raise FileNotFoundError(f"there is no config file `{path}`{hint}")
-    return kind(path, path.read_text(encoding="utf-8"))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: must be text in UTF-8, but is not at byte {error.start}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    return kind(path, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +197,14 @@ def _join_bases(values_of_bases: list[tuple[BaseFile, ConfigDict]], file: Config
 def refuse_code(source: ConfigSource) -> None:
     """Check that no YAML or JSON file among a config and its bases names code to run; import and run nothing.
 
+    Nor will this process import what they name, wherever that is looked up.
+
     Raises:
         ConfigError: one does; the message lists each place with file, line and key.
     """
     if found := list(dict.fromkeys(_find_code(source))):
         lines = "".join(f"\n  {says}" for says in found)
-        raise ConfigError(f"{source.file.path} leads to code in {counted(len(found), 'place')}:{lines}\n{_REMEDY}")
+        raise ConfigError(f"{source.file.path} leads to code in {counted(len(found), 'place')}:{lines}\n{REMEDY}")
 
 
 def _find_code(source: ConfigSource) -> Iterator[str]:
@@ -211,10 +221,11 @@ def _find_code(source: ConfigSource) -> Iterator[str]:
     if values.get(_IMPORTS):
         yield f"{source.where(_IMPORTS) or source.file.path}: `{_IMPORTS}` imports modules"
     for key, value in leaves(values):
-        names_code = isinstance(value, str) and key.rpartition(".")[2] in _KEYS_OF_NAMES
+        names_code = isinstance(value, str) and re.sub(r"(\.\d+)+$", "", key).rpartition(".")[2] in _KEYS_OF_NAMES
         # A name without a dot can only be a registered one.
         if names_code and "." in value and not is_registered(value):
             yield f"{source.where(key) or source.file.path}: `{key}` = {value!r} is an import path"
+    trust((value for _, value in leaves(values) if isinstance(value, str)), False)
 
 
 def _find_python_bases(source: ConfigSource) -> Iterator[str]:

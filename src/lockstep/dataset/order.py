@@ -1,7 +1,7 @@
 """The order of an epoch's samples: a function that can be asked for any of its positions.
 
 A small data set is shuffled by `torch.randperm`, as torch and MMEngine do. The order of a large one is computed,
-position by position, in memory that grows with the square root of its size: a megabyte for 10^9 samples.
+position by position, in memory that grows with the square root of its size: 1.5 MiB for 10^9 samples.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def drawn(size: int, generator: torch.Generator) -> Order:
     return torch.randperm(size, generator=generator, dtype=dtype).numpy().take
 
 
-class ComputedOrder:
-    """A random order of `size` samples of which any position is computed by itself.
+def computed(size: int, seed: int, epoch: int) -> Order:
+    """Return a random order of which any position is computed by itself.
 
     Think of the samples as lying in a table of about as many rows as columns. A round moves each column down by a
     random number of places, and then each row to the right; what leaves the table at an edge comes back at the other. A
@@ -47,34 +47,34 @@ class ComputedOrder:
         seed: seed of the order.
         epoch: the epoch. Orders of different seeds and epochs have nothing in common.
 
+    **Cost**: 48 bytes for each row: 1.5 MiB for 10^9 samples.
+
     Example:
-        >>> sorted(ComputedOrder(5, seed=0, epoch=0)(np.arange(5)).tolist())
+        >>> sorted(computed(5, seed=0, epoch=0)(np.arange(5)).tolist())
         [0, 1, 2, 3, 4]
     """
+    rows = math.isqrt(max(0, size - 1)) + 1
+    columns = -(-size // rows) or 1
+    # Raw numbers, because numpy keeps these the same from version to version.
+    draw = np.random.PCG64(np.random.SeedSequence(seed % 2**64, spawn_key=(epoch,))).random_raw
+    rounds = [
+        ((draw(columns) % rows).astype(np.uint32), (draw(rows) % columns).astype(np.uint32)) for _ in range(_ROUNDS)
+    ]
 
-    def __init__(self, size: int, seed: int, epoch: int) -> None:
-        self._size = size
-        self._rows = rows = math.isqrt(max(0, size - 1)) + 1
-        self._columns = columns = -(-size // rows) or 1
-        # Raw numbers, because numpy keeps these the same from version to version.
-        draw = np.random.PCG64(np.random.SeedSequence(seed % 2**64, spawn_key=(epoch,))).random_raw
-        self._rounds = [
-            ((draw(columns) % rows).astype(np.uint32), (draw(rows) % columns).astype(np.uint32)) for _ in range(_ROUNDS)
-        ]
+    def moved(places: NDArray[np.int64]) -> NDArray[np.int64]:
+        row, column = np.divmod(places, columns)
+        for down, right in rounds:
+            row = (row + down[column]) % rows
+            column = (column + right[row]) % columns
+        return row * columns + column
 
-    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the indices of the samples at these positions."""
-        places = self._moved(positions)
-        while len(empty := np.flatnonzero(places >= self._size)):
-            places[empty] = self._moved(places[empty])
+    def order(positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        places = moved(positions)
+        while len(empty := np.flatnonzero(places >= size)):
+            places[empty] = moved(places[empty])
         return places
 
-    def _moved(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        row, column = np.divmod(places, self._columns)
-        for down, right in self._rounds:
-            row = (row + down[column]) % self._rows
-            column = (column + right[row]) % self._columns
-        return row * self._columns + column
+    return order
 
 
 def items_at(order: Order, positions: range, size: int) -> Iterator[int]:

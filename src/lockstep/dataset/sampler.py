@@ -21,7 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lockstep.dataset.order import MOST_DRAWN, ComputedOrder, Order, drawn, items_at, unshuffled
+from lockstep.dataset.order import MOST_DRAWN, Order, computed, drawn, items_at, unshuffled
 from lockstep.dataset.random_state import mixed_seed, seed_generators, separate_random_state
 from lockstep.dataset.rank_aware import parts_of
 from lockstep.dist import all_gather, get_dist_info, get_rank, get_world_size, sync_random_seed
@@ -140,7 +140,7 @@ class OrderSampler(ShardingSampler):
         if not self.shuffle:
             return unshuffled
         if self.computed:
-            return ComputedOrder(self.size, self.seed, epoch)
+            return computed(self.size, self.seed, epoch)
         return drawn(self.size, torch.Generator().manual_seed(self.seed + epoch))
 
 
@@ -159,7 +159,7 @@ class DefaultSampler(OrderSampler):
             Otherwise every sample is seen exactly once, as evaluation needs, and some ranks have one sample fewer.
         shard: this rank's shard and the number of shards, such as a strategy's `data_shard`; by default its rank and
             the world size.
-        computed: whether a shuffled order is computed position by position, in a megabyte for 10^9 samples, or drawn
+        computed: whether a shuffled order is computed position by position, in 1.5 MiB for 10^9 samples, or drawn
             whole by `torch.randperm`, as torch and MMEngine do. By default it is computed for more than 2^23 samples.
             The two orders differ.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -100,8 +102,8 @@ def refuse_sparse_gradients(model: nn.Module, where: str, ignored: Collection[nn
         is_sparse = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad
         if is_sparse and part not in ignored:
             raise ConfigError(
-                f"`{name}.sparse` must be False under {where}, which sends dense gradients, but is True. Set it to "
-                "False, or use strategy 'ddp'"
+                f"`{f'{name}.sparse'.lstrip('.')}` must be False under {where}, which sends dense gradients, "
+                "but is True. Set it to False, or use strategy 'ddp'"
             )
 
 
@@ -109,7 +111,7 @@ def checkpoint_activations(model: nn.Module, check: Check) -> list[str]:
     """Make parts of a model store only their inputs for the backward pass, and recompute their activations.
 
     Each part's `forward` is replaced in place; names of parameters and classes do not change. Models of transformers
-    then keep no cache of keys and values, as with their own checkpointing.
+    keep no cache of keys and values where they train, as with their own checkpointing; their configs stay as they are.
 
     Args:
         model: the model, before it is sharded.
@@ -128,19 +130,25 @@ def checkpoint_activations(model: nn.Module, check: Check) -> list[str]:
     non-reentrant variant.
     """
     names = list(_outermost(model, "", _accepting(model, check)))
-    for name in names:
-        part = model.get_submodule(name)
-        part.forward = partial(checkpoint, part.forward, use_reentrant=False)
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", False) is True:  # of transformers: recomputation would fill the cache twice
-            config.use_cache = False
     if not names:
         raise ValueError(
             "`check` must accept at least one module, but accepts none of those in "
             f"{type(model).__name__}: {', '.join(sorted({type(m).__name__ for m in model.modules()}))}"
         )
+    for name in names:
+        part = model.get_submodule(name)
+        part.forward = partial(checkpoint, part.forward, use_reentrant=False)
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        keeps = getattr(config, "use_cache", False) is True  # a model of transformers, or an attention in one
+        if keeps and "use_cache" in inspect.signature(module.forward).parameters:
+            module.register_forward_pre_hook(_without_cache, with_kwargs=True)
     return names
+
+
+def _without_cache(module: nn.Module, arguments: Any, options: dict[str, Any]) -> Any:
+    """Have a model keep no keys and values where gradients follow, whose recomputation would add them once more."""
+    return arguments, {**options, "use_cache": False} if torch.is_grad_enabled() else options
 
 
 def _outermost(module: nn.Module, name: str, accept: Callable[[nn.Module], bool]) -> Iterator[str]:

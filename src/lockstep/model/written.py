@@ -184,7 +184,7 @@ def refuse_max_norm(module: nn.Module, why: str, ignored: Collection[nn.Module] 
     for name, part in module.named_modules():
         if part not in ignored and isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             raise ConfigError(
-                f"`{name}.max_norm` must be None {why}, but is {part.max_norm}: {type(part).__name__} would shorten "
-                "the rows that it looks up in the forward pass. Shorten all rows in a hook after each update, with "
-                "torch.renorm(weight, 2, 0, max_norm), or use strategy 'single'"
+                f"`{f'{name}.max_norm'.lstrip('.')}` must be None {why}, but is {part.max_norm}: "
+                f"{type(part).__name__} would shorten the rows that it looks up in the forward pass. Shorten all rows "
+                "in a hook after each update, with torch.renorm(weight, 2, 0, max_norm), or use strategy 'single'"
             )

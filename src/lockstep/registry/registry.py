@@ -20,9 +20,14 @@ Names: TypeAlias = str | list[str] | tuple[str, ...] | None
 
 SCOPE = "_scope_"
 """The key of a config that names the scope in which it is built."""
+REMEDY = (
+    "YAML and JSON files are data: they may only name what is registered. If you trust these files, say so with "
+    "--trust-config, or trusted=True in Config.fromfile; or write the config in Python, which is a program anyway"
+)
 _default_scope: str | None = None
 _base_scope: str | None = None
 _registries: WeakSet[Registry] = WeakSet()
+_untrusted: set[str] = set()  # texts of config files that are data: wherever such a text arrives, it imports nothing
 
 
 class Registry:
@@ -354,11 +359,27 @@ def is_registered(name: str) -> bool:
     return any(registry.scope == scope and registry._find(name) is not None for registry in list(_registries))
 
 
+def trust(texts: Iterable[str], trusted: bool) -> None:
+    """Say of the texts of a config file whether its reader trusts them to name what is imported in this process."""
+    (_untrusted.difference_update if trusted else _untrusted.update)(texts)
+
+
+def require_trusted(path: str) -> None:
+    """Refuse to import what only a file of data names.
+
+    Raises:
+        RegistryError: it does.
+    """
+    if path in _untrusted:
+        raise RegistryError(f"`{path}` would be imported, but is named by a config file that is not trusted. {REMEDY}")
+
+
 def _import_entry(path: str) -> Entry | None:
     """Return the class or function at an import path, or None if there is none.
 
     An ImportError inside a module that exists is not caught: the module is at fault, not the path.
     """
+    require_trusted(path)
     parts = path.split(".")
     if not all(parts):
         return None

@@ -80,7 +80,7 @@ class RankTests:
         if size and (done == 0 or done % size):
             raise RankFailure(
                 f"{item.name} must pass on {size} ranks, but its body passed on {done}. "
-                "Is it marked by hand, or kept from running by another plugin? Use @lockstep.testing.ranks"
+                "Another plugin keeps it from running"
             )
         return result
 
@@ -127,15 +127,9 @@ class RankTests:
 
 
 def _size_of(item: pytest.Item) -> int:
-    """Return the number of ranks a test needs, or 0 for a function that is not a rank test."""
-    marker = item.get_closest_marker("ranks")
-    if marker is None:
-        return 0
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    size = parameters.get(SIZE_PARAMETER, marker.args[0] if marker.args else 0)
-    if not isinstance(size, int) or size < 1:
-        raise pytest.UsageError(f"{item.nodeid}: use @lockstep.testing.ranks, not the bare marker `ranks`")
-    return size
+    """Return the number of ranks a test needs, or 0 for a function that is not a rank test, however it is marked."""
+    size: int = getattr(getattr(item, "function", None), SIZE_PARAMETER, 0)
+    return item.callspec.params.get(SIZE_PARAMETER, size) if size and hasattr(item, "callspec") else size
 
 
 def ranks(
@@ -188,6 +182,7 @@ def ranks(
 
         on_ranks.__name__ = on_ranks.__name__.strip("<>")  # pytest marks no lambda
         setattr(on_ranks, BODY_ATTRIBUTE, body)
+        setattr(on_ranks, SIZE_PARAMETER, sizes[0])
         marked: Callable[..., None] = pytest.mark.ranks(*sizes)(on_ranks)
         if len(sizes) == 1:
             return marked

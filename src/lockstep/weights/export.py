@@ -7,7 +7,7 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from fnmatch import fnmatch
 from functools import partial
@@ -27,6 +27,7 @@ from lockstep.weights.safetensors_file import (
     MAX_SHARD_SIZE,
     SafetensorsWriter,
     TensorInfo,
+    check_dtypes,
     check_new,
     draft_of,
     plan_shards,
@@ -91,7 +92,7 @@ def export_checkpoint(
             `model.load_state_dict(torch.load(out))`, tied weights under each of their names.
         best: of a run or a work_dir, take the best checkpoint, which CheckpointHook keeps by `save_best`.
         max_shard_size: the most bytes of a file, for folders.
-        dtype: convert floating-point weights to it: `"float32"`, `"float16"` or `"bfloat16"`.
+        dtype: convert floating-point weights to it: `"float32"`, `"float16"`, `"bfloat16"` or `"float64"`.
         prefix: write only the weights under this name, without it.
         revise_keys: patterns in names, and their replacements.
         ema: of a run with EMAHook, True for the averaged weights and False for the trained ones; by default those of
@@ -114,7 +115,9 @@ def export_checkpoint(
     check_new(place, file=is_file)
     most = read_size(max_shard_size)
     description: dict[str, Any] = weights.meta.get("weights") or {}
-    copied = {} if files_from is None or is_file else _config_and_tokenizer(locate(files_from))
+    if files_from is not None and is_file:
+        raise ConfigError(f"`files_from` must be left out where `out` is one file, but is {str(files_from)!r}")
+    copied = {} if files_from is None else _config_and_tokenizer(locate(files_from))
     config = copied.pop("config.json", None)
     if config is not None and not description.get("pretrained"):
         entry = {
@@ -132,7 +135,13 @@ def export_checkpoint(
     else:
         shards = plan_shards(chosen.infos, chosen.stem, math.inf if is_file else most)
         writer = SafetensorsWriter(place, shards, chosen.infos, {**copied, **chosen.files}, single=is_file)
-        _write_safetensors(writer, chosen, weights)
+        names = chain.from_iterable(shards.values())
+        with _nothing_left(writer):
+            for _, tensor in weights.read(chosen.origins[name] for name in names):
+                writer.write(tensor)
+                if writer.failure is not None:
+                    break
+            writer.finish()
     nbytes = sum(info.nbytes for info in chosen.infos.values())
     return Exported(weights.path, place, len(chosen.origins), nbytes, chosen.left_out)
 
@@ -179,11 +188,12 @@ def save_pretrained(core: nn.Module, state: Mapping[str, Any], out: str | Path, 
     chosen = select_weights(infos, description, "pretrained", what=type(core).__name__, prefix=prefix, dtype=dtype)
     shards = plan_shards(chosen.infos, chosen.stem, read_size(options.get("max_shard_size", MAX_SHARD_SIZE)))
     writer = SafetensorsWriter(location, shards, chosen.infos, chosen.files) if is_main_process() else None
-    for name in (name for names in shards.values() for name in names):
-        whole = gather_full(state[chosen.origins[name]])
-        if writer is not None:
-            writer.write(whole)
-    run_on_main(lambda: None if writer is None else writer.finish())  # only rank 0 has one
+    with _nothing_left(writer):
+        for name in chain.from_iterable(shards.values()):
+            whole = gather_full(state[chosen.origins[name]])
+            if writer is not None:
+                writer.write(whole)
+        run_on_main(lambda: None if writer is None else writer.finish())  # only rank 0 has one
     if chosen.left_out:
         _logger.info("%s is without %s", location, describe_left_out(chosen.left_out))
     _logger.info("wrote the weights to %s", location)
@@ -241,7 +251,8 @@ def select_weights(
         dtype: convert floating-point weights to it.
 
     Raises:
-        ConfigError: there are no such weights, the model has no config of HuggingFace's, or two weights get one name.
+        ConfigError: there are no such weights, the model has no config of HuggingFace's, two weights get one name, or
+            the form lacks a dtype.
     """
     described: list[Mapping[str, Any]] = list(description.get("pretrained", ()))
     prefix = None if prefix is None else prefix.rstrip(".") + "." if prefix else ""
@@ -268,6 +279,8 @@ def select_weights(
         origins[written] = first_names[name] if form == "torch" else name
     target = _dtype(dtype)
     infos = {name: _converted(stored[origin], target) for name, origin in origins.items()}
+    if form != "torch":
+        check_dtypes(infos)
     files = {} if chosen is None else _with_dtype(chosen["files"], infos)
     first_names = _first_of_tied([*stored], description.get("tied", ()))
     written_tensors = {first_names[origin] for origin in origins.values()}
@@ -323,10 +336,8 @@ def _checkpoint(path: str | Path, *, best: bool) -> Location:
 def _config_and_tokenizer(folder: Location) -> dict[str, Any]:
     """Return the config, as JSON values, and the files of a tokenizer in a folder of HuggingFace's."""
     try:
-        names = sorted(one.name for one in folder.iterdir())
-        found = {
-            name: (folder / name).read_bytes() for name in names if any(fnmatch(name, form) for form in _COPIED_FILES)
-        }
+        wanted = [one for one in folder.iterdir() if any(fnmatch(one.name, form) for form in _COPIED_FILES)]
+        found = {one.name: one.read_bytes() for one in sorted(wanted) if one.is_file()}
         if "config.json" in found:
             return {**found, "config.json": json.loads(found["config.json"])}
     except (OSError, ValueError) as error:
@@ -338,17 +349,15 @@ def _config_and_tokenizer(folder: Location) -> dict[str, Any]:
     return found
 
 
-def _write_safetensors(writer: SafetensorsWriter, chosen: Selection, weights: _CheckpointWeights) -> None:
-    names = chain.from_iterable(writer.shards.values())
+@contextmanager
+def _nothing_left(writer: SafetensorsWriter | None) -> Iterator[None]:
+    """Remove what has been written if the block does not come to its end."""
     try:
-        for _, tensor in weights.read(chosen.origins[name] for name in names):
-            writer.write(tensor)
-            if writer.failure is not None:
-                break
+        yield
     except BaseException:
-        writer.discard()
+        if writer is not None:
+            writer.discard()
         raise
-    writer.finish()
 
 
 def _write_torch(place: Location, chosen: Selection, weights: _CheckpointWeights) -> None:
@@ -363,10 +372,12 @@ def _write_torch(place: Location, chosen: Selection, weights: _CheckpointWeights
             torch.save(content, file)
         if isinstance(place, Path) and isinstance(draft, Path):
             draft.replace(place)
-    except (OSError, RuntimeError) as error:  # torch.save raises a RuntimeError if the disk is full
+    except BaseException as error:
         with suppress(OSError):
             draft.unlink()
-        raise ConfigError(f"{place} cannot be written: {error}") from error
+        if isinstance(error, OSError | RuntimeError):  # torch.save raises a RuntimeError if the disk is full
+            raise ConfigError(f"{place} cannot be written: {error}") from error
+        raise
 
 
 def _choose(described: Sequence[Mapping[str, Any]], form: Form, prefix: str | None, what: str) -> Any:

@@ -151,17 +151,21 @@ class SafetensorsFile:
         return ConfigError(f"{self._location} must be a safetensors file, but {what}. {_DAMAGED}")
 
 
-def write_header(file: IO[bytes], tensors: Mapping[str, TensorInfo]) -> None:
-    """Write the header of a file that will hold these tensors, in this order.
+def check_dtypes(tensors: Mapping[str, TensorInfo]) -> None:
+    """Check that the format has the dtypes of these tensors.
 
     Raises:
-        ConfigError: the format has no such dtype.
+        ConfigError: it lacks one.
     """
     for name, info in tensors.items():
         if info.dtype not in _NAMES:
             raise ConfigError(
                 f"`{name}` must have a dtype that safetensors files can hold, but has {info.dtype}. Export to torch"
             )
+
+
+def write_header(file: IO[bytes], tensors: Mapping[str, TensorInfo]) -> None:
+    """Write the header of a file that will hold these tensors, in this order."""
     file.write(header_bytes((name, _NAMES[info.dtype], info.shape, info.nbytes) for name, info in tensors.items()))
 
 
@@ -263,7 +267,7 @@ class SafetensorsWriter:
         self._waiting = [(file, name) for file, names in self.shards.items() for name in names]
         self._open: IO[bytes] | None = None
         self._written: list[Location] = []
-        self.failure: OSError | None = None
+        self.failure: Exception | None = None
 
     def write(self, tensor: Tensor) -> None:
         """Write the next tensor, in the order of the shards."""
@@ -275,7 +279,7 @@ class SafetensorsWriter:
             write_tensor(self._opened(file), tensor.detach().to(info.dtype))
             if not self._waiting or self._waiting[0][0] != file:
                 self._close()
-        except OSError as error:
+        except Exception as error:
             self.failure = error
 
     def finish(self) -> None:
@@ -289,7 +293,7 @@ class SafetensorsWriter:
                 self._write_files()
                 self._publish()
                 return
-            except OSError as error:
+            except Exception as error:
                 self.failure = error
         self.discard()
         raise ConfigError(f"{self.out} cannot be written: {self.failure}") from self.failure
@@ -359,10 +363,9 @@ def draft_of(out: Path) -> Path:
     for left in out.parent.glob(f".{glob.escape(out.name)}.draft.*"):
         owner = DRAFT.fullmatch(left.name)
         if left == draft or (owner is not None and is_alive(owner) is False):
-            if left.is_dir():
-                shutil.rmtree(left, ignore_errors=True)
-            else:
-                left.unlink(missing_ok=True)
+            shutil.rmtree(left, ignore_errors=True)
+            with suppress(OSError):  # of a file; what can't be removed is in nobody's way
+                left.unlink()
     return draft
 
 

@@ -147,15 +147,15 @@ def test_the_mesh_is_what_was_asked_for():
         return mesh.mesh.tolist(), mesh.mesh_dim_names
 
     everybody, in_pairs = [0, 1, 2, 3], [[0, 1], [2, 3]]
-    assert mesh_of() == mesh_of(sharding_strategy="FULL_SHARD") == (everybody, ("shard",))
-    assert mesh_of(device_mesh=(2, 2)) == (in_pairs, ("replicate", "shard"))
-    assert mesh_of(sharding_strategy="hybrid_shard") == ([everybody], ("replicate", "shard"))  # one node
+    assert mesh_of() == mesh_of(sharding_strategy="FULL_SHARD") == (everybody, ("dp_shard",))
+    assert mesh_of(device_mesh=(2, 2)) == (in_pairs, ("dp_replicate", "dp_shard"))
+    assert mesh_of(sharding_strategy="hybrid_shard") == ([everybody], ("dp_replicate", "dp_shard"))  # one node
     assert mesh_of(sharding_strategy="NO_SHARD")[0] == [[0], [1], [2], [3]]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     assert mesh_of(device_mesh=mesh) == (in_pairs, ("outer", "inner"))
     pair = in_pairs[get_rank() // 2]
     assert mesh_of(process_group=mesh["inner"]) == (pair, ("inner",))
-    assert mesh_of(process_group=mesh.get_group("inner")) == (pair, ("shard",))
+    assert mesh_of(process_group=mesh.get_group("inner")) == (pair, ("dp_shard",))
 
 
 @ranks(2)
@@ -164,11 +164,16 @@ def test_the_mesh_is_what_was_asked_for():
     [
         ({"device_mesh": (2, 2)}, ValueError, r"shape for 2 ranks, but is \(2, 2\) \(rank \d of 2\)"),
         ({"device_mesh": (-1, -2)}, ValueError, r"shape for 2 ranks, but is \(-1, -2\)"),
-        ({"device_mesh": "all"}, TypeError, "there is 'all'"),
-        ({"process_group": (None, None)}, TypeError, "must be a ProcessGroup or None, and `device_mesh` a DeviceMesh"),
+        ({"device_mesh": "all"}, TypeError, "its shape .* but is 'all'"),
+        ({"process_group": (None, None)}, TypeError, r"a mesh with one axis or None, but is \(None"),
+        ({"process_group": (1, 2)}, TypeError, r"`process_group` must be a ProcessGroup, .* but is \(1, 2\)"),
         ({"device_mesh": (1, 2), "process_group": 3}, ValueError, "not be given both"),
         ({"device_mesh": (1, 2), "sharding_strategy": "NO_SHARD"}, ValueError, "is NO_SHARD. Use MMDistributed"),
-        ({"device_mesh": (1, 2), "sharding_strategy": "FULL_SHARD"}, ValueError, "wants one axis and the mesh has 2"),
+        (
+            {"device_mesh": (1, 2), "sharding_strategy": "FULL_SHARD"},
+            ValueError,
+            "wants one axis for the data and the mesh has 2",
+        ),
         ({"sharding_strategy": "FULL"}, ValueError, "is 'FULL'.*FULL_SHARD"),
         ({"sharding_strategy": 3}, TypeError, "ShardingStrategy, its name or None, but is 3 of type int"),
         ({"sharding_strategy": "NO_SHARD", "reshard_after_forward": True}, ValueError, "the first implies the second"),
@@ -177,6 +182,7 @@ def test_the_mesh_is_what_was_asked_for():
         ({"backward_prefetch": True}, TypeError, "but is True of type bool"),
         ({"mixed_precision": "bf17"}, ValueError, "is 'bf17': did you mean `bf16`"),
         ({"mixed_precision": {"param_dtyp": "bf16"}}, ValueError, "'param_dtyp': did you mean `param_dtype`"),
+        ({"mixed_precision": {"_module_classes_to_ignore": []}}, ValueError, "unknown key '_module_classes_to_ignore'"),
         ({"mixed_precision": {"param_dtype": 16}}, TypeError, "but is 16 of type int"),
         ({"mixed_precision": 16}, TypeError, "`mixed_precision` must be .* but is 16"),
         ({"ignored_modules": nn.Linear(1, 1)}, TypeError, "a list of modules or None, but is Linear"),
@@ -478,11 +484,22 @@ def test_what_is_to_be_computed_again_is_found_or_missed_by_name():
         checkpoint_activations(seeded(), ["Blok"])
 
 
-def test_what_is_computed_again_keeps_no_cache():
-    net = seeded()
-    net.config = SimpleNamespace(use_cache=True)  # as models of transformers have
+def test_what_is_computed_again_keeps_no_cache_where_gradients_follow():
+    class Cached(Net):
+        config = SimpleNamespace(use_cache=True)  # as models of transformers have
+
+        def forward(self, x: Tensor, use_cache: bool | None = None) -> tuple[Tensor, bool | None]:
+            return super().forward(x), use_cache
+
+    net = Cached()
+    with pytest.raises(ValueError, match="accepts none of those"):
+        checkpoint_activations(net, lambda module: False)
+    assert net(INPUTS)[1] is None
     checkpoint_activations(net, [Block])
-    assert not net.config.use_cache
+    assert net(INPUTS)[1] is net(INPUTS, use_cache=True)[1] is False
+    with torch.no_grad():
+        assert net(INPUTS)[1] is None
+    assert net.config.use_cache
 
 
 @ranks(1, fresh=True)

@@ -104,7 +104,12 @@ def read_precision(precision: Precision | None) -> MixedPrecisionPolicy:
     require_known(
         "mixed_precision",
         options,
-        {field.name for kind in (MixedPrecisionPolicy, MixedPrecision) for field in fields(kind)},
+        {
+            field.name
+            for kind in (MixedPrecisionPolicy, MixedPrecision)
+            for field in fields(kind)
+            if field.name[0] != "_"
+        },
     )
     for key, value in options.items():
         if key.endswith("_dtype") and value is not None:
@@ -226,7 +231,6 @@ def _dtype(name: str, value: Any) -> torch.dtype:
 MeshLike: TypeAlias = DeviceMesh | Sequence[int]
 GroupsLike: TypeAlias = ProcessGroup | DeviceMesh
 
-REPLICATE, SHARD = "replicate", "shard"
 DATA_AXES, TENSOR_AXIS = ("dp_replicate", "dp_shard"), "tp"
 
 
@@ -251,13 +255,12 @@ def make_meshes(
     process_group: GroupsLike | None,
     device_mesh: MeshLike | None,
 ) -> Meshes:
-    """Return the meshes: with the axis `shard`, or the axes `replicate` and `shard`; and with `tp` last if requested.
+    """Return the meshes: with the axis `dp_shard`, or `dp_replicate` and `dp_shard`; and with `tp` last if requested.
 
     Args:
         device_type: where parameters live during a step.
         sharding: whether the mesh has two axes, or no shards.
-        request: what `tensor_parallel` asks for. The axes are then `dp_shard` and `tp`, or `dp_replicate`, `dp_shard`
-            and `tp`: neighbouring ranks compute together, because they communicate most.
+        request: what `tensor_parallel` asks for: neighbouring ranks compute together, because they communicate most.
         process_group: the ranks to shard over, as a group or a one-axis mesh.
         device_mesh: the mesh itself, or its shape (replicas, shards).
 
@@ -274,49 +277,51 @@ def make_meshes(
         dist.init_dist("none")
     if device_mesh is not None and process_group is not None:
         raise ValueError("`process_group` and `device_mesh` must not be given both: they say the same thing")
-    if request is None:
-        mesh = _data_mesh(device_type, sharding, process_group if device_mesh is None else device_mesh)
-        return Meshes(mesh, None, mesh)
-    if process_group is not None:
+    if not isinstance(process_group, ProcessGroup | DeviceMesh | None):
+        raise wrong_type("process_group", "a ProcessGroup, a mesh with one axis or None", process_group)
+    if request is not None and process_group is not None:
         raise ConfigError(
             "`process_group` must not be given with `tensor_parallel`. Give device_mesh=(replicas, shards), or a mesh "
             f"whose last axis is called {TENSOR_AXIS!r}"
         )
-    if isinstance(device_mesh, DeviceMesh):
-        whole = _checked(device_type, device_mesh, request)
-    elif request.degree is None:
+    given = process_group if device_mesh is None else device_mesh
+    if sharding.replicated and given is not None:
+        instead = "" if request else ". Use MMDistributedDataParallel with that group"
+        raise ValueError(
+            f"`sharding_strategy` must shard where a process_group or device_mesh is given, but is NO_SHARD{instead}"
+        )
+    whole = _whole_mesh(device_type, sharding, request, given)
+    data, tensor = whole, None
+    if request is not None:
+        assert whole.mesh_dim_names is not None
+        data, tensor = whole[whole.mesh_dim_names[:-1]], whole[TENSOR_AXIS]
+    if sharding.hybrid not in (None, data.ndim == 2):
+        wanted = "two axes (replicas, shards)" if sharding.hybrid else "one axis"
+        raise ValueError(
+            f"`sharding_strategy` must fit the mesh, but it wants {wanted} for the data and the mesh has {data.ndim}. "
+            "Leave one out"
+        )
+    return Meshes(data, tensor, whole)
+
+
+def _whole_mesh(device_type: str, sharding: Sharding, request: PlanRequest | None, given: Any) -> DeviceMesh:
+    if isinstance(given, DeviceMesh):
+        return _checked(device_type, given, request)
+    if request is None:
+        if given is None and sharding.hybrid:
+            return _grid(device_type, _by_node(), DATA_AXES)
+        if given is None and not sharding.replicated:
+            given = dist.get_default_group()
+        if isinstance(given, ProcessGroup):
+            return DeviceMesh.from_group(given, device_type, mesh_dim_names=DATA_AXES[1:])
+        return _grid(device_type, _ranks(*_shape(given, sharding)), DATA_AXES)
+    if request.degree is None:
         raise ConfigError(
             "`tensor_parallel` must have the key 'degree', the number of ranks that compute together, or `device_mesh` "
             f"must be a mesh with an axis called {TENSOR_AXIS!r}"
         )
-    else:
-        shape = _shape(device_mesh, sharding, request.degree)
-        whole = _grid(device_type, _ranks(*shape, request.degree), (*DATA_AXES[-len(shape) :], TENSOR_AXIS))
-    assert whole.mesh_dim_names is not None
-    return Meshes(whole[whole.mesh_dim_names[:-1]], whole[TENSOR_AXIS], whole)
-
-
-def _data_mesh(device_type: str, sharding: Sharding, given: Any) -> DeviceMesh:
-    if sharding.replicated and given is not None:
-        raise ValueError(
-            "`sharding_strategy` must shard where a process_group or device_mesh is given, but is NO_SHARD. "
-            "Use MMDistributedDataParallel with that group"
-        )
-    if given is None and not sharding.replicated and not sharding.hybrid:
-        given = dist.get_default_group()
-    if isinstance(given, ProcessGroup):
-        mesh = DeviceMesh.from_group(given, device_type, mesh_dim_names=(SHARD,))
-    elif isinstance(given, DeviceMesh):
-        mesh = _checked(device_type, given, None)
-    else:
-        ranks = _by_node() if given is None and sharding.hybrid else _ranks(*_shape(given, sharding))
-        mesh = _grid(device_type, ranks, (REPLICATE, SHARD))
-    if sharding.hybrid not in (None, mesh.ndim == 2):
-        wanted = "two axes (replicas, shards)" if sharding.hybrid else "one axis"
-        raise ValueError(
-            f"`sharding_strategy` must fit the mesh, but it wants {wanted} and the mesh has {mesh.ndim}. Leave one out"
-        )
-    return mesh
+    shape = _shape(given, sharding, request.degree)
+    return _grid(device_type, _ranks(*shape, request.degree), (*DATA_AXES[-len(shape) :], TENSOR_AXIS))
 
 
 def _shape(given: Any, sharding: Sharding, degree: int = 1) -> tuple[int, ...]:
@@ -336,10 +341,7 @@ def _shape(given: Any, sharding: Sharding, degree: int = 1) -> tuple[int, ...]:
             )
         return (ranks, 1) if sharding.replicated else (ranks,)
     if not isinstance(given, Sequence) or len(given) != 2 or not all(isinstance(length, int) for length in given):
-        raise TypeError(
-            "`process_group` must be a ProcessGroup or None, and `device_mesh` a DeviceMesh or its shape (replicas, "
-            f"shards), but there is {given!r}"
-        )
+        raise TypeError(f"`device_mesh` must be a DeviceMesh, its shape (replicas, shards) or None, but is {given!r}")
     if min(given) < 1 or given[0] * given[1] != ranks:
         wanted = f"{ranks} groups of {degree} ranks each" if degree > 1 else f"{ranks} ranks"
         raise ConfigError(

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from lockstep import registry as core
-from lockstep.registry.registry import Entry, Names
+from lockstep.registry.registry import Entry, Names, require_trusted
 from lockstep.registry.signatures import construct
 from mmengine.registry.default_scope import DefaultScope
 from mmengine.utils.manager import ManagerMixin
@@ -146,7 +146,11 @@ class Registry(core.Registry):
         if any(other.scope == scope for other in self.root._family()):
             return
         try:
-            there = find_spec(scope) is not None and find_spec(f"{scope}.registry") is not None
+            if find_spec(scope) is None:
+                return
+            if scope not in sys.modules:  # to look for its registry is to import it
+                require_trusted(scope)
+            there = find_spec(f"{scope}.registry") is not None
         except (ImportError, ValueError):  # not a package, or one that cannot be imported here
             return
         if there:
