@@ -231,12 +231,26 @@ def test_a_config_makes_the_same_runner(tmp_path: Path):
         Runner.from_cfg(cfg)
 
 
+class OneTensor(torch.optim.SGD):
+    """Has its rate in a tensor that both groups share."""
+
+    def __init__(self, params, lr: float) -> None:
+        groups = [{"params": [one]} for group in params for one in group["params"]]
+        super().__init__(groups, lr=torch.tensor(lr), foreach=False)
+
+
 @ranks(2)
-@pytest.mark.parametrize(("enable", "lr"), [(True, 2.0), (False, 0.5)])
-def test_the_learning_rate_scales_with_the_global_batch_where_that_is_enabled(enable, lr, tmp_path: Path):
-    runner = complete(tmp_path, auto_scale_lr={"enable": enable, "base_batch_size": 2})
+@pytest.mark.parametrize(
+    ("kind", "enable", "lrs"), [("SGD", True, [2.0]), ("SGD", False, [0.5]), (OneTensor, True, [2.0, 2.0])]
+)
+def test_the_learning_rate_scales_with_the_global_batch_where_that_is_enabled(kind, enable, lrs, tmp_path: Path):
+    runner = complete(
+        tmp_path,
+        optim_wrapper={"optimizer": {"type": kind, "lr": 0.5}},
+        auto_scale_lr={"enable": enable, "base_batch_size": 2},
+    )
     runner.train()
-    assert runner.optim_wrapper.get_lr() == {"lr": [lr]}
+    assert runner.optim_wrapper.get_lr() == {"lr": lrs}
 
 
 def test_a_compiled_model_trains(tmp_path: Path):

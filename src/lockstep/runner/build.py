@@ -41,7 +41,7 @@ from lockstep.runner.data_workers import end_workers_at_exit, let_workers_outliv
 from lockstep.runner.evaluation_loops import EvalLoop, TestLoop, ValLoop
 from lockstep.runner.hook import Hook, point_meant
 from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TrainLoop
-from lockstep.runner.options import record_config, record_first_options
+from lockstep.runner.options import record_config, record_first_options, set_option
 from lockstep.runner.run import Run, TrainRun, Workspace
 from lockstep.strategy import Strategy
 from lockstep.visualization import Visualizers, build_visualizers
@@ -393,8 +393,9 @@ def _scale_lr(cfg: Mapping[str, Any], run: TrainRun) -> None:
     if batch_size is None:
         raise ConfigError("`auto_scale_lr` needs a train_dataloader with a batch_size, but it has none")
     factor = batch_size * run.data_shard.size / cfg["base_batch_size"]
-    for group in run.optim_wrapper.param_groups:
-        group["lr"] *= factor
+    groups = run.optim_wrapper.param_groups
+    for group, rate in [(group, group["lr"] * factor) for group in groups]:  # first all: groups may share a tensor
+        set_option(group, "lr", rate)
     _logger.info(
         "learning rates are multiplied by %g: the global batch is %d, they are meant for %d",
         factor, batch_size * run.data_shard.size, cfg["base_batch_size"],
