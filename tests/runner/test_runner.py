@@ -253,6 +253,13 @@ def test_the_learning_rate_scales_with_the_global_batch_where_that_is_enabled(ki
     assert runner.optim_wrapper.get_lr() == {"lr": lrs}
 
 
+def test_without_a_batch_size_no_learning_rate_is_scaled(tmp_path: Path):
+    loader = {"dataset": data(), "batch_sampler": [[0, 1], [2]]}
+    runner = complete(tmp_path, train_dataloader=loader, auto_scale_lr={"enable": True, "base_batch_size": 2})
+    with pytest.raises(ConfigError, match=r"has none, as one with a `batch_sampler`\. Give `batch_size`, or set"):
+        runner.train()
+
+
 def test_a_compiled_model_trains(tmp_path: Path):
     torch._dynamo.reset()
     runner = complete(tmp_path, compile={"backend": "eager"})
