@@ -367,7 +367,7 @@ def test_what_is_missing_is_missing_in_the_call_of_the_runner():
         ({"default_hooks": {"checkpoints": None}}, ConfigError, "did you mean `checkpoint`"),
         ({"custom_hooks": [{"type": "LogerHook"}]}, RegistryError, "did you mean `LoggerHook`"),
         ({"custom_hooks": [3]}, TypeError, "must be a Hook"),
-        ({"load_from": "nowhere.pth"}, ConfigError, "`load_from` must be a checkpoint.*nowhere.pth"),
+        ({"load_from": "nowhere.pth"}, ConfigError, "the weights to load must be a checkpoint.*nowhere.pth"),
         ({"auto_scale_lr": {"enable": True}}, ConfigError, "`base_batch_size`"),
         ({"auto_scale_lr": {"enabl": True, "base_batch_size": 2}}, ConfigError, "did you mean `enable`"),
         ({"val_evaluator": None}, ConfigError, "`val_evaluator` must be given with `val_dataloader`"),
