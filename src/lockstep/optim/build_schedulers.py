@@ -104,6 +104,12 @@ class TorchScheduler(ParamScheduler):
             # What is not plain, such as the functions of a LambdaLR, stays as it is given now.
             self._inner.load_state_dict({**self._inner.state_dict(), **state["schedule"]})
 
+    def _ramp_length(self) -> int | None:
+        if self._schedule is lr_scheduler.ConstantLR:
+            return None
+        length = self._kwargs.get(length_argument(self._schedule) or "")
+        return length if isinstance(length, int) else None
+
     def _shown(self) -> list[str]:
         return [f"{name}={value!r}" for name, value in self._kwargs.items()]
 

@@ -119,6 +119,16 @@ class ParamScheduler(ABC):
         return self.begin <= self._count and (self.end is None or self._count < self.end)
 
     @property
+    def ramp_end(self) -> int | None:
+        """The count at which a gradual change is complete; None if there is none, as of a value that changes in steps.
+
+        A training that ends before leaves the value on its way.
+        """
+        if (length := self._ramp_length()) is None:
+            return None
+        return min(self.begin + length, self.begin + length if self.end is None else self.end)
+
+    @property
     def title(self) -> str:
         """The schedule's name in errors and logs."""
         return type(self).__name__
@@ -163,6 +173,11 @@ class ParamScheduler(ABC):
         unit = "epochs" if self.by_epoch else "batches"
         window = f"{unit} {self.begin}..{'' if self.end is None else self.end}"
         return f"{self.title}({', '.join([window, *self._shown()])})"
+
+    def _ramp_length(self) -> int | None:
+        if self.needs_end and self.end is not None:
+            return self.end - self.begin
+        return next((getattr(self, name) for name in _LENGTHS if hasattr(self, name)), None)
 
     def _shown(self) -> list[str]:
         """Return the subclass's own arguments, as `name=value`."""
