@@ -25,6 +25,7 @@ from lockstep.registry import HOOKS
 from lockstep.runner import Runner
 from lockstep.runner.resuming import find_resumption
 from lockstep.testing import ranks
+from lockstep.weights import find_checkpoint
 
 from ..runs import RESUMABLE, Losses
 
@@ -103,6 +104,16 @@ def test_the_newest_whole_one_is_found_and_faults_are_named(part: str, damage: s
         assert str(third) in faults[0]
         assert (str(broken) in faults[0]) or (damage == "missing" and "has none" in faults[0])
     assert first.is_dir()
+
+
+def test_weights_come_from_a_whole_checkpoint_in_a_runs_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    first, second, _ = saved(tmp_path)
+    assert find_checkpoint(first.parent) == second
+    truncate(second / "manifest.json")
+    assert find_checkpoint(first.parent) == first
+    assert f"checkpoints whose manifest is damaged are left out: {second}" in caplog.text
+    truncate(first / "manifest.json")
+    assert find_checkpoint(first.parent) in (first, second)  # to say what is wrong with it
 
 
 def test_where_none_is_whole_it_is_an_error(tmp_path: Path):

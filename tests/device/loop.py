@@ -83,6 +83,14 @@ class Own(Net):
         return self.layers(data[0]), data[1]
 
 
+class OfTensor(torch.optim.AdamW):
+    """Has its rate in a tensor on the device, which all groups share, as a captured step needs."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        groups = [{**group, "params": [one]} for group in params for one in group["params"]]
+        super().__init__(groups, lr=torch.full((), lr, device=DEVICE), capturable=True, foreach=False)
+
+
 DATA = TensorDataset(torch.arange(4.0 * SIZE * STEPS).view(-1, 2) / 64, torch.ones(2 * SIZE * STEPS, 1))
 
 
@@ -119,6 +127,13 @@ CASES: dict[str, dict[str, Any]] = {
     "amp": {"optim_wrapper": {**ADAMW, "type": "AmpOptimWrapper", "dtype": "bfloat16"}},
     "float16": {"optim_wrapper": {**ADAMW, "type": "AmpOptimWrapper", "dtype": "float16"}},
     "accumulation": {"optim_wrapper": {**ADAMW, "accumulative_counts": 2}},
+    "a rate in a tensor": {
+        "optim_wrapper": {"optimizer": {"type": OfTensor, "lr": 0.01}},
+        "param_scheduler": [
+            {"type": "LinearLR", "by_epoch": False, "start_factor": 0.1, "end": STEPS // 2},
+            {"type": "CosineAnnealingLR", "by_epoch": False},
+        ],
+    },
     "an average": {"custom_hooks": [{"type": "EMAHook"}]},
     "an average on the CPU": {"custom_hooks": [{"type": "EMAHook", "device": "cpu"}]},
 }

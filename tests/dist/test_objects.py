@@ -180,6 +180,11 @@ def test_one_process_may_name_no_group_too() -> None:
     assert places == ["data"]
 
 
+def test_a_group_is_given_once() -> None:
+    with pytest.raises(TypeError, match="`group` of gather_object must be given once, but is given by its place and"):
+        gather_object(1, 0, [0], group=[0])  # type: ignore[call-overload]
+
+
 @ranks(2)
 def test_none_is_an_object_like_any_other() -> None:
     places = [None, None]

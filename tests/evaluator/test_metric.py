@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from math import inf, nan
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy
 import pytest
@@ -15,6 +17,7 @@ from lockstep.dataset import DefaultSampler
 from lockstep.dist import all_reduce, get_rank, get_world_size
 from lockstep.errors import PeerError
 from lockstep.evaluator import Accuracy, BaseMetric, Evaluator, LossMetric, Perplexity, format_metrics
+from lockstep.evaluator.metric import Predictions, per_sample
 from lockstep.registry import METRICS
 from lockstep.testing import ranks, run_ranks
 
@@ -277,3 +280,51 @@ def test_a_loss_is_found_beside_whatever_a_step_returns_with_it():
     metric.samples = 4
     metric.process(None, {"loss": torch.tensor(0.0), "generated": torch.ones(4, 2, dtype=torch.int64)})
     assert metric.evaluate(4) == {"loss": 0.0, "perplexity": 1.0}
+
+
+@pytest.mark.parametrize(("loss", "expected"), [(1e3, inf), (nan, nan)])
+def test_a_perplexity_that_is_no_number_is_told_from_one_that_is_too_large(loss, expected):
+    metric = Perplexity()
+    metric.samples = 1
+    metric.process(None, {"loss": torch.tensor(loss)})
+    assert metric.evaluate(1)["perplexity"] == pytest.approx(expected, nan_ok=True)
+
+
+class Sent(int):
+    """An index that notes where it arrives."""
+
+    arrived: ClassVar[list[int]] = []
+
+    def __reduce__(self) -> Any:
+        return _arrive, (int(self),)
+
+
+def _arrive(value: int) -> int:
+    Sent.arrived.append(value)
+    return value
+
+
+@ranks(2)
+@pytest.mark.parametrize("kept", [True, False])
+def test_predictions_go_to_rank_0_alone_and_those_in_files_to_none(tmp_path: Path, kept: bool):
+    Sent.arrived.clear()
+    metric = Predictions(None if kept else tmp_path)
+    # Two samples on rank 0, two on rank 1, which repeats the first.
+    for index in ([3, 1], [0, 3])[get_rank()]:
+        metric.samples, metric.indices = 1, [Sent(index)]
+        metric.process(None, torch.tensor([[index]]))
+    assert metric.evaluate(None) == {}
+    assert metric.collected == ([torch.tensor([index]) for index in (0, 1, 3)] if kept and get_rank() == 0 else None)
+    assert Sent.arrived == ([0, 3] if kept and get_rank() == 0 else [])
+    if not kept:
+        assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_list_has_one_entry_for_each_sample_and_a_tuple_parts(size):
+    rows = torch.arange(size)
+    assert per_sample([rows, "b"] if size == 2 else ["a"] * size, size) == ([rows, "b"] if size == 2 else ["a"] * size)
+    assert per_sample((rows, ["a"] * size), size) == [(index, "a") for index in range(size)]
+    for wrong in ([rows] * (size + 1), (rows, torch.tensor(1.0))):
+        with pytest.raises(TypeError, match=r"a tuple of these alone, a dict with some, or a list with one entry"):
+            per_sample(wrong, size)

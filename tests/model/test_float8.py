@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
+from lockstep.model import float8
+from lockstep.model.float8 import Float8
 from lockstep.strategy import build_strategy
 from lockstep.testing import ranks
 
@@ -56,3 +58,40 @@ def test_which_layers_are_replaced():
     assert replaced("h*d") == ["inner"]
     with pytest.raises(ConfigError, match="finds none in Net"):
         replaced("*")
+
+
+class LowRank(nn.Linear):
+    """Adds a product of two matrices to what it computes, as LoRA does."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.down, self.up = nn.Parameter(torch.ones(1, inputs)), nn.Parameter(torch.ones(outputs, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x @ self.down.T @ self.up.T
+
+
+def test_subclasses_and_what_is_on_a_layer_stay():
+    model = nn.ModuleDict({"one": LowRank(16, 16), "two": nn.MultiheadAttention(16, 2), "three": nn.Linear(16, 16)})
+    seen: list[str] = []
+    model["three"].register_forward_hook(lambda *_: seen.append("called"))
+    model["three"].register_buffer("mask", torch.ones(2))
+    names = list(model.state_dict())
+    model, _ = build_strategy({"type": "single", "converters": ["float8"]}).prepare(model)
+    assert list(model.state_dict()) == names
+    assert type(model["one"]) is LowRank
+    assert [type(layer).__name__ for layer in (model["two"].out_proj, model["three"])] == [
+        "NonDynamicallyQuantizableLinear", "Float8Linear",
+    ]  # fmt: skip
+    model["three"](torch.ones(2, 16))
+    assert seen == ["called"]
+
+
+def test_what_no_device_or_torchao_has_is_refused(monkeypatch):
+    with pytest.raises(ConfigError, match=r"`recipe` must be 'tensorwise', 'rowwise' or 'row.*but is 'row-wise'"):
+        Float8("row-wise")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(float8, "get_device", lambda: "cuda")
+    with pytest.raises(ConfigError, match=r"compute capability 8\.9 or later, but this one has 8\.0 \(rank 0"):
+        Float8()(Net())
+    assert type(Float8(emulate=True)(Net()).head) is not nn.Linear

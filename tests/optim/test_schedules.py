@@ -26,10 +26,12 @@ from lockstep.optim import (
     MultiStepLR,
     MultiStepMomentum,
     OneCycleLR,
+    OptimWrapper,
     PolyLR,
     PolyMomentum,
     StepLR,
     StepMomentum,
+    TorchScheduler,
 )
 from lockstep.registry import PARAM_SCHEDULERS
 
@@ -227,14 +229,26 @@ def test_momentum_goes_as_a_learning_rate_would(kind, make):
         assert optimizer.param_groups[0]["betas"][1] == 0.99
 
 
-def test_a_rate_in_a_tensor_stays_in_it():
-    rate = torch.tensor(0.5)
-    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(1))], lr=rate, foreach=False)
-    scheduler = ExponentialLR(optimizer, 0.1)
+def test_what_is_in_a_tensor_stays_in_it():
+    rate, first, second = torch.tensor(0.5), torch.tensor(0.5), torch.tensor(0.99)
+    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(1))], lr=rate, betas=(first, second), foreach=False)
+    group = optimizer.param_groups[0]
+    later = {"schedule": torch.optim.lr_scheduler.LinearLR, "by_epoch": False, "begin": 7, "total_iters": 2}
+    schedulers = [ExponentialLR(optimizer, 0.1), ExponentialMomentum(optimizer, 0.1, end=6)]
+    schedulers.append(TorchScheduler(optimizer=optimizer, **later))
     for _ in range(5):
-        scheduler.step()
-    assert optimizer.param_groups[0]["lr"] is rate
-    assert rate.item() == pytest.approx(0.5e-5)
+        for scheduler in schedulers:
+            scheduler.step()
+    assert group["lr"] is rate
+    assert group["betas"][0] is first
+    assert rate.item() == first.item() == pytest.approx(0.5e-5)
+    rate.mul_(100)  # by the user, which no schedule knows of
+    for _ in range(2):
+        for scheduler in schedulers:
+            scheduler.step()
+    assert OptimWrapper(optimizer).get_lr() == {"lr": [rate.item()]}
+    assert rate.item() == pytest.approx(0.5e-5 / 3)  # as torch's begins
+    assert group["initial_lr"].item() == pytest.approx(0.5e-5)
 
 
 def test_the_names_are_known():

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import Runner
 from lockstep.dist import get_rank
 from lockstep.errors import ConfigError
-from lockstep.evaluator import Evaluator
+from lockstep.evaluator import Evaluator, LossMetric
 from lockstep.launch.worker import RESUME_SINCE
 from lockstep.model import BaseModel
 from lockstep.runner.evaluation_loops import ValLoop
@@ -235,6 +235,20 @@ def test_predictions_of_shards_and_of_outputs_in_parts(tmp_path: Path):
         scores, total = found[12]["pair"]
         assert torch.allclose(scores, X[12] @ weight.T + bias, atol=1e-6)
         assert (total, found[12]["name"]) == (X[12].sum(), "a")
+
+
+def test_an_evaluator_may_be_that_of_several_runners(tmp_path: Path):
+    data = {"dataset": pairs(), "batch_size": 4}
+    for metrics in (["Accuracy"], [LossMetric()]):
+        evaluator = Evaluator(metrics)
+        runners = [
+            make(Scores(), tmp_path / str(number), loss=loss, val_dataloader=data, val_evaluator=evaluator)
+            for number, loss in enumerate((nn.CrossEntropyLoss(), lambda outputs, batch: 7.0 + 0 * outputs.sum()))
+        ]
+        found = [runner.val()["loss"] for runner in (*runners, runners[0])]
+        assert found[0] == found[2] < found[1] == 7.0
+        assert len(evaluator.metrics) == 1
+        assert evaluator.metrics[0].results == []
 
 
 @pytest.mark.parametrize("ema", [False, True])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Runner, Session
@@ -442,8 +443,26 @@ def test_schedules_that_end_before_the_training_or_after_it_are_told(tmp_path):
     fall = {"type": "LinearLR", "start_factor": 1.0, "end_factor": 0.0, "by_epoch": False, "begin": 2}
     for end in (6, 16, 26):
         train(tmp_path / str(end), train_cfg={"max_epochs": 4}, param_scheduler=[ramp, {**fall, "end": end}])
-    cut = "LinearLR ends after 26 iterations, but the training after 16"
+    cut = "LinearLR ends after 25 iterations, but the training after 16"
     assert [cut in log_of(tmp_path / str(end)) for end in (6, 16, 26)] == [False, False, True]
     says = "have set all learning rates to 0, 11 iterations before the last of 16: nothing is trained at that rate"
     assert says in log_of(tmp_path / "6")
     assert "learning rates to 0" not in log_of(tmp_path / "16")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ends"),
+    [
+        ({"type": lr_scheduler.PolynomialLR, "total_iters": 100}, 100),
+        ({"type": lr_scheduler.CosineAnnealingLR, "begin": 2, "end": 30}, 30),
+        ({"type": "CosineRestartLR", "periods": [10, 20]}, 30),
+        ({"type": "MultiStepLR", "milestones": [5], "end": 100}, None),
+        ({"type": "LinearLR", "total_iters": 2, "end": 100}, None),
+        ({"type": "ConstantLR", "total_iters": 100}, None),
+        ({"type": lr_scheduler.ConstantLR, "total_iters": 100}, None),
+    ],
+)
+def test_only_a_schedule_whose_rates_change_gradually_is_too_long(schedule, ends, tmp_path):
+    train(tmp_path, train_cfg={"max_epochs": 1}, param_scheduler={**schedule, "by_epoch": False})
+    said = f"ends after {ends} iterations, but the training after 4: the rates stop on their way"
+    assert (said in log_of(tmp_path)) == ("on their way" in log_of(tmp_path)) == (ends is not None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,9 @@ def test_several_metrics_have_a_best_checkpoint_each(tmp_path: Path):
     hub = runner.message_hub
     assert hub.get_info("best_score_accuracy") == 3
     assert hub.get_info("best_ckpt_strangeness") == str(runner.run_dir / "best_strangeness_epoch_3")
+    assert runner.best_checkpoint == runner.run_dir / "best_accuracy_epoch_2"
+    shutil.rmtree(runner.best_checkpoint)
+    assert runner.best_checkpoint is None  # and not that by another metric
 
 
 def test_a_best_checkpoint_that_fails_is_not_the_best_and_leaves_those_by_other_metrics(tmp_path: Path):

@@ -124,8 +124,9 @@ def test_a_strategy_decides_in_place_of_a_wrapper(tmp_path: Path):
 
 
 @ranks(1)
-def test_a_config_may_ask_for_fsdp(tmp_path: Path):
-    wrapper = {"type": "MMFullyShardedDataParallel", "auto_wrap_policy": None}
+@pytest.mark.parametrize("scope", ["", "lockstep."])
+def test_a_config_may_ask_for_fsdp(tmp_path: Path, scope: str):
+    wrapper = {"type": f"{scope}MMFullyShardedDataParallel", "auto_wrap_policy": None}
     runner = make(tmp_path, cfg={"model_wrapper_cfg": wrapper})
     runner.train()
     assert type(runner.model).__name__ == "MMFullyShardedDataParallel"

@@ -231,12 +231,33 @@ def test_a_config_makes_the_same_runner(tmp_path: Path):
         Runner.from_cfg(cfg)
 
 
+class OneTensor(torch.optim.SGD):
+    """Has its rate in a tensor that both groups share."""
+
+    def __init__(self, params, lr: float) -> None:
+        groups = [{"params": [one]} for group in params for one in group["params"]]
+        super().__init__(groups, lr=torch.tensor(lr), foreach=False)
+
+
 @ranks(2)
-@pytest.mark.parametrize(("enable", "lr"), [(True, 2.0), (False, 0.5)])
-def test_the_learning_rate_scales_with_the_global_batch_where_that_is_enabled(enable, lr, tmp_path: Path):
-    runner = complete(tmp_path, auto_scale_lr={"enable": enable, "base_batch_size": 2})
+@pytest.mark.parametrize(
+    ("kind", "enable", "lrs"), [("SGD", True, [2.0]), ("SGD", False, [0.5]), (OneTensor, True, [2.0, 2.0])]
+)
+def test_the_learning_rate_scales_with_the_global_batch_where_that_is_enabled(kind, enable, lrs, tmp_path: Path):
+    runner = complete(
+        tmp_path,
+        optim_wrapper={"optimizer": {"type": kind, "lr": 0.5}},
+        auto_scale_lr={"enable": enable, "base_batch_size": 2},
+    )
     runner.train()
-    assert runner.optim_wrapper.get_lr() == {"lr": [lr]}
+    assert runner.optim_wrapper.get_lr() == {"lr": lrs}
+
+
+def test_without_a_batch_size_no_learning_rate_is_scaled(tmp_path: Path):
+    loader = {"dataset": data(), "batch_sampler": [[0, 1], [2]]}
+    runner = complete(tmp_path, train_dataloader=loader, auto_scale_lr={"enable": True, "base_batch_size": 2})
+    with pytest.raises(ConfigError, match=r"has none, as one with a `batch_sampler`\. Give `batch_size`, or set"):
+        runner.train()
 
 
 def test_a_compiled_model_trains(tmp_path: Path):
@@ -346,7 +367,7 @@ def test_what_is_missing_is_missing_in_the_call_of_the_runner():
         ({"default_hooks": {"checkpoints": None}}, ConfigError, "did you mean `checkpoint`"),
         ({"custom_hooks": [{"type": "LogerHook"}]}, RegistryError, "did you mean `LoggerHook`"),
         ({"custom_hooks": [3]}, TypeError, "must be a Hook"),
-        ({"load_from": "nowhere.pth"}, ConfigError, "`load_from` must be a checkpoint.*nowhere.pth"),
+        ({"load_from": "nowhere.pth"}, ConfigError, "the weights to load must be a checkpoint.*nowhere.pth"),
         ({"auto_scale_lr": {"enable": True}}, ConfigError, "`base_batch_size`"),
         ({"auto_scale_lr": {"enabl": True, "base_batch_size": 2}}, ConfigError, "did you mean `enable`"),
         ({"val_evaluator": None}, ConfigError, "`val_evaluator` must be given with `val_dataloader`"),

@@ -176,17 +176,25 @@ def test_code_in_a_file_does_not_run(new: bool, where: str, tmp_path: Path) -> N
     [
         ({}, "it is an empty dict"),
         (nn.Linear(1, 1), "it is an object of another class, such as a whole model. Save its state_dict"),
-        ({"state_dict": {}}, "it has the keys 'state_dict'"),
-        ({"epoch": 3, "net": nn.Linear(1, 1).state_dict()}, "it has the keys 'epoch', 'net'"),
+        ({"state_dict": {}, "epoch": 3}, "its 'state_dict' is an empty dict"),
+        ({"model": {"a": torch.ones(2), "b": 3}}, "its 'model' holds what is no named tensor: 'b'"),
+        ({"epoch": 3, "net": nn.Linear(1, 1).state_dict()}, "it holds what is no named tensor: 'epoch', 'net'"),
         ([torch.ones(2)], "it is a list"),
         (torch.ones(2), "it is a Tensor"),
-        ({n: n for n in range(9)}, r"it has the keys 0, 1, 2, 3, 4, 5 and 3 more"),
+        ({n: n for n in range(9)}, r"it holds what is no named tensor: 0, 1, 2, 3, 4, 5 and 3 more"),
     ],
 )
 def test_a_file_without_weights_says_what_it_holds(content: Any, says: str, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "none.pth")
     with pytest.raises(ConfigError, match=rf"none\.pth must hold weights, as a dict of tensors, .*, but {says}"):
         load_checkpoint(nn.Linear(1, 1), tmp_path / "none.pth")
+
+
+def test_of_two_dicts_the_one_with_weights_is_taken(tmp_path: Path) -> None:
+    state, other = nn.Linear(1, 1).state_dict(), nn.Linear(1, 1)
+    torch.save({"state_dict": {}, "model": state}, tmp_path / "two.pth")
+    load_checkpoint(other, tmp_path / "two.pth")
+    assert torch.equal(other.weight, state["weight"])
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ class Test(Job):
         from lockstep.weights import check_weights, locate  # imports torch
 
         place = locate(self.checkpoint)
-        check_weights(place, "--checkpoint")
+        check_weights(place, "`--checkpoint`")
         cfg.update(load_from=str(place.resolve() if isinstance(place, Path) else place), resume=False)
 
     def mode(self, cfg: Config) -> Mode:

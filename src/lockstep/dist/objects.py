@@ -120,7 +120,12 @@ def gather_object(  # type: ignore[misc]  # the overloads share places, not name
         True
     """
     if isinstance(object_gather_list, Integral):
-        group = group if isinstance(dst, int) and dst == 0 else dst  # in the short form the group is the third argument
+        if not (isinstance(dst, int) and dst == 0):  # in the short form the group is the third argument
+            if group is not None:
+                raise TypeError(
+                    "`group` of gather_object must be given once, but is given by its place and by its name"
+                )
+            group = dst
         object_gather_list, dst = None, object_gather_list
     data = either("data", data, "obj", obj)
     comm = resolve(group)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.dataset import batch_size_of
 from lockstep.device import cast_data_device
-from lockstep.dist import all_gather_object, all_reduce_tree, collect_results, get_rank, get_world_size, run_on_main
+from lockstep.dist import all_reduce_tree, barrier, collect_results, get_rank, get_world_size, run_on_main
 from lockstep.errors import ConfigError, require_one_of
 from lockstep.location import make_folder
 from lockstep.logging import read_scalars
@@ -212,7 +212,7 @@ class Perplexity(LossMetric):
     def compute_metrics(self, results: list[tuple[float, float]]) -> dict[str, float]:
         """Return the weighted mean and its exponential."""
         loss = super().compute_metrics(results)["loss"]
-        return {"loss": loss, "perplexity": exp(loss) if loss < _LARGEST_EXPONENT else inf}
+        return {"loss": loss, "perplexity": inf if loss >= _LARGEST_EXPONENT else exp(loss)}
 
 
 def _own_loss(outputs: Any) -> Tensor:
@@ -270,12 +270,15 @@ class Predictions(BaseMetric):
     def evaluate(self, size: int | None) -> dict[str, Any]:
         """Collect the predictions on rank 0. **Collective**: every rank."""
         results, places, self.results, self._places = self.results, self._places, [], []
-        by_rank = all_gather_object((places, len(results)))  # after which all files are there
-        if self.folder is None:
-            known = sorted({place for there, _ in by_rank for place in there})
-            order = {place: position for position, place in enumerate(known)}
-            size = len(known) if known else sum(number for _, number in by_rank)
-            self.collected = collect_results(results, size, indices=[order[one] for one in places] if known else None)
+        if self.folder is not None:
+            barrier()  # after which all files are there
+            return {}
+        size, known = all_reduce_tree([len(results), len(places)])
+        self.collected = collected = collect_results(results, size)
+        order = collect_results(places, known)
+        if order and collected is not None:  # what a sampler repeats comes last
+            first = dict(zip(reversed(order), reversed(collected), strict=True))
+            self.collected = [first[place] for place in sorted(first)]
         return {}
 
     def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
@@ -286,8 +289,9 @@ class Predictions(BaseMetric):
 def per_sample(outputs: Any, size: int) -> list[Any]:
     """Return what a model has returned for a batch, as one value for each of its `size` samples.
 
-    A tensor is split along its first dim, and a tuple or dict part by part; of a dict, what belongs to no sample, such
-    as a loss, is left out. A list with as many entries as samples has one for each already.
+    A tensor is split along its first dim, and a tuple or dict part by part. Of a dict, what belongs to no sample, such
+    as a loss, is left out; each part of a tuple must belong to samples, because they are known by their places. A list
+    has one entry for each sample already.
 
     Example:
         >>> per_sample({"logits": torch.ones(2, 3), "loss": torch.tensor(1.0)}, size=2)
@@ -301,8 +305,8 @@ def per_sample(outputs: Any, size: int) -> list[Any]:
         raise TypeError(
             f"the model must predict something for each of the {size} samples of a batch, but returned a "
             f"{type(outputs).__name__}{shape} (rank {get_rank()} of {get_world_size()}). Let its `forward`, or its "
-            "test_step, return a tensor whose first dim is that of the batch, a tuple or dict of these, or a list with "
-            "one entry for each sample"
+            "test_step, return a tensor whose first dim is that of the batch, a tuple of these alone, a dict with "
+            "some, or a list with one entry for each sample"
         )
     return parts
 
@@ -313,9 +317,9 @@ def _split(outputs: Any, size: int) -> list[Any] | None:
     if isinstance(outputs, Mapping):
         parts = {key: part for key, value in outputs.items() if (part := _split(value, size)) is not None}
         return [{key: part[index] for key, part in parts.items()} for index in range(size)] if parts else None
-    if isinstance(outputs, list) and len(outputs) == size:
-        return list(outputs)
-    if isinstance(outputs, list | tuple) and outputs:
+    if isinstance(outputs, list):
+        return list(outputs) if len(outputs) == size else None
+    if isinstance(outputs, tuple) and outputs:
         several = [_split(part, size) for part in outputs]
         return None if None in several else list(zip(*several, strict=True))
     return None

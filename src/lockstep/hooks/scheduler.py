@@ -14,7 +14,6 @@ from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
 
 _ZEROS = 3
-_LENGTHS = ("T_max", "total_iters", "total_steps")  # arguments that say how long a schedule is
 
 
 @HOOKS.register_module()
@@ -39,8 +38,8 @@ class ParamSchedulerHook(Hook):
         check_metrics("monitor", [one.monitor for one in waiting], runner)
         for one in runner.param_schedulers:
             length, unit = (runner.max_epochs, "epochs") if one.by_epoch else (runner.max_iters, "iterations")
-            ends = max(one.end or 0, *(one.begin + (getattr(one, name, None) or 0) for name in _LENGTHS))
-            if length is not None and ends > length:
+            ends = one.ramp_end
+            if length is not None and ends is not None and ends > length:
                 runner.logger.warning(
                     "%s ends after %d %s, but the training after %d: the rates stop on their way. A schedule counts "
                     "epochs, or with by_epoch=False iterations",

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -69,7 +70,8 @@ class TorchScheduler(ParamScheduler):
         """Let torch's schedule set the learning rates."""
         if self._inner is None:
             for group in self.optimizer.param_groups:
-                group.setdefault("initial_lr", group["lr"])
+                rate = group["lr"]
+                group.setdefault("initial_lr", rate.clone() if isinstance(rate, Tensor) else rate)
             # By name: it is not the first parameter of transformers' get_scheduler.
             self._inner = self._schedule(optimizer=self.optimizer, **self._kwargs)
             if not isinstance(self._inner, LRScheduler):
@@ -101,6 +103,12 @@ class TorchScheduler(ParamScheduler):
             assert self._inner is not None
             # What is not plain, such as the functions of a LambdaLR, stays as it is given now.
             self._inner.load_state_dict({**self._inner.state_dict(), **state["schedule"]})
+
+    def _ramp_length(self) -> int | None:
+        if self._schedule is lr_scheduler.ConstantLR:
+            return None
+        length = self._kwargs.get(length_argument(self._schedule) or "")
+        return length if isinstance(length, int) else None
 
     def _shown(self) -> list[str]:
         return [f"{name}={value!r}" for name, value in self._kwargs.items()]

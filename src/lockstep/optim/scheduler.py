@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lockstep.errors import ConfigError, wrong_type
 from lockstep.registry import PARAM_SCHEDULERS
@@ -26,6 +28,8 @@ WINDOW: Any = None
 # Arguments that are the length of the whole schedule, and by how much it is shorter than the window by default: a ramp
 # reaches its end value in the window's last count.
 _LENGTHS = {"T_max": 0, "total_iters": 1, "total_steps": 0}
+# What tensors of parameter groups hold, and their version then: to read one would wait for its device in each step.
+_held: Any = WeakTensorKeyDictionary()
 
 
 @dataclass(eq=False, repr=False)
@@ -115,6 +119,16 @@ class ParamScheduler(ABC):
         return self.begin <= self._count and (self.end is None or self._count < self.end)
 
     @property
+    def ramp_end(self) -> int | None:
+        """The count at which a gradual change is complete; None if there is none, as of a value that changes in steps.
+
+        A training that ends before leaves the value on its way.
+        """
+        if (length := self._ramp_length()) is None:
+            return None
+        return min(self.begin + length, self.begin + length if self.end is None else self.end)
+
+    @property
     def title(self) -> str:
         """The schedule's name in errors and logs."""
         return type(self).__name__
@@ -160,6 +174,11 @@ class ParamScheduler(ABC):
         window = f"{unit} {self.begin}..{'' if self.end is None else self.end}"
         return f"{self.title}({', '.join([window, *self._shown()])})"
 
+    def _ramp_length(self) -> int | None:
+        if self.needs_end and self.end is not None:
+            return self.end - self.begin
+        return next((getattr(self, name) for name in _LENGTHS if hasattr(self, name)), None)
+
     def _shown(self) -> list[str]:
         """Return the subclass's own arguments, as `name=value`."""
         own = {field.name: getattr(self, field.name) for field in fields(self)[len(fields(ParamScheduler)) :]}
@@ -188,10 +207,13 @@ class ParamScheduler(ABC):
         return values
 
     def _read(self, group: Mapping[str, Any]) -> float:
+        return number_in(self._value(group))
+
+    def _value(self, group: Mapping[str, Any]) -> Any:
         if self.param_name in group:
-            return float(group[self.param_name])
+            return group[self.param_name]
         if self.param_name == "momentum" and "betas" in group:
-            return float(group["betas"][0])
+            return group["betas"][0]
         known = ", ".join(sorted(name for name in group if name != "params"))
         raise ConfigError(
             f"{self.title}: the optimizer must have a `{self.param_name}`, but {type(self.optimizer).__name__} has "
@@ -199,12 +221,28 @@ class ParamScheduler(ABC):
         )
 
     def _write(self, group: dict[str, Any], value: float) -> None:
-        if self.param_name not in group:
-            group["betas"] = (value, *group["betas"][1:])
-        elif isinstance(group[self.param_name], Tensor):  # a compiled or captured step reads this tensor
-            group[self.param_name].fill_(value)
-        else:
+        present = self._value(group)
+        if isinstance(present, Tensor):  # a compiled or captured step reads this tensor
+            present.fill_(value)
+            _held[present] = present._version, torch.tensor(value, dtype=present.dtype).item()
+        elif self.param_name in group:
             group[self.param_name] = value
+        else:
+            group["betas"] = (value, *group["betas"][1:])
+
+
+def number_in(value: float | Tensor) -> float:
+    """Return the number in an option of a parameter group. A tensor is read only if others than schedules changed it.
+
+    **Source**: torch counts the writes to a tensor in its `_version`.
+    """
+    if not isinstance(value, Tensor):
+        return float(value)
+    version, number = _held.get(value, (None, 0.0))
+    if version != value._version:
+        number = float(value)
+        _held[value] = value._version, number
+    return float(number)
 
 
 def _is_number(value: object) -> bool:
@@ -250,7 +288,7 @@ class FormulaScheduler(ParamScheduler):
         else:
             self._base = self._moved(t - 1)
         self.set_values([slope * base + offset for base in self._base])
-        self._last = self.get_last_value()  # read back: a tensor in the optimizer rounds it
+        self._last = self.get_last_value()  # a tensor in the optimizer rounds it
 
     def restart(self) -> None:
         """Begin anew, from the values that the groups have now."""

@@ -28,6 +28,9 @@ class ConstantLR(FormulaScheduler):
         """Return `factor`, then 1."""
         return self.factor if t < self.total_iters else 1.0
 
+    def _ramp_length(self) -> None:
+        return None
+
 
 @for_rates
 class LinearLR(FormulaScheduler):
@@ -198,6 +201,9 @@ class CosineRestartLR(FloorScheduler):
                 return weight * (1 + math.cos(math.pi * t / period)) / 2
             t -= period
         return 0.0
+
+    def _ramp_length(self) -> int:
+        return sum(self.periods)
 
 
 @for_rates

@@ -16,6 +16,7 @@ from lockstep.groups import this_rank
 from lockstep.model import ModelWrapper
 from lockstep.model.norm import BATCH_NORMS
 from lockstep.optim.clipping import clip_by_norm, clip_by_value
+from lockstep.optim.scheduler import number_in
 from lockstep.optim.windows import Windows
 from lockstep.registry import OPTIM_WRAPPERS
 from lockstep.watch.failures import backend_errors_translated
@@ -302,12 +303,12 @@ class OptimWrapper:
 
     def get_lr(self) -> dict[str, list[float]]:
         """Return the learning rate of every parameter group, as `{"lr": [...]}`."""
-        return {"lr": [float(group["lr"]) for group in self.param_groups]}
+        return {"lr": [number_in(group["lr"]) for group in self.param_groups]}
 
     def get_momentum(self) -> dict[str, list[float]]:
         """Return the momentum (Adam's first beta) of every parameter group, as `{"momentum": [...]}`; 0 if none."""
         groups = self.param_groups
-        return {"momentum": [float(g.get("momentum", g.get("betas", (0,))[0])) for g in groups]}
+        return {"momentum": [number_in(g.get("momentum", g.get("betas", (0,))[0])) for g in groups]}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state."""

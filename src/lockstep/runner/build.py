@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Any, Literal
 
 import torch
@@ -41,7 +42,7 @@ from lockstep.runner.data_workers import end_workers_at_exit, let_workers_outliv
 from lockstep.runner.evaluation_loops import EvalLoop, TestLoop, ValLoop
 from lockstep.runner.hook import Hook, point_meant
 from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TrainLoop
-from lockstep.runner.options import record_config, record_first_options
+from lockstep.runner.options import record_config, record_first_options, set_option
 from lockstep.runner.run import Run, TrainRun, Workspace
 from lockstep.strategy import Strategy
 from lockstep.visualization import Visualizers, build_visualizers
@@ -64,7 +65,7 @@ def strategy_of(args: RunnerArguments) -> Any:
         _logger.warning("`model_wrapper_cfg` and `find_unused_parameters` do nothing beside `strategy`, which decides")
         return strategy
     kind = wrapper.get("type")
-    if getattr(kind, "__name__", kind) == "MMFullyShardedDataParallel":
+    if str(getattr(kind, "__name__", kind)).rpartition(".")[2] == "MMFullyShardedDataParallel":  # maybe with a scope
         return {"type": "fsdp", "model_wrapper": wrapper}
     return {"type": "ddp", "model_wrapper": wrapper} if get_world_size() > 1 else None
 
@@ -312,12 +313,14 @@ def build_evaluator(given: Any, run: Run, mode: Literal["val", "test"] = "val") 
         given = LossMetric()
     if isinstance(given, Mapping) and "metrics" in given:
         given = EVALUATOR.build(given, type="Evaluator")
-    built = given if isinstance(given, Evaluator) else Evaluator(given)
+    # Copies: the Evaluator, and a LossMetric, may be those of another Runner, whose loss is another one.
+    built = copy(given) if isinstance(given, Evaluator) else Evaluator(given)
+    built.metrics = [copy(metric) if isinstance(metric, LossMetric) else metric for metric in built.metrics]
     if loss is not None and not any(isinstance(metric, LossMetric) for metric in built.metrics):
         built.metrics.append(LossMetric())
     for metric in built.metrics:
         if isinstance(metric, LossMetric):
-            metric.loss, metric.count = loss, _count_of(run)
+            metric.loss, metric.count, metric.results = loss, _count_of(run), []
     return built
 
 
@@ -391,10 +394,14 @@ def _scale_lr(cfg: Mapping[str, Any], run: TrainRun) -> None:
         return
     batch_size = getattr(run.train_dataloader, "batch_size", None)
     if batch_size is None:
-        raise ConfigError("`auto_scale_lr` needs a train_dataloader with a batch_size, but it has none")
+        raise ConfigError(
+            "`auto_scale_lr` needs a train_dataloader with a `batch_size`, but this one has none, as one with a "
+            "`batch_sampler`. Give `batch_size`, or set the learning rate for the batches that there are"
+        )
     factor = batch_size * run.data_shard.size / cfg["base_batch_size"]
-    for group in run.optim_wrapper.param_groups:
-        group["lr"] *= factor
+    groups = run.optim_wrapper.param_groups
+    for group, rate in [(group, group["lr"] * factor) for group in groups]:  # first all: groups may share a tensor
+        set_option(group, "lr", rate)
     _logger.info(
         "learning rates are multiplied by %g: the global batch is %d, they are meant for %d",
         factor, batch_size * run.data_shard.size, cfg["base_batch_size"],

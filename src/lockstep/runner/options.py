@@ -139,7 +139,7 @@ class ResumedOptions:
                     if self.follows_metric and key in self.scheduled:
                         self._rescale(index, group, key, now, former)
                     else:
-                        _set(group, key, first)
+                        set_option(group, key, first)
         if self.replays:
             self._replay()
         _logger.info("%s", self._summary())
@@ -149,9 +149,9 @@ class ResumedOptions:
     def _rescale(self, index: int, group: dict[str, Any], key: str, now: Any, former: Any) -> None:
         """Scale an option that a schedule has reduced by a metric as the config has scaled it: by `now / former`."""
         if not isinstance(now, int | float) or not former:
-            _set(group, key, self.run.first_options[index][key])
+            set_option(group, key, self.run.first_options[index][key])
             return
-        _set(group, key, float(group[key]) * now / former)
+        set_option(group, key, float(group[key]) * now / former)
         for scheduler in self.run.param_schedulers:
             if isinstance(scheduler, FormulaScheduler) and scheduler.param_name == key:
                 scheduler.rescale(group, now / former)
@@ -162,7 +162,7 @@ class ResumedOptions:
         for group, first in zip(run.optim_wrapper.param_groups, run.first_options, strict=True):
             for key in self.scheduled:
                 if key in first:
-                    _set(group, key, first[key])
+                    set_option(group, key, first[key])
                 initial = f"initial_{key}"
                 group.pop(initial, None)
                 if initial in first:
@@ -286,7 +286,8 @@ def _step(schedulers: Iterable[ParamScheduler]) -> None:
         scheduler.step()
 
 
-def _set(group: dict[str, Any], key: str, value: Any) -> None:
+def set_option(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set an option of a parameter group; one that is a tensor stays the same tensor."""
     if isinstance(group.get(key), Tensor):  # a compiled or captured step reads this tensor
         group[key].fill_(value)
     else:

@@ -32,7 +32,7 @@ from lockstep.runner.build import default_hooks
 from lockstep.runner.options import ResumedOptions
 from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import seed_all
-from lockstep.weights import Weights, checkpoint_at, sized_on_loading
+from lockstep.weights import Weights, find_checkpoint, sized_on_loading
 
 _MOST_STEPS = 2**60
 _MOST_UNASKED = 2**28  # bytes
@@ -125,7 +125,7 @@ def find_resumption(
     if not asked:
         return None, []
     if load_from is not None:
-        found, fault = _opened(run_on_main(lambda: checkpoint_at(load_from.path)))
+        found, fault = _opened(run_on_main(lambda: find_checkpoint(load_from.path) or load_from.path))
         if fault is not None:
             raise CheckpointError(fault)
         return found, []

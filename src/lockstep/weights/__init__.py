@@ -6,7 +6,7 @@ from lockstep.location import RemotePath, locate
 from lockstep.weights.description import describe_model, sized_on_loading
 from lockstep.weights.export import Exported, describe_left_out, export_checkpoint, save_pretrained
 from lockstep.weights.loading import Weights, load_checkpoint, load_weights
-from lockstep.weights.source import best_checkpoint_in, check_weights, checkpoint_at, find_checkpoint, open_source
+from lockstep.weights.source import best_checkpoint_in, check_weights, find_checkpoint, open_source
 
 __all__ = [
     "Exported",
@@ -14,7 +14,6 @@ __all__ = [
     "Weights",
     "best_checkpoint_in",
     "check_weights",
-    "checkpoint_at",
     "describe_left_out",
     "describe_model",
     "export_checkpoint",

@@ -6,6 +6,7 @@ Files that `torch.save` has written are read without running code from them.
 from __future__ import annotations
 
 import json
+import logging
 import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -15,16 +16,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import find_checkpoints, find_last_checkpoint, is_checkpoint, read_meta, written_at
+from lockstep.checkpoint import find_checkpoints, find_last_checkpoint, is_checkpoint, read_meta
+from lockstep.checkpoint.search import readable_manifest
 from lockstep.errors import ConfigError, listed
-from lockstep.location import Location, locate, size_of
+from lockstep.location import Location, locate
 from lockstep.weights.safetensors_file import SafetensorsFile, TensorInfo
 
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_MOST_INDEX = 100 * 2**20  # bytes
 _ADAPTER = "adapter_config.json"
 _HOLDERS = ("state_dict", "model")  # of a state dict in a file of `torch.save`
+_logger = logging.getLogger(__name__)
 
 
 class WeightSource(Protocol):
@@ -111,28 +113,28 @@ def find_checkpoint(location: Location) -> Location | None:
     if last is not None:
         return last
     complete = [one for one in find_checkpoints([location]) if one.parent == location and is_checkpoint(one)]
-    return max(complete, key=lambda one: (read_meta(one).get("iter", 0), written_at(one)), default=None)
+    manifests = {one: found for one in complete if (found := readable_manifest(one)) is not None}
+    if manifests and (damaged := [one for one in complete if one not in manifests]):
+        _logger.warning("checkpoints whose manifest is damaged are left out: %s", listed(damaged))
+    done = {one: (found.meta.get("iter", 0), found.written["time"]) for one, found in manifests.items()}
+    return max(manifests or complete, key=lambda one: done.get(one, (0, 0)), default=None)
 
 
 def best_checkpoint_in(roots: Sequence[Location]) -> Location | None:
     """Return the best checkpoint that a CheckpointHook has kept in these folders, or in those of runs within them.
 
-    It is what the newest checkpoint there knows of that knows one, so that of the last run with `save_best`.
+    It is what the newest checkpoint there knows of that knows one, so that of the last run with `save_best`; of several
+    metrics, the best by the first.
     """
     for one in find_checkpoints(roots):
         with suppress(ConfigError):  # it is damaged, or another process removes it
             kept = read_meta(one).get("checkpoint_hook", {}).get("best", {})
-            for path in (str(best["path"]) for best in kept.values()):
+            for path in [str(best["path"]) for best in kept.values()][:1]:  # by the first metric
                 *_, run, name = PurePosixPath(path).parts
                 for place in (locate(path), one.parent.parent / run / name):  # moved with its work_dir
                     if is_checkpoint(place):
                         return place
     return None
-
-
-def checkpoint_at(location: Location) -> Location:
-    """Return the checkpoint that a path means, or the path itself if it means none."""
-    return find_checkpoint(location) or location
 
 
 def check_weights(location: Location, argument: str) -> None:
@@ -145,27 +147,13 @@ def check_weights(location: Location, argument: str) -> None:
     Raises:
         ConfigError: there is nothing, or a folder without weights; or the path cannot be reached.
     """
-    wanted = f"`{argument}` must be a checkpoint, or a folder or a file of weights, but {location}"
     try:
-        if location.is_file() or find_checkpoint(location) is not None:
-            return
-        if not location.is_dir():
-            raise ConfigError(
-                f"{wanted} does not exist. Download weights from the web first; those in a bucket may be given as "
-                "s3://BUCKET/NAME"
-            )
-        found = sorted(one.name for one in location.iterdir())
+        if not location.is_file() and find_checkpoint(location) is None and _weights_in(location) is None:
+            raise _no_weights(location, argument)
     except OSError as error:
-        raise ConfigError(f"{wanted} cannot be read: {error}") from error
-    if any(name in found for name in (*_FILES, *_INDICES)):
-        return
-    if _ADAPTER in found:
         raise ConfigError(
-            f"{wanted} has an adapter alone. Load it with peft.PeftModel.from_pretrained(model, FOLDER, "
-            "is_trainable=True), and hand over the result"
-        )
-    there = f"It holds {listed(found, most=6)}" if found else "It is empty"
-    raise ConfigError(f"{wanted} is a folder without a complete checkpoint in it, or {_FILES[0]}. {there}")
+            f"{argument} must be a checkpoint or weights, but {location} cannot be read: {error}"
+        ) from error
 
 
 def open_source(location: Location) -> WeightSource:
@@ -174,18 +162,37 @@ def open_source(location: Location) -> WeightSource:
     Raises:
         ConfigError: there are no weights, or they cannot be read; the message says what there is.
     """
-    check_weights(location, "load_from")
     try:
-        if location.is_file():
-            return _file(location)
-        for file, index in zip(_FILES, _INDICES, strict=True):
-            if (location / file).is_file():
-                return _file(location / file)
-            if (location / index).is_file():
-                return ShardedFiles(location, index)
+        name = "" if location.is_file() else _weights_in(location)
+        if name is None:
+            raise _no_weights(location, "the weights to load")
+        return ShardedFiles(location, name) if name in _INDICES else _file(location / name if name else location)
     except OSError as error:
         raise ConfigError(f"{location} cannot be read: {error}") from error
-    raise ConfigError(f"{location} has changed while it was read")
+
+
+def _weights_in(folder: Location) -> str | None:
+    """Return the name of the file of weights in a folder, or of the index of several; None if it has neither."""
+    names = (name for pair in zip(_FILES, _INDICES, strict=True) for name in pair)
+    return next((name for name in names if (folder / name).is_file()), None)
+
+
+def _no_weights(location: Location, argument: str) -> ConfigError:
+    """Return the error that says what is at a path instead of weights."""
+    wanted = f"{argument} must be a checkpoint, or a folder or a file of weights, but {location}"
+    if not location.is_dir():
+        return ConfigError(
+            f"{wanted} does not exist. Download weights from the web first; those in a bucket may be given as "
+            "s3://BUCKET/NAME"
+        )
+    found = sorted(one.name for one in location.iterdir())
+    if _ADAPTER in found:
+        return ConfigError(
+            f"{wanted} has an adapter alone. Load it with peft.PeftModel.from_pretrained(model, FOLDER, "
+            "is_trainable=True), and hand over the result"
+        )
+    there = f"It holds {listed(found, most=6)}" if found else "It is empty"
+    return ConfigError(f"{wanted} is a folder without a complete checkpoint in it, or {_FILES[0]}. {there}")
 
 
 def _file(location: Location) -> WeightSource:
@@ -203,8 +210,6 @@ def _weight_map(folder: Location, index: str) -> dict[str, str]:
         ConfigError: it says nothing of the kind, or names a file outside of the folder.
     """
     try:
-        if size_of(folder / index) > _MOST_INDEX:
-            raise ValueError(f"it has more than {_MOST_INDEX:,} bytes")
         places = json.loads((folder / index).read_bytes())["weight_map"]
         if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
             raise TypeError("`weight_map` is no dict of names")
@@ -245,22 +250,25 @@ def _load(file: Any) -> Any:
 
 
 def _state_in(content: Any, location: Location) -> dict[str, Tensor]:
-    state = content
+    states = {"it": content}
     if isinstance(content, Mapping):
-        held = (content.get(key) for key in _HOLDERS)
-        state = next((one for one in held if isinstance(one, Mapping)), content)
-    if isinstance(state, Mapping):
-        # A module may keep anything under its `_extra_state`.
-        values = {name: value for name, value in state.items() if not str(name).endswith("_extra_state")}
-        if values and all(isinstance(name, str) and isinstance(value, Tensor) for name, value in values.items()):
-            return values
-    what = "is a " + type(content).__name__
-    if isinstance(content, _Empty):
+        states = {f"its {key!r}": content[key] for key in _HOLDERS if isinstance(content.get(key), Mapping)} | states
+    for state in states.values():
+        if isinstance(state, Mapping):
+            # A module may keep anything under its `_extra_state`.
+            values = {name: value for name, value in state.items() if not str(name).endswith("_extra_state")}
+            if values and all(isinstance(name, str) and isinstance(value, Tensor) for name, value in values.items()):
+                return values
+    where, state = next(iter(states.items()))
+    what = "is a " + type(state).__name__
+    if isinstance(state, _Empty):
         what = "is an object of another class, such as a whole model. Save its state_dict()"
-    if isinstance(content, Mapping):
-        what = f"has the keys {listed(map(repr, content), most=6)}" if content else "is an empty dict"
+    if isinstance(state, Mapping):
+        others = [repr(key) for key, value in state.items() if not (isinstance(key, str) and isinstance(value, Tensor))]
+        what = f"holds what is no named tensor: {listed(others, most=6)}" if state else "is an empty dict"
     raise ConfigError(
-        f"{location} must hold weights, as a dict of tensors, alone or under 'state_dict' or 'model', but it {what}"
+        f"{location} must hold weights, as a dict of tensors, alone or under 'state_dict' or 'model', but "
+        f"{where} {what}"
     )
 
 
