@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from lockstep.checkpoint import save_state
+from lockstep.checkpoint.search import _content
 from lockstep.cli.main import app
 
 RUN = "20260101_000000"
@@ -104,6 +105,33 @@ def test_the_only_whole_one_is_not_removed_for_damaged_ones(work_dir: Path):
     code, shown = called("prune", work_dir, "--keep", 1, "--yes")
     assert code == 1
     assert "must hold a whole checkpoint to be pruned, but holds none" in shown
+
+
+def test_what_others_have_written_is_not_removed(work_dir: Path):
+    web = work_dir / RUN / "exported_web"
+    web.mkdir()
+    (web / "manifest.json").write_text('{"name": "app"}')
+    (work_dir / RUN / "epoch_1" / "notes.txt").write_text("mine")
+    code, shown = called("prune", work_dir / RUN / ".." / RUN, "--keep", 1, "--yes")
+    assert code == 0
+    assert "epoch_1 is not removed: no save has written notes.txt in it" in shown
+    assert "exported_web" not in shown
+    names = {path.name for path in (work_dir / RUN).iterdir()}
+    assert names == {"best_accuracy_epoch_1", "epoch_1", "epoch_3", "exported_web"}
+
+
+@pytest.mark.parametrize("folder", ["", RUN, f"{RUN}/../{RUN}"])
+def test_the_last_one_is_kept_wherever_it_is_named(work_dir: Path, folder: str):
+    (work_dir / "last_checkpoint").write_bytes(_content(f"{RUN}/epoch_1"))
+    assert called("prune", work_dir / folder, "--keep", 1, "--yes")[0] == 0
+    assert {path.name for path in (work_dir / RUN).glob("epoch*")} == {"epoch_1", "epoch_3"}
+
+
+def test_nothing_is_removed_where_the_last_one_is_not_known(work_dir: Path):
+    (work_dir / "last_checkpoint").write_text("damaged")
+    code, shown = called("prune", work_dir, "--keep", 1, "--yes")
+    assert code != 0
+    assert "nothing is removed" in shown
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections import Counter
 from contextlib import suppress
 from datetime import datetime
 from operator import itemgetter
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,8 +18,8 @@ from typer.core import TyperGroup
 
 from lockstep.checkpoint import find_checkpoints, remove, remove_dead_drafts, verify
 from lockstep.checkpoint.drafts import drafts_in, folder_of, is_owned
-from lockstep.checkpoint.files import sizes_in
-from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.files import MANIFEST_FILE, sizes_in
+from lockstep.checkpoint.manifest import OWN_FILES, Manifest
 from lockstep.checkpoint.search import read_pointer, readable_manifest, written_at
 from lockstep.checkpoint.values import decode, leaves, tagged
 from lockstep.checkpoint.verifying import check, fault_found_by
@@ -81,7 +83,7 @@ def list_checkpoints(
     from rich.console import Console
     from rich.table import Table
 
-    root = locate(directory)
+    root = _folder(directory)
     found = _find_or_refuse(root)
     last, faults = _read_last(root)
     table = Table(title=_cell(f"{counted(len(found), 'checkpoint')} in {directory}"), title_justify="left", box=SIMPLE)
@@ -146,12 +148,15 @@ def prune(
 ) -> None:
     """Remove all checkpoints but the N newest whole ones of all runs in DIR, and what interrupted saves have left.
 
-    All bytes of those that are kept are compared with their checksums first. The best ones by a metric (best_...) and
-    the last one of the work dir are kept in addition; if that one is damaged, it is named, and the exit code is 1.
+    A folder in which another file lies is not removed. All bytes of those that are kept are compared with their
+    checksums first. The best ones by a metric (best_...) and the last one of the work dir are kept in addition; if that
+    one is damaged, it is named, and the exit code is 1.
     """
-    root = locate(directory)
+    root = _folder(directory)
     found = _find_or_refuse(root)
     last, faults = _read_last(root)
+    if faults:
+        raise ConfigError(f"nothing is removed, because it is not known which checkpoint is the last one: {faults[0]}")
     regular = [one for one in found if not one.name.startswith("best_")]
     whole: list[Location] = []
     damaged: list[Location] = []  # of those that are newer than the oldest one to be kept
@@ -167,6 +172,9 @@ def prune(
     for fault in faults:
         print(printable(f"fault: {fault}", lines=False))
     to_remove = [path for path in regular if path not in kept]
+    for path, other in [(path, other) for path in to_remove if (other := _foreign_file(path)) is not None]:
+        to_remove.remove(path)
+        print(printable(f"{_relative(path, root)} is not removed: no save has written {other} in it", lines=False))
     drafts = [draft for draft in drafts_in(root) if not is_owned(draft)]
     sizes = {path: sum(sizes_in(folder_of(path) if path in drafts else path).values()) for path in to_remove + drafts}
     for path, size in sizes.items():
@@ -205,18 +213,42 @@ def _find_or_refuse(directory: Location) -> dict[Location, float]:
             f"`DIR` must be a folder, but {directory} {'is a file' if directory.exists() else 'does not exist'}"
         )
     times = [(written_at(one), one) for one in find_checkpoints([directory])]
-    found = {one: time for time, one in sorted(times, key=itemgetter(0), reverse=True)}
+    found = {one: time for time, one in sorted(times, key=itemgetter(0), reverse=True) if _is_of_lockstep(one)}
     if not found and not any(drafts_in(directory)):
         raise ConfigError(f"`DIR` must hold checkpoints, or folders of runs that do, but {directory} has none")
     return found
 
 
+def _folder(directory: str) -> Location:
+    """Return the folder that a user means, in the form in which pointers lead into it."""
+    found = locate(directory)
+    return Path(os.path.abspath(found)) if isinstance(found, Path) and ".." in found.parts else found
+
+
+def _is_of_lockstep(path: Location) -> bool:
+    """Return whether a folder with a manifest.json is a checkpoint; others write files of that name, too."""
+    return readable_manifest(path) is not None or bool(_own_files(path) - {MANIFEST_FILE})
+
+
+def _foreign_file(path: Location) -> str | None:
+    """Return the name of a file in a checkpoint that no save has written."""
+    return min(sizes_in(path).keys() - _own_files(path), default=None)
+
+
+def _own_files(path: Location) -> set[str]:
+    return {name for name in sizes_in(path) if OWN_FILES.fullmatch(name)}
+
+
 def _read_last(directory: Location) -> tuple[Location | None, list[str]]:
-    """Return the checkpoint that a work dir names as its last one, or None; and the error of the file that names it."""
+    """Return the checkpoint that a work dir, or that of a run, names as its last one, or None; and errors of that."""
     try:
-        return read_pointer(directory), []
+        if (last := read_pointer(directory)) is not None:
+            return last, []
     except ConfigError as error:
         return None, [str(error)]
+    with suppress(ConfigError):  # other programs write files of this name
+        return read_pointer(directory.parent), []
+    return None, []
 
 
 def _columns_of(directory: Location, manifest: Manifest | None) -> list[str]:
