@@ -335,3 +335,30 @@ def test_weights_that_a_validation_leaves_gathered_are_not_said_to_be_left_out(t
     options: dict[str, Any] = {"val_dataloader": data, "loss": nn.CrossEntropyLoss(), "strategy": "fsdp"}
     make(Scores(), tmp_path, train_cfg={"max_epochs": 2}, **options).train()
     assert not any("never updates" in log.read_text() for log in tmp_path.glob("*/log*.txt"))
+
+
+def weights_file(path: Path, value: float) -> str:
+    torch.save({name: torch.full_like(tensor, value) for name, tensor in Scores().state_dict().items()}, path)
+    return str(path)
+
+
+def test_training_goes_on_with_the_weights_that_were_validated(tmp_path: Path):
+    given, other = weights_file(tmp_path / "given.pth", 1.0), weights_file(tmp_path / "other.pth", 5.0)
+    options = {"loss": nn.CrossEntropyLoss(), "val_dataloader": DataLoader(pairs()), "load_from": given}
+    runner = make(Scores(), tmp_path, optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.0}}, **options)
+    runner.val()
+    assert runner.model.weight.mean() == 1.0
+    runner.val(other)
+    runner.train()
+    assert runner.model.weight.mean() == 5.0
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_what_is_resumed_is_also_validated(checkpoint: bool, tmp_path: Path):
+    options: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "val_dataloader": DataLoader(pairs())}
+    trained = make(Scores(), tmp_path, **options).train()
+    other = weights_file(tmp_path / "other.pth", 5.0)
+    runner = make(Scores(), tmp_path, resume=True, **options)
+    runner.val(other if checkpoint else None)
+    expected = torch.full((2, 4), 5.0) if checkpoint else trained.weight
+    torch.testing.assert_close(runner.model.weight, expected, rtol=0, atol=0)

@@ -466,12 +466,14 @@ class Runner(_AttributesOfRun):
         default = [(hook, None) for hook in build.default_hooks(self.args.default_hooks)]
         for hook, priority in [*default, *self._custom_hooks]:
             run.register_hook(hook, priority)
-        self._run = run
+        is_first, self._run = self._run is None, run
+        weights = self._load_from
+        if weights is None and run.stored is not None:
+            weights = Weights(run.stored.directory, strict=True)
         if isinstance(run, TrainRun) and (self.args.resume or run.stored is not None):
             resuming.resume_run(run)
-        elif self._load_from is not None:
-            core = unwrap_model(run.model)
-            load_weights(run.strategy, core, self._load_from, training=isinstance(run, TrainRun))
+        elif is_first and weights is not None:  # later runs go on with the model of the one before
+            load_weights(run.strategy, unwrap_model(run.model), weights, training=isinstance(run, TrainRun))
 
     def _or_default(self, name: str, default: Mapping[str, Any]) -> Any:
         given = getattr(self.args, name)

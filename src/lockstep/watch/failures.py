@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 
+import torch
+
 from lockstep.errors import PEER_IS_GONE, DistError, message_of
 from lockstep.groups import Comm, failure_of_any, known_groups, resolve
 from lockstep.watch.absent import AbsentSearch
@@ -56,7 +58,10 @@ def backend_errors_translated() -> Iterator[None]:
         yield
     except RuntimeError as error:
         text, comm = message_of(error), resolve()
-        is_of_peer = any(words in text for words in (*PEER_IS_GONE, *_TIMEOUT_MESSAGES, *_ABORT_MESSAGES))
+        # Errors of the user's own code, and of a device, may speak of a timeout, too.
+        is_of_backend = isinstance(error, torch.distributed.DistError) or "gloo" in text
+        timeouts = _TIMEOUT_MESSAGES if is_of_backend else ()
+        is_of_peer = any(words in text for words in (*PEER_IS_GONE, *timeouts, *_ABORT_MESSAGES))
         if isinstance(error, DistError) or not is_of_peer or comm.size == 1:
             raise
         translated = translate_error(error, comm, is_called_by_torch=True)
