@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from lockstep.logging import JsonLinesSink
 
@@ -33,3 +36,16 @@ def test_records_are_written_again_when_there_is_room(tmp_path: Path):
     sink.write({"iter": 2})
     assert json.loads(path.read_text()) == {"iter": 2}
     sink.close()
+
+
+def test_values_of_any_form_are_written(tmp_path: Path):
+    sink = JsonLinesSink(tmp_path / "metrics.jsonl")
+    sink.write({
+        "curve": {"precision": np.array([0.5, 1.0]), "recall": torch.tensor([[1, 2]])},
+        ("a", 1): np.float32(0.25), "long": np.longdouble(2), "odd": math.nan, "object": range(2),
+    })  # fmt: skip
+    sink.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
+        "curve": {"precision": [0.5, 1.0], "recall": [[1, 2]]},
+        "('a', 1)": 0.25, "long": "2.0", "odd": "nan", "object": "range(0, 2)",
+    }  # fmt: skip

@@ -10,6 +10,8 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_module
 
 from lockstep.dist import all_gather_object, get_rank
 from lockstep.model import (
@@ -288,3 +290,18 @@ def test_weights_of_another_dtype_are_averaged_in_that_of_the_average():
         ema.update_parameters(weights)
     for average, weight in zip(ema.module, model, strict=True):
         torch.testing.assert_close(average, 1.75 * weight.float())
+
+
+@ranks(2)
+def test_buffers_that_are_dtensors_are_averaged_and_whole_numbers_are_copied():
+    model = nn.BatchNorm1d(2, affine=False)
+    model.register_parameter("codes", nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False))
+    distribute_module(model, init_device_mesh("cpu", (2,)))
+    average = ExponentialMovingAverage(model, momentum=0.5, update_buffers=True)
+    average.update_parameters(model)
+    with torch.no_grad():
+        model.running_mean.to_local().fill_(1.0)
+        model.codes.to_local().fill_(7)
+    average.update_parameters(model)
+    assert own_shard(average.module.running_mean).tolist() == [0.5, 0.5]
+    assert own_shard(average.module.codes).tolist() == [7, 7]

@@ -34,7 +34,7 @@ class JsonLinesSink:
         try:
             line = _encode(record)
         except (TypeError, ValueError):  # not plain values, which is rare
-            line = _encode({key: _plain(value) for key, value in record.items()})
+            line = _encode(_plain(record))
         with self._failure_as_warning():
             if self._file is None:
                 self._file = self.path.open("a", encoding="utf-8")
@@ -69,5 +69,6 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    # numpy scalars and one-element tensors
-    return _plain(value.item()) if hasattr(value, "item") else str(value)
+    # Tensors, and numpy's scalars and arrays, of which a longdouble stays what it is.
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    return str(value) if type(plain) is type(value) else _plain(plain)

@@ -116,7 +116,10 @@ class BaseAveragedModel(nn.Module, ABC):
                 f"parameters and {len(buffers)} buffers of its shapes, but is a {type(model).__name__} with "
                 f"{len(their_parameters)} and {len(their_buffers)}"
             )
-        averaged, copied = list(zip(parameters, their_parameters, strict=True)), _Pairs()
+        averaged, copied = _Pairs(), _Pairs()
+        for pair in zip(parameters, their_parameters, strict=True):
+            is_number = pair[0].is_floating_point() or pair[0].is_complex()  # not so quantized weights
+            (averaged if is_number else copied).append(pair)
         for pair in zip(buffers, their_buffers, strict=True):
             (averaged if self.update_buffers and pair[0].is_floating_point() else copied).append(pair)
         return averaged, copied
@@ -267,7 +270,9 @@ class ShardedCopy(nn.Module):
             self.register_buffer(name, copies.setdefault(id(buffer), buffer.clone()), is_persistent)
         for name, child in model._modules.items():
             if child is not None:
-                self.add_module(name, copies.setdefault(id(child), ShardedCopy(child, copies)))
+                if id(child) not in copies:
+                    copies[id(child)] = ShardedCopy(child, copies)
+                self.add_module(name, copies[id(child)])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise, because there is no code to call.
@@ -296,8 +301,8 @@ def _computed(model: nn.Module) -> dict[int, Any]:
 
 
 def _tensors_of(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the parameters and buffers of a model, each once; of a sharded parameter, this rank's shard."""
-    return [own_shard(parameter) for parameter in model.parameters()], list(model.buffers())
+    """Return the parameters and buffers of a model, each once; of a DTensor, this rank's shard."""
+    return list(map(own_shard, model.parameters())), list(map(own_shard, model.buffers()))
 
 
 def _alike(pairs: _Pairs) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
