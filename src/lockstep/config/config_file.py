@@ -314,9 +314,9 @@ def _as_code(text: str) -> ast.expr:
     """Return a text as the literal that it is in Python, or else as a string."""
     try:
         ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return ast.Constant(text)
-    return ast.parse(text, mode="eval").body
+    return ast.parse(text.strip(), mode="eval").body
 
 
 def _environment_variable(match: re.Match[str], path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from numbers import Real
 from time import perf_counter
 from typing import Any, TypeAlias
 
@@ -44,15 +45,15 @@ class IterTimerHook(Hook):
             )
         self._tokens_of = tokens_of
         self._iteration_began = 0.0
-        self._wait_began = 0.0  # the wait for the batch of the iteration
 
     def before_train_epoch(self, runner: TrainRun) -> None:
         """Start the clock."""
-        self._iteration_began = self._wait_began = perf_counter()
+        self._iteration_began = perf_counter()
 
     def before_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None) -> None:
         """Record how long the batch took to arrive."""
-        runner.message_hub.update_scalar("train/data_time", perf_counter() - self._wait_began)
+        began = max(self._iteration_began, runner.train_loop.iter_ended)  # not while hooks worked
+        runner.message_hub.update_scalar("train/data_time", perf_counter() - began)
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Record how long the iteration took, including the wait for data."""
@@ -64,21 +65,17 @@ class IterTimerHook(Hook):
             # A rank that has no more batches, while others do, repeats its last one, which counts as 0 samples.
             is_counted = runner.train_loop.samples > 0
             hub.update_scalar("amounts/tokens", _tokens(data_batch, self._tokens_of) if is_counted else 0)
-        self._iteration_began = self._wait_began = now
+        self._iteration_began = now
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Restart the clock; an iteration-based loop validates between two iterations."""
-        self._iteration_began = self._wait_began = perf_counter()
-
-    def begin_wait_for_data(self) -> None:
-        """Begin the wait for data only now; the time since the last iteration still counts for the next one."""
-        self._wait_began = perf_counter()
+        self._iteration_began = perf_counter()
 
 
-def _tokens(batch: Any, tokens_of: TokensOf) -> float | Tensor:
+def _tokens(batch: Any, tokens_of: TokensOf) -> Any:
     if not isinstance(tokens_of, str):
         count = tokens_of(batch)
-        is_number = count.numel() == 1 if isinstance(count, Tensor) else isinstance(count, int | float)
+        is_number = count.numel() == 1 if isinstance(count, Tensor) else isinstance(count, Real)
         if not is_number:
             raise TypeError(f"`tokens_of` must return a number, but returned {count!r}")
         return count.detach() if isinstance(count, Tensor) else count

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from lockstep.device import get_device, peak_memory
 from lockstep.diagnostics.slow_ranks import OwnWork, Sample, StragglerWatch, described
-from lockstep.diagnostics.timer import IterTimerHook
 from lockstep.dist.objects import start_gather_bytes
 from lockstep.errors import ConfigError, require_count
 from lockstep.logging.meters import Scalar, start_reading
@@ -149,11 +148,9 @@ class LoggerHook(Hook):
         self._epoch = _Sums()
         self._work: OwnWork | None = None
         self._watch: StragglerWatch | None = None
-        self._timers: list[IterTimerHook] = []
 
     def before_train(self, runner: TrainRun) -> None:
         """Start to measure this rank's own work, and its wait for others."""
-        self._timers = [hook for hook in runner.hooks if isinstance(hook, IterTimerHook)]
         if runner.rank == 0 and runner.resume_from is not None:
             place = {"mode": "resumed", "epoch": runner.epoch, "iter": runner.iter}
             runner.records.write({**place, "path": str(runner.resume_from)})
@@ -192,8 +189,6 @@ class LoggerHook(Hook):
             self._make_record(runner, done, _first_learning_rates(runner))
         if done == loop.epoch_end:  # a loop by hand may step its schedules before the epoch ends
             self._last_rates = done, _first_learning_rates(runner)
-        for timer in self._timers:
-            timer.begin_wait_for_data()
 
     def after_train_epoch(self, runner: TrainRun) -> None:
         """Record what is left, and the means of the whole epoch."""

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from time import perf_counter
 from typing import Any, TypeAlias
 
 from lockstep.dataset import set_epoch
@@ -45,6 +46,7 @@ class TrainLoop(ABC):
             of another size, has more or fewer iterations than `epoch_length`.
         samples: number of this rank's samples in the present batch that count; 0 if this rank has run out of batches
             and others have not.
+        iter_ended: when the hooks of the last iteration had ended, by `perf_counter`; what follows waits for data.
         batch_size_of: returns what a batch counts for; None for its number of samples.
         stop_training: set it to end the training after the present epoch or iteration.
         is_ending_iter: whether `after_train_iter` is being called: the iteration is done, but not in `iter` yet.
@@ -83,6 +85,7 @@ class TrainLoop(ABC):
         self.epoch_end = self.epoch_length
         self._begin = BEGINNING
         self.samples = 0
+        self.iter_ended = 0.0
         self.stop_training = False
         self._left_out: set[str] = set()
         self._has_begun = False
@@ -223,6 +226,7 @@ class TrainLoop(ABC):
         self.iter += 1
         note_trained()
         runner.saving.collect()
+        self.iter_ended = perf_counter()
 
     def _make_up_validation(self, done: int, last: int) -> None:
         """Validate if the checkpoint was saved just before a validation, as checkpoints at regular intervals are.

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Real
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,6 +162,7 @@ class OwnLoop(TrainLoop):
         super()._end_iter(batch_idx, batch, outputs)
         self._is_uncounted = False
         self._save_requested()
+        self.iter_ended = perf_counter()
 
     def evaluation_batches(self, loader: Any) -> Iterator[Any]:
         """Yield equally many batches on every rank; training then draws the same random numbers as without."""
