@@ -418,10 +418,9 @@ class Runner(_AttributesOfRun):
     ) -> dict[str, Any]:
         verb = {"val": "validate"}.get(mode, mode)
         if checkpoint is not None and not isinstance(checkpoint, str | PathLike | Location):
-            data = "val" if mode == "val" else "test"
             raise TypeError(
                 f"`checkpoint` must be the path of a checkpoint, but is of type {type(checkpoint).__name__}. Data to "
-                f"{verb} are `{data}_dataloader` of the Runner; predict(dataloader) takes others"
+                f"{verb} are `{mode.replace('predict', 'test')}_dataloader` of the Runner; predict(dataloader) takes others"
             )
         if mode != "predict" and getattr(self.args, f"{mode}_dataloader") is None:
             raise ConfigError(f"`{mode}_dataloader` must be given to {verb}, but is None")
