@@ -420,7 +420,8 @@ class Runner(_AttributesOfRun):
         if checkpoint is not None and not isinstance(checkpoint, str | PathLike | Location):
             raise TypeError(
                 f"`checkpoint` must be the path of a checkpoint, but is of type {type(checkpoint).__name__}. Data to "
-                f"{verb} are `{mode.replace('predict', 'test')}_dataloader` of the Runner; predict(dataloader) takes others"
+                f"{verb} are `{mode.replace('predict', 'test')}_dataloader` of the Runner; predict(dataloader) takes "
+                "others"
             )
         if mode != "predict" and getattr(self.args, f"{mode}_dataloader") is None:
             raise ConfigError(f"`{mode}_dataloader` must be given to {verb}, but is None")
