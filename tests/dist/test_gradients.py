@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -313,3 +314,14 @@ def test_a_handle_asked_for_on_one_rank_is_an_error_on_all() -> None:
         with pytest.raises(PeerError, match="rank 0 of 2 could not take part"):
             all_reduce(data, sync_grads=True)
     assert_group_works()
+
+
+@ranks(2)
+def test_tensors_that_are_alike_need_no_header():
+    weight = torch.full((2,), float(get_rank()), requires_grad=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(sys.modules[all_gather.__module__], "_exchange_headers")
+        parts = all_gather(weight, sync_grads=True, uneven=False)
+    assert [part.tolist() for part in parts] == [[0.0, 0.0], [1.0, 1.0]]
+    (parts[0].sum() + 2 * parts[1].sum()).backward()
+    assert weight.grad.tolist() == ([2.0, 2.0], [4.0, 4.0])[get_rank()]

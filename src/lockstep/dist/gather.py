@@ -73,7 +73,8 @@ def all_gather(  # type: ignore[misc]  # the overloads share their places, not t
         sync_grads: let gradients flow back to every rank through the returned tensors, not in the filling form. Every
             rank must then run backward through them.
         tensor_list: an alias for `data` in the filling form.
-        uneven: False promises that all ranks have tensors of one dtype and shape, and saves the header.
+        uneven: False promises that all ranks have tensors of one dtype and shape, all on the CPU or all on devices, and
+            saves the header.
 
     **Collective**: every rank of the group; ranks may mix the two forms, if `uneven`, and not `async_op`. **Shapes**:
     any shape and dtype on every rank; in the filling form ``tensor_list[i]`` has those of rank i's tensor.
@@ -136,7 +137,7 @@ def all_gather(  # type: ignore[misc]  # the overloads share their places, not t
         comm = resolve(tensor if isinstance(tensor, ProcessGroup | DeviceMesh) else group)
         own, outputs = cast(Tensor, tensor), data
     if sync_grads:
-        return _all_gather_with_grads(data, comm)
+        return _all_gather_with_grads(data, comm, uneven)
     if isinstance(own, Tensor) and own.requires_grad:
         warn_of_lost_gradients("all_gather", GRADIENT_ENDS, has_sync_grads=True)
     if outputs is NOT_GIVEN:
@@ -314,13 +315,13 @@ def _all_gather_into(outputs: Sequence[Tensor], data: Any, comm: Comm, uneven: b
     return gather_into(outputs, wire, comm, async_op)
 
 
-def _all_gather_with_grads(data: Any, comm: Comm) -> list[Tensor]:
+def _all_gather_with_grads(data: Any, comm: Comm, uneven: bool) -> list[Tensor]:
     check_call("all_gather", comm, "sync_grads", compares=False)
     with report_failure(comm):
         require_tensor("data", data)
 
     def gather_all(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [x.clone() for x in _all_gather(inputs[0], comm, True)]  # autograd refuses several views of one
+        return [x.clone() for x in _all_gather(inputs[0], comm, uneven)]  # autograd refuses several views of one
 
     def sum_up(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         return [scatter_sums(gradients, comm)]
