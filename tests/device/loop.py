@@ -23,7 +23,6 @@ from torch.utils.data import IterableDataset, TensorDataset
 from lockstep import Runner, Session, dist
 from lockstep.evaluator import BaseMetric
 from lockstep.hooks import Hook
-from lockstep.registry import METRICS
 
 DEVICE = "sim"
 STEPS = 24
@@ -103,7 +102,6 @@ def loader(**changes: Any) -> dict[str, Any]:
     return {"dataset": DATA, "batch_size": SIZE, "shuffle": False, **changes}
 
 
-@METRICS.register_module()
 class Distance(BaseMetric):
     def process(self, data_batch: Any, data_samples: Any) -> None:
         predicted, wanted = data_samples
@@ -119,7 +117,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ddp": {"model": lambda: Net(nn.BatchNorm1d(4))},
     "fsdp": {"strategy": "fsdp"},
     "fsdp with a parameter of dimension 0": {"strategy": "fsdp", "model": Scaled},
-    "own steps": {"model": Own, "val_dataloader": loader(), "val_evaluator": {"type": "Distance"}},
+    "own steps": {"model": Own, "val_dataloader": loader(), "val_evaluator": {"type": Distance}},
     "a stream": {"train_dataloader": loader(dataset=Stream())},
     "batch_size_of": {"train_cfg": {"batch_size_of": lambda batch: batch[0].shape[0]}},
     "workers": {"train_dataloader": loader(num_workers=1)},

@@ -145,7 +145,7 @@ def test_ranks_with_the_same_shard_are_compared(tmp_path: Path, what):
         runner.train()
     # Ranks 1 and 3 hold the second half. Which of them is right can't be known: the first counts as usual.
     assert (caught.value.name, caught.value.ranks) == (NAMES[what], (3,))
-    assert "(shard 1) differs" in str(caught.value)
+    assert "(dp_shard 1) differs" in str(caught.value)
     assert "rank 3 of 4" in str(caught.value)
     assert "against 1, after iteration 3" in str(caught.value)
 

@@ -18,6 +18,8 @@ from lockstep.watch.watch import current_watch
 # The backends' messages (torch 2.13) for a connection that timed out, and for a call that was ended from here.
 _TIMEOUT_MESSAGES = ("Timed out", "timed out", "timeout", "Timeout")
 _ABORT_MESSAGES = ("was aborted",)
+# What those of a backend have in common that come up in the user's code, whose own errors may speak of timeouts, too.
+_OF_A_BACKEND = ("gloo", "pair closure", "Timed out waiting", "Operation timed out!", "Socket Timeout")
 
 
 def translate_error(error: RuntimeError, comm: Comm, *, is_called_by_torch: bool = False) -> Exception:
@@ -58,8 +60,7 @@ def backend_errors_translated() -> Iterator[None]:
         yield
     except RuntimeError as error:
         text, comm = message_of(error), resolve()
-        # Errors of the user's own code, and of a device, may speak of a timeout, too.
-        is_of_backend = isinstance(error, torch.distributed.DistError) or "gloo" in text
+        is_of_backend = isinstance(error, torch.distributed.DistError) or any(words in text for words in _OF_A_BACKEND)
         timeouts = _TIMEOUT_MESSAGES if is_of_backend else ()
         is_of_peer = any(words in text for words in (*PEER_IS_GONE, *timeouts, *_ABORT_MESSAGES))
         if isinstance(error, DistError) or not is_of_peer or comm.size == 1:
