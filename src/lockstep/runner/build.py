@@ -313,10 +313,14 @@ def build_evaluator(given: Any, run: Run, mode: Literal["val", "test"] = "val") 
         given = LossMetric()
     if isinstance(given, Mapping) and "metrics" in given:
         given = EVALUATOR.build(given, type="Evaluator")
-    # Copies: the Evaluator, and a LossMetric, may be those of another Runner, whose loss is another one.
-    built = copy(given) if isinstance(given, Evaluator) else Evaluator(given)
-    built.metrics = [copy(metric) if isinstance(metric, LossMetric) else metric for metric in built.metrics]
-    if loss is not None and not any(isinstance(metric, LossMetric) for metric in built.metrics):
+    built = given if isinstance(given, Evaluator) else Evaluator(given)
+    losses = [metric for metric in built.metrics if isinstance(metric, LossMetric)]
+    if loss is None and not losses:
+        return built
+    # The Evaluator, and its LossMetrics, may be those of another Runner, whose loss is another one.
+    built = copy(built)
+    built.metrics = [copy(metric) if metric in losses else metric for metric in built.metrics]
+    if not losses:
         built.metrics.append(LossMetric())
     for metric in built.metrics:
         if isinstance(metric, LossMetric):
