@@ -121,17 +121,29 @@ def test_what_others_have_written_is_not_removed(work_dir: Path):
 
 
 @pytest.mark.parametrize("folder", ["", RUN, f"{RUN}/../{RUN}"])
-def test_the_last_one_is_kept_wherever_it_is_named(work_dir: Path, folder: str):
+def test_the_last_one_is_kept_wherever_it_is_named(work_dir: Path, folder: str, monkeypatch: pytest.MonkeyPatch):
     (work_dir / "last_checkpoint").write_bytes(_content(f"{RUN}/epoch_1"))
-    assert called("prune", work_dir / folder, "--keep", 1, "--yes")[0] == 0
+    monkeypatch.chdir(work_dir / folder)
+    assert called("prune", "." if folder == RUN else work_dir / folder, "--keep", 1, "--yes")[0] == 0
     assert {path.name for path in (work_dir / RUN).glob("epoch*")} == {"epoch_1", "epoch_3"}
 
 
-def test_nothing_is_removed_where_the_last_one_is_not_known(work_dir: Path):
+@pytest.mark.parametrize("folder", ["", RUN])
+def test_nothing_is_removed_where_the_last_one_is_not_known(work_dir: Path, folder: str):
     (work_dir / "last_checkpoint").write_text("damaged")
-    code, shown = called("prune", work_dir, "--keep", 1, "--yes")
+    code, shown = called("prune", work_dir / folder, "--keep", 1, "--yes")
     assert code != 0
     assert "nothing is removed" in shown
+
+
+def test_a_way_up_behind_a_link_leads_where_the_system_says(work_dir: Path, tmp_path_factory: pytest.TempPathFactory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "link").symlink_to(work_dir / RUN)
+    save_state(elsewhere / "epoch_1", {"model": {}}, {"epoch": 1, "iter": 1})
+    save_state(elsewhere / "epoch_2", {"model": {}}, {"epoch": 2, "iter": 2})
+    assert called("prune", f"{elsewhere}/link/..", "--keep", 1, "--yes")[0] == 0
+    assert {path.name for path in elsewhere.glob("epoch*")} == {"epoch_1", "epoch_2"}
+    assert {path.name for path in (work_dir / RUN).glob("epoch*")} == {"epoch_3"}
 
 
 @pytest.mark.parametrize(

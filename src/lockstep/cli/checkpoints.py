@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections import Counter
 from contextlib import suppress
@@ -222,7 +221,7 @@ def _find_or_refuse(directory: Location) -> dict[Location, float]:
 def _folder(directory: str) -> Location:
     """Return the folder that a user means, in the form in which pointers lead into it."""
     found = locate(directory)
-    return Path(os.path.abspath(found)) if isinstance(found, Path) and ".." in found.parts else found
+    return found.resolve() if isinstance(found, Path) else found  # `..` behind a link leads elsewhere than its text
 
 
 def _is_of_lockstep(path: Location) -> bool:
@@ -244,11 +243,9 @@ def _read_last(directory: Location) -> tuple[Location | None, list[str]]:
     try:
         if (last := read_pointer(directory)) is not None:
             return last, []
+        return read_pointer(directory.parent), []
     except ConfigError as error:
         return None, [str(error)]
-    with suppress(ConfigError):  # other programs write files of this name
-        return read_pointer(directory.parent), []
-    return None, []
 
 
 def _columns_of(directory: Location, manifest: Manifest | None) -> list[str]:
