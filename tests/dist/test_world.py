@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +20,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as torch_dist
-from torch.distributed import FileStore
+from torch.distributed import FileStore, HashStore
 
 from lockstep.dist import (
     all_gather,
@@ -37,6 +38,7 @@ from lockstep.dist import (
     init_dist,
     is_distributed,
 )
+from lockstep.dist.world import _refuse_shared
 from lockstep.errors import CollectiveTimeoutError, DistError, PeerError, TopologyError
 from lockstep.testing import RankFailure, ranks, run_ranks
 
@@ -332,3 +334,13 @@ def test_processes_that_simply_end_exit_with_code_0_holding_group_and_model_or_w
     assert ended.stdout == f"{[0] * 12}\n", ended.stderr
     assert ended.returncode == 0
     assert ended.stderr == ""
+
+
+def test_a_device_that_two_others_share_is_told_on_every_rank_of_their_node(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NCCL_HOSTID", "")
+    store = HashStore()
+    for local_rank in (1, 2):
+        store.set(f"device/0/{local_rank}", "3 ")
+    rank_0: Any = SimpleNamespace(rank=0, world_size=3, node_rank=0, local_rank=0, local_size=3)
+    with pytest.raises(TopologyError, match="the local ranks 1, 2 share one with another"):
+        _refuse_shared(torch.device("cpu", 0), rank_0, store)
