@@ -188,6 +188,7 @@ def test_a_failure_can_be_a_warning(tmp_path):
     hook = EVERY_FOURTH | {"on_save_error": "warn", "max_keep_ckpts": 2}
     with fails_on(dist.get_world_size() - 1):
         run = train(tmp_path, checkpoint=hook, iterations=16).run
+    dist.barrier()  # rank 0 removes
     assert names_in(run.run_dir) == ["iter_12", "iter_16"]
     if dist.get_rank() == 0:
         assert "iter_4 could not be written" in (run.run_dir / "log.txt").read_text()
