@@ -63,7 +63,7 @@ def test_metrics_are_shown_as_a_table(here, weights, config, data):
 
 def test_two_ranks_give_the_same_table_once(lockstep, weights):
     code, out, err = lockstep("test", "tested.py", "--checkpoint", weights.name, "--nproc", "2")
-    loading = "lockstep: loading torch to check tested.py, before starting 2 ranks"
+    loading = "lockstep: loading torch to check tested.py"
     assert (code, err) == (0, f"{loading}\nlockstep: starting 2 ranks\n")
     assert "2 ranks on" in out
     assert rows(out) == [["error", "0.5 m"], ["samples", "8"]]

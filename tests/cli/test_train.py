@@ -36,7 +36,7 @@ def test_one_process_trains_where_it_is(here, folder):
 
 def test_two_ranks_are_started_and_train(lockstep, tmp_path):
     code, out, err = lockstep("train", "line.py", "--nproc", "2", "--work-dir", "runs")
-    loading = "lockstep: loading torch to check line.py, before starting 2 ranks"
+    loading = "lockstep: loading torch to check line.py"
     assert (code, err) == (0, f"{loading}\nlockstep: starting 2 ranks\n")
     assert "2 ranks on" in out
     assert len(list((tmp_path / "runs").glob("*/metrics.jsonl"))) == 1
@@ -55,8 +55,8 @@ def test_ranks_that_are_found_are_joined(lockstep):
     ("words", "says"),
     [
         (["train", "line.py"], "lockstep: loading torch\n"),
-        (["train", "line.py", "--nproc", "2"], "lockstep: loading torch to check line.py, before starting 2 ranks\n"),
-        (["train", "line.py", "--max-restarts", "1", "--no-check"], "lockstep: loading torch to read line.py, before"),
+        (["train", "line.py", "--nproc", "2"], "lockstep: loading torch to check line.py\n"),
+        (["train", "line.py", "--max-restarts", "1", "--no-check"], "lockstep: loading torch to read line.py"),
         (["test", "line.py", "--checkpoint", "toy.py"], "lockstep: loading torch\n"),
     ],
 )
@@ -223,7 +223,7 @@ def test_ranks_read_what_was_typed(lockstep, folder):
     )
     (folder / "own.py").write_text("_base_ = 'line.py'\nimport registering\nmodel = dict(type='Ln')\n")
     code, _, err = lockstep("train", "own.py", "--nproc", "2", "train_cfg.max_epochs=2", "--work-dir", "runs")
-    loading = "lockstep: loading torch to check own.py, before starting 2 ranks"
+    loading = "lockstep: loading torch to check own.py"
     assert (code, err) == (0, f"{loading}\nlockstep: starting 2 ranks\n")
     (run,) = folder.glob("runs/*/environment.json")
     command = shlex.split(json.loads(run.read_text())["command"])

@@ -107,6 +107,10 @@ def test_a_longer_training_has_the_rates_of_one_that_was_that_long_from_the_begi
     assert not log or re.search(r"config has changed the schedule .* -> .*, which hold from here on", log)
     cosine = "the schedule CosineAnnealingLR(epochs 0..2, T_max=2) -> CosineAnnealingLR(epochs 0..4, T_max=4), which"
     assert (cosine in log) is (bool(log) and schedule in ("cosine", "torch's"))
+    by_iter = (
+        "the schedule CosineAnnealingLR(by_epoch=False) in 2 epochs -> CosineAnnealingLR(by_epoch=False) in 4 epochs"
+    )
+    assert (by_iter in log) is (bool(log) and schedule == "cosine by iteration")
 
 
 def test_a_longer_training_changes_no_schedule_that_says_when_it_ends(tmp_path):

@@ -32,7 +32,7 @@ from lockstep.cli.options import (
     rank_option,
 )
 from lockstep.config import Config
-from lockstep.errors import ConfigError, Preempted, TopologyError, counted
+from lockstep.errors import ConfigError, Preempted, TopologyError
 from lockstep.launch import JobSpec, launch
 from lockstep.launch.job import STOP_SIGNALS
 from lockstep.launch.notices import loading_torch, say
@@ -125,7 +125,7 @@ class Job(RankOptions, ABC):
         loading = "loading torch"
         if not here:
             use = "check" if self.check else "read"
-            loading += f" to {use} {self.config}, before starting {counted(spec.nproc, 'rank')}"
+            loading += f" to {use} {self.config}"
         with ExitStack() as early:
             if isinstance(self, Train):
                 early.enter_context(_stops_before_it_begins())

@@ -253,8 +253,11 @@ def _descriptions(run: TrainRun) -> Iterator[str]:
             described: Any = scheduler
             is_config = len(configs) == len(run.param_schedulers) and isinstance(configs[index], Mapping)
             if is_config and not scheduler.by_epoch and epochs is not None:
-                ends_itself = configs[index].get("end") is not None
-                described = f"{dict(configs[index])}" + ("" if ends_itself else f" in {epochs} epochs")
+                settings = dict(configs[index])
+                kind = settings.pop("type", type(scheduler))
+                name = getattr(kind, "__name__", str(kind).rpartition(".")[2])
+                described = f"{name}({', '.join(f'{key}={value}' for key, value in settings.items())})"
+                described += "" if settings.get("end") is not None else f" in {epochs} epochs"
         elif isinstance(scheduler, LRScheduler):
             described = f"{type(scheduler).__name__} {_constants(scheduler.state_dict())}"
         else:
