@@ -244,19 +244,29 @@ class Subclass(DataLoader[int]):
 
 
 @ranks(1, 2)
-def test_a_subclass_of_a_loader_is_dealt_out_on_several_ranks():
+def test_a_subclass_that_collates_otherwise_draws_the_same_order_on_any_number_of_ranks():
     given = Subclass(Counting(), ["x"])
     list(given)
     loader = build_dataloader(given, seed=0)
-    if get_world_size() == 1:
-        assert loader is given
-        return
     assert (type(loader), loader.follow, loader.num_workers) == (Subclass, ["x"], 1)
-    first, second = all_gather_object([list(loader), list(loader)])
-    assert [len(batch) for batch in first[0]] == [3, 3]
-    assert {i for batch in first[0] + second[0] for i in batch} == set(range(11))
-    assert first[0] == first[1]
+    assert [len(batch) for batch in loader][:2] == [3, 3]
+    passes = [[number for batch in loader for number in batch] for _ in range(2)]
+    assert passes[0] == passes[1]
+    drawn = [number for at_once in zip(*all_gather_object(passes[0]), strict=True) for number in at_once]
+    assert drawn[:11] == list(DefaultSampler(range(11), seed=0, shard=(0, 1)))
     list(given)  # which is as it was
+
+
+class OwnOrder(DataLoader[int]):
+    """Goes through its data in its own way."""
+
+    def __iter__(self):
+        return iter([[0], [1]])
+
+
+def test_in_one_process_a_loader_that_draws_in_its_own_way_is_left_as_it_is():
+    given = OwnOrder(Counting())
+    assert build_dataloader(given, seed=0) is given
 
 
 def test_on_one_process_an_order_is_drawn_by_seed_and_epoch_too():

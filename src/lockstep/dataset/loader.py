@@ -404,7 +404,8 @@ def _reason_to_leave(loader: Any, evaluation: bool, shard: tuple[int, int]) -> t
         )
     if differing:
         raise _parts_differ(differing, "say so by an attribute `rank` of the loader, or by `split=False` in a config")
-    is_plain = type(loader) is DataLoader or (not evaluation and hasattr(loader, "load_state_dict"))
+    # A subclass that only collates otherwise, as torch_geometric's, draws in one process what it would draw on several.
+    is_plain = type(loader).__iter__ is DataLoader.__iter__ or (not evaluation and hasattr(loader, "load_state_dict"))
     if get_world_size() == 1 and (not is_plain or (evaluation and _is_sequential(sampler))):
         return logging.INFO, "one process sees all of it"
     # No public class is that of a loader's iterators; `_iterator` is where the loader itself keeps persistent workers.
