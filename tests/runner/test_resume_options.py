@@ -113,6 +113,45 @@ def test_a_longer_training_has_the_rates_of_one_that_was_that_long_from_the_begi
     assert (by_iter in log) is (bool(log) and schedule == "cosine by iteration")
 
 
+class SetsItsRate(torch.optim.Optimizer):
+    """Has options of every kind, as optimizers of others do: none at first, dtypes, dicts, tuples in lists."""
+
+    def __init__(self, params: Any) -> None:
+        kinds = {"lr": None, "dtype": torch.float32, "norms": {"kind": "spectral", 2: (1, [0.5])}, "empty": {}}
+        super().__init__(params, {**kinds, "eps": (None, 1e-3), "inf": float("inf")})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            assert (group["dtype"], group["norms"][2], group["empty"]) == (torch.float32, (1, [0.5]), {})
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                parameter -= 0.1 / state["step"] * parameter.grad
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+@ranks(1, 2)
+def test_options_of_any_kind_come_back(tmp_path, strategy):
+    optimizer = {"type": SetsItsRate}
+    _, straight, _ = train(tmp_path / "straight", 4, optimizer, strategy=strategy)
+    train(tmp_path / "halves", 2, optimizer, strategy=strategy)
+    _, resumed, _ = train(tmp_path / "halves", 4, optimizer, strategy=strategy, resume=True)
+    assert all(map(torch.equal, straight, resumed))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schedule": {"type": "LinearLR"}}, "LinearLR changes `lr`, which this optimizer sets itself"),
+        ({"auto_scale_lr": {"enable": True, "base_batch_size": 8}}, "`auto_scale_lr` multiplies learning rates, which"),
+    ],
+)
+def test_a_rate_that_the_optimizer_sets_itself_is_not_changed(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        train(tmp_path, 1, {"type": SetsItsRate}, **changes)
+
+
 def test_a_longer_training_changes_no_schedule_that_says_when_it_ends(tmp_path):
     schedules = [
         {"type": "LinearLR", "start_factor": 0.1, "by_epoch": False, "end": 3},

@@ -312,10 +312,11 @@ def _is_number(node: Any) -> bool:
 
 
 def _is_option(node: Any) -> bool:
-    items = tagged(node)[1] if tagged(node)[0] == "$tuple" else node
-    if isinstance(items, list):
-        return all(map(_is_option, items))
-    return node is None or isinstance(node, bool) or any(kind.fits(node) for kind in (NUMBER, TEXT, TENSOR))
+    tag, held = tagged(node)
+    if tag is not None:
+        return tag in ("$tensor", "$float", "$dtype", "$dict") or (tag == "$tuple" and _is_option(held))
+    inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else None
+    return isinstance(node, _PLAIN) if inner is None else all(map(_is_option, inner))
 
 
 TEXT = StoredKind("a string", lambda node: isinstance(node, str))
@@ -348,10 +349,11 @@ DESCRIPTION: Form = {
 }
 """The form of what `lockstep.weights.describe_model` returns, which a checkpoint has as `weights` in its metadata."""
 
-_OPTION = StoredKind("a plain value, or a list of them", _is_option)
+_OPTION = StoredKind("a value without arrays", _is_option)
 # numpy takes any place in the words of its generator, and reads memory beyond them.
 _PLACE = StoredKind("a place in 624 words", lambda node: is_count(node) and node <= 624)
-_RATE = StoredKind("a number or a tensor", lambda node: NUMBER.fits(node) or TENSOR.fits(node))
+# None where the optimizer sets its rate itself, as transformers' Adafactor does.
+_RATE = StoredKind("a number or a tensor", lambda node: NUMBER.fits(node) or TENSOR.fits(node)).or_none()
 _WINDOWS: Form = Whole(backward_passes=COUNT, per_iteration=COUNT.or_none(), open=COUNT, updates=COUNT)
 
 _META: Form = {

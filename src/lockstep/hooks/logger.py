@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -380,8 +381,11 @@ def _shown(value: Any) -> str:
 
 
 def _first_learning_rates(runner: TrainRun) -> dict[str, float]:
-    """Return each optimizer's first learning rate: `{"lr": ...}`, or, for several, `{"generator.lr": ..., ...}`."""
-    return {name: rates[0] for name, rates in runner.optim_wrapper.get_lr().items()}
+    """Return each optimizer's first learning rate: `{"lr": ...}`, or, for several, `{"generator.lr": ..., ...}`.
+
+    One that sets its rate itself has none.
+    """
+    return {name: rates[0] for name, rates in runner.optim_wrapper.get_lr().items() if not math.isnan(rates[0])}
 
 
 def _check_options(by_rank: Sequence[tuple[int, Mapping[str, float]]], iteration: int) -> None:

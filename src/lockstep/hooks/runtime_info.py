@@ -16,8 +16,9 @@ class RuntimeInfoHook(Hook):
     """Put metrics, as scalars such as `val/accuracy`, and learning rates, as `train/lr`, into the message hub.
 
     A rate is that of the iteration. One that is a tensor on a device is left out, because to read it would wait for the
-    device in each iteration. The other values that MMEngine's hook of this name provides are there without this hook:
-    the infos `epoch`, `iter`, `max_epochs`, `max_iters` and `dataset_meta`, losses and times.
+    device in each iteration, and so is one that the optimizer sets itself. The other values that MMEngine's hook of
+    this name provides are there without this hook: the infos `epoch`, `iter`, `max_epochs`, `max_iters` and
+    `dataset_meta`, losses and times.
     """
 
     priority = "VERY_HIGH"
@@ -25,7 +26,7 @@ class RuntimeInfoHook(Hook):
     def before_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None) -> None:
         """Put the learning rates of the iteration into the message hub."""
         rates = [group["lr"] for group in runner.optim_wrapper.param_groups]
-        if any(isinstance(rate, Tensor) and not rate.is_cpu for rate in rates):
+        if any(rate is None or (isinstance(rate, Tensor) and not rate.is_cpu) for rate in rates):
             return
         for name, own in runner.optim_wrapper.get_lr().items():
             runner.message_hub.update_scalar(f"train/{name}", own[0])

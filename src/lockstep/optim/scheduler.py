@@ -210,10 +210,15 @@ class ParamScheduler(ABC):
         return number_in(self._value(group))
 
     def _value(self, group: Mapping[str, Any]) -> Any:
-        if self.param_name in group:
+        if group.get(self.param_name) is not None:
             return group[self.param_name]
         if self.param_name == "momentum" and "betas" in group:
             return group["betas"][0]
+        if self.param_name in group:
+            raise ConfigError(
+                f"{self.title} changes `{self.param_name}`, which this optimizer sets itself: it is None in its "
+                "groups. Give the optimizer a number, or leave out the schedule"
+            )
         known = ", ".join(sorted(name for name in group if name != "params"))
         raise ConfigError(
             f"{self.title}: the optimizer must have a `{self.param_name}`, but {type(self.optimizer).__name__} has "
@@ -231,13 +236,15 @@ class ParamScheduler(ABC):
             group["betas"] = (value, *group["betas"][1:])
 
 
-def number_in(value: float | Tensor) -> float:
+def number_in(value: float | Tensor | None) -> float:
     """Return the number in an option of a parameter group. A tensor is read only if others than schedules changed it.
+
+    It is NaN for None, as the rate of an optimizer that sets it itself.
 
     **Source**: torch counts the writes to a tensor in its `_version`.
     """
     if not isinstance(value, Tensor):
-        return float(value)
+        return math.nan if value is None else float(value)
     version, number = _held.get(value, (None, 0.0))
     if version != value._version:
         number = float(value)

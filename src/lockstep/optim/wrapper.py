@@ -302,7 +302,7 @@ class OptimWrapper:
         return self.optimizer.defaults
 
     def get_lr(self) -> dict[str, list[float]]:
-        """Return the learning rate of every parameter group, as `{"lr": [...]}`."""
+        """Return the learning rate of every parameter group, as `{"lr": [...]}`; NaN where the optimizer sets it."""
         return {"lr": [number_in(group["lr"]) for group in self.param_groups]}
 
     def get_momentum(self) -> dict[str, list[float]]:
