@@ -88,6 +88,16 @@ class ByIndex(SGD):
                 torch.linalg.eigh(parameter.data.view(-1)[:4].view(2, 2))
 
 
+class DrawsAndMultiplies(Noisy):
+    """Draws random numbers, so that no trial can tell what it does to shards."""
+
+    def step(self) -> None:
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad @ torch.ones(parameter.shape[-1])
+
+
 class FailsOnOneRank(SGD):
     def step(self) -> None:
         super().step()
@@ -175,6 +185,15 @@ def test_an_optimizer_that_fails_on_shards_is_refused_with_its_error():
     says = r"can update shards under FSDP, but ByIndex can't: its first steps raise \w+: .*, or strategy 'ddp'"
     with pytest.raises(ConfigError, match=says):
         FSDPStrategy().prepare(net, ByIndex(net.parameters(), lr=0.1))
+
+
+@ranks(1, 2)
+def test_an_optimizer_that_no_trial_can_tell_is_at_fault_where_it_fails_on_shards():
+    net = Net()
+    model, optim_wrapper = FSDPStrategy().prepare(net, DrawsAndMultiplies(net.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match="DTensor") as raised:
+        model.train_step(INPUTS, optim_wrapper)
+    assert "in the optimizer's update, whose parameters are shards (DTensor) under FSDP" in raised.value.__notes__[0]
 
 
 @ranks(1, 2)

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any, NoReturn
 
 import torch
@@ -40,6 +42,8 @@ from lockstep.model.wrapper import ModelWrapper
 from lockstep.model.written import refuse_max_norm
 from lockstep.registry import MODEL_WRAPPERS
 from lockstep.transport.handles import note_running
+
+_DTENSOR = str(Path(torch.distributed.tensor.__file__).parent)
 
 
 @MODEL_WRAPPERS.register_module()
@@ -364,7 +368,15 @@ def _sharded_weights_explained() -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        files = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
+        # An optimizer whose trial before the training could not tell.
+        if inspect.getfile(torch.optim.Optimizer) in files and ("DTensor" in message_of(error) or _DTENSOR in files[-1]):
+            error.add_note(
+                "in the optimizer's update, whose parameters are shards (DTensor) under FSDP. Use an optimizer that "
+                "can update shards, such as AdamW or SGD, or strategy 'ddp', which keeps every parameter whole"
+            )
+            raise
         if "mixed torch.Tensor and DTensor" not in message_of(error):
             raise
         raise RuntimeError(
