@@ -84,7 +84,7 @@ class TrainLoop(ABC):
         self.epoch_begin = 0
         self.epoch_end = self.epoch_length
         self._begin = BEGINNING
-        self.samples = 0
+        self.samples = 1  # in a loop of the user's own, which does not say
         self.iter_ended = 0.0
         self.stop_training = False
         self._left_out: set[str] = set()
