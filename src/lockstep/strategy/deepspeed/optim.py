@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -68,10 +68,10 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
     # Indices in the flow of the parameters reached in the first window; None after that window.
     _reached: set[int] | None = None
 
-    def attach_engine(self, engine: Any, masters: MasterWeights) -> None:
-        """Set the engine that this wrapper controls, and its master weights."""
+    def attach_engine(self, engine: Any, masters: MasterWeights, groups: Sequence[Sequence[str]]) -> None:
+        """Set the engine that this wrapper controls, its master weights, and the names in each parameter group."""
         self._stage: int = engine.zero_optimization_stage()
-        self._reached = set()
+        self._reached, self._groups = set(), groups
         self.attach(engine, engine.module, masters, replicated=self._stage < 3)
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -163,7 +163,7 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
         if self._reached is not None:
             self._reached.update(flow.arrivals(loss))
             if ends:
-                warn_of_unreached(flow, self._reached, self.optimizer)
+                warn_of_unreached(flow, self._reached, self.optimizer, self._groups)
                 self._reached = None
         if self._stage == 2 or (self._stage == 1 and self.engine.zero_overlap_comm()):
             flow.check_order(loss, "Use stage=1 with overlap_comm=False, or strategy 'ddp'")
@@ -188,22 +188,35 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
             norm.mul_(factor)
 
 
-def warn_of_unreached(flow: GradientFlow, reached: Iterable[int], optimizer: Optimizer) -> None:
-    """Warn on rank 0 of parameters that got no gradient in the first update, and say how DeepSpeed treats them.
+def warn_of_unreached(
+    flow: GradientFlow, reached: Iterable[int], optimizer: Optimizer, groups: Sequence[Sequence[str]]
+) -> None:
+    """Warn on rank 0 of parameters that got no gradient in the first update, and that DeepSpeed may move all the same.
+
+    Args:
+        flow: the parameters.
+        reached: indices of those that a loss of this rank has reached.
+        optimizer: the one that updates them.
+        groups: the names of the parameters in each of its groups.
 
     **Collective**: every rank.
     """
     anywhere = torch.zeros(len(flow.names), dtype=torch.uint8)
     anywhere[sorted(reached)] = 1
     all_reduce(anywhere, op="max")
-    names = [flow.names[index] for index in (anywhere == 0).nonzero().flatten().tolist()]
-    decays = any(group.get("weight_decay") for group in optimizer.param_groups)
-    if names and flow.sees_all and get_rank() == 0:
+    unreached = {flow.names[index] for index in (anywhere == 0).nonzero().flatten().tolist()}
+    moved, by = [], set()
+    for names, group in zip(groups, optimizer.param_groups, strict=True):
+        has = {"weight decay": group.get("weight_decay"), "momentum": group.get("betas") or group.get("momentum")}
+        if (own := [name for name in names if name in unreached]) and any(has.values()):
+            moved += own
+            by |= {what for what, value in has.items() if value}
+    if moved and flow.sees_all and get_rank() == 0:
         _logger.warning(
             "the loss reaches none of these %d parameters in the first update: %s. DeepSpeed takes their gradients for "
             "0, where other strategies leave such parameters alone: %s moves them by its %s all the same. Freeze them "
             "with requires_grad_(False)%s, or use strategy 'ddp' or 'fsdp'",
-            len(names), listed(names, most=10), type(optimizer).__name__,
-            "weight decay and momentum" if decays else "momentum",
-            ", give them decay_mult=0 by paramwise_cfg" if decays else "",
+            len(moved), listed(moved, most=10), type(optimizer).__name__,
+            " and ".join(sorted(by, reverse=True)),
+            ", give them decay_mult=0 by paramwise_cfg" if "weight decay" in by else "",
         )  # fmt: skip
