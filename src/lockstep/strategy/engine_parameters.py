@@ -73,7 +73,9 @@ def begin_alike(tensors: Iterable[Tensor]) -> None:
     for members in alike.values():
         joined = torch.cat([tensor.detach().reshape(-1) for tensor in members])
         broadcast(joined)
-        for tensor, part in zip(members, joined.split([tensor.numel() for tensor in members]), strict=True):
+        for tensor, part in zip(
+            members, torch.split_with_sizes(joined, [tensor.numel() for tensor in members]), strict=True
+        ):
             tensor.copy_(part.view(tensor.shape))
 
 
