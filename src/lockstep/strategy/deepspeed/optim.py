@@ -110,16 +110,19 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
         self.engine.optimizer.zero_grad(**kwargs)
 
     def _run_backward(self, loss: Tensor, **kwargs: Any) -> None:
+        if self._is_summed and self._stage < 3:
+            raise ConfigError(
+                "`backward` must be called once before `step` under DeepSpeed's stages 1 and 2, which keep the last "
+                f"gradients only, but was called again ({this_rank()}). Add the losses and call it once, or use stage=3"
+            )
         ends = self.should_sync()
         self.engine.set_gradient_accumulation_boundary(ends)
         loss = self._reconciled(loss, ends=ends)
-        earlier = self._summed()
         try:
             self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
         except Exception:
             self._masters.check_forms()  # of other shapes and dtypes, DeepSpeed fails with errors of its own
             raise
-        self._add(earlier)
         self._went_back = self._holds = True
         self._is_summed |= ends
         if not ends:
@@ -129,33 +132,6 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
         self.engine.step(**kwargs)
         if self.clip_grad is not None:
             self._grad_norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32)
-
-    def _summed(self) -> dict[int, list[Tensor]]:
-        """Return the gradients that have been summed over the ranks since the last update.
-
-        **Source**: `DeepSpeedZeroOptimizer` (0.19), of stages 1 and 2, which replaces them at the end of a window.
-
-        Raises:
-            ConfigError: they are in CPU memory, where nothing can be added to them.
-        """
-        if not self._is_summed or self._stage == 3:
-            return {}
-        if self.engine.zero_cpu_offload():
-            raise ConfigError(
-                "`backward` must be called once before `step` under DeepSpeed's stages 1 and 2 with `offload`, which "
-                f"keep the last gradients only, but was called again ({this_rank()}). Add the losses and call it once, "
-                "or use stage=3"
-            )
-        summed = getattr(self.engine.optimizer, "averaged_gradients", {})  # BF16_Optimizer adds by itself
-        return {index: held for index, held in summed.items() if held is not None}
-
-    def _add(self, earlier: dict[int, list[Tensor]]) -> None:
-        """Add gradients of earlier backward passes to those that have replaced them."""
-        for index, gradients in earlier.items():
-            held = self.engine.optimizer.averaged_gradients[index]
-            if held is not gradients:
-                for gradient, other in zip(held, gradients, strict=True):
-                    gradient.add_(other)
 
     def _reconciled(self, loss: Tensor, *, ends: bool) -> Tensor:
         """Return the loss, changed or checked so that ZeRO, which sums gradients by position, sums matching ones."""
