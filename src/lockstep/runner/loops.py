@@ -26,7 +26,7 @@ from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import part_ranks, random_state_kept
 from lockstep.runner.uneven_inputs import Batch, EvenBatches, buffers_kept
 
-CountSamples: TypeAlias = Callable[[Any], int]
+CountSamples: TypeAlias = Callable[[Any], float]
 
 _MOST_WITHOUT = 3  # iterations at the beginning, none of which makes a backward pass
 
@@ -84,7 +84,7 @@ class TrainLoop(ABC):
         self.epoch_begin = 0
         self.epoch_end = self.epoch_length
         self._begin = BEGINNING
-        self.samples = 1  # in a loop of the user's own, which does not say
+        self.samples: float = 1  # in a loop of the user's own, which does not say
         self.iter_ended = 0.0
         self.stop_training = False
         self._left_out: set[str] = set()

@@ -101,7 +101,7 @@ class Session:
         *,
         strategy: Any = None,
         accumulative_counts: int = 1,
-        batch_size_of: Callable[[Any], int] | None = None,
+        batch_size_of: Callable[[Any], float] | None = None,
         clip_grad: Mapping[str, Any] | None = None,
         amp: str | None = None,
         resume: bool = False,
