@@ -270,6 +270,8 @@ class EpochBasedTrainLoop(TrainLoop):
         dynamic_intervals: pairs (epoch, interval): from that epoch on, that interval holds.
         batch_size_of: returns what a batch counts for, if that is not its number of samples: for instance its number of
             tokens. The gradient of an update is the mean over what it counts, on all ranks.
+            A batch that counts for 0 may have any loss, but needs finite gradients, as torch's losses with
+            `ignore_index` have: divide a mean of your own by at least 1.
     """
 
     epoch_length: int
