@@ -80,6 +80,23 @@ def test_a_sound_run_is_left_alone_whatever_else_is_logged(tmp_path: Path):
     assert runner.iter == 8
 
 
+@ranks(1, 2)
+def test_a_batch_that_counts_for_nothing_may_have_any_loss(tmp_path: Path):
+    def half(batch: Any) -> int:
+        return 0 if runner.iter % 2 else len(batch[0])
+
+    class EverySecond(Fragile):
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+            loss = super().forward(x, y)["loss_box"]
+            return {"loss": loss + float("nan") if self.steps % 2 == 0 else loss}
+
+    runner = make_runner(
+        tmp_path, [NaNCheckHook(1)], kind=EverySecond, train_cfg={"max_epochs": 2, "batch_size_of": half}
+    )
+    runner.train()
+    assert runner.iter == 8
+
+
 @ranks(2)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_check_goes_on_beside_iterations(tmp_path: Path, device: str):

@@ -13,10 +13,12 @@ from .own_steps import Plain
 class SeveralBackwards(Plain):
     """Adds the gradients of three losses."""
 
+    losses = 3
+
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         x, y = data
         total = torch.zeros(())
-        for inputs in (x, x.flip(1), -x):
+        for inputs in (x, x.flip(1), -x)[: self.losses]:
             with optim_wrapper.optim_context(self):
                 loss = self(inputs, y, mode="loss")["loss"]
             optim_wrapper.backward(loss)
@@ -33,6 +35,8 @@ class SeveralBackwards(Plain):
 class DropsGradient(SeveralBackwards):
     """Leaves its last layer out of the update."""
 
+    losses = 1
+
     def change_gradients(self, optim_wrapper: Any) -> None:
         self.head.weight.grad = None
 
@@ -40,12 +44,16 @@ class DropsGradient(SeveralBackwards):
 class ClipsByHand(SeveralBackwards):
     """Clips by a function of torch's."""
 
+    losses = 1
+
     def change_gradients(self, optim_wrapper: Any) -> None:
         nn.utils.clip_grad_norm_(self.parameters(), 0.1)
 
 
 class ClearsGradients(SeveralBackwards):
     """Clears what it has, and begins anew."""
+
+    losses = 1
 
     def change_gradients(self, optim_wrapper: Any) -> None:
         optim_wrapper.zero_grad()

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from lockstep.dataset import build_dataloader
 from lockstep.dataset.position import CountedBatches
 from lockstep.dist import all_gather_object, get_world_size
+from lockstep.errors import ConfigError
 from lockstep.runner import Runner
 from lockstep.runner.uneven_inputs import EvenBatches
 from lockstep.testing import ranks
@@ -164,3 +165,39 @@ def test_the_validation_loss_of_graphs_is_a_mean_over_graphs(tmp_path: Path):
     )  # fmt: skip
     with torch.no_grad():
         assert runner.val()["loss"] == pytest.approx(float(Graphs()(**together(GRAPHS))), rel=1e-5)
+
+
+class Weighed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).mean()
+
+
+def trained_by(count: Any, folder: Path) -> float:
+    data = torch.tensor([1.0, 4.0])
+    model = Weighed()
+    Runner(
+        model, folder, visualizer=[], log_level="ERROR", optim_wrapper={
+            "optimizer": {"type": "SGD", "lr": 1.0}, "accumulative_counts": 2 // get_world_size()
+        },
+        train_dataloader={"dataset": data, "batch_size": 1, "collate_fn": lambda own: (torch.stack(own),),
+                          "shuffle": False},
+        train_cfg={"max_epochs": 1, "batch_size_of": count},
+    ).train()  # fmt: skip
+    return model.weight.item()
+
+
+@ranks(1, 2)
+def test_a_batch_may_count_for_a_fraction(tmp_path: Path):
+    expected = -(0.5 * 1 + 2 * 4) / 2.5
+    assert trained_by(lambda batch: batch[0].sum() / 2, tmp_path) == pytest.approx(expected)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("count", [-1, float("nan")])
+def test_it_may_not_count_for_less_than_nothing(count: float, tmp_path: Path):
+    with pytest.raises(ConfigError, match="`batch_size_of` must return a number that is not negative, but has"):
+        trained_by(lambda batch: count, tmp_path)

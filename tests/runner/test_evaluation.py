@@ -20,7 +20,8 @@ from lockstep.dist import get_rank
 from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator, LossMetric
 from lockstep.launch.worker import RESUME_SINCE
-from lockstep.model import BaseModel
+from lockstep.model import BaseModel, unwrap_model
+from lockstep.model.shards import gather_full
 from lockstep.runner.evaluation_loops import ValLoop
 from lockstep.testing import ranks
 from lockstep.weights import export_checkpoint
@@ -315,6 +316,28 @@ def test_what_is_validated_before_a_training_are_the_weights_that_it_begins_with
     given = Ones()
     make(given, tmp_path, val_dataloader=DataLoader(pairs())).val()  # may have trained
     assert not (given.linear.weight == 1).any()
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("strategy", [None, "fsdp"])
+def test_a_training_initialises_the_weights_that_a_validation_has_left_alone(strategy: Any, tmp_path: Path):
+    options: dict[str, Any] = {"optim_wrapper": {"optimizer": {"type": "SGD", "lr": 0.0}}, "strategy": strategy}
+    runner = make(Ones(), tmp_path, val_dataloader={"dataset": pairs()}, **options)
+    runner.val()
+    runner.train()
+    assert (gather_full(unwrap_model(runner.model).linear.weight) == 1).all()
+    if get_rank() == 0:
+        assert "those that were evaluated before are others" in (runner.run_dir / "log.txt").read_text()
+
+
+def test_a_training_keeps_the_weights_that_were_loaded_for_a_validation(tmp_path: Path):
+    given = Ones()
+    torch.save({name: torch.full_like(value, 5.0) for name, value in given.state_dict().items()}, tmp_path / "five.pth")
+    options: dict[str, Any] = {"optim_wrapper": {"optimizer": {"type": "SGD", "lr": 0.0}}}
+    runner = make(given, tmp_path, val_dataloader=DataLoader(pairs()), **options)
+    runner.val(tmp_path / "five.pth")
+    runner.train()
+    assert (given.linear.weight == 5).all()
 
 
 def test_another_training_in_the_work_dir_is_told(tmp_path: Path):

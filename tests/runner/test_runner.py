@@ -77,6 +77,21 @@ def test_making_a_runner_does_nothing(tmp_path: Path):
         _ = runner.modle
 
 
+def test_what_belongs_to_a_run_can_not_be_set_on_the_runner(tmp_path: Path):
+    runner = complete(tmp_path)
+    for _ in range(2):
+        for name in ("model", "train_dataloader"):
+            with pytest.raises(AttributeError, match=rf"`{name}` of a Runner can't be set.* the argument `{name}`"):
+                setattr(runner, name, None)
+        for name in ("train_loop", "optim_wrapper", "seed", "iter", "work_dir", "cfg"):
+            with pytest.raises(AttributeError, match=rf"'?`?{name}"):
+                setattr(runner, name, None)
+        runner.of_my_own = 1
+        if runner.iter == 0:
+            runner.train()
+    assert (runner.iter, runner.of_my_own) == (12, 1)
+
+
 @ranks(1, 2)
 def test_the_smallest_call_trains_with_defaults_that_are_said(tmp_path: Path):
     torch.manual_seed(get_rank())

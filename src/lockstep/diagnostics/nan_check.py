@@ -30,7 +30,7 @@ class NaNCheckHook(Hook):
     """End training on every rank when a loss is infinite or not a number on any of them.
 
     The error names the first such iteration, its ranks, and the values of their losses. No checkpoint is written after
-    it.
+    it. The loss of a batch that counts for nothing, because its `batch_size_of` is 0, may be anything.
 
     Losses are not read at each step, because the host would have to wait for an accelerator. They stay on their device
     and are copied together at intervals; the host looks at them an iteration later, and at what other ranks have found
@@ -60,7 +60,7 @@ class NaNCheckHook(Hook):
         """Store the losses; check them when it is time."""
         next(self._check, None)
         iteration = runner.train_loop.iter + 1
-        if outputs:
+        if outputs and runner.train_loop.samples:  # a batch that counts for nothing may have any loss
             self._seen.append((iteration, outputs))
         if iteration % self.interval == 0:
             self._complete()

@@ -174,7 +174,7 @@ class LossMetric(BaseMetric):
     def __init__(self) -> None:
         super().__init__()
         self.loss: OutsideLoss | None = None
-        self.count: Callable[[Any], int] | None = None
+        self.count: Callable[[Any], float] | None = None
         self.samples: int | None = None
         self.indices: Sequence[int] | None = None
 

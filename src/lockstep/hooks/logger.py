@@ -138,7 +138,7 @@ class LoggerHook(Hook):
         if self.slow_factor is not None and self.slow_factor <= 1:
             raise ConfigError(f"`slow_factor` must be above 1 or None, but is {self.slow_factor}")
         # Samples of each iteration since the last record, and the names of the values that the model returned.
-        self._samples: list[int] = []
+        self._samples: list[float] = []
         self._last_rates: tuple[int, dict[str, float]] = 0, {}  # of the last iteration of an epoch, and its number
         self._output_names: set[str] = set()
         self._unwritten: deque[_Unwritten] = deque()
@@ -334,7 +334,7 @@ class LoggerHook(Hook):
         self._write(runner, "train", record.epoch, record.iteration, values, record.iteration, flush)
 
     def _parts_of_rank(
-        self, last: Mapping[str, list[Scalar]], samples: list[int], read_values: list[float], share: float
+        self, last: Mapping[str, list[Scalar]], samples: list[float], read_values: list[float], share: float
     ) -> dict[str, tuple[float, float]]:
         """Return the totals and weights of this rank in the iterations since the last record; see `_Sums`.
 

@@ -28,6 +28,7 @@ from lockstep.model import (
     unwrap_model,
 )
 from lockstep.model.norm import is_synced, sync_on_this_device
+from lockstep.model.shards import reshard
 from lockstep.optim import OptimWrapperDict, ParamScheduler, build_param_schedulers
 from lockstep.registry import EVALUATOR, LOOPS, MODELS
 from lockstep.runner.arguments import (
@@ -120,11 +121,15 @@ def _left_of_lightning(args: RunnerArguments, core: nn.Module) -> str:
     return f"a Lightning module has: {', '.join(found)}; see docs/side-by-side.md" if found else ""
 
 
-def init_weights(model: nn.Module) -> None:
-    """Let a `BaseModule` that is to be trained initialise its weights, unless some are still on the meta device."""
+def init_weights(model: nn.Module) -> bool:
+    """Let a `BaseModule` initialise its weights, unless some are on the meta device; return whether any module does."""
     core = unwrap_model(model)
-    if isinstance(core, BaseModule) and not any(parameter.is_meta for parameter in core.parameters()):
-        core.init_weights()
+    if not isinstance(core, BaseModule) or any(parameter.is_meta for parameter in core.parameters()):
+        return False
+    reshard(core)  # what an evaluation has gathered are copies
+    core.init_weights()
+    own = [type(module).init_weights for module in core.modules() if isinstance(module, BaseModule)]
+    return any(init is not BaseModule.init_weights for init in own)
 
 
 def with_norms(model: nn.Module, sync_bn: str | None) -> nn.Module:

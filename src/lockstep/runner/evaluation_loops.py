@@ -171,7 +171,7 @@ class EvalLoop:
                 continue
             outputs = kept_outputs(step(moved))
             if runner.data_shard.is_first:
-                evaluator.begin_batch(batch.samples, batch.indices)
+                evaluator.begin_batch(int(batch.samples), batch.indices)
                 evaluator.process(data_samples=outputs, data_batch=data_batch)
             runner.call_hook(f"after_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
         check_alike(dataloader)

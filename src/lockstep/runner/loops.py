@@ -26,7 +26,7 @@ from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import part_ranks, random_state_kept
 from lockstep.runner.uneven_inputs import Batch, EvenBatches, buffers_kept
 
-CountSamples: TypeAlias = Callable[[Any], int]
+CountSamples: TypeAlias = Callable[[Any], float]
 
 _MOST_WITHOUT = 3  # iterations at the beginning, none of which makes a backward pass
 
@@ -84,7 +84,7 @@ class TrainLoop(ABC):
         self.epoch_begin = 0
         self.epoch_end = self.epoch_length
         self._begin = BEGINNING
-        self.samples = 0
+        self.samples: float = 1  # in a loop of the user's own, which does not say
         self.iter_ended = 0.0
         self.stop_training = False
         self._left_out: set[str] = set()
@@ -270,6 +270,8 @@ class EpochBasedTrainLoop(TrainLoop):
         dynamic_intervals: pairs (epoch, interval): from that epoch on, that interval holds.
         batch_size_of: returns what a batch counts for, if that is not its number of samples: for instance its number of
             tokens. The gradient of an update is the mean over what it counts, on all ranks.
+            A batch that counts for 0 may have any loss, but needs finite gradients, as torch's losses with
+            `ignore_index` have: divide a mean of your own by at least 1.
     """
 
     epoch_length: int

@@ -24,6 +24,7 @@ from lockstep.optim import OptimWrapper
 from lockstep.registry import RUNNERS
 from lockstep.runner import build, resuming, start
 from lockstep.runner.arguments import (
+    ARGUMENTS,
     DEFAULT_OPTIM_WRAPPER,
     DEFAULT_TRAIN_CFG,
     RunnerArguments,
@@ -42,6 +43,7 @@ _BEFORE_A_RUN = {
     **dict.fromkeys(("epoch", "iter", "max_iters"), 0),
     **dict.fromkeys(("max_epochs", "val_loop", "test_loop", "predict_loop", "last_evaluation"), None),
 }
+_OWN = ("args", "message_hub", "logger")  # attributes of a Runner that a run has, too
 if TYPE_CHECKING:
     _AttributesOfRun = TrainRun
 else:
@@ -123,9 +125,7 @@ class Runner(_AttributesOfRun):
     @taking(RunnerArguments)
     def __init__(self, args: RunnerArguments) -> None:
         self.args = args
-        self.cfg = args.cfg
         require_disk(args.work_dir, "work_dir")
-        self.work_dir = Path(args.work_dir)
         self.message_hub = MessageHub()
         self.logger = Workspace.logger
         self._custom_hooks: list[tuple[Any, str | int | None]] = [
@@ -136,6 +136,7 @@ class Runner(_AttributesOfRun):
         self._run: Run | None = None
         self._has_trained = False
         self._is_running = False
+        self._has_weights = False  # of init_weights, or of a checkpoint
 
     @classmethod
     def from_cfg(cls, cfg: Mapping[str, Any]) -> Runner:
@@ -155,12 +156,35 @@ class Runner(_AttributesOfRun):
 
     if not TYPE_CHECKING:
 
+        @property
+        def cfg(self) -> Any:
+            """The config that the arguments come from."""
+            return self.args.cfg
+
+        @property
+        def work_dir(self) -> Path:
+            """The folder for this experiment."""
+            return Path(self.args.work_dir)
+
+        @property
+        def _names_of_run(self) -> set[str]:
+            return {*dir(self._train_run_type), *self._train_run_type.__dataclass_fields__}
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Refuse an attribute of the run, which would not see the value."""
+            if name not in _OWN and not hasattr(type(self), name) and name in self._names_of_run:
+                remedy = f"Give the Runner the argument `{name}`" if name in ARGUMENTS else "Give the Runner arguments"
+                raise AttributeError(
+                    f"`{name}` of a Runner can't be set: it is that of the run which train(), val() or test() builds. "
+                    f"{remedy}; a hook may set what its `runner`, the run, has"
+                )
+            super().__setattr__(name, value)
+
         def __getattr__(self, name: str) -> Any:
             """Return an attribute of the run; before there is one, its initial value."""
             if name == "run":  # Python asks here, too, when the property has raised
                 raise _not_built(name)
-            of_run = {*dir(self._train_run_type), *self._train_run_type.__dataclass_fields__}
-            if name not in of_run:
+            if name not in (of_run := self._names_of_run):
                 raise no_attribute(self, name, of_run)
             built = self._run or self._workspace
             if hasattr(built, name):
@@ -303,6 +327,7 @@ class Runner(_AttributesOfRun):
             self._load_from = Weights(locate(filename), strict, revise_keys)
         else:
             self._run.load_checkpoint(filename, strict=strict, revise_keys=revise_keys)
+            self._has_weights = True
 
     def save_pretrained(self, save_directory: str | Path, **options: Unpack[PretrainedOptions]) -> None:
         """Write the model's weights as safetensors, and beside them what `from_pretrained` needs, if it has one.
@@ -391,13 +416,24 @@ class Runner(_AttributesOfRun):
     def _strategy_and_model(self, *, training: bool) -> tuple[Strategy, nn.Module]:
         """Return the strategy and model of the previous run, or new ones, which are not yet prepared."""
         if self._run is not None:
-            return self._run.strategy, self._run.model
-        strategy = build_strategy(build.strategy_of(self.args))
-        model = build.build_model(self.args, strategy)
+            strategy, model = self._run.strategy, self._run.model
+        else:
+            strategy = build_strategy(build.strategy_of(self.args))
+            model = build.build_model(self.args, strategy)
         # A module that is handed in only to be evaluated may have trained already.
         if training or (self._load_from is None and not isinstance(self.args.model, nn.Module)):
-            build.init_weights(model)
+            self._init_weights(model)
         return strategy, model
+
+    def _init_weights(self, model: nn.Module) -> None:
+        """Let the model initialise its weights, unless it has those of a checkpoint, or has done so before."""
+        if not self._has_weights and build.init_weights(model) and self._run is not None:
+            self.logger.warning(
+                "`init_weights` of %s initialises the weights now, at the start of the training: those that were "
+                "evaluated before are others",
+                type(unwrap_model(model)).__name__,
+            )
+        self._has_weights = True
 
     def _prepare(
         self, space: Workspace, strategy: Strategy, model: nn.Module, optim: Any = None
@@ -475,6 +511,7 @@ class Runner(_AttributesOfRun):
             resuming.resume_run(run)
         elif is_first and weights is not None:  # later runs go on with the model of the one before
             load_weights(run.strategy, unwrap_model(run.model), weights, training=isinstance(run, TrainRun))
+            self._has_weights = True
 
     def _or_default(self, name: str, default: Mapping[str, Any]) -> Any:
         given = getattr(self.args, name)

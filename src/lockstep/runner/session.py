@@ -101,7 +101,7 @@ class Session:
         *,
         strategy: Any = None,
         accumulative_counts: int = 1,
-        batch_size_of: Callable[[Any], int] | None = None,
+        batch_size_of: Callable[[Any], float] | None = None,
         clip_grad: Mapping[str, Any] | None = None,
         amp: str | None = None,
         resume: bool = False,
@@ -303,12 +303,6 @@ class Session:
                 f"optimizers[{names[0]!r}].update_params(loss), where `optimizers` is what prepare() has returned"
             )
         total, logged = parse_losses(loss)
-        if not total.requires_grad:
-            raise ValueError(
-                "the loss must depend on the model's parameters, but requires no gradient "
-                f"(rank {self.rank} of {self.world_size}). It may be detached, computed under torch.no_grad(), or "
-                "come from frozen parameters alone"
-            )
         loop.log({**logged, **values})
         self.run.optim_wrapper.update_params(total)
 

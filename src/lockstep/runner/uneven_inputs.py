@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,8 @@ from lockstep.dataset.rank_aware import is_rank_aware, parts_of
 from lockstep.dataset.sampler import HEAD_LENGTH
 from lockstep.dataset.stream import StreamLoader, checksum_of, refuse_repeats, refuse_repeats_by_workers
 from lockstep.dist import all_gather_object, broadcast_object, get_rank, get_world_size
+from lockstep.errors import ConfigError
+from lockstep.groups import this_rank
 from lockstep.model.preprocessor import move_to_device
 from lockstep.tree import tree_map
 
@@ -52,7 +55,7 @@ class Batch(NamedTuple):
     """
 
     data: Any
-    samples: int
+    samples: float
     mean_samples: float
     is_own: bool
     indices: Sequence[int] | None = None
@@ -95,7 +98,7 @@ class EvenBatches:
         True
     """
 
-    def __init__(self, loader: Any, count: Callable[[Any], int] | None = None, shards: int = 0) -> None:
+    def __init__(self, loader: Any, count: Callable[[Any], float] | None = None, shards: int = 0) -> None:
         self._loader = loader
         self._count = count
         self._rank, self._world_size = get_rank(), get_world_size()
@@ -230,11 +233,16 @@ class EvenBatches:
         elif len(self._checksums) == 2 and self._looks_for_repeats:
             refuse_repeats_by_workers(self._loader, self._checksums)
 
-    def _size_of(self, batch: Any, batches: CountedBatches) -> int:
+    def _size_of(self, batch: Any, batches: CountedBatches) -> float:
         """Return what a batch counts for: as it was asked for, else its number of samples."""
-        if self._count is not None:
-            return int(self._count(batch))  # perhaps a tensor
-        return batch_size_of(batch) if batches.samples is None else batches.samples
+        if self._count is None:
+            return batch_size_of(batch) if batches.samples is None else batches.samples
+        size = float(self._count(batch))  # perhaps a tensor
+        if not 0 <= size < inf:
+            raise ConfigError(
+                f"`batch_size_of` must return a number that is not negative, but has returned {size:g} ({this_rank()})"
+            )
+        return int(size) if size.is_integer() else size
 
     def _in_step(
         self, batches: CountedBatches, order: GlobalOrder | None, shares: Sequence[int] | None, first: int
@@ -243,7 +251,7 @@ class EvenBatches:
             batch = next(batches, _NONE)
             self._look(batch)
             if order is not None and shares is not None:
-                sizes: Sequence[int | None] = [order.size_of(index, share) or None for share in shares]
+                sizes: Sequence[float | None] = [order.size_of(index, share) or None for share in shares]
             else:
                 own = None if batch is _NONE else self._size_of(batch, batches)
                 sizes = self._exchanged_sizes(own, compares=self._compares and index < first + HEAD_LENGTH)
@@ -261,7 +269,7 @@ class EvenBatches:
             mean = sum(known) / self._world_size
             yield Batch(self._stand_in, known[self._rank], mean, is_own, batches.indices)
 
-    def _exchanged_sizes(self, own: int | None, *, compares: bool) -> list[int | None]:
+    def _exchanged_sizes(self, own: float | None, *, compares: bool) -> list[float | None]:
         """Return the number of samples in each rank's batch; None for ranks that have run out.
 
         With `compares`, the ranks also compare the first samples of the stream.

@@ -119,12 +119,14 @@ def test_everybody_begins_as_rank_0_and_an_optimizer_may_be_given():
     for kind in ("zero1", "zero2"):
         torch.manual_seed(get_rank())
         model = Regression()
+        model.register_buffer("not_saved", torch.tensor([get_rank()]), persistent=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         strategy = strategy_of(kind)
         _, optim_wrapper = strategy.prepare(model, OptimWrapper(optimizer, accumulative_counts=2))
         torch.manual_seed(0)
         for name, value in Regression().state_dict().items():
             assert torch.equal(strategy.model_state()[name], value)
+        assert model.not_saved.tolist() == [0]
         assert optim_wrapper.get_lr() == {"lr": [0.5]}
         assert optim_wrapper.optimizer is optimizer
 

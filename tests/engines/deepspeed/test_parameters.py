@@ -78,14 +78,25 @@ def test_who_gets_no_gradient_is_named_once(stage: int):
     assert "AdamW moves them by its weight decay and momentum" in first[0]
 
 
-def warnings_of(stage: int) -> list[str]:
+@ranks(1)
+def test_decay_is_spoken_of_only_where_there_is_some():
+    no_decay = {**ADAMW, "optimizer": {**ADAMW["optimizer"], "weight_decay": 0.0}}
+    of_others = {**ADAMW, "paramwise_cfg": {"custom_keys": {"extra": {"decay_mult": 0.0}}}}
+    for optim in (no_decay, of_others):
+        (said,) = warnings_of(1, optim)
+        assert "AdamW moves them by its momentum" in said
+        assert "decay" not in said
+    assert warnings_of(1, {"optimizer": {"type": "SGD", "lr": 0.1}}) == []
+
+
+def warnings_of(stage: int, optim: Any = ADAMW) -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("lockstep")
     logger.addHandler(handler)
     try:
-        train_base(Unused, strategy_of(f"zero{stage}"), ADAMW)
+        train_base(Unused, strategy_of(f"zero{stage}"), optim)
     finally:
         logger.removeHandler(handler)
     return [text for text in said if "reaches none" in text]

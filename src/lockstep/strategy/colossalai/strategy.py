@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.device import get_device
-from lockstep.dist import broadcast, init_dist, is_distributed
+from lockstep.dist import init_dist, is_distributed
 from lockstep.errors import ConfigError
 from lockstep.optim import build_optim_wrapper
 from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
@@ -19,7 +20,7 @@ from lockstep.strategy.colossalai import engine
 from lockstep.strategy.colossalai.plugin import check_run, read_options
 from lockstep.strategy.colossalai.state import ColossalAIState
 from lockstep.strategy.colossalai.wrappers import ColossalAIOptimWrapper
-from lockstep.strategy.engine_parameters import leave_out_frozen, max_norm_of
+from lockstep.strategy.engine_parameters import begin_alike, leave_out_frozen, max_norm_of
 from lockstep.strategy.engine_strategy import EngineStrategy, require_plain
 from lockstep.strategy.engine_wrappers import cast_inputs_and_parts
 
@@ -28,8 +29,8 @@ from lockstep.strategy.engine_wrappers import cast_inputs_and_parts
 class ColossalAIStrategy(EngineStrategy):
     """Train with ColossalAI's ZeRO: each rank holds a shard of the optimizer's state, with `stage=2` of gradients, too.
 
-    All ranks start with the parameters of rank 0. Gradients are clipped by their global norm. A model that is prepared
-    without an optim wrapper is only moved to its device.
+    All ranks start with the parameters and buffers of rank 0. Gradients are clipped by their global norm. A model that
+    is prepared without an optim wrapper is only moved to its device.
 
     Args:
         plugin: `"lowlevel_zero"`; or a dict with this as `type` and its options. MMEngine's default is "gemini", which
@@ -83,7 +84,7 @@ class ColossalAIStrategy(EngineStrategy):
         options = {**self._options, "max_norm": max_norm_of(wrapper.clip_grad, "ColossalAI's 'lowlevel_zero'") or 0.0}
         if get_device() == "cpu":
             options["overlap_communication"] = False
-        _begin_alike(model)
+        begin_alike(chain(model.parameters(), model.buffers()))  # otherwise ZeRO would mix those of several ranks
         booster, boosted, laid = engine.boost(options, model, wrapper.optimizer)
         self._state = state = ColossalAIState(model, laid)
         wrapper.attach(laid, model, state.masters(offloads=bool(options.get("cpu_offload"))))
@@ -96,10 +97,3 @@ class ColossalAIStrategy(EngineStrategy):
         )  # fmt: skip
         self._model = wrapped  # keeps its booster alive, which owns the groups that gather states
         return wrapped, wrapper
-
-
-def _begin_alike(model: nn.Module) -> None:
-    """Give every rank the parameters and buffers of rank 0; otherwise ZeRO would mix those of several ranks."""
-    for tensor in model.state_dict().values():
-        if isinstance(tensor, Tensor):
-            broadcast(tensor)

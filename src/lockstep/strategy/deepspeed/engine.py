@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from lockstep.device import get_device
 from lockstep.dist import (
     all_gather_object,
-    broadcast,
     get_backend,
     get_local_rank,
     get_rank,
@@ -34,6 +33,7 @@ from lockstep.model.wrapper import all_entered
 from lockstep.model.written import LostWrites
 from lockstep.registry import MODEL_WRAPPERS
 from lockstep.strategy.deepspeed.whole_params import WholeParams, called_by_deepspeed
+from lockstep.strategy.engine_parameters import begin_alike
 from lockstep.strategy.engine_wrappers import EngineModelWrapper, cast_inputs_and_parts
 
 _RULE = (
@@ -64,8 +64,7 @@ def start_engine(model: nn.Module, optimizer: Optimizer, config: Mapping[str, An
     Raises:
         ConfigError: DeepSpeed refuses the config.
     """
-    for buffer in model.buffers():
-        broadcast(buffer)  # DeepSpeed sends parameters only
+    begin_alike(model.buffers())  # DeepSpeed sends parameters only
     try:
         with undisturbed({"LOCAL_RANK": str(get_local_rank())}):
             engine, *_ = load_engine("deepspeed").initialize(

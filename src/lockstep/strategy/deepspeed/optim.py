@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -68,10 +68,10 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
     # Indices in the flow of the parameters reached in the first window; None after that window.
     _reached: set[int] | None = None
 
-    def attach_engine(self, engine: Any, masters: MasterWeights) -> None:
-        """Set the engine that this wrapper controls, and its master weights."""
+    def attach_engine(self, engine: Any, masters: MasterWeights, groups: Sequence[Sequence[str]]) -> None:
+        """Set the engine that this wrapper controls, its master weights, and the names in each parameter group."""
         self._stage: int = engine.zero_optimization_stage()
-        self._reached = set()
+        self._reached, self._groups = set(), groups
         self.attach(engine, engine.module, masters, replicated=self._stage < 3)
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -110,16 +110,19 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
         self.engine.optimizer.zero_grad(**kwargs)
 
     def _run_backward(self, loss: Tensor, **kwargs: Any) -> None:
+        if self._is_summed and self._stage < 3:
+            raise ConfigError(
+                "`backward` must be called once before `step` under DeepSpeed's stages 1 and 2, which keep the last "
+                f"gradients only, but was called again ({this_rank()}). Add the losses and call it once, or use stage=3"
+            )
         ends = self.should_sync()
         self.engine.set_gradient_accumulation_boundary(ends)
         loss = self._reconciled(loss, ends=ends)
-        earlier = self._summed()
         try:
             self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
         except Exception:
             self._masters.check_forms()  # of other shapes and dtypes, DeepSpeed fails with errors of its own
             raise
-        self._add(earlier)
         self._went_back = self._holds = True
         self._is_summed |= ends
         if not ends:
@@ -130,40 +133,13 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
         if self.clip_grad is not None:
             self._grad_norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32)
 
-    def _summed(self) -> dict[int, list[Tensor]]:
-        """Return the gradients that have been summed over the ranks since the last update.
-
-        **Source**: `DeepSpeedZeroOptimizer` (0.19), of stages 1 and 2, which replaces them at the end of a window.
-
-        Raises:
-            ConfigError: they are in CPU memory, where nothing can be added to them.
-        """
-        if not self._is_summed or self._stage == 3:
-            return {}
-        if self.engine.zero_cpu_offload():
-            raise ConfigError(
-                "`backward` must be called once before `step` under DeepSpeed's stages 1 and 2 with `offload`, which "
-                f"keep the last gradients only, but was called again ({this_rank()}). Add the losses and call it once, "
-                "or use stage=3"
-            )
-        summed = getattr(self.engine.optimizer, "averaged_gradients", {})  # BF16_Optimizer adds by itself
-        return {index: held for index, held in summed.items() if held is not None}
-
-    def _add(self, earlier: dict[int, list[Tensor]]) -> None:
-        """Add gradients of earlier backward passes to those that have replaced them."""
-        for index, gradients in earlier.items():
-            held = self.engine.optimizer.averaged_gradients[index]
-            if held is not gradients:
-                for gradient, other in zip(held, gradients, strict=True):
-                    gradient.add_(other)
-
     def _reconciled(self, loss: Tensor, *, ends: bool) -> Tensor:
         """Return the loss, changed or checked so that ZeRO, which sums gradients by position, sums matching ones."""
         flow = self._flow
         if self._reached is not None:
             self._reached.update(flow.arrivals(loss))
             if ends:
-                warn_of_unreached(flow, self._reached, self.optimizer)
+                warn_of_unreached(flow, self._reached, self.optimizer, self._groups)
                 self._reached = None
         if self._stage == 2 or (self._stage == 1 and self.engine.zero_overlap_comm()):
             flow.check_order(loss, "Use stage=1 with overlap_comm=False, or strategy 'ddp'")
@@ -188,22 +164,35 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
             norm.mul_(factor)
 
 
-def warn_of_unreached(flow: GradientFlow, reached: Iterable[int], optimizer: Optimizer) -> None:
-    """Warn on rank 0 of parameters that got no gradient in the first update, and say how DeepSpeed treats them.
+def warn_of_unreached(
+    flow: GradientFlow, reached: Iterable[int], optimizer: Optimizer, groups: Sequence[Sequence[str]]
+) -> None:
+    """Warn on rank 0 of parameters that got no gradient in the first update, and that DeepSpeed may move all the same.
+
+    Args:
+        flow: the parameters.
+        reached: indices of those that a loss of this rank has reached.
+        optimizer: the one that updates them.
+        groups: the names of the parameters in each of its groups.
 
     **Collective**: every rank.
     """
     anywhere = torch.zeros(len(flow.names), dtype=torch.uint8)
     anywhere[sorted(reached)] = 1
     all_reduce(anywhere, op="max")
-    names = [flow.names[index] for index in (anywhere == 0).nonzero().flatten().tolist()]
-    decays = any(group.get("weight_decay") for group in optimizer.param_groups)
-    if names and flow.sees_all and get_rank() == 0:
+    unreached = {flow.names[index] for index in (anywhere == 0).nonzero().flatten().tolist()}
+    moved, by = [], set()
+    for names, group in zip(groups, optimizer.param_groups, strict=True):
+        has = {"weight decay": group.get("weight_decay"), "momentum": group.get("betas") or group.get("momentum")}
+        if (own := [name for name in names if name in unreached]) and any(has.values()):
+            moved += own
+            by |= {what for what, value in has.items() if value}
+    if moved and flow.sees_all and get_rank() == 0:
         _logger.warning(
             "the loss reaches none of these %d parameters in the first update: %s. DeepSpeed takes their gradients for "
             "0, where other strategies leave such parameters alone: %s moves them by its %s all the same. Freeze them "
             "with requires_grad_(False)%s, or use strategy 'ddp' or 'fsdp'",
-            len(names), listed(names, most=10), type(optimizer).__name__,
-            "weight decay and momentum" if decays else "momentum",
-            ", give them decay_mult=0 by paramwise_cfg" if decays else "",
+            len(moved), listed(moved, most=10), type(optimizer).__name__,
+            " and ".join(sorted(by, reverse=True)),
+            ", give them decay_mult=0 by paramwise_cfg" if "weight decay" in by else "",
         )  # fmt: skip

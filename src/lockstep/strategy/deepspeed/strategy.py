@@ -110,7 +110,7 @@ class DeepSpeedStrategy(EngineStrategy):
             config[config_rules.ACCUMULATION],
             {"max_norm": clipping} if clipping else None,
         )
-        wrapper.attach_engine(engine, state.masters)
+        wrapper.attach_engine(engine, state.masters, groups)
         return MMDeepSpeedEngineWrapper(model=engine, inputs_to_half=self._inputs_to_half), wrapper
 
 

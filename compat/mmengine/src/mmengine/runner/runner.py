@@ -238,6 +238,12 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         cfg = deepcopy(cfg)
         return cls(**RunnerArguments.keywords_of(cfg), log_processor=cfg.get("log_processor"))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "model" and self._run is None:  # which is trained in the place of the given one
+            vars(self)["model"] = value
+        else:
+            super().__setattr__(name, value)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or vars(self).get("_workspace") is None or self._run is not None:
             return self._of_the_run(name)
