@@ -1,4 +1,4 @@
-"""Data of ten million samples, of which only the length is large: what a run holds of it."""
+"""Data of a thousand million samples, of which only the length is large: what a run holds of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.dataset import DefaultSampler
 from lockstep.runner import Runner
 from lockstep.testing import ranks
 
-SMALL, LARGE, MIB = 10**3, 10**7, 2**20
+SMALL, LARGE, MIB = 10**3, 10**9, 2**20
 ITERS, BATCH = 3, 2
 
 
@@ -82,12 +82,12 @@ def memory(kind: str) -> int:
 @pytest.mark.checkpoints
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux says there how much memory was used")
 @pytest.mark.parametrize("train", [by_runner, by_session])
-def test_it_takes_little_memory_and_is_resumed(train: Any, tmp_path: Path):
+def test_it_takes_no_memory_and_is_resumed(train: Any, tmp_path: Path):
     for resume in (False, True):
         train(SMALL, tmp_path / "small", resume)
     Path("/proc/self/clear_refs").write_text("5")  # the highest memory is measured from now on
     before = memory("VmRSS")
     seen = [train(LARGE, tmp_path / "large", resume) for resume in (False, True)]
-    assert memory("VmHWM") - before < 3 * 4 * LARGE + 50 * MIB  # an order, and two as one takes the place of another
+    assert memory("VmHWM") - before < 50 * MIB
     expected = iter(DefaultSampler(range(LARGE), seed=3))
     assert [part[: ITERS * BATCH] for part in seen] == [list(islice(expected, ITERS * BATCH)) for _ in seen]

@@ -360,9 +360,9 @@ def begun_at(
     if isinstance(sampler, ShardingSampler):
         sampler.begin_at(position, head)
         return loader  # type: ignore[no-any-return]
-    # Torch's DistributedSampler draws the same orders as a DefaultSampler with its seed.
+    # Torch's DistributedSampler draws the same orders as a DefaultSampler with its seed that computes none.
     shard = sampler.rank, sampler.num_replicas
-    dealing = DefaultSampler(sampler.dataset, sampler.shuffle, sampler.seed, shard=shard)
+    dealing = DefaultSampler(sampler.dataset, sampler.shuffle, sampler.seed, shard=shard, computed=False)
     dealing.set_epoch(sampler.epoch)
     dealing.begin_at(position, head)
     return with_sampler(loader, dealing)

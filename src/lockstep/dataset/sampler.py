@@ -21,7 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lockstep.dataset.order import Order, drawn, items_at, unshuffled
+from lockstep.dataset.order import MOST_DRAWN, Order, computed, drawn, items_at, unshuffled
 from lockstep.dataset.random_state import mixed_seed, seed_generators, separate_random_state
 from lockstep.dataset.rank_aware import parts_of
 from lockstep.dist import all_gather, get_dist_info, get_rank, get_world_size, sync_random_seed
@@ -87,7 +87,7 @@ class ShardingSampler(Sampler[Any]):
             _logger.warning(
                 "the order of epoch %d begins with other items than in the run that is resumed: in the rest of the "
                 "epoch, some samples are seen again and others are left out. An order must depend on nothing but the "
-                "seed, the epoch, the data and the arguments of its sampler",
+                "seed, the epoch, the data and the arguments of its sampler, such as `computed`",
                 self.epoch + 1,
             )
 
@@ -116,6 +116,7 @@ class OrderSampler(ShardingSampler):
         seed: as for `ShardingSampler`.
         round_up: as for `ShardingSampler`.
         shard: as for `ShardingSampler`.
+        computed: how shuffled orders are made; see `DefaultSampler`.
     """
 
     def __init__(
@@ -125,17 +126,21 @@ class OrderSampler(ShardingSampler):
         seed: int | None = None,
         round_up: bool = True,
         shard: tuple[int, int] | None = None,
+        computed: bool | None = None,
     ) -> None:
         super().__init__(seed, round_up, shard)
         self.dataset = dataset
         self.shuffle = shuffle
         self.size = len(dataset)
+        self.computed = self.size > MOST_DRAWN if computed is None else computed
         self._require(self.size, "dataset")
 
     def order_of(self, epoch: int) -> Order:
         """Return the order of all samples in an epoch."""
         if not self.shuffle:
             return unshuffled
+        if self.computed:
+            return computed(self.size, self.seed, epoch)
         return drawn(self.size, torch.Generator().manual_seed(self.seed + epoch))
 
 
@@ -154,6 +159,9 @@ class DefaultSampler(OrderSampler):
             Otherwise every sample is seen exactly once, as evaluation needs, and some ranks have one sample fewer.
         shard: this rank's shard and the number of shards, such as a strategy's `data_shard`; by default its rank and
             the world size.
+        computed: whether a shuffled order is computed position by position, in 1.5 MiB for 10^9 samples, or drawn
+            whole by `torch.randperm`, as torch and MMEngine do. By default it is computed for more than 2^23 samples.
+            The two orders differ.
 
     **Collective**: every rank, if `seed` is None.
 
@@ -208,6 +216,7 @@ class InfiniteSampler(OrderSampler):
         shuffle: draw a new order for every pass; otherwise repeat the dataset's own order.
         seed: seed of the orders; the same on every rank. By default rank 0 draws one.
         shard: as for `DefaultSampler`.
+        computed: as for `DefaultSampler`.
 
     **Collective**: every rank, if `seed` is None.
 
@@ -229,8 +238,9 @@ class InfiniteSampler(OrderSampler):
         shuffle: bool = True,
         seed: int | None = None,
         shard: tuple[int, int] | None = None,
+        computed: bool | None = None,
     ) -> None:
-        super().__init__(dataset, shuffle, seed, False, shard)
+        super().__init__(dataset, shuffle, seed, False, shard, computed)
         if self.size == 0:
             raise ConfigError(
                 f"`dataset` must have at least one sample, but has none (rank {self.rank} of {self.world_size})"

@@ -23,6 +23,8 @@ class InfiniteSampler(lockstep.dataset.InfiniteSampler):
         shuffle: draw a new order for every pass; otherwise repeat the dataset's own order.
         seed: seed of the generator; the same on every rank. By default rank 0 draws one.
         shard: this rank's shard and the number of shards; by default its rank and the world size.
+        computed: whether shuffled orders are computed position by position instead; by default for more than 2^23
+            samples, of which MMEngine's orders would take gigabytes.
     """
 
     def __init__(
@@ -31,14 +33,15 @@ class InfiniteSampler(lockstep.dataset.InfiniteSampler):
         shuffle: bool = True,
         seed: int | None = None,
         shard: tuple[int, int] | None = None,
+        computed: bool | None = None,
     ) -> None:
-        super().__init__(dataset, shuffle, seed, shard)
+        super().__init__(dataset, shuffle, seed, shard, computed)
         self._generator = torch.Generator()
         self._drawn = 0
 
     def order_of(self, epoch: int) -> Order:
         """Return the order of one pass; those before it are drawn too, because they come from the same generator."""
-        if not self.shuffle:
+        if not self.shuffle or self.computed:
             return super().order_of(epoch)
         if self._drawn == 0 or epoch < self._drawn:
             self._generator.manual_seed(self.seed)
