@@ -125,8 +125,7 @@ def test_a_node_whose_ranks_only_followed_lets_the_cause_come_first(scripts, rdz
     script = scripts.write(TALK.format(before=before, after=""))
     first, second = ends(start_nodes(scripts, rdzv, script))
     assert (first[0], second[0]) == (3, 3)
-    assert "error: rank 0 raised PeerError" in first[2]
-    assert "error: node 1 failed before this one: look there first. Here:\n" in first[2]
+    assert "error: node 1 failed before this one: look there first. Here:\n\nrank 0 raised PeerError" in first[2]
     assert "error: rank 1 exited with code 3" in second[2]
 
 
