@@ -40,6 +40,17 @@ def test_every_window_is_the_mean_over_its_own_batches(batches: int, counts: int
     assert torch.allclose(model.weight, by_hand.weight, rtol=1e-5)
 
 
+def test_a_training_does_not_begin_with_the_gradients_of_one_that_ended_inside_a_window():
+    model, wrapper = make(2)
+    wrapper.initialize_count_status(model, 0, 4)
+    wrapper.update_params(50 * model(BATCHES[0]).sum())
+    wrapper.initialize_count_status(model, 0, 4)
+    before = model.weight.clone()
+    for _ in range(2):
+        wrapper.update_params(model(torch.ones(3)).sum())
+    assert torch.allclose(before - model.weight, torch.full((1, 3), 1e-3))
+
+
 def test_without_a_known_end_an_open_window_is_kept():
     model, wrapper = make(4)
     before = model.weight.clone()

@@ -78,7 +78,8 @@ class OptimWrapper:
         self._grad_norm: Tensor | None = None
         self._windows = Windows(accumulative_counts)
         self._no_sync: Callable[[], AbstractContextManager[Any]] | None = None
-        self._model: ModelWrapper | None = None  # that prepares backward passes
+        self._wrapper: nn.Module | None = None  # around the model
+        self._model: ModelWrapper | None = None  # the same, if it prepares backward passes
         self._with_gradient: nn.Parameter | None = None  # one that has a gradient of the window that is open
 
     def initialize_count_status(self, model: nn.Module, init_counts: int = 0, max_counts: int | None = None) -> None:
@@ -90,6 +91,9 @@ class OptimWrapper:
             max_counts: number of batches in the whole training; the last batch ends with an update. A batch is one call
                 of `update_params`, unless `begin_iteration` announces each batch.
         """
+        if self._windows.made:  # a training before has ended inside a window
+            self.optimizer.zero_grad()
+            self._with_gradient = None
         lost = self._windows.restart(init_counts, max_counts)
         self._grad_norm = None
         if lost:
@@ -135,8 +139,10 @@ class OptimWrapper:
         """Run each backward pass in the model wrapper's `backward_context(loss, syncs=...)`, if it prepares them.
 
         There the wrapper prepares the exchange of this loss's gradients, whatever was called to compute the loss, and
-        gives the loss to run the pass on.
+        gives the loss to run the pass on. Where a step of the model's own gives `optim_context` the bare model, the
+        `no_sync` is the wrapper's.
         """
+        self._wrapper = model
         self._model = model if isinstance(model, ModelWrapper) and model.prepares_backward else None
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -145,7 +151,8 @@ class OptimWrapper:
         `update_params` also runs the following backward pass in `no_sync`: DDP checks for it in the forward pass, FSDP
         in the backward pass.
         """
-        self._no_sync = None if self.should_sync() else getattr(self._model or model, "no_sync", None)
+        synced = self._model or (model if hasattr(model, "no_sync") else self._wrapper)
+        self._no_sync = None if self.should_sync() else getattr(synced, "no_sync", None)
         return _NO_CONTEXT if self._no_sync is None else self._no_sync()
 
     def update_params(

@@ -186,3 +186,71 @@ def test_a_copy_of_a_sharded_model_is_refused_with_what_to_use_instead():
     for part in (model, model.module):
         with pytest.raises(ConfigError, match=r"Net must not be copied .*ModelEma .*use EMAHook or"):
             copy.deepcopy(part)
+
+
+class OwnRoutes(nn.Module):
+    """Has a parameter of dimension 0, which each rank's own loss reaches in its own way, or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def loss(self, x: Tensor, rank: int, on_all: bool) -> Tensor:
+        if rank == 0:
+            return (self.first(x) + 0.1 * self.second(x)).sum() * self.scale
+        scale = self.scale if on_all else 1.0
+        return (self.first(x * scale) + 0.1 * self.second(x * scale)).sum()
+
+    def train_step(self, x: Tensor, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+        loss = self.loss(x, get_rank(), not optim_wrapper.on_one)
+        optim_wrapper.update_params(loss)
+        return {"loss": loss.detach()}
+
+
+@pytest.mark.parametrize("on_one", [False, True])
+@ranks(2)
+def test_ranks_may_reach_a_parameter_of_dimension_0_by_different_routes(on_one: bool):
+    alone = OwnRoutes()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    strategy = FSDPStrategy(find_unused_parameters=on_one)
+    model, optim_wrapper = strategy.prepare(OwnRoutes(), {"optimizer": {"type": "SGD", "lr": 0.1}})
+    optim_wrapper.on_one = on_one
+    for _ in range(3):
+        optimizer.zero_grad()
+        sum(alone.loss(torch.ones(1, 2), rank, not on_one) / 2 for rank in range(2)).backward()
+        optimizer.step()
+        train_step(model, torch.ones(1, 2), optim_wrapper)
+    torch.testing.assert_close(unwrap_model(model).scale, alone.scale)
+
+
+class HalfOnMeta(nn.Module):
+    """Has a parameter without values and a buffer with some, as where weights alone are made on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, device="meta"))
+        self.register_buffer("frequencies", torch.arange(4.0) + 1, persistent=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.frequencies
+
+
+@ranks(1, 2)
+def test_values_beside_meta_tensors_are_kept():
+    model = MMFullyShardedDataParallel(nn.Sequential(HalfOnMeta(), nn.Linear(4, 1)))
+    assert unwrap_model(model)[0].frequencies.tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert unwrap_model(model)[0].weight.full_tensor().tolist() == [1.0] * 4
+
+
+@ranks(2)
+def test_ignored_modules_keep_their_buffers_as_they_keep_their_parameters():
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    nn.init.constant_(net[1].weight, get_rank() + 1.0)
+    net[1].running_mean.fill_(get_rank() + 1.0)
+    MMFullyShardedDataParallel(net, ignored_modules=[net[1]], sync_module_states=True)
+    assert net[1].weight.tolist() == net[1].running_mean.tolist() == [get_rank() + 1.0] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from itertools import chain, compress
 from typing import Any, TypeAlias
 from weakref import ref
@@ -130,8 +131,16 @@ def _reset(module: nn.Module, device: torch.device) -> None:
             f"`param_init_fn` must be given, because {type(module).__name__} is on the meta device and has no "
             "method reset_parameters. For example: lambda module: module.to_empty(device=..., recurse=False)"
         )
+    given = {name: tensor.detach() for name, tensor in _named_tensors(module) if not tensor.is_meta}
     module.to_empty(device=device, recurse=False)
     reset()
+    for name, tensor in _named_tensors(module):
+        if name in given:
+            tensor.copy_(given[name])
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
 
 
 def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
@@ -269,7 +278,9 @@ def _mark_replaced(parameter: nn.Parameter, name: str) -> None:
 class ReplicatedParameters:
     """Averages the gradients of whole parameters at the end of each backward pass.
 
-    A gradient that only some ranks have counts as zero on the others; one that no rank has stays None.
+    A gradient that only some ranks have counts as zero on the others; one that no rank has stays None. After a pass in
+    `at_the_end`, every rank averages when its pass is complete. A pass elsewhere is noticed by its gradients, at a
+    moment that depends on the graph: there all ranks must use the parameters alike.
 
     Args:
         module: the model that contains the parameters.
@@ -278,7 +289,7 @@ class ReplicatedParameters:
         is_due: returns whether the present backward pass averages gradients at its end.
 
     **Collective**: every rank of the mesh, in each backward pass that is due. **Cost**: one all_reduce, of two
-    numbers for each parameter.
+    numbers for each parameter, for each dtype and each axis of the mesh.
     """
 
     def __init__(
@@ -289,6 +300,7 @@ class ReplicatedParameters:
         self._ranks = mesh.size()
         self._is_due = is_due
         self._queued_in = -1
+        self._is_awaited = False  # inside `at_the_end`
         if not parameters or not self._groups:
             return
         # If the loss depends on none of the parameters, only the model's output shows that a backward pass has begun.
@@ -298,9 +310,23 @@ class ReplicatedParameters:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._queue)  # type: ignore[no-untyped-call]
 
+    @contextmanager
+    def at_the_end(self) -> Iterator[None]:
+        """Run a backward pass inside, and average at its end, whatever it has reached on this rank.
+
+        **Collective**: every rank of the mesh.
+        """
+        self._is_awaited = True
+        try:
+            yield
+        finally:
+            self._is_awaited = False
+        if self._groups:
+            self._average()
+
     def _queue(self, _: Tensor) -> None:
         number = backward_pass()
-        if self._queued_in != number:
+        if not self._is_awaited and self._queued_in != number:
             self._queued_in = number
             after_backward(self._average)
 

@@ -183,7 +183,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
         self.module = module
         self._syncs_gradients = True
         self._comm: Comm | None = None
-        ReplicatedParameters(module, scalars, self.mesh, lambda: self._syncs_gradients)
+        self._replicated = ReplicatedParameters(module, scalars, self.mesh, lambda: self._syncs_gradients)
         self._consistency = Consistency(module, whole, scalars, find_unused_parameters)
         axes = [axis for axis in range(whole.ndim) if whole.size(axis) > 1]
         if device.type != "cpu" and axes:
@@ -238,7 +238,11 @@ class MMFullyShardedDataParallel(ModelWrapper):
             CollectiveMismatchError: on every rank, if the losses depend on different units or parameters.
         """
         synced = nullcontext() if syncs else self.no_sync()
-        with synced, self._consistency.backward_pass(loss, reduces=self._syncs_gradients):
+        with (
+            synced,
+            self._replicated.at_the_end(),
+            self._consistency.backward_pass(loss, reduces=self._syncs_gradients),
+        ):
             yield loss
         if self._comm is not None:
             check_call("backward_pass", self._comm, compares=False)
@@ -326,10 +330,11 @@ def _shard(
     if isinstance(preprocessor := getattr(module, "data_preprocessor", None), nn.Module):
         preprocessor.to(materializer.device)
     ignored_params = {parameter for each in ignored for parameter in each.parameters()}
+    ignored_buffers = {buffer for each in ignored for buffer in each.buffers()}
     scalars: list[nn.Parameter] = []
     for unit in reversed(list(module.modules())):
         if unit in precisions:
-            materializer.materialize(unit, ignored_params)
+            materializer.materialize(unit, ignored_params | ignored_buffers)
             if parallel is not None:
                 parallel.apply(unit)
             for name, parameter in unit.named_parameters():
@@ -371,7 +376,9 @@ def _sharded_weights_explained() -> Iterator[None]:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         files = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
         # An optimizer whose trial before the training could not tell.
-        if inspect.getfile(torch.optim.Optimizer) in files and ("DTensor" in message_of(error) or _DTENSOR in files[-1]):
+        if inspect.getfile(torch.optim.Optimizer) in files and (
+            "DTensor" in message_of(error) or _DTENSOR in files[-1]
+        ):
             error.add_note(
                 "in the optimizer's update, whose parameters are shards (DTensor) under FSDP. Use an optimizer that "
                 "can update shards, such as AdamW or SGD, or strategy 'ddp', which keeps every parameter whole"
