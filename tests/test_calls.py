@@ -37,3 +37,12 @@ def test_a_call_that_no_line_of_a_user_has_made_is_that_of_lockstep(loop: str, l
     _thread.start_new_thread(names["begin"], ())
     assert done.wait(10)
     assert calls.call(1).site.endswith(f"made_up.py:{line}")
+
+
+def test_a_call_that_is_not_kept_is_none() -> None:
+    calls = Calls()
+    calls.add("barrier", ())
+    assert str(calls.call(1)).startswith("barrier()")
+    assert (calls.call(0), calls.call(2)) == (None, None)
+    calls.reset()  # while a thread has the number of a call before
+    assert calls.call(1) is None

@@ -204,10 +204,11 @@ class Calls:
         index = number - last + len(recent) - 1
         return recent[index][1] if 0 <= index < len(recent) else None
 
-    def call(self, number: int) -> Call:
-        """Return a call that is kept, by its number, from 1."""
+    def call(self, number: int) -> Call | None:
+        """Return a call by its number, from 1; None if it was not made, or is not kept. Any thread may ask."""
         last, recent = self._kept()
-        return recent[number - last + len(recent) - 1][0].described()
+        index = number - last + len(recent) - 1
+        return recent[index][0].described() if 0 <= index < len(recent) else None
 
     def export(self) -> dict[str, Any]:
         """Return the record in JSON values: kinds of calls, and for each of the last calls the index of its kind."""

@@ -96,6 +96,11 @@ def test_more_threads_than_cores():
     assert "OMP_NUM_THREADS to 1" in found["cores"]["remedy"]
 
 
+def test_an_empty_number_of_threads_is_none():
+    _, found = look(env={"OMP_NUM_THREADS": ""})
+    assert found["variables"] == {**found["variables"], "status": "ok", "text": "no contradictions"}
+
+
 def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

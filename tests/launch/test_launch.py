@@ -67,6 +67,8 @@ def test_arguments_and_environment_reach_the_script(scripts):
     assert code == 0
     assert out == f"['--lr', '0.1', '${{local_rank}}', '--nproc', '7'] {int(cores)}\n"
     assert err == f"lockstep: starting 1 rank, OMP_NUM_THREADS={int(cores)} each ({cores:g} cores); loading torch\n"
+    code, out, err = scripts.run("--nproc", "1", script, env={"OMP_NUM_THREADS": ""})  # as if it were not set
+    assert (code, out) == (0, f"[] {int(cores)}\n")
     code, out, err = scripts.run(script, "--nproc", "2", env={"OMP_NUM_THREADS": "5"})
     assert (code, out, err) == (0, "[] 5\n[] 5\n", "lockstep: starting 2 ranks; loading torch\n")
 

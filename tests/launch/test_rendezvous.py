@@ -172,6 +172,16 @@ def test_nodes_that_disagree_on_their_number_are_told(node):
         node(1, nnodes=3).next_rendezvous()
 
 
+def test_the_node_that_waits_for_others_learns_of_another_number(node):
+    first = node(0, nnodes=2, seconds=300.0)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(first.next_rendezvous)
+        with pytest.raises(RendezvousError, match="is 3 here and 2 elsewhere"):
+            node(1, nnodes=3).next_rendezvous()
+        with pytest.raises(RendezvousError, match="must be the same on all nodes, but is 2 here and 3 on node 1"):
+            waiting.result(60)
+
+
 @pytest.mark.usefixtures("soon")
 def test_two_nodes_of_one_rank_are_told(node):
     with pytest.raises(RendezvousTimeoutError):

@@ -314,3 +314,43 @@ def test_a_store_that_was_silent_for_a_while_is_asked_again() -> None:
     call_on_device("all_reduce" if get_rank() == 0 else "reduce")
     busy_until_failure()
     assert "differs" in raised(barrier)
+
+
+# What a thread beside the watch learns.
+
+
+@ranks(2, fresh=True)
+def test_a_failure_that_a_search_hears_of_ends_the_call_that_waits(tmp_path: Path) -> None:
+    init_dist("pytorch", timeout=300)
+    other = torch_dist.new_group([0, 1])
+    all_reduce(ones(), group=other)
+    watch = current_watch()
+    comm = resolve(other)
+    assert watch is not None
+    if get_rank() == 1:
+        until(lambda: (tmp_path / "told").exists() and comm.calls.failure is not None)
+        assert "they differ" in raised(lambda: all_reduce(ones(), group=other))
+        return
+
+    def search() -> None:
+        until(lambda: comm.calls.number == 2)
+        watch.store.set(f"failure/{comm.group_name}", '["calls", "they differ", [1]]')  # nobody is notified
+        watch.hear()
+        (tmp_path / "told").touch()
+
+    thread = threading.Thread(target=search)
+    thread.start()
+    assert "they differ" in raised(lambda: all_reduce(ones(), group=other))
+    thread.join()
+
+
+@ranks(2, fresh=True)
+def test_a_rank_that_goes_on_after_a_search_looks_for_others_no_longer() -> None:
+    init_dist("pytorch", timeout=60)
+    all_reduce(ones())
+    watch, comm = current_watch(), resolve()
+    assert watch is not None
+    AbsentSearch(watch, comm, comm.calls, comm.calls.number).find()
+    assert watch.state()["looks"]
+    all_reduce(ones())
+    assert not watch.state()["looks"]

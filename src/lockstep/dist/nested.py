@@ -345,7 +345,9 @@ def _mismatch(lines: list[str], comm: Comm) -> CollectiveMismatchError:
     """Return the error that lists, for each rank, what not all ranks have. **Collective**: every rank."""
     assert comm.calls is not None  # one process agrees with itself
     number = comm.calls.number
-    gathered = all_gather_pickled((lines, comm.calls.call(number).site), comm)
+    call = comm.calls.call(number)
+    assert call is not None, "it is the one that this rank makes"
+    gathered = all_gather_pickled((lines, call.site), comm)
     structures = [set(structure) for structure, _ in gathered]
     shared = set.intersection(*structures)
     table = {

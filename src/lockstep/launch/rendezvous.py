@@ -26,6 +26,7 @@ _SECONDS_PER_BEAT = 1.0
 _SECONDS_UNTIL_LOST = 10.0  # without a heartbeat
 _SECONDS_UNTIL_LOST_AT_THE_END = 60.0  # when this node has nothing else to do, and to leave would end the others
 _SECONDS_FOR_MORE = 30.0  # at the beginning of a job, when enough nodes have come
+_DISAGREES = "disagrees"  # the key of a number of nodes that is not that of the others, and who has it
 _MEMBERS = "members"  # the key of an attempt that has begun: the port of its ranks' store, and the nodes' tokens
 
 
@@ -95,7 +96,11 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
                 self._store = self._open(deadline)
             attempt, port = self._join(self._store, deadline)
         except DistError as error:
-            raise rendezvous.RendezvousClosedError(f"node 0 at {self._job.rdzv} is gone: {error}") from error
+            raise rendezvous.RendezvousClosedError(
+                f"node 0 at {self._job.rdzv} is gone: its launcher has ended, or its machine or network is lost. No "
+                "other node can take its place: look there for the cause, then start the job again on all nodes (with "
+                f"--resume, a training goes on from its last checkpoint). The connection says: {error}"
+            ) from error
         return rendezvous.RendezvousInfo(
             attempt,
             self._members.index(self._job.node_rank),
@@ -245,9 +250,19 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         own = str(most) if least is None else f"{least}:{most}"
         agreed = store.compare_set("nnodes", "", own).decode()
         if agreed != own:
+            store.set(_DISAGREES, f"{own} on node {self._job.node_rank}")
             raise rendezvous.RendezvousError(
                 f"`--nnodes` must be the same on all nodes, but is {own} here and {agreed} elsewhere"
             )
+
+    def _refuse_number(self, store: Store) -> None:
+        """Raise an error that says which other number of nodes a node was given."""
+        other, own = store.get(_DISAGREES).decode(), store.get("nnodes").decode()
+        if self._job.node_rank == 0:
+            time.sleep(_SECONDS_TO_READ)  # the store ends with this node, and others that wait must read it
+        raise rendezvous.RendezvousError(
+            f"`--nnodes` must be the same on all nodes, but is {own} here and {other}. Start all nodes again"
+        )
 
     def _await_beginning(self, attempt: PrefixStore, deadline: float, is_late: bool) -> None:
         """Wait until an attempt has begun; on node 0, begin it when the nodes that it awaits are there."""
@@ -256,6 +271,8 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
 
         def missing() -> str:
             nodes = self._awaited(attempt, since)
+            if nodes and self.attempt == 0 and store.check([_DISAGREES]):  # later, it is a stranger to a job that runs
+                self._refuse_number(store)
             if nodes and (closed := self._acknowledge_closed()):
                 raise NodeFailedError(*closed)
             is_first = self._job.node_rank == 0
@@ -330,9 +347,14 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         while what := missing():
             now = time.monotonic()
             if now > deadline:
+                remedy = "start it, and check that `--rdzv` is the same on all nodes and can be reached from there"
+                if self.attempt > 0:
+                    remedy = (
+                        "it was there before, so that its machine, network or launcher may be lost. Start the job "
+                        "again with --nnodes MIN:MAX, which goes on without nodes that are lost"
+                    )
                 raise rendezvous.RendezvousTimeoutError(
-                    f"{what} did not come within {deadline - begun:.0f} s; start it, and check that `--rdzv` is the "
-                    "same on all nodes and can be reached from there"
+                    f"{what} did not come within {deadline - begun:.0f} s; {remedy}"
                 )
             if now > begun + due:
                 due *= 2

@@ -79,7 +79,7 @@ def launch(
         most = "" if job.least_nnodes is None else "at most "
         starting += f" on node {job.node_rank} of {most}{job.nnodes}"
     additions = {}
-    if "OMP_NUM_THREADS" not in os.environ:
+    if not os.environ.get("OMP_NUM_THREADS"):
         # torch would start as many threads as there are cores, in every rank.
         cores = usable_cores()
         threads = max(1, int(cores) // job.nproc)
@@ -87,7 +87,7 @@ def launch(
         starting += f", OMP_NUM_THREADS={threads} each ({cores:g} cores)"
     say(starting if "torch" in sys.modules else f"{starting}; loading torch")
     interface = interface_towards(job.endpoint()[0])
-    if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+    if interface is not None and not os.environ.get("GLOO_SOCKET_IFNAME"):
         additions["GLOO_SOCKET_IFNAME"] = interface
 
     with loading_torch():

@@ -15,6 +15,8 @@ from lockstep.errors import ConfigError, did_you_mean, lacks_key
 from lockstep.lint.parts import Fault, Kind, resolve, value_faults
 from lockstep.optim import ParamScheduler
 from lockstep.optim.constructor import PARAMWISE_KEYS
+from lockstep.registry import in_default_scope
+from lockstep.registry.registry import SCOPE
 from lockstep.registry.signatures import Arguments
 from lockstep.runner.arguments import DEFAULT_HOOKS, Argument, Content, default_hook_fault, named_loaders
 
@@ -173,14 +175,19 @@ def _strategy(key: str, strategy: object) -> Iterator[Fault]:
 
 def _fsdp(key: str, cfg: Mapping[str, object], strategy: Callable[..., Any]) -> Iterator[Fault]:
     """Yield what is wrong with the arguments that FSDPStrategy passes on to its wrapper."""
-    from lockstep.model.tensor_parallel_plan import read_request  # imports DTensor
+    from lockstep.model.fsdp import MMFullyShardedDataParallel  # imports DTensor, as does the next one
+    from lockstep.model.tensor_parallel_plan import read_request
 
     wrapper = cfg.get("model_wrapper") or {}
-    if not isinstance(wrapper, Mapping) or wrapper.get("type", _FSDP_WRAPPER) != _FSDP_WRAPPER:
+    if not isinstance(wrapper, Mapping):
         return
-    handed_on = Arguments.of(resolve(_FSDP_WRAPPER, registry.MODEL_WRAPPERS)[0] or dict).named.keys() - {"module"}
-    yield from _keys({"type", *Arguments.of(strategy).named, *handed_on}, key, cfg)
-    yield from _keys({"type", *handed_on}, f"{key}.model_wrapper", wrapper)
+    with in_default_scope(wrapper.get(SCOPE)):  # another package may have a wrapper of that name
+        built = resolve(wrapper.get("type", _FSDP_WRAPPER), registry.MODEL_WRAPPERS)[0]
+    if built is not MMFullyShardedDataParallel:
+        return
+    handed_on = {"type", SCOPE, *Arguments.of(built).named} - {"module"}
+    yield from _keys({*Arguments.of(strategy).named, *handed_on}, key, cfg)
+    yield from _keys(handed_on, f"{key}.model_wrapper", wrapper)
     for where, part in ((key, cfg), (f"{key}.model_wrapper", wrapper)):
         try:
             read_request(part.get("tensor_parallel"))

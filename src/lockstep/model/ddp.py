@@ -158,7 +158,7 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
                     return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            with backend_errors_translated():
+            with backend_errors_translated(self.process_group):
                 self._explain(error)
 
     @contextmanager

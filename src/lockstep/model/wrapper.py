@@ -143,7 +143,8 @@ def train_step(model: nn.Module, data: Any, optim_wrapper: UpdatesParams) -> dic
         with forwarded(core, model):
             return own(data, optim_wrapper)
     except RuntimeError:
-        with backend_errors_translated():  # entered here alone, because every step would pay for it
+        group = getattr(model, "process_group", None)  # as DDP has it
+        with backend_errors_translated(group):  # entered here alone, because every step would pay for it
             raise
 
 

@@ -216,7 +216,8 @@ class OptimWrapper:
                 with self._model.backward_context(loss, syncs=self.should_sync()) as prepared:
                     self._run_backward(prepared, **kwargs)
         except RuntimeError:
-            with backend_errors_translated():  # entered here alone, because every step would pay for it
+            group = getattr(self._model, "process_group", None)  # as DDP has it
+            with backend_errors_translated(group):  # entered here alone, because every step would pay for it
                 raise
         self._windows.add()
 

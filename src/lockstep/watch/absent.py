@@ -43,7 +43,6 @@ class WatchOfRank:
         board: where ranks ask each other.
         error: with which this rank ends.
         cut_off_since: when the store has not answered, by the monotonic clock; None while it answers.
-        looks_for_others: whether a collective has failed here, because of another rank: this one is not late.
         stopping: set when the thread is to end.
     """
 
@@ -53,11 +52,21 @@ class WatchOfRank:
         self.rank, self.size, self.store = rank, size, store
         self.error = ""
         self.cut_off_since: float | None = None
-        self.looks_for_others = False
+        self._looked_after: list[tuple[int, int]] | None = None
+        self._to_interrupt: list[tuple[Comm, Calls]] = []  # groups of which another thread has learnt that they fail
         self.stopping = threading.Event()
         self._since = time.monotonic()  # when the main thread has come to where it is
         self._aborted: Calls | None = None  # of a group whose call ran on a device
         self.board = Board(store, rank, size, self.state)
+
+    @property
+    def looks_for_others(self) -> bool:
+        """Whether a collective has failed here, because of another rank, and none was called since: it is not late."""
+        return self._looked_after == _calls_made()
+
+    def look_for_others(self) -> None:
+        """Note that this rank looks for others in the last of its calls."""
+        self._looked_after = _calls_made()
 
     @property
     def is_cut_off(self) -> bool:
@@ -125,8 +134,16 @@ class WatchOfRank:
     def fail(self, comm: Comm, calls: Calls, error: DistError) -> None:
         """Let this rank's call in a group fail, and all later ones."""
         calls.failure = calls.failure or error
-        if threading.current_thread() is self._thread and calls.unfinished()[0]:
-            self.interrupt(comm, calls)
+        self._to_interrupt.append((comm, calls))
+        if threading.current_thread() is self._thread:
+            self.interrupt_failed()
+
+    def interrupt_failed(self) -> None:
+        """End what this rank still does in groups that have failed; only the watch's own thread does it."""
+        while self._to_interrupt:
+            comm, calls = self._to_interrupt.pop(0)
+            if calls.unfinished()[0] and not calls.has_failed:
+                self.interrupt(comm, calls)
 
     def interrupt(self, comm: Comm, calls: Calls) -> None:
         """Make the collectives of a group fail, also torch's own."""
@@ -173,7 +190,7 @@ class AbsentSearch:
         Where the network is gone, it is silent for a quarter of an hour.
         """
         watch = self.watch
-        watch.looks_for_others = True
+        watch.look_for_others()
         found: Future[list[Absent]] = Future()
 
         def find() -> None:
@@ -243,7 +260,8 @@ class AbsentSearch:
             if number and record is not None and state is not None and record.resets == calls.resets:
                 call = record.call(number)
                 has_gone_on = state["ended"] and not state["error"] and record.number < number
-                if has_gone_on or (call is not None and call.fingerprint != calls.call(number).fingerprint):
+                own = calls.call(number)  # None where the record has begun anew meanwhile
+                if own and (has_gone_on or (call is not None and call.fingerprint != own.fingerprint)):
                     watch.fail_all(comm, calls, watch.difference(comm, states))
                     return []
         if not has_failed:
@@ -289,6 +307,11 @@ class AbsentSearch:
             for name, members in {(call.group, call.members) for calls in stuck.values() for call in calls}:
                 watch.declare(name, members, [str(error), error.failed_ranks])
             watch.hear()
+
+
+def _calls_made() -> list[tuple[int, int]]:
+    """Return which calls this rank has made last in its groups."""
+    return [(calls.resets, calls.number) for _, calls in recorded_groups() if calls.resets or calls.number]
 
 
 def _exported(comm: Comm, calls: Calls) -> dict[str, Any]:

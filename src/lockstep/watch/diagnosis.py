@@ -156,7 +156,8 @@ def absence(
     """
     number = comm.calls.number if number is None and comm.calls is not None else number
     of_torch = "a collective of torch's own" if is_called_by_torch else "a collective"
-    call = f"call {number}, {comm.calls.call(number)}," if comm.calls is not None and number else ""
+    made = comm.calls.call(number) if comm.calls is not None and number else None
+    call = f"call {number}, {made}," if made is not None else ""
     what = (f"{of_torch} after {call}" if is_called_by_torch else call) if call else of_torch
     ended = [one for one in absent if one.has_ended]
     shown: Sequence[Absent] = [one for one in ended if not one.cause.startswith(_OF_OTHERS)] or ended or absent

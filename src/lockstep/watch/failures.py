@@ -9,7 +9,7 @@ from copy import copy
 import torch
 
 from lockstep.errors import PEER_IS_GONE, DistError, message_of
-from lockstep.groups import Comm, failure_of_any, known_groups, resolve
+from lockstep.groups import Comm, GroupLike, failure_of_any, known_groups, resolve
 from lockstep.watch.absent import AbsentSearch
 from lockstep.watch.diagnosis import Absent, absence
 from lockstep.watch.interrupt import interrupt
@@ -54,12 +54,16 @@ def translate_error(error: RuntimeError, comm: Comm, *, is_called_by_torch: bool
 
 
 @contextmanager
-def backend_errors_translated() -> Iterator[None]:
-    """Turn errors of the backend inside, as in DDP's backward, into lockstep's own, which name the ranks."""
+def backend_errors_translated(group: GroupLike = None) -> Iterator[None]:
+    """Turn errors of the backend inside, as in DDP's backward, into lockstep's own, which name the ranks.
+
+    Args:
+        group: the one in which torch communicates there; None is the default group.
+    """
     try:
         yield
     except RuntimeError as error:
-        text, comm = message_of(error), resolve()
+        text, comm = message_of(error), resolve(group)
         is_of_backend = isinstance(error, torch.distributed.DistError) or any(words in text for words in _OF_A_BACKEND)
         timeouts = _TIMEOUT_MESSAGES if is_of_backend else ()
         is_of_peer = any(words in text for words in (*PEER_IS_GONE, *timeouts, *_ABORT_MESSAGES))

@@ -127,6 +127,7 @@ class Watch(WatchOfRank):
         while not self.stopping.wait(self.board.tick):
             self._look_at_main_thread()
             try:
+                self.interrupt_failed()
                 indices = [calls.device_index for _, calls in recorded_groups()]
                 let_graphs_be_captured(next((index for index in indices if index is not None), None))
                 if not self.is_cut_off:
@@ -220,7 +221,7 @@ class Watch(WatchOfRank):
             absent = AbsentSearch(self, comm, calls, number, in_call=True).ask()
             if warns and absent and calls.failure is None and calls.unfinished()[0] == number:
                 who = ranks_in_words([one.rank for one in absent])
-                text = f"{who} of {comm.name} in {calls.call(number)}\n{lines_of(absent)}"
+                text = f"{who} of {comm.name} in {calls.call(number) or 'a call'}\n{lines_of(absent)}"
                 _logger.warning("waiting %.0f s for %s", seconds, text)
 
     def _is_first_to_look(self, group: str, what: list[float]) -> bool:

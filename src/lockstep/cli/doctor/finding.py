@@ -44,7 +44,7 @@ class Finding:
     def as_plain(self) -> dict[str, Any]:
         """Return it for JSON, without secrets: variables and command lines may have some."""
         plain: dict[str, Any] = mask_value({**asdict(self), "ranks": list(self.ranks)})
-        return {**plain, "text": mask_text(self.text)}
+        return plain
 
 
 def worst(statuses: Iterable[Status]) -> Status:
@@ -96,7 +96,7 @@ def print_table(title: str, findings: Sequence[Finding], ranks: int = 1) -> None
     table.add_column(overflow="fold")
     for finding in findings:
         where = "" if len(finding.ranks) in (0, ranks) else f"{ranks_in_words(finding.ranks)}: "
-        text = f"{where}{finding.text}" + (f"\n{finding.remedy}" if finding.remedy else "")
+        text = f"{where}{mask_text(finding.text)}" + (f"\n{finding.remedy}" if finding.remedy else "")
         table.add_row(finding.name.removesuffix(" over ranks"), escape(text), style=_STYLES[finding.status])
     Console().print(table)
 

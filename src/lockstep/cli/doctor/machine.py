@@ -90,7 +90,7 @@ def variables(env: Mapping[str, str]) -> Finding:
     port = env.get("MASTER_PORT", "1")  # if a launcher is found, it is read with the launcher's variables
     if infer_launcher(env) == "none" and not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
         faults.append(f"MASTER_PORT must be a port from 1 to 65535, but is {port!r}. Unset it, or choose a free one")
-    threads = env.get("OMP_NUM_THREADS", "1")
+    threads = env.get("OMP_NUM_THREADS") or "1"  # an empty one is none: lockstep's launcher sets its own
     if _threads_in(threads) is None:
         faults.append(f"OMP_NUM_THREADS must be a number of threads, at least 1, but is {threads!r}. Unset it")
     known = [name for _, name in socket.if_nameindex()]
