@@ -18,6 +18,7 @@ from lockstep.errors import ConfigError, PeerError
 from lockstep.evaluator import Accuracy
 from lockstep.hooks import Hook
 from lockstep.runner import Runner
+from lockstep.runner.start import join_ranks
 from lockstep.testing import ranks
 from lockstep.version import __version__
 from lockstep.visualization.library import LibraryVisualizer
@@ -67,6 +68,20 @@ class Broken:
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         raise AssertionError("was not opened")
+
+
+@pytest.mark.parametrize("world_size", ["1", "2"])
+def test_ranks_that_train_alone_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, world_size: str
+):
+    numbers = {"RANK": "0", "WORLD_SIZE": world_size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": world_size}
+    for name, value in numbers.items():
+        monkeypatch.setenv(name, value)
+    join_ranks("none", None)
+    said = [record.getMessage() for record in caplog.records]
+    assert [one.partition(";")[0] for one in said] == [
+        "launcher='none' lets this process train alone, on all data, though it was started as rank 0 of 2"
+    ] * (world_size == "2")
 
 
 @ranks(2)

@@ -38,7 +38,7 @@ from lockstep.dist import (
     is_main_process,
     run_on_main,
 )
-from lockstep.errors import ConfigError, DistError, require_known, require_one_of
+from lockstep.errors import ConfigError, DistError, TopologyError, require_known, require_one_of
 from lockstep.evaluator import format_metrics
 from lockstep.location import Location, make_folder
 from lockstep.logging import JsonLinesSink, MessageHub, open_console, run_logging, warnings_once
@@ -54,7 +54,7 @@ from lockstep.runner.preemption import stopping_at
 from lockstep.runner.run import Run, TrainRun, Workspace
 from lockstep.runner.seeds import set_randomness
 from lockstep.strategy import Strategy
-from lockstep.topology import LauncherName
+from lockstep.topology import LauncherName, read_topology
 from lockstep.version import __version__
 from lockstep.weights import Weights, best_checkpoint_in
 
@@ -186,8 +186,11 @@ def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
         _allow_files(int(options["resource_limit"]))
     if is_distributed():
         return
-    launcher = launcher or infer_launcher()
+    found = infer_launcher()
+    launcher = launcher or found
     if launcher == "none":
+        if found != "none":
+            _warn_of_lone_ranks(found)
         return
     lacks_gpu = arguments.get("backend") == "nccl" and not torch.cuda.is_available()
     if lacks_gpu:
@@ -195,6 +198,18 @@ def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
     init_dist(cast(LauncherName, launcher), **arguments)  # which it checks
     if lacks_gpu and is_main_process():
         _logger.warning("`env_cfg.dist_cfg.backend` is nccl, which needs a GPU, and there is none: it is left out")
+
+
+def _warn_of_lone_ranks(found: LauncherName) -> None:
+    """Warn if `launcher="none"` lets each of several ranks that a launcher has started train by itself."""
+    with suppress(TopologyError):
+        topology = read_topology(os.environ, found)
+        if topology.world_size > 1:
+            _logger.warning(
+                "launcher='none' lets this process train alone, on all data, though it was started as rank %d of %d; "
+                "so do the others. To train together, give launcher=%r, in a script for MMEngine --launcher %s",
+                topology.rank, topology.world_size, found, found,
+            )  # fmt: skip
 
 
 def _allow_files(count: int) -> None:
