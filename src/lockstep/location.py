@@ -14,7 +14,8 @@ from typing import IO, Any, NamedTuple, TypeAlias
 from lockstep.errors import ConfigError, error_in_words
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-_LIKE_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # also what `Path` makes of a URL
+# Also what `Path` makes of a URL, and URLs of fsspec that are chained, as simplecache::s3://bucket/x.
+_LIKE_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]+:/")
 _PACKAGES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 _CHUNK = 16 * 2**20
 _SHORT = 2**20  # bytes; shorter ranges are read out of a piece
@@ -249,6 +250,10 @@ def locate(path: str | Location) -> Location:
     """
     if isinstance(path, Path) and _LIKE_URL.match(str(path)):
         raise ConfigError(f"a URL must be given as a string, but is {path!r}, a path on the disk")
+    if isinstance(path, str) and _LIKE_URL.match(path) and "::" in path:
+        raise ConfigError(
+            f"{path} must be one URL, but is a chain of them. Give the last one, which says where files lie"
+        )
     if not isinstance(path, str) or not _URL.match(path):
         return path if isinstance(path, RemotePath) else Path(on_disk(path))
     protocol, _, inner = path.partition("://")

@@ -36,7 +36,7 @@ from lockstep.cli.main import app
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError, Preempted
 from lockstep.hooks import Hook
-from lockstep.location import locate
+from lockstep.location import locate, require_disk
 from lockstep.runner import Runner, Session, start
 from lockstep.runner.resuming import find_resumption
 from lockstep.testing import ranks
@@ -53,7 +53,7 @@ from itertools import count
 import torch
 from torch.distributed.checkpoint import default_planner
 from lockstep.checkpoint import remove, save_state
-from lockstep.location import locate
+from lockstep.location import locate, require_disk
 from tests.checkpoint.bucket import Bucket
 
 folder, case = sys.argv[1:]
@@ -528,3 +528,11 @@ def test_a_url_is_a_path_on_the_disk_or_a_string(tmp_path: Path):
     assert str(locate("memory://a/b").parent / "c") == "memory://a/c"
     assert locate("memory://a").parent == locate("memory://a")
     assert remove.__module__ == "lockstep.checkpoint.drafts"
+
+
+@pytest.mark.parametrize("path", ["simplecache::memory://b/x", "zip://a.txt::memory://b/x.zip"])
+def test_a_chain_of_urls_is_no_folder_of_that_name(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"must be one URL, but is a chain of them"):
+        locate(path)
+    with pytest.raises(ConfigError, match="`work_dir` must be a folder on a disk"):
+        require_disk(path, "work_dir")

@@ -218,3 +218,44 @@ def test_a_config_gives_each_part_its_optimizer():
     model, prepared = strategy.prepare(gan, wrapper)
     assert prepared is wrapper
     assert set(model.train_step((REAL[0], NOISE[0]), wrapper)) == {"loss", "d_loss"}
+
+
+class Distilled(nn.Module):
+    """Has a frozen teacher, and a child under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.teacher, self.norm = nn.Linear(1, 1), nn.Linear(1, 1), nn.BatchNorm1d(1, affine=False)
+        self.same = self.net
+        self.teacher.requires_grad_(False)
+        for tensor in (*self.parameters(), self.norm.running_mean):
+            nn.init.constant_(tensor, get_rank() + 1.0)
+
+    def train_step(self, data: Tensor, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+        loss = self.same(self.teacher(data)).sum()
+        optim_wrapper.update_params(loss)
+        return {"loss": loss.detach()}
+
+
+@ranks(2)
+def test_all_ranks_begin_alike_and_a_child_trains_under_each_of_its_names():
+    net = Distilled()
+    wrapped = MMSeparateDistributedDataParallel(net)
+    assert float(net.teacher.weight) == float(net.norm.running_mean) == 1.0
+    assert net.same is net.net
+    optim_wrapper = OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1))
+    for _ in range(3):
+        wrapped.train_step(torch.full((1, 1), get_rank() + 1.0), optim_wrapper)
+    weights = all_gather(net.net.module.weight.detach())
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], torch.ones(1, 1))
+
+
+@ranks(2)
+def test_a_child_that_is_unfrozen_after_it_was_to_be_wrapped_is_refused():
+    net = Distilled()
+    wrapped = MMSeparateDistributedDataParallel(net)
+    net.teacher.requires_grad_(True)
+    optim_wrapper = OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"but teacher\.weight, teacher\.bias required no gradient then"):
+        wrapped.train_step(torch.ones(1, 1), optim_wrapper)

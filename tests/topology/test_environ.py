@@ -270,6 +270,16 @@ def test_what_ranks_set_by_hand_leave_out(env: Environment, place: tuple[int, ..
         ("slurm", SLURM_ALLOCATION, "SLURM_PROCID must be set"),
         # More than one answer: which node is this?
         (
+            "pytorch",
+            {"RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"},
+            "LOCAL_RANK must be set where GROUP_RANK says which node this is: ranks may be numbered across 2 nodes of 4",
+        ),
+        (
+            "pytorch",
+            {"RANK": "0", "WORLD_SIZE": "10", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "6", "GROUP_WORLD_SIZE": "2"},
+            "LOCAL_WORLD_SIZE must divide WORLD_SIZE, 10, evenly over 2 nodes (GROUP_WORLD_SIZE) where nothing says",
+        ),
+        (
             "mpi",
             OPEN_MPI_5 | {"OMPI_COMM_WORLD_SIZE": "7"},
             "OMPI_COMM_WORLD_LOCAL_SIZE must divide OMPI_COMM_WORLD_SIZE, 7, where nothing says which node this is",

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.dist import broadcast
+from lockstep.errors import listed
+from lockstep.groups import this_rank
 from lockstep.model.autograd_graph import on_backward
 from lockstep.model.ddp import MMDistributedDataParallel
 from lockstep.model.parts import callable_children
@@ -38,10 +41,12 @@ class MMSeparateDistributedDataParallel(ModelWrapper):
         find_unused_parameters: search the graph of each child's outputs for parameters that get no gradient.
         **kwargs: further arguments of `MMDistributedDataParallel`, for every child.
 
-    **Collective**: every rank; the parameters of rank 0 are sent to the others.
+    **Collective**: every rank; the parameters and buffers of rank 0 are sent to the others, also those of children that
+    are frozen.
 
     Raises:
-        ValueError: a trainable parameter belongs to no child, or to two of them.
+        ValueError: a trainable parameter belongs to no child, or to two of them; or, in a step, one was frozen when the
+            children were wrapped.
     """
 
     def __init__(
@@ -58,18 +63,35 @@ class MMSeparateDistributedDataParallel(ModelWrapper):
         kwargs |= {"device_ids": device_ids, "output_device": output_device}
         kwargs |= {"broadcast_buffers": broadcast_buffers, "find_unused_parameters": find_unused_parameters}
         self._parallel: list[MMDistributedDataParallel] = []
-        for parent, name, child in callable_children(module):
+        names: dict[nn.Module, list[str]] = {}  # a child may have several
+        for name, part in module.named_modules(remove_duplicate=False):
+            names.setdefault(part, []).append(name)
+        for _, _, child in callable_children(module):
             if any(parameter.requires_grad for parameter in child.parameters()):
                 wrapped = MMDistributedDataParallel(child, **kwargs)
                 on_backward(wrapped, wrapped.clock.follow)  # nobody enters its `backward_context`
-                setattr(parent, name, wrapped)
+                for name in names[child]:
+                    parent, _, own_name = name.rpartition(".")
+                    setattr(module.get_submodule(parent), own_name, wrapped)
                 self._parallel.append(wrapped)
+        inside = {tensor for part in self._parallel for tensor in (*part.parameters(), *part.buffers())}
+        self._outside = {name: own for name, own in module.named_parameters() if own not in inside}
+        buffers = [buffer for buffer in module.buffers() if buffer not in inside]
+        with torch.no_grad():
+            for tensor in (*self._outside.values(), *buffers):
+                broadcast(tensor, src=0, group=kwargs.get("process_group"))
         self.module = module
         self._drift = DriftCheck(self._replicated, kwargs.get("process_group"), OWN_STEP)
 
     @contextmanager
     def step_context(self, optim_wrapper: Any) -> Iterator[None]:
         """Return the context of one step; after it, check now and then that replicas are equal; see `DriftCheck`."""
+        if unfrozen := [name for name, own in self._outside.items() if own.requires_grad]:
+            raise ValueError(
+                "parameters must be trainable when MMSeparateDistributedDataParallel wraps the children that have "
+                f"them, but {listed(unfrozen, most=4)} required no gradient then ({this_rank()}), and would not be "
+                "averaged over ranks. Freeze them after the model is wrapped, or use MMDistributedDataParallel"
+            )
         yield
         self._drift.after_update()
 

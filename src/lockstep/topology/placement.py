@@ -58,6 +58,11 @@ def derive_placement(statement: Statement) -> tuple[int, int, int, int]:
         if count is not None and count.value < 1:
             raise statement.contradiction(f"{count.name} must be at least 1, but is {count.value}")
     local_size, num_nodes = _derive_sizes(statement)
+    if statement.node_rank is not None and statement.local_rank is None and num_nodes.value > 1 < local_size.value:
+        raise statement.contradiction(
+            f"LOCAL_RANK must be set where {statement.node_rank.name} says which node this is: ranks may be numbered "
+            f"across {num_nodes.value} nodes of {local_size.value} ranks in several ways"
+        )
     # With one node both are the rank itself; with several, ranks fill one node after the other.
     in_order = divmod(rank, local_size.value)
     node_rank = statement.node_rank or Stated("the node that follows from the rank", in_order[0])
@@ -93,13 +98,16 @@ def _derive_sizes(statement: Statement) -> tuple[Stated, Stated]:
         raise statement.contradiction(
             f"{local.name} must fit {world.name}, {world.value}{on_nodes}, but is {local.value}"
         )
+    is_even = world.value % local.value == 0 if nodes is None else local.value * nodes.value == world.value
+    if not is_even and (statement.node_rank is None or nodes is None):
+        what = "which node this is" if statement.node_rank is None else "how many nodes there are"
+        number = "" if nodes is None else f" evenly over {nodes.value} nodes ({nodes.name})"
+        raise statement.contradiction(
+            f"{local.name} must divide {world.name}, {world.value},{number} where nothing says {what}, but is "
+            f"{local.value}. Start as many ranks on every node, or export GROUP_RANK and GROUP_WORLD_SIZE: the "
+            "number of the node, and how many there are"
+        )
     if nodes is None:
-        if world.value % local.value:
-            raise statement.contradiction(
-                f"{local.name} must divide {world.name}, {world.value}, where nothing says which node this is, but is "
-                f"{local.value}. Start as many ranks on every node, or export GROUP_RANK and GROUP_WORLD_SIZE: the "
-                "number of the node, and how many there are"
-            )
         title = f"the number of nodes ({counted(world.value, 'rank')}, {local.value} on each)"
         nodes = Stated(title, world.value // local.value)
     return local, nodes
