@@ -104,7 +104,9 @@ def test_custom_imports_are_imported(write):
         ("c.yaml", "- 1\n- 2\n", "c.yaml: must hold one mapping"),
         ("c.yaml", "1: 2\n", "c.yaml: must hold one mapping with strings as keys"),
         ("c.yaml", "a: 1\n_base_: 3\n", "c.yaml:2: `_base_` must be a path"),
+        ("c.yaml", "a:\n  b: 1\n  c: 2\n  b: 3\n", "c.yaml:4: the key `b` is there twice, first in line 2"),
         ("c.json", '{"a": 1,\n "b": }', "c.json:2: Expecting value"),
+        ("c.json", '{"a": {"b": 1,\n "b": 2}}', "c.json: the key `b` is there twice in an object"),
         ("c.toml", "a = 1\n", "must end in one of .py, .yaml, .yml, .json"),
         ("c.py", "filename = 1\n", "`filename` cannot be a key"),
     ],
@@ -112,6 +114,11 @@ def test_custom_imports_are_imported(write):
 def test_what_is_wrong_is_named_with_file_and_line(write, name, text, says):
     with pytest.raises(ConfigError, match=re.escape(says)):
         Config.fromfile(write(name, text))
+
+
+def test_a_key_may_override_one_that_is_merged(write):
+    text = "a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\n"
+    assert Config.fromfile(write("c.yaml", text)) == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}}
 
 
 def test_a_missing_file_suggests_its_neighbour(write):

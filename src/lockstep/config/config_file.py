@@ -115,13 +115,6 @@ class ConfigFile(ABC):
         """Return the variables that the file's own code reads."""
         return set()
 
-    def imports(self) -> list[str] | None:
-        """Return the import statements of the file; None if it does more than import and give values.
-
-        A process that has the values, and has run these statements, need not run the file again.
-        """
-        return []
-
     def intermediate_keys(self) -> set[str]:
         """Return the names that need no further use after the file has been read.
 
@@ -184,13 +177,41 @@ def package_folder(name: str) -> Path | None:
     return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice, of which YAML would take the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        first: dict[str, int] = {}  # lines, by key
+        for key, _ in node.value:  # as they are written: merged ones, which may be overridden, are not yet there
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in first:
+                    says = f"the key `{key.value}` is there twice, first in line {first[key.value]}"
+                    raise yaml.constructor.ConstructorError(None, None, says, key.start_mark)
+                first[key.value] = key.start_mark.line + 1
+        return super().construct_mapping(node, deep)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, which must have each key once."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(
+            f"the key `{next(name for name in names if names.count(name) > 1)}` is there twice in an object"
+        )
+    return values
+
+
 class DataFile(ConfigFile):
     """A config in YAML or JSON."""
 
     def __init__(self, path: Path, text: str) -> None:
         super().__init__(path, text)
         try:
-            values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+            if path.suffix == ".json":
+                values = json.loads(text, object_pairs_hook=_without_repeats)
+            else:
+                values = yaml.load(text, _Loader)  # a subclass of the safe one
             _check_size(values)
         except json.JSONDecodeError as error:
             raise ConfigError(f"{path}:{error.lineno}: {error.msg}") from error
