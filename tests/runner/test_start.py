@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.dist import barrier, get_rank
-from lockstep.errors import ConfigError, PeerError
+from lockstep.errors import ConfigError, PeerError, Preempted
 from lockstep.evaluator import Accuracy
 from lockstep.hooks import Hook
 from lockstep.runner import Runner
@@ -211,6 +211,25 @@ def test_a_tracker_has_the_config_of_each_run_and_hears_which_one_has_failed(tmp
     assert second.configs[1]["train_dataloader"] == given  # without a config, the arguments
     written = json.loads((runner.run_dir / "environment.json").read_text())
     assert written["arguments"]["train_dataloader"] == given
+
+
+class Stops(Hook):
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        raise Preempted("the machine is taken away")
+
+
+class FailsAtTheEnd(Tracker):
+    def _end(self, held: Any, *, failed: bool) -> None:
+        super()._end(held, failed=failed)
+        raise OSError("no network")
+
+
+@pytest.mark.parametrize("kind", [Tracker, FailsAtTheEnd])
+def test_a_run_that_is_stopped_has_not_failed(tmp_path: Path, kind: type[Tracker]):
+    tracker = kind()
+    with pytest.raises(Preempted):
+        make(tmp_path, visualizer=tracker, custom_hooks=[Stops()]).train()
+    assert tracker.failed == [False]
 
 
 def test_arguments_are_written_down_without_the_data_in_them(tmp_path: Path):

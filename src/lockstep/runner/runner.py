@@ -14,7 +14,7 @@ from torch import nn
 
 from lockstep.dataset import DataShard, agree_on_shard
 from lockstep.dist import run_on_main
-from lockstep.errors import ConfigError, error_in_words, no_attribute
+from lockstep.errors import ConfigError, Preempted, error_in_words, no_attribute
 from lockstep.evaluator import Evaluator
 from lockstep.evaluator.metric import Predictions
 from lockstep.location import Location, locate, require_disk
@@ -371,9 +371,13 @@ class Runner(_AttributesOfRun):
         self.message_hub.make_current()
         with start.logging_to_folder(space):
             failed = self._is_running = True
+            is_complete = False
             try:
                 yield space
-                failed = False
+                failed, is_complete = False, True
+            except Preempted:
+                failed = False  # trackers must not call it a failure: it goes on when it is started again
+                raise
             except Exception as error:
                 start.note_failure(error, self._run or space)
                 raise
@@ -382,7 +386,7 @@ class Runner(_AttributesOfRun):
                 try:
                     (self._run or space).close(failed=failed)
                 except Exception as error:
-                    if not failed:
+                    if is_complete:
                         raise
                     # The error that ended the run is raised.
                     self.logger.warning("not everything can be closed: %s", error_in_words(error))
