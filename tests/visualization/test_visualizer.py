@@ -179,3 +179,29 @@ def test_what_may_not():
         build_visualizers([Board(), 3])
     with pytest.raises(RegistryError, match="TensorBoardVisualizer"):
         build_visualizers({"type": "TensorBordVisualizer"})
+
+
+class Unreachable:
+    """Fails when its timeout has passed, until its server answers."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock, self.steps, self.answers = clock, list[int](), False
+
+    def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
+        self.steps.append(step)
+        if not self.answers:
+            self.clock[0] += 30.0
+            raise OSError("timed out")
+
+
+def test_a_server_that_does_not_answer_costs_its_timeout_now_and_then(monkeypatch: pytest.MonkeyPatch):
+    clock = [0.0]
+    monkeypatch.setattr("lockstep.visualization.visualizer.monotonic", lambda: clock[0])
+    part = Unreachable(clock)
+    shown = Visualizers([part])
+    with pytest.warns(UserWarning, match="the visualizer Unreachable has failed: OSError: timed out"):
+        for step in range(200):
+            clock[0] += 10.0
+            part.answers = step >= 100
+            shown.add_scalars({"loss": 1.0}, step)
+    assert part.steps == [0, 60, *range(120, 200)]

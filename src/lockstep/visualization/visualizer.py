@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from lockstep.config import Config
@@ -14,6 +15,8 @@ from lockstep.registry import VISUALIZERS
 from lockstep.visualization.files import as_picture
 from lockstep.visualization.library import LibraryVisualizer, is_installed
 from lockstep.visualization.tensorboard import TensorBoardVisualizer
+
+_REST = 20  # times as long as its call took, a visualizer that has failed is left out
 
 
 @runtime_checkable
@@ -60,6 +63,7 @@ class Visualizers:
         self.parts: list[ShowsScalars] = [_build(part) for part in vis_backends or ()]
         self._save_dir = None if save_dir is None else Path(save_dir)
         self._failed: list[ShowsScalars] = []
+        self._rests_until: dict[int, float] = {}  # by the identity of a visualizer that has failed
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -127,8 +131,9 @@ class Visualizers:
 
     def _show(self, method: str, *values: Any) -> None:
         for part, show in self._with(method):
-            with self._failure_as_warning(part):
-                show(*values)
+            if monotonic() >= self._rests_until.get(id(part), 0.0):
+                with self._failure_as_warning(part):
+                    show(*values)
 
     def _with(self, method: str) -> list[tuple[ShowsScalars, Any]]:
         """Return the visualizers that have a method, each with that method."""
@@ -136,10 +141,16 @@ class Visualizers:
 
     @contextmanager
     def _failure_as_warning(self, part: ShowsScalars) -> Iterator[None]:
-        """Turn the first failure of a visualizer into a warning, and suppress its further ones."""
+        """Turn the first failure of a visualizer into a warning, and suppress its further ones.
+
+        It is then left out for a while: a server that does not answer would take its timeout at each record.
+        """
+        began = monotonic()
         try:
             yield
         except Exception as error:
+            now = monotonic()
+            self._rests_until[id(part)] = now + _REST * (now - began)
             if any(part is failed for failed in self._failed):
                 return
             self._failed.append(part)
