@@ -25,6 +25,7 @@ from lockstep.evaluator import BaseMetric
 from lockstep.hooks import Hook, HookList, ProgressHook
 from lockstep.logging import HistoryBuffer, JsonLinesSink, MessageHub
 from lockstep.runner import Runner
+from lockstep.runner.run import TrainRun
 from lockstep.testing import ranks
 
 
@@ -301,17 +302,17 @@ def test_the_gradient_norm_is_recorded(tmp_path: Path):
     assert all(record["grad_norm"] > 0.5 for record in records if record["mode"] == "train")
 
 
-def shown_on(console: Console, hook: ProgressHook, runner: Runner) -> str:
+def shown_on(console: Console, hook: ProgressHook, run: TrainRun) -> str:
     """Run the hook again over a run that is over, on another console."""
-    runner.console = console
-    runner.train_loop.epoch, runner.train_loop.iter = 1, 4
+    run.console = console
+    run.train_loop.epoch, run.train_loop.iter = 1, 4
     hooks = HookList([hook])
-    hooks.call("before_train", runner)
-    hooks.call("before_train_epoch", runner)
-    runner.train_loop.iter = 6
+    hooks.call("before_train", run)
+    hooks.call("before_train_epoch", run)
+    run.train_loop.iter = 6
     hook._due = 0.0
     for index in (1, 2):  # the loss is begun to be read in one iteration, and shown in the next
-        hooks.call("after_train_iter", runner, batch_idx=index, data_batch=None, outputs=None)
+        hooks.call("after_train_iter", run, batch_idx=index, data_batch=None, outputs=None)
     hooks.close()
     return console.file.getvalue()
 
@@ -321,7 +322,7 @@ def test_a_terminal_shows_a_live_bar(tmp_path: Path):
     file = StringIO()
     file.isatty = lambda: True
     console = Console(file=file, width=100, color_system=None, legacy_windows=False)
-    shown = shown_on(console, ProgressHook(), runner)
+    shown = shown_on(console, ProgressHook(), runner.run)
     assert re.search(r"epoch 2/4 ━.*3/4 loss \d\.\d{4}  ETA 0:00:00  [\d,]+ samples/s", shown)
     assert shown.endswith("\x1b[1A\x1b[2K")  # the bar is taken away at the end
 
@@ -329,7 +330,7 @@ def test_a_terminal_shows_a_live_bar(tmp_path: Path):
 def test_a_log_shows_plain_lines(tmp_path: Path):
     runner = train(tmp_path)
     console = Console(file=StringIO(), width=40, color_system=None)
-    shown = shown_on(console, ProgressHook(period_seconds=0), runner)
+    shown = shown_on(console, ProgressHook(period_seconds=0), runner.run)
     assert re.fullmatch(r"epoch 2/4  3/4  loss \d\.\d{4}  ETA 0:00:00  [\d,]+ samples/s\n", shown)
     assert "\x1b" not in shown
 
