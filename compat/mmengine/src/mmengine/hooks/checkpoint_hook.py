@@ -33,7 +33,7 @@ class CheckpointHook(lockstep.hooks.CheckpointHook):
             MMEngine resumes. A file is removed as soon as its checkpoint has been. The file `last_checkpoint` names the
             checkpoint, from which a run here resumes.
         save_param_scheduler: has no effect, because schedules are always saved.
-        published_keys: has no effect, because the weights of every checkpoint can be loaded alone.
+        published_keys: has no effect; `lockstep export CHECKPOINT weights.pth --to torch` writes weights alone.
         file_client_args, backend_args: must be None or name the local backend, because checkpoints are written through
             the file system.
 
@@ -52,7 +52,10 @@ class CheckpointHook(lockstep.hooks.CheckpointHook):
         super().__post_init__()
         check_local("checkpoints", file_client_args=self.file_client_args, backend_args=self.backend_args)
         if self.published_keys is not None:
-            _logger.warning("`published_keys` does nothing: the weights of every checkpoint can be loaded alone")
+            _logger.warning(
+                "`published_keys` does nothing: no file is written to be published, and those of `as_files` have the "
+                "optimizer's state. `lockstep export CHECKPOINT weights.pth --to torch` writes the weights alone"
+            )
         self._files: list[str] = []
         self._save_due: Callable[[], None] = lambda: None
 
