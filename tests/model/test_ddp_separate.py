@@ -259,3 +259,17 @@ def test_a_child_that_is_unfrozen_after_it_was_to_be_wrapped_is_refused():
     optim_wrapper = OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1))
     with pytest.raises(ValueError, match=r"but teacher\.weight, teacher\.bias required no gradient then"):
         wrapped.train_step(torch.ones(1, 1), optim_wrapper)
+
+
+@ranks(2)
+def test_gradients_are_exchanged_once_in_a_window_where_a_step_gives_the_context_the_model_itself():
+    net = Distilled()
+    optim_wrapper = OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1), accumulative_counts=2)
+    optim_wrapper.bind(MMSeparateDistributedDataParallel(net))
+    exchanges = []
+    for _ in range(2):
+        with optim_wrapper.optim_context(net):
+            exchanges.append(net.net.require_backward_grad_sync)
+            loss = net.same(net.teacher(torch.ones(1, 1))).sum()
+        optim_wrapper.update_params(loss)
+    assert exchanges == [False, True]
