@@ -14,7 +14,7 @@ from textwrap import dedent
 import pytest
 
 from lockstep.cli.doctor import Doctor
-from lockstep.cli.doctor.finding import Finding
+from lockstep.cli.doctor.finding import Finding, print_table
 
 DOCTOR = (sys.executable, "-m", "lockstep", "doctor", "--json")
 _OF_LAUNCHERS = (
@@ -94,6 +94,15 @@ def test_more_threads_than_cores():
     assert found["cores"]["status"] == "warning"
     assert found["cores"]["facts"]["affinity"] == [one]
     assert "OMP_NUM_THREADS to 1" in found["cores"]["remedy"]
+
+
+def test_no_secret_is_shown_in_a_table(capsys: pytest.CaptureFixture[str]):
+    finding = Finding("variables", "MASTER_ADDR is http://me:s3cret@host, DB_PASS=hunter2", "warning")
+    print_table("", [finding])
+    for shown in (capsys.readouterr().out, finding.as_plain()["text"]):
+        assert "http://me:***@host" in shown
+        assert "s3cret" not in shown
+        assert "hunter2" not in shown
 
 
 def test_an_empty_number_of_threads_is_none():

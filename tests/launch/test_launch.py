@@ -71,6 +71,10 @@ def test_arguments_and_environment_reach_the_script(scripts):
     assert (code, out) == (0, f"[] {int(cores)}\n")
     code, out, err = scripts.run(script, "--nproc", "2", env={"OMP_NUM_THREADS": "5"})
     assert (code, out, err) == (0, "[] 5\n[] 5\n", "lockstep: starting 2 ranks; loading torch\n")
+    shows = scripts.write("import os\nprint(os.environ['GLOO_SOCKET_IFNAME'])")
+    assert (
+        scripts.run("--nproc", "1", shows, env={"GLOO_SOCKET_IFNAME": ""})[1] == scripts.run("--nproc", "1", shows)[1]
+    )
 
 
 @require("unshare", root=True, able_to=("unshare", "--mount", "true"))

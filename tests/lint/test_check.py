@@ -15,7 +15,8 @@ from lockstep.config import Config
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hook
 from lockstep.lint import check_config, find_faults
-from lockstep.registry import HOOKS, MODELS, Registry
+from lockstep.model import MMFullyShardedDataParallel
+from lockstep.registry import HOOKS, MODEL_WRAPPERS, MODELS, Registry
 
 if TYPE_CHECKING:
     from nowhere import Anything
@@ -230,6 +231,10 @@ def optimizer(**arguments):
         ({"strategy": "dpp"}, "is no strategy in the registry of scope `lockstep`: did you mean `ddp`?"),
         ({"strategy": {"type": "fsdp", "auto_warp_policy": None}}, "did you mean `auto_wrap_policy`?"),
         ({"strategy": {"type": "FSDPStrategy", "model_wrapper": {"cpu_ofload": True}}}, "did you mean `cpu_offload`?"),
+        (
+            {"strategy": {"type": "fsdp", "model_wrapper": {"type": MMFullyShardedDataParallel, "cpu_ofload": True}}},
+            "did you mean `cpu_offload`?",
+        ),
         ({"strategy": {"type": "fsdp", "tensor_parallel": {"degre": 2}}}, "key 'degre': did you mean `degree`?"),
         ({"env_cfg": {"cudnn_bench": True}}, "is no key of `env_cfg`: did you mean `cudnn_benchmark`?"),
         ({"randomness": 7}, "`randomness` must be a dict or None, but is 7 of int"),
@@ -373,3 +378,11 @@ def test_types_are_looked_for_in_the_default_scope():
     hooks = [{"type": "Watched", "interval": 2}]
     assert not found(custom_hooks=hooks, default_scope="lint_zoo")
     assert only(custom_hooks=hooks).startswith("`custom_hooks.0.type` = 'Watched' is no hook")
+
+
+def test_another_packages_wrapper_is_not_taken_for_ours():
+    zoo = Registry("model wrapper", parent=MODEL_WRAPPERS, scope="lint_wrappers")
+    zoo.register_module("MMFullyShardedDataParallel", module=Net)
+    wrapper = {"type": "MMFullyShardedDataParallel", "_scope_": "lint_wrappers", "depth": 2}
+    assert not found(strategy={"type": "fsdp", "model_wrapper": wrapper})
+    assert "`strategy.model_wrapper.depth`" in only(strategy={"type": "fsdp", "model_wrapper": {"depth": 2}})

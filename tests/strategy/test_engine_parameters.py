@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.dist import get_rank
 from lockstep.strategy import engine_parameters
-from lockstep.strategy.engine_parameters import MasterWeights, begin_alike
-from lockstep.testing import ranks
+from lockstep.strategy.engine_parameters import MasterWeights
 
 WRITES: dict[str, Callable[[Tensor], object]] = {
     "another value": lambda x: x[0, 1].add_(1),
@@ -44,16 +42,3 @@ def test_masters_keep_their_digits_where_nothing_was_written() -> None:
     masters = MasterWeights("an engine", [], [(master, weights)], offloads=True)
     masters.copy_weights()
     assert torch.equal(master, before)
-
-
-@ranks(2, 3)
-def test_everybody_begins_with_the_values_of_rank_0() -> None:
-    def own(rank: int) -> list[Tensor]:
-        values = torch.arange(6.0).reshape(2, 3) + 10 * rank
-        return [values, values.t() + 1, values[0, 0] * 2, values[:0], values.half(), values.int(), values > 12]
-
-    tensors, expected = own(get_rank()), own(0)
-    tensors[1].requires_grad_()
-    begin_alike(tensors)
-    for mine, wanted in zip(tensors, expected, strict=True):
-        torch.testing.assert_close(mine.detach(), wanted, rtol=0, atol=0)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as torch_dist
 
-from lockstep.dist import all_reduce
+from lockstep.dist import all_reduce, get_rank, init_dist
+from lockstep.errors import CollectiveTimeoutError
 from lockstep.testing import ranks
 from lockstep.watch.failures import backend_errors_translated
 
@@ -17,3 +23,18 @@ def test_a_timeout_of_something_else_than_a_backend_breaks_no_group(text: str) -
         raise RuntimeError(text)
     all_reduce(data := torch.ones(1))
     assert data.item() == 2.0
+
+
+@ranks(3, fresh=True)
+def test_an_error_in_a_group_names_that_groups_absent_rank(tmp_path: Path) -> None:
+    init_dist("pytorch", timeout=60)
+    group = torch_dist.new_group([1, 2], timeout=timedelta(seconds=2))
+    if get_rank() == 1:
+        with (
+            pytest.raises(CollectiveTimeoutError, match=r"^rank 1 of the group of ranks 1, 2 did not take part"),
+            backend_errors_translated(group),
+        ):
+            torch_dist.all_reduce(torch.ones(1), group=group)
+        (tmp_path / "raised").touch()
+    while not (tmp_path / "raised").exists():
+        time.sleep(0.1)

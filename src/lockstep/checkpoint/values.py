@@ -311,12 +311,9 @@ def _is_number(node: Any) -> bool:
     return type(node) in (int, float) and abs(node) <= sys.float_info.max
 
 
-def _is_option(node: Any) -> bool:
-    tag, held = tagged(node)
-    if tag is not None:
-        return tag in ("$tensor", "$float", "$dtype", "$dict") or (tag == "$tuple" and _is_option(held))
-    inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else None
-    return isinstance(node, _PLAIN) if inner is None else all(map(_is_option, inner))
+def _is_plain(node: Any) -> bool:
+    items = tagged(node)[1] if tagged(node)[0] == "$tuple" else node
+    return all(map(_is_plain, items)) if isinstance(items, list) else isinstance(node, _PLAIN)
 
 
 TEXT = StoredKind("a string", lambda node: isinstance(node, str))
@@ -349,7 +346,7 @@ DESCRIPTION: Form = {
 }
 """The form of what `lockstep.weights.describe_model` returns, which a checkpoint has as `weights` in its metadata."""
 
-_OPTION = StoredKind("a value without arrays", _is_option)
+_PLAIN_VALUE = StoredKind("a plain value, or a list of them", _is_plain)
 # numpy takes any place in the words of its generator, and reads memory beyond them.
 _PLACE = StoredKind("a place in 624 words", lambda node: is_count(node) and node <= 624)
 # None where the optimizer sets its rate itself, as transformers' Adafactor does.
@@ -363,7 +360,7 @@ _META: Form = {
     "validated_iter": COUNT.or_none(),
     "has_optimizer": FLAG,
     "optim_wrapper": {"*": {"windows": _WINDOWS}, "windows": _WINDOWS},
-    "begun_with": Whole(options=[{"*": _OPTION}], schedules=[TEXT]),
+    "begun_with": Whole(options=[{}], schedules=[TEXT]),
     "position": Whole(
         epoch=COUNT,
         batches=COUNT,
@@ -371,15 +368,16 @@ _META: Form = {
         unit=TEXT.or_none(),
         total=COUNT.or_none(),
         global_batch=COUNT.or_none(),
-        head=[_OPTION],
-        layout=[_OPTION],
+        head=[_PLAIN_VALUE],
+        layout=[_PLAIN_VALUE],
         held_by=COUNT.or_none(),
     ),
     "checkpoint_hook": {"best": {"*": Whole(value=NUMBER, path=TEXT)}, "runs": [TEXT]},  # "runs" is younger
 }
 # Schedules of torch may hold those that they are made of.
 _ALWAYS: Form = Whole(epoch=COUNT, iter=COUNT, seed=WHOLE_NUMBER, world_size=COUNT, position={}, param_schedulers=[{}])
-_OPTIMIZER: Form = Whole(state={"*": {}}, param_groups=[{"*": _OPTION, "lr": _RATE, "params": [TEXT]}])
+# Other options are of any kind: optimizers of others have dicts, dtypes ...
+_OPTIMIZER: Form = Whole(state={"*": {}}, param_groups=[{"lr": _RATE, "params": [TEXT]}])
 _RANK: Form = Whole(
     random=Whole(
         python=Whole(version=COUNT, words=TENSOR, gauss=NUMBER.or_none()),

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.dist import broadcast
 from lockstep.errors import listed
 from lockstep.groups import this_rank
 from lockstep.model.autograd_graph import on_backward
 from lockstep.model.ddp import MMDistributedDataParallel
-from lockstep.model.parts import callable_children
+from lockstep.model.parts import broadcast_from_first, callable_children
 from lockstep.model.wrapper import ModelWrapper, all_entered
 from lockstep.model.written import OWN_STEP, DriftCheck
 from lockstep.registry import MODEL_WRAPPERS
@@ -77,9 +76,7 @@ class MMSeparateDistributedDataParallel(ModelWrapper):
         inside = {tensor for part in self._parallel for tensor in (*part.parameters(), *part.buffers())}
         self._outside = {name: own for name, own in module.named_parameters() if own not in inside}
         buffers = [buffer for buffer in module.buffers() if buffer not in inside]
-        with torch.no_grad():
-            for tensor in (*self._outside.values(), *buffers):
-                broadcast(tensor, src=0, group=kwargs.get("process_group"))
+        broadcast_from_first([*self._outside.values(), *buffers], kwargs.get("process_group"))
         self.module = module
         self._drift = DriftCheck(self._replicated, kwargs.get("process_group"), OWN_STEP)
 

@@ -8,10 +8,12 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.dist import broadcast
 from lockstep.errors import ConfigError, did_you_mean
+from lockstep.groups import GroupLike
 
 INSIDE_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """The names under which torch's wrappers keep a module, and so in those of its tensors: `torch.compile`, checkpointing.
@@ -22,6 +24,19 @@ ClassNames: TypeAlias = str | type[nn.Module] | Iterable[str | type[nn.Module]]
 
 Site: TypeAlias = tuple[nn.Module, str]
 """The module that owns a parameter, and the parameter's name in it."""
+
+
+def broadcast_from_first(tensors: Iterable[Tensor], *groups: GroupLike) -> None:
+    """Overwrite parameters and buffers with those of rank 0 of each group, in one group after the other.
+
+    **Collective**: every rank of each group. **Cost**: for each group one broadcast of each tensor, all in flight at
+    once; no copy of contiguous ones.
+    """
+    tensors = list(tensors)
+    for group in groups:
+        for handle in [broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors]:
+            assert handle is not None  # asked for by async_op
+            handle.wait()
 
 
 def classes_in(model: nn.Module, names: ClassNames, *, what: str) -> tuple[type[nn.Module], ...]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.dist import broadcast, get_world_size
+from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError, listed
 from lockstep.groups import this_rank
 from lockstep.model.parts import refuse_sparse_gradients
@@ -59,24 +59,6 @@ class FrozenParamsGuard:
             f"laid out what it trains, but {told} ({this_rank()}). Begin with all parameters that are ever "
             "trained, at lr=0 by paramwise_cfg, or use strategy 'fsdp'"
         )
-
-
-@torch.no_grad()
-def begin_alike(tensors: Iterable[Tensor]) -> None:
-    """Overwrite parameters and buffers by those of rank 0. **Collective**: every rank.
-
-    **Cost**: one broadcast for each dtype, of a copy.
-    """
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    for members in alike.values():
-        joined = torch.cat([tensor.detach().reshape(-1) for tensor in members])
-        broadcast(joined)
-        for tensor, part in zip(
-            members, torch.split_with_sizes(joined, [tensor.numel() for tensor in members]), strict=True
-        ):
-            tensor.copy_(part.view(tensor.shape))
 
 
 def leave_out_frozen(optimizer: Optimizer) -> None:

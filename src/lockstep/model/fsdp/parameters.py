@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lockstep.dist import all_reduce, broadcast
+from lockstep.dist import all_reduce
 from lockstep.errors import ConfigError
 from lockstep.groups import this_rank
 from lockstep.model.autograd_graph import after_backward, backward_pass, never_compiled, on_backward
 from lockstep.model.fsdp.units import sites_by_unit
-from lockstep.model.parts import Site, owners_of_parameters, parameter_at
+from lockstep.model.parts import Site, broadcast_from_first, owners_of_parameters, parameter_at
 from lockstep.tree import tree_leaves
 
 InitFunction: TypeAlias = Callable[[nn.Module], None]
@@ -65,7 +65,8 @@ class Materializer:
                 if not isinstance(tensor, DTensor) and tensor not in self._done and tensor not in ignored
             ]
             self._done.update(unit.buffers())
-            broadcast_from_first(tensors, self._mesh)
+            # Along the next axis, ranks send what they have got along the first.
+            broadcast_from_first(tensors, *self._mesh.get_all_groups())
 
     @torch.no_grad()
     def _fill_meta_tensors(self, unit: nn.Module) -> None:
@@ -108,20 +109,6 @@ class Materializer:
                 if buffer.device.type != self.device.type:  # modules may share it
                     buffer = self._moved.setdefault(buffer, buffer.to(self.device))
                     setattr(module, name, buffer)
-
-
-def broadcast_from_first(tensors: list[Tensor], mesh: DeviceMesh) -> None:
-    """Overwrite tensors with those of the first rank of a mesh.
-
-    **Collective**: every rank of the mesh.
-    """
-    # First along the first axis, then along the next, which starts from ranks that already have the values.
-    for axis in range(mesh.ndim):
-        group = mesh.get_group(axis)
-        under_way = [broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors]
-        for handle in under_way:
-            assert handle is not None  # asked for by async_op
-            handle.wait()
 
 
 def _reset(module: nn.Module, device: torch.device) -> None:

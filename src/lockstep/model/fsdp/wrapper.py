@@ -30,11 +30,10 @@ from lockstep.model.fsdp.parameters import (
     Materializer,
     Originals,
     ReplicatedParameters,
-    broadcast_from_first,
 )
 from lockstep.model.fsdp.units import choose_units, cut_by_dtype, directly_callable_parts, is_unit
 from lockstep.model.norm import BATCH_NORMS
-from lockstep.model.parts import refuse_sparse_gradients
+from lockstep.model.parts import broadcast_from_first, refuse_sparse_gradients
 from lockstep.model.shards import reshard
 from lockstep.model.tensor_parallel import TensorParallel
 from lockstep.model.tensor_parallel_plan import read_request
@@ -179,7 +178,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
         for unit in filter(is_unit, module.modules()):
             kind: Any = type(unit)
             kind.__deepcopy__ = _refuse_copy  # torch's own raises a bare AssertionError
-        broadcast_from_first([scalar.detach() for scalar in scalars], whole)
+        broadcast_from_first(scalars, *whole.get_all_groups())
         self.module = module
         self._syncs_gradients = True
         self._comm: Comm | None = None
@@ -373,7 +372,7 @@ def _sharded_weights_explained() -> Iterator[None]:
     """
     try:
         yield
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError) as error:
         files = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
         # An optimizer whose trial before the training could not tell.
         if inspect.getfile(torch.optim.Optimizer) in files and (

@@ -13,6 +13,7 @@ from torch import nn
 from lockstep.device import get_device
 from lockstep.dist import init_dist, is_distributed
 from lockstep.errors import ConfigError
+from lockstep.model.parts import broadcast_from_first
 from lockstep.optim import build_optim_wrapper
 from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
 from lockstep.strategy.base import OptimLike, Prepared
@@ -20,7 +21,7 @@ from lockstep.strategy.colossalai import engine
 from lockstep.strategy.colossalai.plugin import check_run, read_options
 from lockstep.strategy.colossalai.state import ColossalAIState
 from lockstep.strategy.colossalai.wrappers import ColossalAIOptimWrapper
-from lockstep.strategy.engine_parameters import begin_alike, leave_out_frozen, max_norm_of
+from lockstep.strategy.engine_parameters import leave_out_frozen, max_norm_of
 from lockstep.strategy.engine_strategy import EngineStrategy, require_plain
 from lockstep.strategy.engine_wrappers import cast_inputs_and_parts
 
@@ -84,7 +85,8 @@ class ColossalAIStrategy(EngineStrategy):
         options = {**self._options, "max_norm": max_norm_of(wrapper.clip_grad, "ColossalAI's 'lowlevel_zero'") or 0.0}
         if get_device() == "cpu":
             options["overlap_communication"] = False
-        begin_alike(chain(model.parameters(), model.buffers()))  # otherwise ZeRO would mix those of several ranks
+        # Otherwise ZeRO would mix those of several ranks.
+        broadcast_from_first(chain(model.parameters(), model.buffers()), None)
         booster, boosted, laid = engine.boost(options, model, wrapper.optimizer)
         self._state = state = ColossalAIState(model, laid)
         wrapper.attach(laid, model, state.masters(offloads=bool(options.get("cpu_offload"))))

@@ -28,12 +28,11 @@ from lockstep.errors import ConfigError, listed, message_of, ranks_in_words
 from lockstep.groups import this_rank
 from lockstep.model.autograd_graph import never_compiled, refuse_second_backward
 from lockstep.model.call_order import EVERY, CallOrder
-from lockstep.model.parts import Site
+from lockstep.model.parts import Site, broadcast_from_first
 from lockstep.model.wrapper import all_entered
 from lockstep.model.written import LostWrites
 from lockstep.registry import MODEL_WRAPPERS
 from lockstep.strategy.deepspeed.whole_params import WholeParams, called_by_deepspeed
-from lockstep.strategy.engine_parameters import begin_alike
 from lockstep.strategy.engine_wrappers import EngineModelWrapper, cast_inputs_and_parts
 
 _RULE = (
@@ -64,7 +63,7 @@ def start_engine(model: nn.Module, optimizer: Optimizer, config: Mapping[str, An
     Raises:
         ConfigError: DeepSpeed refuses the config.
     """
-    begin_alike(model.buffers())  # DeepSpeed sends parameters only
+    broadcast_from_first(model.buffers(), None)  # DeepSpeed sends parameters only
     try:
         with undisturbed({"LOCAL_RANK": str(get_local_rank())}):
             engine, *_ = load_engine("deepspeed").initialize(
