@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
 
-from lockstep.watch.main_thread import frame_of_main_thread
+import pytest
+
+from lockstep.watch.main_thread import frames_of_main_thread
 
 
 class _Kept:
@@ -26,10 +33,70 @@ def test_no_collection_begins_while_the_list_of_threads_is_locked() -> None:
     try:
         for _ in range(50):
             _Kept()
-            frame_of_main_thread()
+            frames_of_main_thread()
     finally:
         gc.set_threshold(*before)
     gc.collect()
     assert _Kept.interrupted
-    assert "frame_of_main_thread" not in _Kept.interrupted
+    assert "frames_of_main_thread" not in _Kept.interrupted
     assert gc.isenabled()
+
+
+class _Guard:
+    """A local variable whose end must come in the thread that has made it, as that of torch's guards."""
+
+    made = 0
+    ended_in: list[int] = []
+
+    def __init__(self) -> None:
+        type(self).made += 1
+
+    def __del__(self) -> None:
+        self.ended_in.append(threading.get_ident())
+
+
+def test_local_variables_of_the_main_thread_end_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Guard, "made", 0)
+    monkeypatch.setattr(_Guard, "ended_in", [])
+    gate, has_looked = threading.Lock(), threading.Event()
+    gate.acquire()
+
+    def wait_guarded() -> None:
+        guard = _Guard()  # noqa: F841
+        gate.acquire()  # until the thread that looks opens it
+
+    def let_main_thread_leave(*event: object) -> Callable[..., Any]:
+        """At each line of the thread that looks: let the main thread leave its function and enter it again."""
+        made = _Guard.made
+        gate.release()
+        while _Guard.made == made:
+            time.sleep(0.001)
+        return let_main_thread_leave
+
+    def look() -> None:
+        sys.settrace(let_main_thread_leave)
+        frames_of_main_thread()
+        sys.settrace(None)
+        has_looked.set()
+        gate.release()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    while not has_looked.is_set():
+        wait_guarded()
+    thread.join()
+    assert len(_Guard.ended_in) > 5
+    assert set(_Guard.ended_in) == {threading.get_ident()}
+
+
+def test_the_stack_is_whole() -> None:
+    found: list[list[tuple[str, int | None, str]]] = []
+
+    def look() -> None:
+        found.append([(code.co_filename, line, code.co_name) for code, _, line in frames_of_main_thread()])
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    expected = [(one.filename, one.name) for one in reversed(traceback.extract_stack())]
+    assert [(file, name) for file, _, name in found[0]][-len(expected) :] == expected

@@ -6,8 +6,10 @@ import gc
 import os
 import sys
 import threading
-import traceback
-from types import FrameType
+from itertools import accumulate, chain, islice, repeat
+from operator import attrgetter, itemgetter
+from types import CodeType
+from typing import TypeAlias
 
 import torch
 
@@ -28,8 +30,19 @@ _WAITING = (
 )
 
 
-def frame_of_main_thread() -> FrameType | None:
-    """Return the frame that the main thread runs, or None if there is none."""
+# The code of a function, the instruction that it is at, and the line of that; None if it has none.
+Frame: TypeAlias = tuple[CodeType, int, int | None]
+
+
+def frames_of_main_thread() -> list[Frame]:
+    """Return the functions that the main thread is in, the innermost first; none if it has ended.
+
+    No other thread runs meanwhile, and no frame of Python's is kept: a thread that holds one while the main thread
+    leaves the function is the one that ends its local variables. Guards among them that switch torch for a block, as
+    printing a tensor uses, would then switch the main thread in the middle of an operation (torch 2.13: "Attempted to
+    make a tensor into a differentiable view, but the tensor already had autograd metadata").
+    """
+    found: list[Frame] = []
     # Up to Python 3.11, a garbage collection may begin inside of this call, which holds a lock on the list of threads.
     # If that ends an object whose end lets another thread run, as a data loader's does that joins its workers, all wait
     # for ever (seen on 3.11.7).
@@ -37,24 +50,26 @@ def frame_of_main_thread() -> FrameType | None:
     if collects:
         gc.disable()
     try:
-        return sys._current_frames().get(threading.main_thread().ident or 0)
+        innermost = map(itemgetter(threading.main_thread().ident), iter(sys._current_frames, None))
+        stack = accumulate(chain(islice(innermost, 1), repeat("f_back")), getattr)
+        # One call of C from the first frame to the last, which it leaves by an error: the outermost has no `f_back`.
+        found.extend(map(attrgetter("f_code", "f_lasti", "f_lineno"), stack))
+    except (AttributeError, KeyError):
+        pass
     finally:
         if collects:
             gc.enable()
+    return found
 
 
 def stack_of_main_thread() -> list[str]:
     """Return the innermost frames of the main thread, the innermost first; those of libraries are left out."""
-    frame = frame_of_main_thread()
-    if frame is None:
-        return []
-    frames = [(one.filename, one.lineno, one.name) for one in traceback.extract_stack(frame)]
-    innermost = frames[-1]
-    own = [one for one in frames if not one[0].startswith((*_LIBRARIES, "<frozen"))]
-    shown = own[-_FRAMES:]
-    if innermost not in shown:
-        shown.append(innermost)
-    return [f'File "{short_path(file)}", line {line}, in {function}' for file, line, function in reversed(shown)]
+    frames = frames_of_main_thread()
+    own = [one for one in frames if not one[0].co_filename.startswith((*_LIBRARIES, "<frozen"))]
+    shown = own[:_FRAMES]
+    if frames and frames[0] not in shown:
+        shown.insert(0, frames[0])
+    return [f'File "{short_path(code.co_filename)}", line {line}, in {code.co_name}' for code, _, line in shown]
 
 
 def is_waiting(state: State | None) -> bool:

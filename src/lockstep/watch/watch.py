@@ -32,7 +32,7 @@ from lockstep.groups import Comm, recorded_groups
 from lockstep.watch.absent import AbsentSearch, WatchOfRank
 from lockstep.watch.diagnosis import absence, lines_of
 from lockstep.watch.interrupt import end_process, groups_in_error, let_graphs_be_captured
-from lockstep.watch.main_thread import frame_of_main_thread, stack_of_main_thread
+from lockstep.watch.main_thread import Frame, frames_of_main_thread, stack_of_main_thread
 
 _SECONDS_TO_LOOK = 1.0  # after which a call is looked at for the first time, then at doubling intervals
 _TICKS_TO_COMPARE = 4
@@ -105,7 +105,7 @@ class Watch(WatchOfRank):
         self._waits: dict[str, tuple[float, float, float]] = {}
         self._compared = time.monotonic()
         self._doubts: set[tuple[str, int]] = set()
-        self._position = (0, 0)  # where the main thread is
+        self._position: list[Frame] = []  # where the main thread is
         self._lost: tuple[Calls, float] | None = None  # of a group whose device has lost a rank, and since when
         self._heard = -1
         self._last_looks: dict[str, str] = {}  # for each group, what `look/g` was when this rank has last seen it
@@ -141,8 +141,7 @@ class Watch(WatchOfRank):
 
     def _look_at_main_thread(self) -> None:
         """Note how long the main thread is at one instruction; end the process if that is a device that hangs."""
-        frame, now = frame_of_main_thread(), time.monotonic()
-        position = (id(frame), -1 if frame is None else frame.f_lasti)
+        position, now = frames_of_main_thread(), time.monotonic()
         if position != self._position:
             self._position, self._since = position, now
         calls, why = self._aborted, "does not go on"
