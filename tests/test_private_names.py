@@ -323,7 +323,7 @@ OVERRIDDEN: dict[tuple[str, str], tuple[Any, tuple[str, ...]]] = {
 OF_OTHERS = {
     *("_replace", "_asdict", "_fields", "_getframe", "_current_frames", "_exit", "_run_exitfuncs", "_DummyThread"),
     *("_Feature", "_inheriting", "_register_atexit"),
-    *("_release_process_group_references", "_hp_mapping"),
+    *("_release_process_group_references", "_hp_mapping", "_reductions"),
     *("_padding_dim", "_origin_length", "_current_length"),
     *(
         "_no_split_modules",

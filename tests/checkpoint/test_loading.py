@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lockstep.checkpoint import load_state, loading, save_state, saving
+from lockstep.checkpoint import load_state, loading, save_state, saving, together
 from lockstep.dist import all_gather_object, broadcast_object, get_rank, get_world_size
 from lockstep.testing import ranks, run_ranks
 
@@ -72,7 +72,7 @@ def test_a_rank_reads_its_rows_alone(tmp_path: Path):
 def read_by_all(folder: Path, number: int) -> tuple[Counter[str], Counter[int], dict[str, Any]]:
     """Return the bytes that this rank has read, by file; those that each rank has sent; and what this one has then."""
     read, sent = Counter[str](), Counter[int]()
-    read_block, broadcast = loading.read_block, loading.broadcast
+    read_block, broadcast = loading.read_block, together.broadcast
 
     def reading(file: Any, block: Any, into: memoryview) -> None:
         read[block.file] += len(into)
@@ -95,7 +95,7 @@ def read_by_all(folder: Path, number: int) -> tuple[Counter[str], Counter[int], 
     }
     with (
         patch.object(loading, "read_block", reading),
-        patch.object(loading, "broadcast", sending),
+        patch.object(together, "broadcast", sending),
         patch.object(loading, "_BUCKET", 128),
     ):
         return read, sent, load_state(folder, state)

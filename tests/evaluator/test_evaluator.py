@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torchmetrics import MeanSquaredError, MetricCollection
+from torchmetrics import MeanSquaredError, Metric, MetricCollection, PearsonCorrCoef
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
+from torchmetrics.retrieval import RetrievalMAP
 
 from lockstep.dist import all_reduce, get_dist_info
 from lockstep.evaluator import BaseMetric, Evaluator
@@ -97,3 +98,46 @@ def test_a_metric_may_be_built_where_only_one_rank_is(wanted: dict) -> None:
     assert found["count"] == len(SCORES)
     assert found["accuracy"] == pytest.approx(wanted["MulticlassAccuracy"])
     assert get_dist_info() == (rank, world_size)
+
+
+class Found(Metric):
+    """The share of objects that are found, image by image; of an image with none, an entry without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("found", default=[], dist_reduce_fx=None)
+        self.add_state("names", default=[], dist_reduce_fx=None)
+
+    def update(self, found: torch.Tensor, names: list[str]) -> None:
+        self.found.append(found)
+        self.names.append(tuple(names))
+
+    def compute(self) -> torch.Tensor:
+        right = sum(name in NAMES for names in self.names for name in names)
+        return torch.tensor((sum(one.numel() for one in self.found), right, len(self.found)))
+
+
+NAMES = ("cat", "dog")
+IMAGES = [(torch.tensor([]), []), (torch.tensor([1.0, 2.0]), ["cat", "cow"]), (torch.tensor([3.0]), ["dog"])]
+
+
+@ranks(1, 2, 4)
+def test_lists_of_unequal_lengths_are_put_together() -> None:
+    rank, size = get_dist_info()
+    evaluator = Evaluator([Found(), RetrievalMAP(), PearsonCorrCoef()])
+    found, retrieval, correlation = (one.metric for one in evaluator.metrics)
+    for index in range(rank, len(IMAGES), size):
+        found.update(*IMAGES[index])
+    for index in range(rank, 5, size):  # one query each
+        scores, hits = SCORES[index], torch.arange(3) == LABELS[index]
+        retrieval.update(scores, hits, indexes=torch.full((3,), index))
+    for index in range(rank, 11, size):
+        correlation.update(SCORES[index, :2], SCORES[index, 1:])
+    values = evaluator.evaluate(None)
+    assert values.pop("Found") == [3, 2, 3]
+    wanted = RetrievalMAP(sync_on_compute=False), PearsonCorrCoef(sync_on_compute=False)
+    indexes = torch.arange(5).repeat_interleave(3)
+    wanted[0].update(SCORES[:5].flatten(), (torch.arange(3) == LABELS[:5, None]).flatten(), indexes=indexes)
+    wanted[1].update(SCORES[:, :2].flatten(), SCORES[:, 1:].flatten())
+    expected = {type(one).__name__: one.compute().item() for one in wanted}
+    assert values == pytest.approx(expected, abs=1e-5)

@@ -5,15 +5,17 @@ Metrics of torchmetrics work, too; this module does not import torchmetrics.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
-from lockstep.device import cast_data_device, get_device
-from lockstep.dist import all_gather, get_world_size
+from lockstep.device import get_device
+from lockstep.dist import all_gather, all_gather_object, get_world_size
 from lockstep.evaluator.accuracy import scores_and_labels
 from lockstep.evaluator.metric import BaseMetric, LossMetric, Predictions
+from lockstep.model.preprocessor import move_to_device
 from lockstep.registry import EVALUATOR, METRICS
 
 
@@ -27,38 +29,40 @@ def is_torchmetrics_metric(item: object) -> bool:
 class TorchmetricsMetric(BaseMetric):
     """A metric of torchmetrics over all ranks.
 
-    Each rank updates its own metric. The states are gathered once, when the value is computed, with lockstep's
-    collectives, so a rank may have seen no batch at all. The metric is updated with the model's prediction if that is a
-    pair `(predictions, targets)` or a dict of arguments; otherwise, also for a model output of transformers, with the
-    scores and labels that `scores_and_labels` finds. The metric itself is changed: it moves to the device, and its
-    states are gathered by lockstep's collectives.
+    Each rank updates its own metric. When the value is computed, each gets the states of all, so a rank may have seen
+    no batch at all. The metric is updated with the model's prediction if that is a pair `(predictions, targets)` or a
+    dict of arguments; otherwise, also for a model output of transformers, with the scores and labels that
+    `scores_and_labels` finds. The metric itself is changed: it moves to the device, and no longer synchronises itself,
+    which hangs or gives wrong values where ranks hold lists of unequal lengths.
 
     Args:
         metric: a `Metric`, whose value gets the name of its class, or a `MetricCollection`.
 
-    **Source**: `torchmetrics.Metric` (torchmetrics 1.9): `dist_sync_fn` and `distributed_available_fn`.
+    **Source**: `torchmetrics.Metric` (torchmetrics 1.9): `add_state` and `distributed_available_fn`.
     """
 
     def __init__(self, metric: Any) -> None:
         super().__init__()
         self.metric = metric.to(get_device())
         for part in metric.modules():
-            if hasattr(part, "dist_sync_fn"):
-                part.dist_sync_fn = _gather
-                part.distributed_available_fn = lambda: get_world_size() > 1
-                part.process_group = None
+            if hasattr(part, "distributed_available_fn"):
+                part.distributed_available_fn = _is_merged_here
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
         """Update the metric."""
         # A model output of transformers is a mapping, too, but holds scores as `logits`.
         if isinstance(data_samples, Mapping) and not hasattr(data_samples, "logits"):
-            self.metric.update(**cast_data_device(dict(data_samples), get_device()))
+            self.metric.update(**move_to_device(dict(data_samples), torch.device(get_device())))
         else:
-            self.metric.update(*cast_data_device(scores_and_labels(data_batch, data_samples), get_device()))
+            given = scores_and_labels(data_batch, data_samples)
+            self.metric.update(*move_to_device(given, torch.device(get_device())))
 
     def evaluate(self, size: int | None) -> dict[str, Any]:
         """Return the metric values over all ranks, and reset the metric. **Collective**: every rank."""
+        states = _merge_states(self.metric) if get_world_size() > 1 else []
         computed = self.metric.compute()
+        for state in states:  # `reset` expects a list where `add_state` was given one
+            setattr(state.part, state.name, state.own)
         self.metric.reset()
         return dict(_flattened(type(self.metric).__name__, computed))
 
@@ -67,13 +71,49 @@ class TorchmetricsMetric(BaseMetric):
         return {}
 
 
-def _gather(state: Tensor, group: Any = None) -> list[Tensor]:
-    """Return the non-empty states of all ranks, or one empty state if there are no others.
+def _is_merged_here() -> bool:
+    """Tell a metric of torchmetrics that it has no ranks to add up."""
+    return False
 
-    Empty ones are left out because they may have another dtype.
+
+class _State(NamedTuple):
+    """A state of a metric of torchmetrics, as `add_state` was told: of which part, and how ranks' are put together."""
+
+    part: nn.Module
+    name: str
+    reduce: Callable[[Any], Any] | None
+    own: Any
+
+    @property
+    def is_concatenated(self) -> bool:
+        return isinstance(self.own, list) and getattr(self.reduce, "__name__", "") == "dim_zero_cat"
+
+
+def _merge_states(metric: nn.Module) -> list[_State]:
+    """Give each part of a metric of torchmetrics the states of all ranks, and return those of this one.
+
+    **Collective**: every rank. **Cost**: for each state that is a list to be concatenated one gather on the device; for
+    all others together one of objects.
     """
-    parts = all_gather(state)
-    return [part for part in parts if part.numel()] or parts[:1]
+    states = [
+        _State(part, name, reduce, getattr(part, name))
+        for part in metric.modules()
+        # torchmetrics has no public name for what `add_state` was told (1.9).
+        for name, reduce in getattr(part, "_reductions", {}).items()
+    ]
+    gathered = all_gather_object([None if state.is_concatenated else state.own for state in states])
+    device = torch.device(get_device())
+    for state, *values in zip(states, *gathered, strict=True):
+        merged: Any
+        if state.is_concatenated:
+            found = all_gather(state.reduce(state.own) if state.own else torch.empty(0, device=device))
+            merged = [one for one in found if one.numel()] or found[:1]  # empty ones may have another dtype
+        elif isinstance(state.own, list):
+            merged = [move_to_device(item, device) for value in values for item in value]
+        else:
+            merged = torch.stack(move_to_device(values, device))
+        setattr(state.part, state.name, state.reduce(merged) if state.reduce and len(merged) else merged)
+    return states
 
 
 def _flattened(name: str, value: Any) -> Iterator[tuple[str, Any]]:
