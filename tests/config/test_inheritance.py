@@ -127,7 +127,7 @@ def test_a_python_config_can_change_what_its_base_says(write):
         ("_base_ = 'base.py'\n{{_base_.lr}} = 1", "child.py:2: cannot assign to set display"),
         (
             "from lockstep.config import read_base\nwith read_base():\n    from .base import *\n_base_.lr = 1",
-            "child.py:4: `lr` is set in `_base_`, which a file with read_base() lacks; set `lr` itself",
+            "child.py:4: `_base_` must not be in a file with read_base(), whose bases' keys are variables: write `lr`",
         ),
     ],
 )

@@ -124,11 +124,7 @@ class ConfigSource:
         values_of_bases = [(base, _in_scope(base.scope, source.values())) for base, source in self.bases]
         if file.imports_bases:
             imported = [_imported_values(base, values, file) for base, values in values_of_bases]
-            base_variable = ConfigDict()
-            values = file.values(base_variable, imported)
-            for name in base_variable:  # the file has written into `_base_`
-                raise file.error(name, f"is set in `{BASE}`, which a file with read_base() lacks; set `{name}` itself")
-            return ConfigDict(filled(values, path))
+            return ConfigDict(filled(file.values(ConfigDict(), imported), path, {}))
         base_values = _join_bases(values_of_bases, file)
         values = file.values(base_values)
         return merged(base_values, ConfigDict(filled(values, path, base_values)), file.error)

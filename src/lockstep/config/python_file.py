@@ -18,6 +18,7 @@ from lockstep.errors import ConfigError, error_in_words
 
 _MAKERS = ("dict", "ConfigDict")
 _CHANGERS = ("update", "merge")
+_NO_BASE = f"must not be in a file with read_base(), whose bases' keys are variables: write `lr` for `{BASE}.lr`"
 
 
 @contextmanager
@@ -72,8 +73,9 @@ class PythonFile(ConfigFile):
         self._imported = _imported_bases(self._tree, path)
         self.imports_bases = bool(self._imported)
         self._base = next((statement for statement in self._tree.body if BASE in _names_assigned(statement)), None)
-        if self.imports_bases and self._base is not None:
-            raise self.error(BASE, "and read_base() must not both be in one file; keep one", self._base.lineno)
+        for node in ast.walk(self._tree) if self.imports_bases else ():
+            if isinstance(node, ast.Name) and node.id == BASE:
+                raise self.error(BASE, _NO_BASE, node.lineno)
 
     @property
     def base(self) -> Any:
