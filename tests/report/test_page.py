@@ -114,6 +114,14 @@ def test_tokens_and_mfu_are_shown_if_they_are_recorded(tmp_path: Path):
     assert {"51,200/s", "43.2%"} <= {text.replace(" ", "") for text in page.texts["dd"]}
 
 
+def test_without_a_known_peak_the_flops_of_a_second_are_shown(tmp_path: Path):
+    page = page_of(write_run(tmp_path / "run", [train_record(step, flops_per_second=4.321e12) for step in (10, 20)]))
+    titles = [title.strip().split("  ")[0] for title in page.texts["h3"]]
+    assert page.values["charts"][titles.index("Model FLOPs GFLOP/s")]["lines"][0]["y"] == [4321, 4321]
+    assert "model FLOPs" in page.texts["dt"]
+    assert "4,320GFLOP/s" in {text.replace(" ", "") for text in page.texts["dd"]}
+
+
 def test_the_page_needs_no_network(tmp_path: Path):
     html = html_of(write_whole_run(tmp_path / "run"))
     page = Page(html)
