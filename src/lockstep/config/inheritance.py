@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.config_file import BASE, BaseFile, ConfigFile, DataFile, filled
-from lockstep.config.dictionary import ConfigDict, leaves, mapped, merged
+from lockstep.config.dictionary import ConfigDict, leaves, mapped, merged, texts_in
 from lockstep.config.python_file import PythonFile
 from lockstep.errors import ConfigError, counted, nearest
 from lockstep.registry import is_registered
@@ -221,7 +221,7 @@ def _find_code(source: ConfigSource) -> Iterator[str]:
         # A name without a dot can only be a registered one.
         if names_code and "." in value and not is_registered(value):
             yield f"{source.where(key) or source.file.path}: `{key}` = {value!r} is an import path"
-    trust((value for _, value in leaves(values) if isinstance(value, str)), False)
+    trust(texts_in(values), False)
 
 
 def _find_python_bases(source: ConfigSource) -> Iterator[str]:
