@@ -42,6 +42,13 @@ _ELSEWHERE = {
     "metrics": "val_evaluator", "criterion": "loss", "loss_fn": "loss", "output_dir": "work_dir", "fit": "train",
     "ckpt_path": "load_from", "global_step": "iter", "current_epoch": "epoch", "is_main_process": "is_main",
     "backward": "step", "sync_gradients": "is_update", "save_model": "save_pretrained", "gather_for_metrics": "gather",
+    "precision": "amp", "mixed_precision": "amp", "default_root_dir": "work_dir", "project_dir": "work_dir",
+    "gradient_clip_val": "clip_grad", "max_grad_norm": "clip_grad", "accumulate_grad_batches": "accumulative_counts",
+    "gradient_accumulation_steps": "accumulative_counts", "num_train_epochs": "max_epochs", "log_with": "visualizer",
+    "val_check_interval": "val_interval", "check_val_every_n_epoch": "val_interval", "log_dict": "log",
+    "limit_train_batches": "num_batch_per_epoch", "overfit_batches": "num_batch_per_epoch", "validate": "val",
+    "evaluate": "val", "global_rank": "rank", "process_index": "rank", "num_processes": "world_size",
+    "is_global_zero": "is_main", "save_checkpoint": "save", "save_state": "save",
 }  # fmt: skip
 OTHER_FRAMEWORKS = (
     ". For names of accelerate and Lightning, see docs/side-by-side.md; of the Trainer, docs/huggingface.md"
@@ -211,6 +218,11 @@ def place_of(trace: TracebackType | None) -> str:
     return place
 
 
+def name_here(word: str) -> str:
+    """Return what lockstep calls what another framework calls by a name; the name itself where none does."""
+    return _ELSEWHERE.get(word, word)
+
+
 def nearest(word: str, names: Iterable[str]) -> str | None:
     """Return the name closest to `word`, or None if nothing is close.
 
@@ -231,7 +243,7 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
         'save_best'
     """
     names = list(names)
-    if (same := _ELSEWHERE.get(word)) in names:
+    if (same := name_here(word)) in names:
         return same
     by_folded = {name.casefold(): name for name in names}
     folded = word.casefold()

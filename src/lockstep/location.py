@@ -118,9 +118,9 @@ class RemotePath(NamedTuple):
         yield from (self / entry.name for entry in self.entries())
 
     def files(self) -> list[RemotePath]:
-        """Return all files in the folder and in folders within."""
-        found = map(PurePosixPath, self._ask(self.fs.find))
-        return [self / one.relative_to(PurePosixPath(self.path)) for one in found]
+        """Return all files in the folder and in folders within; none if it is a file."""
+        found, folder = map(PurePosixPath, self._ask(self.fs.find)), PurePosixPath(self.path)
+        return [self / one.relative_to(folder) for one in found if one != folder]
 
     def open(self, mode: str) -> IO[bytes]:
         """Open it as a file of bytes."""
@@ -129,7 +129,9 @@ class RemotePath(NamedTuple):
 
     @contextmanager
     def sending(self, size: int) -> Iterator[Sender]:
-        """Open a new file, which appears when the block ends; if the block raises, nothing does.
+        """Open a new file, which in a bucket appears when the block ends; if the block raises, nothing does.
+
+        Other filesystems, such as that of memory://, may show what has been written so far, and keep it.
 
         Args:
             size: about how many bytes will be written, for the size of the parts in which they are sent.

@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 from lockstep.checkpoint import save_state
+from lockstep.checkpoint.manifest import read_manifest
 from lockstep.cli.main import app
-from lockstep.errors import ConfigError
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.runner import Runner, load_checkpoint
 
 
@@ -91,7 +93,7 @@ def place_leads_out(work_dir: Path, mark: Path) -> str:
         content["places"][0] = ["../../out.safetensors"]
 
     changed(current(work_dir), change)
-    return "'../../out.safetensors' of places is not a number"
+    return "`manifest.places` must be lists of numbers of files, but is"
 
 
 def place_beyond(work_dir: Path, mark: Path) -> str:
@@ -99,7 +101,7 @@ def place_beyond(work_dir: Path, mark: Path) -> str:
         content["places"][0] = [1]
 
     changed(current(work_dir), change)
-    return "there is no file of the number 1"
+    return "`places.0` must name files by their numbers, below 1, but has 1"
 
 
 def described(work_dir: Path, **facts: Any) -> None:
@@ -257,6 +259,48 @@ def test_nothing_is_run_and_the_file_is_named(attack: Any, way: Any, tmp_path: P
         way(work_dir, directory)
     assert not mark.exists()
     assert not list(tmp_path.glob("mark*"))
+
+
+FILE, TENSOR = ("files", "rank_0.safetensors"), ("tensors", "model.0.weight")
+CUT = object()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        (("written", "block"), CUT, "`manifest.written` must have 'block', but has"),
+        (("written", "block"), 0, "`manifest.written.block` must be a number of bytes from 1"),
+        (("places",), CUT, "`manifest` must have 'places', but has"),
+        (("places",), [3], "`manifest.places` must be lists of numbers of files, but is"),
+        (("places", 0), [7], "`places.0` must name files by their numbers, below 1, but has 7"),
+        (("state", "model"), {"$tuple": 1}, "`state.model` is none of the forms"),
+        (FILE, [1], "`manifest.files.rank_0.safetensors` must be a dict, but is"),
+        ((*FILE, "size"), CUT, "`manifest.files.rank_0.safetensors` must have 'size', but has"),
+        ((*FILE, "header"), 1 << 40, "`manifest.files.rank_0.safetensors.header` must be a number of bytes from 0 to"),
+        (TENSOR, None, "`manifest.tensors.model.0.weight` must be a dict, but is"),
+        ((*TENSOR, "dtype"), CUT, "`manifest.tensors.model.0.weight` must have 'dtype', but has"),
+        ((*TENSOR, "dtype"), [], "`manifest.tensors.model.0.weight.dtype` must be the name of a dtype, but is"),
+        ((*TENSOR, "shape"), None, "`manifest.tensors.model.0.weight.shape` must be a list of lengths, but is"),
+        ((*TENSOR, "part"), [2, 0], "`manifest.tensors.model.0.weight.part` must be the lengths of parts, or"),
+        ((*TENSOR, "part"), [2], "model.0.weight has 2 dims, but is cut along 1"),
+        ((*TENSOR, "part"), [2, [1]], "model.0.weight of the length 3 cannot be cut"),
+        ((*TENSOR, "place"), 9, "model.0.weight has the place 9, but there are 1"),
+    ],
+)
+def test_the_entry_that_is_wrong_is_named(path: tuple[Any, ...], value: Any, says: str, tmp_path: Path):
+    def change(content: dict[str, Any]) -> None:
+        holder: Any = content
+        for key in path[:-1]:
+            holder = holder[key]
+        if value is CUT:
+            del holder[path[-1]]
+        else:
+            holder[path[-1]] = value
+
+    directory = current(tmp_path)
+    changed(directory, change)
+    with pytest.raises(CheckpointError, match=f"manifest.json contradicts itself: {re.escape(says)}"):
+        read_manifest(directory)
 
 
 def test_retention_stays_in_the_work_dir(tmp_path: Path):

@@ -536,3 +536,10 @@ def test_a_chain_of_urls_is_no_folder_of_that_name(path: str) -> None:
         locate(path)
     with pytest.raises(ConfigError, match="`work_dir` must be a folder on a disk"):
         require_disk(path, "work_dir")
+
+
+def test_a_file_holds_no_files():
+    folder = locate("memory://bucket/of-one")
+    (folder / "one").write_bytes(b"1")
+    assert [str(path) for path in folder.files()] == ["memory://bucket/of-one/one"]
+    assert (folder / "one").files() == []

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import pytest
@@ -116,6 +117,27 @@ def test_a_kill_after_any_step_leaves_a_checkpoint(case: str, least: int, tmp_pa
         assert values(run / "epoch_2") == {4.0}
         assert len(list((run / "epoch_2").iterdir())) == 2
     assert outcomes == ({2.0} if case == "removed" else {2.0, 3.0})
+
+
+def test_the_folder_above_need_not_be_readable():
+    """As `/home` may be closed to all users, who save in folders of their own."""
+    me = os.geteuid()
+    with TemporaryDirectory() as top:
+        home = Path(top, "home", "user")
+        home.mkdir(parents=True)
+        Path(top).chmod(0o711)
+        home.parent.chmod(0o311)
+        if me == 0:  # who may read everything
+            os.chown(home, 65534, -1)
+            os.seteuid(65534)
+        try:
+            with pytest.raises(PermissionError):
+                os.listdir(home.parent)
+            save_state(home / "one", {"model": {"w": torch.ones(2)}}, {})
+            verify(home / "one")
+        finally:
+            os.seteuid(me)
+            home.parent.chmod(0o711)
 
 
 def test_a_draft_belongs_to_the_process_that_made_it(tmp_path: Path):

@@ -126,3 +126,22 @@ def test_leaves_are_what_has_no_items():
     found = dict(leaves({"a": {"b": [1, {"c": True}], "empty": {}}, "text": "xy", "none": None}))
     assert found == {"a.b.0": 1, "a.b.1.c": True, "a.empty": {}, "text": "xy", "none": None}
     assert list(leaves(3, "key")) == [("key", 3)]
+    assert list(leaves({1: "a", "1": "b", "set": {5}})) == [("1", "a"), ("1", "b"), ("set.0", 5)]
+
+
+def test_a_copy_shares_dicts_but_no_lists():
+    cfg = ConfigDict(model={"width": 1}, depths=[2], heads=[{"bias": True}])
+    copied = cfg.copy()
+    assert copied.model is cfg.model
+    assert copied.heads[0] is cfg.heads[0]
+    copied.depths.append(3)
+    assert cfg.depths == [2]
+
+
+def test_a_key_with_two_underscores_is_read_by_index():
+    cfg = ConfigDict(__version__=1)
+    assert cfg["__version__"] == 1
+    with pytest.raises(AttributeError, match="the key `__version__` can only be read by index"):
+        _ = cfg.__version__
+    with pytest.raises(AttributeError, match="no key `__versoin__`: did you mean `__version__`"):
+        _ = cfg.__versoin__

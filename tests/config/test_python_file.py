@@ -97,7 +97,16 @@ def test_for_python_the_context_does_nothing():
     [
         (
             "_base_ = '../_base_/model.py'\nwith read_base():\n    from .._base_.data import *\n",
-            "child.py:1: `_base_` and read_base() must not both be in one file; keep one",
+            "child.py:1: `_base_` must not be in a file with read_base(), whose bases' keys are variables: write `lr`",
+        ),
+        (
+            "with read_base():\n    from .._base_.model import *\nwidth = {{ _base_.model.width }}\n",
+            "child.py:3: `_base_` must not be in a file with read_base()",
+        ),
+        (
+            "with read_base():\n    from .._base_.model import *\nname = 'net_{{ _base_.model.width }}'\n",
+            "child.py: `{{ _base_.model.width }}` must name a key of the bases, but they have no `model` there. What "
+            "read_base() has imported is a variable: write `model.width` without quotes",
         ),
         (
             "\nwith read_base():\n    from .._base_.model import modle\n",

@@ -13,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.dist import all_gather, gather, get_default_group, get_dist_info, get_rank, get_world_size, scatter
+from lockstep.dist import (
+    all_gather,
+    gather,
+    gather_object,
+    get_default_group,
+    get_dist_info,
+    get_rank,
+    get_world_size,
+    scatter,
+)
 from lockstep.errors import PeerError
 from lockstep.testing import ranks
 from lockstep.transport.handles import Handle
@@ -315,6 +324,21 @@ def test_a_list_that_does_not_fit_what_is_gathered_raises_on_all_and_the_group_w
                 with pytest.raises(PeerError, match=rf"rank {dst} of {size} could not take part: .*`gather_list"):
                     gather(data, None, dst)
             assert_group_works()
+
+
+@ranks(2, 3)
+def test_a_list_on_another_rank_than_dst_raises_on_all() -> None:
+    size = get_world_size()
+    other, data = size - 1, torch.ones(2)
+
+    places = [torch.zeros(2) for _ in range(size)] if get_rank() in (0, other) else None
+    with raises_here(other, ValueError, "`gather_list` must be None except on `dst`, rank 0, but is list"):
+        gather(data, places, 0)
+    with raises_here(other, ValueError, "`object_gather_list` must be None except on `dst`, rank 0, but is list"):
+        gather_object(1, places, 0)
+    gather(data, places if get_rank() == 0 else [], 0)  # on another rank, torch takes an empty one
+    assert get_rank() != 0 or torch.equal(torch.stack(places), torch.ones(size, 2))
+    assert_group_works()
 
 
 @ranks(2, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -113,6 +114,14 @@ def test_tokens_and_mfu_are_shown_if_they_are_recorded(tmp_path: Path):
     assert {"51,200/s", "43.2%"} <= {text.replace(" ", "") for text in page.texts["dd"]}
 
 
+def test_without_a_known_peak_the_flops_of_a_second_are_shown(tmp_path: Path):
+    page = page_of(write_run(tmp_path / "run", [train_record(step, flops_per_second=4.321e12) for step in (10, 20)]))
+    titles = [title.strip().split("  ")[0] for title in page.texts["h3"]]
+    assert page.values["charts"][titles.index("Model FLOPs GFLOP/s")]["lines"][0]["y"] == [4321, 4321]
+    assert "model FLOPs" in page.texts["dt"]
+    assert "4,320GFLOP/s" in {text.replace(" ", "") for text in page.texts["dd"]}
+
+
 def test_the_page_needs_no_network(tmp_path: Path):
     html = html_of(write_whole_run(tmp_path / "run"))
     page = Page(html)
@@ -172,6 +181,16 @@ def test_a_run_that_was_resumed_twice_is_one_curve(tmp_path: Path):
     assert (page.values["across"], page.values["resumed"]) == ([0, 50], [20, 30])
     assert page.texts["p"][2] == "resumed after iteration 20 of a b, after iteration 30 of <c>"
     assert [value for name, value in page.attributes if name == "href"][1:] == ["../a%20b/", "../%3Cc%3E/"]
+
+
+def test_a_part_in_a_folder_whose_name_is_not_utf8_is_linked(tmp_path: Path):
+    last = write_parts(tmp_path / "runs")
+    named = (last.parent / "<c>").rename(last.parent / os.fsdecode(b"caf\xe9"))
+    records = last / "metrics.jsonl"
+    records.write_text(records.read_text().replace("<c>", json.dumps(named.name)[1:-1]))
+    write_page(read_run(last), last / "report.html")
+    links = [value for name, value in Page((last / "report.html").read_text()).attributes if name == "href"]
+    assert links[1:] == ["../a%20b/", "../caf%E9/"]
 
 
 def test_a_part_that_is_gone_is_told(tmp_path: Path):

@@ -141,6 +141,16 @@ def test_several_metrics_have_a_best_checkpoint_each(tmp_path: Path):
     assert runner.best_checkpoint is None  # and not that by another metric
 
 
+def test_metrics_whose_names_differ_in_a_slash_share_a_best_checkpoint(tmp_path: Path):
+    class Both(Scripted):
+        def compute_metrics(self, results: list[Any]) -> dict[str, float]:
+            return {"top/1": self.values.pop(0), "top_1": self.values.pop(0)}
+
+    options = {"interval": -1, "save_best": ["top/1", "top_1"], "rule": "greater", "save_last": False}
+    runner = train(tmp_path, options, Both("", [1, 9, 3, 8, 2, 5, 0, 7]))
+    assert saved(runner) == ["best_top_1_epoch_1", "best_top_1_epoch_2"]
+
+
 def test_a_best_checkpoint_that_fails_is_not_the_best_and_leaves_those_by_other_metrics(tmp_path: Path):
     class Both(Scripted):
         def compute_metrics(self, results: list[Any]) -> dict[str, float]:

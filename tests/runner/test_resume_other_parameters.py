@@ -12,6 +12,8 @@ from torch.utils.data import TensorDataset
 
 from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError
+from lockstep.hooks import Hook
+from lockstep.optim import OptimWrapper
 from lockstep.runner import Runner
 from lockstep.testing import ranks
 
@@ -75,3 +77,43 @@ def test_another_optimizer_is_refused_before_training(tmp_path: Path):
     )
     with pytest.raises(ConfigError, match=message):
         run(tmp_path, 2, optimizer="Rprop", resume=True)
+
+
+class Rates(Hook):
+    def __init__(self) -> None:
+        self.seen: list[list[float]] = []
+
+    def before_train_epoch(self, runner: Any) -> None:
+        self.seen.append([group["lr"] for group in runner.optim_wrapper.param_groups])
+
+
+@pytest.mark.parametrize("schedule", ["CosineAnnealingLR", "CosineAnnealingWarmRestarts"])
+@pytest.mark.parametrize("frozen", [["body", None], [None, "body"]])
+def test_schedules_span_the_groups_that_there_are_now(frozen: list[str | None], schedule: str, tmp_path: Path):
+    """One of lockstep's, and one of torch's that computes with the first rates."""
+
+    def rates(work_dir: Path, epochs: int, frozen: str | None, **changes: Any) -> list[list[float]]:
+        net, hook = Net(frozen), Rates()
+        groups = [{"params": net.head.parameters()}, {"params": net.body.parameters(), "lr": 0.001}]
+        optimizer = torch.optim.SGD(groups[: 1 if frozen else 2], lr=0.01)
+        length = {"CosineAnnealingLR": "T_max", "CosineAnnealingWarmRestarts": "T_0"}[schedule]
+        Runner(
+            net,
+            work_dir,
+            train_dataloader={"dataset": TensorDataset(X), "batch_size": 4},
+            train_cfg={"max_epochs": epochs},
+            optim_wrapper=OptimWrapper(optimizer),
+            param_scheduler={"type": schedule, length: 9},
+            custom_hooks=[hook],
+            visualizer=[],
+            **changes,
+        ).train()
+        return hook.seen
+
+    before, after = frozen
+    rates(tmp_path, 2, before)
+    says = rf"have {1 if before else 2} parameter groups? to resume from .*, but has {1 if after else 2}\. .*='config'"
+    with pytest.raises(ConfigError, match=rf"the optimizer of {schedule} must {says}"):
+        rates(tmp_path, 4, after, resume=True, resume_options="checkpoint")
+    straight = rates(tmp_path / "straight", 4, after)
+    assert rates(tmp_path, 4, after, resume=True) == [pytest.approx(one) for one in straight[2:]]

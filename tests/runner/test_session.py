@@ -443,8 +443,9 @@ def test_wrong_options_are_refused_before_anything_is_made(tmp_path):
     for name in ("optim_wrapper", "val_cfg", "data_preprocessor", "max_epochs", "sed"):
         with pytest.raises(TypeError, match=rf"a Session has no argument `{name}`\. What .*session\.epochs\(count\)"):
             Session(tmp_path, **{name: {}})
-    with pytest.raises(TypeError, match="a Session has no argument `accumulative_count`: did you mean"):
-        Session(tmp_path, accumulative_count=3)
+    for name, meant in (("accumulative_count", "accumulative_counts"), ("precision", "amp")):
+        with pytest.raises(TypeError, match=f"a Session has no argument `{name}`: did you mean `{meant}`"):
+            Session(tmp_path, **{name: 3})
     assert not list(tmp_path.iterdir())
 
 

@@ -6,6 +6,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,18 @@ def test_the_best_weights_take_the_place_of_an_average(tmp_path, strategy):
     exported = nn.Linear(4, 2)
     load_checkpoint(exported, tmp_path / "exported")
     assert torch.allclose(exported(X[:4]), averages[1])
+
+
+def test_a_best_checkpoint_that_fails_is_not_the_best_where_the_loop_goes_on(tmp_path):
+    session, model, _, batches = prepared(tmp_path, default_hooks={"checkpoint": {"save_best": "accuracy"}})
+    in_its_place = session.run_dir / "best_accuracy_epoch_2"
+    in_its_place.touch()
+    for epoch in session.epochs(3):
+        for x, y in batches:
+            session.step(F.cross_entropy(model(x), y))
+        with pytest.raises(OSError, match="best_accuracy_epoch_2") if epoch == 1 else nullcontext():
+            session.log_metrics(accuracy=[0.5, 0.9, 0.7][epoch])
+    assert session.best_checkpoint == session.run_dir / "best_accuracy_epoch_3"
 
 
 class CutError(Exception):

@@ -76,7 +76,9 @@ class FolderDraft:
         if not directory.exists():
             draft.rename(directory)
             sync_folder(directory.parent)
-            sync_folder(directory.parent.parent)  # it may be new itself
+            # The folder may be new itself; in one that may not be read, such as /home, it isn't.
+            with suppress(PermissionError):
+                sync_folder(directory.parent.parent)
             return
         for name in sorted(sizes):
             (draft / name).rename(directory / name)

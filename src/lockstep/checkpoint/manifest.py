@@ -45,7 +45,17 @@ from functools import cached_property
 from typing import Any
 
 from lockstep.checkpoint.files import DAMAGED, MANIFEST_FILE, read_plain_file
-from lockstep.checkpoint.values import DESCRIPTION, check_encoded, check_form, require_plain_name, tagged
+from lockstep.checkpoint.values import (
+    COUNT,
+    DESCRIPTION,
+    Form,
+    StoredKind,
+    Whole,
+    check_encoded,
+    check_form,
+    is_count,
+    require_plain_name,
+)
 from lockstep.errors import CheckpointError
 from lockstep.location import Location
 from lockstep.masking import printable
@@ -287,14 +297,15 @@ def read_manifest(directory: Location) -> Manifest:
         )
     try:
         return _checked(content)
-    except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise contradiction(path, error) from error
 
 
 def contradiction(path: Location, error: Exception) -> CheckpointError:
     """Return the error for a manifest whose digest is right, but not its content."""
-    what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-    return CheckpointError(f"{path} contradicts itself: {printable(what, lines=False)}. Do not use this checkpoint")
+    return CheckpointError(
+        f"{path} contradicts itself: {printable(str(error), lines=False)}. Do not use this checkpoint"
+    )
 
 
 def unused_ending(names: Iterable[str]) -> str:
@@ -317,62 +328,93 @@ def check_meta(meta: Any) -> None:
     check_form(meta, {"weights": DESCRIPTION}, "meta")
 
 
+def _count_from(least: int, most: int) -> StoredKind:
+    words = f"a number of bytes from {least:,} to {most:,}"
+    return StoredKind(words, lambda node: is_count(node) and least <= node <= most)
+
+
+def _are_counts(node: Any) -> bool:
+    return isinstance(node, list) and all(map(is_count, node))
+
+
+_FORM: Form = Whole(
+    written=Whole(
+        time=StoredKind(
+            "a number of seconds since 1970", lambda node: type(node) in (int, float) and 0 <= node < _LATEST
+        ),
+        block=_count_from(1, _MOST_BLOCK),
+    ),
+    meta={},
+    state={},
+    files={"*": Whole({**dict.fromkeys(StoredFile.__slots__, COUNT), "header": _count_from(0, _MOST_HEADER)})},
+    tensors={
+        "*": Whole(
+            dtype=StoredKind("the name of a dtype", lambda node: isinstance(node, str) and node in ITEM_SIZES),
+            shape=StoredKind("a list of lengths", _are_counts),
+            part=StoredKind(
+                "the lengths of parts, or lists of where they begin",
+                lambda node: (
+                    isinstance(node, list) and all((is_count(one) and one) or _are_counts(one) for one in node)
+                ),
+            ),
+            place=COUNT,
+        )
+    },
+    places=StoredKind("lists of numbers of files", lambda node: isinstance(node, list) and all(map(_are_counts, node))),
+)
+
+
 def _checked(content: Mapping[str, Any]) -> Manifest:
-    written, meta, state = (_dict(content[key], key) for key in ("written", "meta", "state"))
-    _count(written["block"], "block", least=1, most=_MOST_BLOCK)
-    if type(written["time"]) not in (int, float) or not 0 <= written["time"] < _LATEST:
-        raise ValueError(f"`time` is {written['time']!r}, not a number of seconds since 1970")
+    check_form(content, _FORM, "manifest")
     files = {
-        require_plain_name(name): StoredFile(**{key: _count(file[key], name) for key in StoredFile.__slots__})
-        for name, file in _dict(content["files"], "files").items()
+        require_plain_name(name): StoredFile(**{key: file[key] for key in StoredFile.__slots__})
+        for name, file in content["files"].items()
     }
-    places = [_checked_place(place, len(files)) for place in content["places"]]
-    tensors = {
-        name: _checked_tensor(name, tensor, places) for name, tensor in _dict(content["tensors"], "tensors").items()
-    }
-    if wrong := [name for name, file in files.items() if file.header > _MOST_HEADER]:
-        raise ValueError(f"{wrong[0]} has a header of more than {_MOST_HEADER} bytes")
+    places = [_checked_place(i, place, len(files)) for i, place in enumerate(content["places"])]
+    tensors = {name: _checked_tensor(name, tensor, places) for name, tensor in content["tensors"].items()}
     # Parts cover a tensor once, because they are a grid. Of each file by itself, this is checked when it is read.
     held = sum(file.size - file.header - CHECKSUM * file.blocks for file in files.values())
     if held != (needed := sum(tensor.size for tensor in tensors.values())):
         raise ValueError(f"its files hold {held} bytes of tensors, which have {needed}")
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    check_meta(meta)
+    check_meta(content["meta"])
     seen: set[str] = set()
-    for name in check_encoded(state, dtypes):
+    for name in check_encoded(content["state"], dtypes, ("state",)):
         if name in seen:
             raise ValueError(f"the tensor {name} stands for two values")
         seen.add(name)
-    return Manifest(written, meta, state, files, tensors)
+    return Manifest(content["written"], content["meta"], content["state"], files, tensors)
 
 
-def _checked_place(files: Any, number: int) -> Place:
-    place = Place(_count(file, "places") for file in files)
+def _checked_place(at: int, files: Sequence[int], number: int) -> Place:
+    place = Place(files)
     if wrong := [file for file in place if file >= number]:
-        raise ValueError(f"there is no file of the number {wrong[0]}")
+        raise ValueError(f"`places.{at}` must name files by their numbers, below {number}, but has {wrong[0]}")
     if len(place.part_in) != len(place):
-        raise ValueError("one file holds two parts of a tensor")
+        raise ValueError(f"`places.{at}` must have each file once: one file holds two parts of a tensor")
     return place
 
 
 def _checked_tensor(name: str, entry: Any, places: Sequence[Place]) -> StoredTensor:
-    if entry["dtype"] not in ITEM_SIZES:
-        raise ValueError(f"{name} is of the unknown dtype {entry['dtype']!r}")
-    shape = _sizes(entry["shape"], name)
+    shape = tuple(entry["shape"])
     if math.prod(size for size in shape if size) > _MOST_ELEMENTS:
         raise ValueError(f"{name} cannot have the shape {list(shape)}")
+    if len(entry["part"]) != len(shape):
+        raise ValueError(f"{name} has {len(shape)} dims, but is cut along {len(entry['part'])}")
     begins = tuple(_begins(*cut, name) for cut in zip(shape, entry["part"], strict=True))
-    place = places[_count(entry["place"], name)]
+    if entry["place"] >= len(places):
+        raise ValueError(f"{name} has the place {entry['place']}, but there are {len(places)}")
+    place = places[entry["place"]]
     if (parts := math.prod(map(len, begins))) != len(place):
         raise ValueError(f"{name} has {parts} parts, but {len(place)} files hold it")
     return StoredTensor(entry["dtype"], shape, begins, place)
 
 
-def _begins(length: int, part: Any, name: str) -> range | tuple[int, ...]:
+def _begins(length: int, part: int | list[int], name: str) -> range | tuple[int, ...]:
     """Return where the parts of a dim begin, by their length, or as it is listed."""
-    if not isinstance(part, list):
-        return range(0, length, _count(part, name, least=1))
-    begins = _sizes(part, name)
+    if isinstance(part, int):
+        return range(0, length, part)
+    begins = tuple(part)
     if begins[:1] != (0,) or not all(map(operator.lt, begins, (*begins[1:], length))):
         raise ValueError(f"{name} of the length {length} cannot be cut into parts that begin at {part}")
     return begins
@@ -380,19 +422,3 @@ def _begins(length: int, part: Any, name: str) -> range | tuple[int, ...]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number of JSON")
-
-
-def _dict(value: Any, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict) or tagged(value)[0] is not None:
-        raise ValueError(f"`{what}` is not a dict")
-    return value
-
-
-def _count(value: Any, what: str, least: int = 0, most: int = 1 << 62) -> int:
-    if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{value!r} of {what} is not a number of bytes or elements")
-    return value
-
-
-def _sizes(value: Any, what: str) -> tuple[int, ...]:
-    return tuple(_count(size, what) for size in value)

@@ -16,7 +16,7 @@ from typing import Any, Self
 import yaml
 
 from lockstep.config.config_file import DUMP_HEADER
-from lockstep.config.dictionary import ConfigDict, leaves
+from lockstep.config.dictionary import ConfigDict, texts_in
 from lockstep.config.inheritance import ConfigSource, refuse_code
 from lockstep.config.options import set_dotted
 from lockstep.config.python_file import importable
@@ -111,7 +111,7 @@ class Config(ConfigDict):
             refuse_code(source)
         cfg = cls(source.values(), filename=path, text=source.text())
         if trusted:
-            trust((value for _, value in leaves(cfg) if isinstance(value, str)), True)
+            trust(texts_in(cfg), True)
         cfg._source = source
         if import_custom_modules:
             import_custom(cfg)

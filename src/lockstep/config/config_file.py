@@ -364,6 +364,9 @@ def _placeholder_value(match: re.Match[str], path: Path, base: Mapping[str, Any]
     found: Any = base
     for key in keys:
         if not isinstance(found, Mapping) or key not in found:
-            raise ConfigError(f"{path}: `{match[0]}` must name a key of the bases, but they have no `{key}` there")
+            says = f"must name a key of the bases, but they have no `{key}` there"
+            if not base:
+                says += f". What read_base() has imported is a variable: write `{'.'.join(keys)}` without quotes"
+            raise ConfigError(f"{path}: `{match[0]}` {says}")
         found = found[key]
     return found

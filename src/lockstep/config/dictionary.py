@@ -17,7 +17,7 @@ class ConfigDict(dict[Any, Any]):
     """A dict whose keys can be read, set and deleted as attributes.
 
     Dicts that are put into it, also inside lists and tuples, become `ConfigDict`; the originals do not change. A key
-    that is also the name of a dict method (``items``) can only be read by index.
+    that is also the name of a dict method (``items``), or begins with two underscores, can only be read by index.
 
     Example:
         >>> cfg = ConfigDict(model=dict(width=3))
@@ -42,7 +42,8 @@ class ConfigDict(dict[Any, Any]):
         # Copying and pickling look for special methods that do not exist; these are never keys.
         if not name.startswith("__") and name in self:
             return self[name]
-        raise AttributeError(self._no_key(name), name=name, obj=self)
+        says = f"the key `{name}` can only be read by index" if name in self else self._no_key(name)
+        raise AttributeError(says, name=name, obj=self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
@@ -55,7 +56,8 @@ class ConfigDict(dict[Any, Any]):
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Set many keys. Where the old and the new value are dicts, the old one is updated in the same way.
 
-        It takes what `dict.update` takes. `|=` is the same; `|` leaves both dicts as they are.
+        It takes what `dict.update` takes. `|=` is the same; `|` leaves both dicts as they are. ``_delete_`` is a key as
+        any other here; `merge` knows it.
 
         Example:
             >>> cfg = ConfigDict(norm=dict(mean=0.5, std=0.2))
@@ -77,7 +79,7 @@ class ConfigDict(dict[Any, Any]):
         return self[key]
 
     def copy(self) -> Self:
-        """Return a shallow copy."""
+        """Return a copy that shares nested dicts with this one, but not the lists and tuples that hold them."""
         return copy(self)
 
     def deepcopy(self) -> Self:
@@ -175,15 +177,18 @@ def mapped(function: Any, value: Any) -> Any:
     return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
 
 
-def items_below(value: object) -> dict[str, Any]:
-    """Return the items of a dict, list or tuple by key or index (as strings); empty for any other value."""
-    if isinstance(value, list | tuple):
+def items_below(value: object) -> list[tuple[str, Any]]:
+    """Return the items of a dict, list, tuple or set with their keys or indices as strings; none for other values.
+
+    Two keys may be one string, as True and `"True"`.
+    """
+    if isinstance(value, list | tuple | set | frozenset):
         value = dict(enumerate(value))
-    return {str(name): item for name, item in value.items()} if isinstance(value, Mapping) else {}
+    return [(str(name), item) for name, item in value.items()] if isinstance(value, Mapping) else []
 
 
 def leaves(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested dicts, lists and tuples by dotted key; what has no items is a leaf.
+    """Yield the leaves of nested dicts, lists, tuples and sets by dotted key; what has no items is a leaf.
 
     Args:
         value: what to look into.
@@ -194,10 +199,21 @@ def leaves(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
         [('model.depths.0', 2), ('model.depths.1', 4), ('model.init', {})]
     """
     items = items_below(value)
-    for name, item in items.items():
+    for name, item in items:
         yield from leaves(item, f"{key}.{name}" if key else name)
     if not items:
         yield key, value
+
+
+def texts_in(value: object) -> Iterator[str]:
+    """Yield every string in nested dicts, of which keys count, lists, tuples and sets."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from texts_in([*value, *value.values()])
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from texts_in(item)
 
 
 def _deletes(changes: Mapping[Any, Any], error: MakeError, prefix: str) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.config_file import BASE, BaseFile, ConfigFile, DataFile, filled
-from lockstep.config.dictionary import ConfigDict, leaves, mapped, merged
+from lockstep.config.dictionary import ConfigDict, leaves, mapped, merged, texts_in
 from lockstep.config.python_file import PythonFile
 from lockstep.errors import ConfigError, counted, nearest
 from lockstep.registry import is_registered
@@ -124,11 +124,7 @@ class ConfigSource:
         values_of_bases = [(base, _in_scope(base.scope, source.values())) for base, source in self.bases]
         if file.imports_bases:
             imported = [_imported_values(base, values, file) for base, values in values_of_bases]
-            base_variable = ConfigDict()
-            values = file.values(base_variable, imported)
-            for name in base_variable:  # the file has written into `_base_`
-                raise file.error(name, f"is set in `{BASE}`, which a file with read_base() lacks; set `{name}` itself")
-            return ConfigDict(filled(values, path))
+            return ConfigDict(filled(file.values(ConfigDict(), imported), path, {}))
         base_values = _join_bases(values_of_bases, file)
         values = file.values(base_values)
         return merged(base_values, ConfigDict(filled(values, path, base_values)), file.error)
@@ -225,7 +221,7 @@ def _find_code(source: ConfigSource) -> Iterator[str]:
         # A name without a dot can only be a registered one.
         if names_code and "." in value and not is_registered(value):
             yield f"{source.where(key) or source.file.path}: `{key}` = {value!r} is an import path"
-    trust((value for _, value in leaves(values) if isinstance(value, str)), False)
+    trust(texts_in(values), False)
 
 
 def _find_python_bases(source: ConfigSource) -> Iterator[str]:

@@ -18,6 +18,7 @@ from lockstep.errors import ConfigError, error_in_words
 
 _MAKERS = ("dict", "ConfigDict")
 _CHANGERS = ("update", "merge")
+_NO_BASE = f"must not be in a file with read_base(), whose bases' keys are variables: write `lr` for `{BASE}.lr`"
 
 
 @contextmanager
@@ -47,18 +48,6 @@ def read_base() -> Iterator[None]:
     yield
 
 
-class _JoinedText(ast.NodeTransformer):
-    """Replaces sums of strings by one string, since a long path may be written so."""
-
-    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
-        """Join the strings of ``"a" + "b"``."""
-        self.generic_visit(node)
-        match node:
-            case ast.BinOp(ast.Constant(str() as left), ast.Add(), ast.Constant(str() as right)):
-                return ast.copy_location(ast.Constant(left + right), node)
-        return node
-
-
 class PythonFile(ConfigFile):
     """A config file in Python. It names its bases in `_base_`, or imports them in ``with read_base():``."""
 
@@ -72,8 +61,9 @@ class PythonFile(ConfigFile):
         self._imported = _imported_bases(self._tree, path)
         self.imports_bases = bool(self._imported)
         self._base = next((statement for statement in self._tree.body if BASE in _names_assigned(statement)), None)
-        if self.imports_bases and self._base is not None:
-            raise self.error(BASE, "and read_base() must not both be in one file; keep one", self._base.lineno)
+        for node in ast.walk(self._tree) if self.imports_bases else ():
+            if isinstance(node, ast.Name) and node.id == BASE:
+                raise self.error(BASE, _NO_BASE, node.lineno)
 
     @property
     def base(self) -> Any:
@@ -81,9 +71,10 @@ class PythonFile(ConfigFile):
         if self._base is None:
             return None
         try:
-            return ast.literal_eval(_JoinedText().visit(self._base.value))  # type: ignore[attr-defined]
+            return ast.literal_eval(self._base.value)  # type: ignore[attr-defined]
         except ValueError as error:
-            raise self.error(BASE, "must be a plain string or list of strings") from error
+            remedy = "Write parts of a long one side by side, without a plus sign"
+            raise self.error(BASE, f"must be a plain string or list of strings. {remedy}") from error
 
     def bases(self) -> list[BaseFile]:
         """Return the bases of this file."""

@@ -20,7 +20,17 @@ from lockstep.dist.consistency import check_call
 from lockstep.dist.gradients import GRADIENT_ENDS, LinearMap, apply_with_gradients, warn_of_lost_gradients
 from lockstep.dist.header import Header, decode, encode, header_of, require_expected
 from lockstep.dist.reduce import scatter_sums
-from lockstep.dist.validate import NOT_GIVEN, No, Yes, either, require_alike, require_list, require_rank, require_tensor
+from lockstep.dist.validate import (
+    NOT_GIVEN,
+    No,
+    Yes,
+    either,
+    require_alike,
+    require_list,
+    require_only_on,
+    require_rank,
+    require_tensor,
+)
 from lockstep.groups import Comm, GroupLike, resolve
 from lockstep.transport.control import exchange, report_failure, require_no_failure
 from lockstep.transport.handles import Handle, wait_unless_async
@@ -181,8 +191,8 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
     **Returns**: on `dst` the tensors in rank order, on the device of its `data`, or None if it filled a list; ``[]``
     elsewhere.
 
-    **Raises**: ValueError on `dst` if its list does not match the tensors of all ranks, TypeError on a rank that passes
-    something else, PeerError on the others; nothing has been sent by then.
+    **Raises**: ValueError on `dst` if its list does not match the tensors of all ranks, and on another rank that passes
+    one, TypeError on a rank that passes something else, PeerError on the others; nothing has been sent by then.
 
     **Cost**: a header, by one exchange of 256 bytes between the hosts; then the bytes of each tensor to `dst`.
 
@@ -203,8 +213,12 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
         warn_of_lost_gradients("gather", GRADIENT_ENDS)
     outputs: Any = gather_list if comm.rank == dst and gather_list is not None else NOT_GIVEN
     if not async_op:
+        check_call("gather", comm, dst, compares=False)
+        with report_failure(comm):
+            require_only_on(dst, "gather_list", gather_list, comm)
         parts = _gather(data, dst, comm, outputs)
         return parts if outputs is NOT_GIVEN else None
+    require_only_on(dst, "gather_list", gather_list, comm)
     if comm.rank == dst and outputs is NOT_GIVEN:
         raise TypeError(f"`async_op` needs the form gather(tensor, gather_list, dst) ({comm.this_rank})")
     _require_form("data", data, outputs, comm, "gather_list")
@@ -331,7 +345,6 @@ def _all_gather_with_grads(data: Any, comm: Comm, uneven: bool) -> list[Tensor]:
 
 def _gather(data: Any, dst: int, comm: Comm, outputs: Sequence[Tensor]) -> list[Tensor]:
     """Return every rank's tensor on `dst`, in `outputs` if given; nothing elsewhere."""
-    check_call("gather", comm, dst, compares=False)
     wire, headers = _exchange_headers("data", data, comm, outputs, "gather_list")
     parts = [] if outputs is NOT_GIVEN else list(outputs)
     if comm.rank == dst and outputs is NOT_GIVEN:

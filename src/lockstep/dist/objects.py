@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.dist.consistency import alone, check_call
 from lockstep.dist.pickling import all_gather_pickled, broadcast_pickled, gather_pickled, scatter_pickled
-from lockstep.dist.validate import NOT_GIVEN, either, require_rank
+from lockstep.dist.validate import NOT_GIVEN, either, require_only_on, require_rank
 from lockstep.groups import Comm, GroupLike, resolve
 from lockstep.transport.control import GatherHandle, report_failure
 
@@ -109,7 +109,8 @@ def gather_object(  # type: ignore[misc]  # the overloads share places, not name
 
     **Returns**: on `dst` the objects in rank order (None if it filled a list); None elsewhere.
 
-    **Raises**: as `all_gather_object`.
+    **Raises**: as `all_gather_object`; and ValueError on another rank than `dst` that passes a list, PeerError on the
+    others.
 
     **Cost**: one exchange of 256 bytes between the hosts; then the object, to `dst` alone.
 
@@ -132,8 +133,9 @@ def gather_object(  # type: ignore[misc]  # the overloads share places, not name
     dst = require_rank("dst", dst, comm)
     check_call("gather_object", comm, dst, compares=False)
     is_filling = object_gather_list is not None and comm.rank == dst
-    if is_filling:
-        with report_failure(comm):
+    with report_failure(comm):
+        require_only_on(dst, "object_gather_list", object_gather_list, comm)
+        if is_filling:
             _require_places("object_gather_list", object_gather_list, comm)
     gathered = gather_pickled(data, dst, comm, copy_own=True)
     if is_filling:

@@ -124,6 +124,14 @@ def require_list(name: str, tensors: Sequence[Tensor], comm: Comm, *, is_filled:
             require_tensor(f"{name}[{index}]", tensor, is_filled=is_filled)
 
 
+def require_only_on(dst: int, name: str, given: object, comm: Comm) -> None:
+    """Raise ValueError if another rank than `dst` gives a list to fill: it would stay as it is."""
+    if comm.rank != dst and given is not None and not (isinstance(given, Sequence) and len(given) == 0):
+        raise ValueError(
+            f"`{name}` must be None except on `dst`, rank {dst}, but is {type(given).__name__} ({comm.this_rank})"
+        )
+
+
 def require_alike(name: str, data: Tensor, like: str, model: Tensor | Header, comm: Comm, remedy: str = "") -> None:
     """Raise ValueError unless `data` has the shape and dtype of `model`; the error calls `model` by the text `like`."""
     if data.shape != model.shape or data.dtype != model.dtype:

@@ -246,7 +246,9 @@ class CheckpointHook(Hook):
         if is_complete:
             self._tell_best(runner, metric)
             old = None if former is None else former.get("checkpoint")
-            if old is not None and old != self._best[metric]["checkpoint"] and runner.rank == 0:
+            # It is also that of `a_b` where `a/b` has been as good at that time.
+            is_needed = old in [best.get("checkpoint") for best in self._best.values()]
+            if old is not None and not is_needed and runner.rank == 0:
                 _remove(self._folder(runner) / old)
         elif former is None:
             del self._best[metric]

@@ -47,7 +47,7 @@ class Fault:
         """Return the fault as a sentence, with the value that the key has in `cfg` if that is short."""
         value: Any = cfg
         for part in self.key.split("."):
-            if part not in (below := items_below(value)):
+            if part not in (below := dict(items_below(value))):
                 return f"`{self.key}` {self.says}"
             value = below[part]
         shown = repr(mask_value(value, self.key))
@@ -140,7 +140,7 @@ def _nested_faults(key: str, value: object, registry: Registry) -> Iterator[Faul
                 title = getattr(constructor, "__qualname__", constructor)
                 yield Fault(f"{key}.{name}", f"is not an argument of `{title}`: did you mean `{meant}`?")
         yield from value_faults(key, given, takes)
-    for name, item in items_below(value).items():
+    for name, item in items_below(value):
         yield from _nested_faults(f"{key}.{name}", item, registry)
 
 

@@ -9,7 +9,7 @@ from lockstep.report.records import MODES, Record, RunRecords, number
 
 _PLACE = {"mode", "epoch", "iter"}
 _PARTS_OF_A_STEP = ("time", "data_time", "comm_time")
-_AMOUNTS = ("samples_per_second", "tokens_per_second", "flops_per_second")  # the last is shown as MFU
+_AMOUNTS = ("samples_per_second", "tokens_per_second", "flops_per_second")
 _MOST_LINES = 6
 _COMPUTE = "compute"
 _DATA = "wait for data"
@@ -27,7 +27,7 @@ def charts_of(run: RunRecords) -> list[Chart]:
         *_metric_charts(run),
         _chart(run, "Throughput", {"samples_per_second": "all ranks"}, unit="samples/s", from_zero=True),
         _chart(run, "Tokens", {"tokens_per_second": "all ranks"}, unit="tokens/s", from_zero=True),
-        _mfu_chart(run),
+        _flops_chart(run),
         _step_chart(run),
         _chart(run, "Learning rate", dict(zip(rates, rates, strict=True)), from_zero=True),
         _chart(run, "Gradient norm", {"grad_norm": "before clipping"}),
@@ -88,9 +88,14 @@ def _evaluation_lines(run: RunRecords, mode: str, name: str, label: str) -> list
     return [Line(label, points, marked=True)] if points else []
 
 
-def _mfu_chart(run: RunRecords) -> Chart:
+def _flops_chart(run: RunRecords) -> Chart:
+    """Return a chart of the model FLOPs as a share of the peak, or, where that is not known, in a second."""
+    title, unit = "Model FLOPs utilization", "%"
     points = [(at, 100 * value) for at, value in points_of(run.train, "mfu")]
-    return Chart("Model FLOPs utilization", [Line("all ranks", points)] if points else [], "%", from_zero=True)
+    if not points:
+        title, unit = "Model FLOPs", "GFLOP/s"
+        points = [(at, value / 1e9) for at, value in points_of(run.train, "flops_per_second")]
+    return Chart(title, [Line("all ranks", points)] if points else [], unit, from_zero=True)
 
 
 def _step_chart(run: RunRecords) -> Chart:

@@ -31,6 +31,8 @@ def tiles_html(run: RunRecords) -> str:
         tiles.append(_tile("tokens", shown(float(f"{median(rates):.3g}")), "/s", "median"))
     if rates := [value for _, value in points_of(run.train, "mfu") if value > 0]:
         tiles.append(_tile("MFU", shown(float(f"{100 * median(rates):.3g}")), "%", "of peak FLOP/s, median"))
+    elif rates := [value for _, value in points_of(run.train, "flops_per_second") if value > 0]:
+        tiles.append(_tile("model FLOPs", shown(float(f"{median(rates) / 1e9:.3g}")), "GFLOP/s", "median"))
     if times := points_of(run.train, "time"):
         tiles.append(_tile("step", shown(float(f"{1e3 * median(t for _, t in times):.3g}")), "ms", "median"))
         tiles.append(_tile("time in training", *_duration(_seconds_in_training(times)), "without validation"))

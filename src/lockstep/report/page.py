@@ -90,7 +90,10 @@ def _header(run: RunRecords, place: Path) -> str:
     line = " · ".join(escape(str(part)) for part in (ranks, known.get("model"), started(run)) if part)
     faults = "".join(f"<li>{escape(fault)}</li>" for fault in run.faults)
     folder = run.folder.resolve()
-    links = [(quote(os.path.relpath(before, place.resolve())), escape(before.name), at) for before, at in run.resumed]
+    links = [
+        (quote(os.fsencode(os.path.relpath(before, place.resolve()))), escape(before.name), at)
+        for before, at in run.resumed
+    ]
     parts = ", ".join(f'after iteration {at:,} of <a href="{link}/">{name}</a>' for link, name, at in links)
     return (
         f"<header><p>{escape(folder.parent.name)}</p><h1>{escape(folder.name)}</h1><p>{line}</p>"

@@ -29,7 +29,7 @@ from typing import (
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lockstep.errors import OTHER_FRAMEWORKS, ConfigError, did_you_mean, lacks_key, nearest, require_known
+from lockstep.errors import OTHER_FRAMEWORKS, ConfigError, did_you_mean, lacks_key, name_here, nearest, require_known
 from lockstep.location import on_disk
 from lockstep.strategy import Strategy
 
@@ -95,7 +95,9 @@ class RunnerArguments:
         Argument("a torch.nn.Module, its config or a function that returns it", holds="model"),
     ]
     work_dir: Annotated[str | Path, Argument("a path")]
-    train_dataloader: Annotated[Any, Argument(holds="dataloader")] = None
+    train_dataloader: Annotated[
+        Any, Argument(holds="dataloader", keys=("batch_size", "num_workers", "num_batch_per_epoch"))
+    ] = None
     val_dataloader: Annotated[Any, Argument(holds="dataloader")] = None
     test_dataloader: Annotated[Any, Argument(holds="dataloader")] = None
     train_cfg: Annotated[
@@ -103,7 +105,7 @@ class RunnerArguments:
     ] = None
     val_cfg: Annotated[Any, Argument(holds="val loop")] = None
     test_cfg: Annotated[Any, Argument(holds="test loop")] = None
-    optim_wrapper: Annotated[Any, Argument(holds="optim wrapper")] = None
+    optim_wrapper: Annotated[Any, Argument(holds="optim wrapper", keys=("accumulative_counts", "clip_grad"))] = None
     param_scheduler: Annotated[Any, Argument(holds="schedulers")] = None
     val_evaluator: Annotated[Any, Argument(holds="evaluator")] = None
     test_evaluator: Annotated[Any, Argument(holds="evaluator")] = None
@@ -204,6 +206,15 @@ CONFIG_KEYS: Mapping[str, Argument] = {
 }
 
 
+_IN_HALF_PRECISION = ": give optim_wrapper=dict(type='AmpOptimWrapper', dtype='bfloat16', optimizer=...)"
+_STARTED = ": each rank finds its device, and `lockstep launch --nproc N --nnodes M` starts the ranks"
+# Where what other frameworks have as an argument is no argument or key here.
+_WAYS = {
+    **dict.fromkeys(("precision", "mixed_precision", "amp"), _IN_HALF_PRECISION),
+    **dict.fromkeys(("accelerator", "devices", "num_nodes"), _STARTED),
+}
+
+
 def unknown_argument(
     names: Iterable[str], owner: str, known: Collection[str], remedy: str = OTHER_FRAMEWORKS
 ) -> TypeError | None:
@@ -211,10 +222,10 @@ def unknown_argument(
     problems = []
     for name in names:
         if name not in known:
-            hint = remedy if name in ARGUMENTS else did_you_mean(name, known, remedy)
+            hint = remedy if name in ARGUMENTS else did_you_mean(name, known, _WAYS.get(name, remedy))
             for holder, argument in ARGUMENTS.items():
-                if name in argument.keys and holder in known:
-                    hint = f": it is a key of `{holder}`"
+                if name_here(name) in argument.keys and holder in known:
+                    hint = f": it is {'' if name_here(name) == name else f'`{name_here(name)}`, '}a key of `{holder}`"
             problems.append(f"a {owner} has no argument `{name}`{hint}")
     return TypeError("\n".join(problems)) if problems else None
 

@@ -161,22 +161,21 @@ class Saving:
     @contextmanager
     def _ending(self, save: Save) -> Iterator[None]:
         """Do what follows a save, which is written inside. An error of it is the same on every rank."""
-        is_complete = False
+        ended = save.when_ended or (lambda is_complete: None)
         try:
             yield
         except OSError as error:
+            ended(False)
             if not save.may_fail:
                 raise
             _logger.warning("%s. Training goes on without it, because of on_save_error='warn'", error)
         else:
             if self._pending is save:  # it has only begun
                 return
-            is_complete = True
             if save.is_last and save.has_optimizer:
                 self.saved_iter = save.iteration
             _logger.debug("saved %s", save.directory)
-        if save.when_ended is not None:
-            save.when_ended(is_complete)
+            ended(True)
 
 
 def _root_of(run: Any, directory: Location) -> Location:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.dist import all_gather_object
-from lockstep.errors import CheckpointError, ConfigError, listed
+from lockstep.errors import CheckpointError, ConfigError, counted, listed
 from lockstep.location import Location
 from lockstep.optim import FormulaScheduler, OptimWrapperDict, ParamScheduler, ReduceOnPlateauLR, TorchScheduler
 from lockstep.optim.build_schedulers import step_quietly
@@ -94,16 +94,20 @@ class ResumedOptions:
         self.follows_metric = any(issubclass(kind, ReduceOnPlateauLR | ReduceLROnPlateau) for kind in kinds)
         scheduled = {key for scheduler in run.param_schedulers for key in _scheduled(scheduler)}
         is_stale = self.has_new_schedules or any(scheduled & changed.keys() for changed in self.changed)
+        self.has_other_groups = any(map(_other_groups, run.param_schedulers, self.states))
         # Without a saved state, the optimizer has the values with which the schedules begin. A schedule that follows a
         # metric can't be replayed, because the metrics are not saved.
-        self.replays = (own is None or (self.takes_config and is_stale)) and not self.follows_metric
+        self.replays = (
+            own is None or (self.takes_config and (is_stale or self.has_other_groups))
+        ) and not self.follows_metric
         self.scheduled = scheduled
 
     def load_schedules(self) -> None:
         """Restore the states of the schedules.
 
         Raises:
-            ConfigError: the checkpoint has another number of schedules, and `resume_options` is "checkpoint".
+            ConfigError: the checkpoint has another number of schedules, and `resume_options` is "checkpoint"; or
+                a state to be loaded has values for another number of parameter groups.
         """
         run, states = self.run, self.states
         saved, present = len(states), len(run.param_schedulers)
@@ -121,6 +125,13 @@ class ResumedOptions:
                     # The state is missing, or of another class of schedule: only its count of steps is of use.
                     state = {**initial, key: (state or {}).get(key, done)}
             if state is not None and not (self.replays and _can_replay(scheduler)):
+                if groups := _other_groups(scheduler, state):
+                    title = getattr(scheduler, "title", type(scheduler).__name__)
+                    raise ConfigError(
+                        f"the optimizer of {title} must have {counted(groups, 'parameter group')} to resume from "
+                        f"{self.origin}, but has {len(scheduler.optimizer.param_groups)}. Resume with the groups that "
+                        "were saved, or with resume_options='config' and no schedule that follows a metric"
+                    )
                 if self.takes_config and self.has_new_schedules and isinstance(scheduler, ParamScheduler):
                     scheduler.load_progress(state)
                 else:
@@ -200,6 +211,8 @@ class ResumedOptions:
         changes = sorted({f"{key} {old} -> {new}" for group in self.changed for key, (old, new) in group.items()})
         pairs = zip_longest(self.begun_with["schedules"], self.run.begun_with["schedules"], fillvalue="none")
         changes += [f"the schedule {former} -> {now}" for former, now in pairs if former != now]
+        if self.has_other_groups and self.takes_config:
+            changes.append("the number of parameter groups")
         if not changes:
             return "the optimizer's options and schedules go on as they were saved: the config has the same"
         holds = "which hold from here on; resume_options='checkpoint' keeps what was saved"
@@ -282,6 +295,15 @@ def _scheduled(scheduler: Any) -> Iterable[str]:
 
 def _can_replay(scheduler: Any) -> bool:
     return isinstance(scheduler, ParamScheduler | LRScheduler)
+
+
+def _other_groups(scheduler: Any, state: Mapping[str, Any]) -> int:
+    """Return for how many parameter groups a schedule's state has values; 0 if for as many as there are, or none."""
+    if not _can_replay(scheduler):
+        return 0
+    values = state.get("base") or state.get("schedule", state).get("_last_lr")
+    groups = len(values) if isinstance(values, list) else 0
+    return groups if groups != len(scheduler.optimizer.param_groups) else 0
 
 
 def _step(schedulers: Iterable[ParamScheduler]) -> None:
