@@ -75,9 +75,10 @@ class MMSeparateDistributedDataParallel(ModelWrapper):
                 self._parallel.append(wrapped)
         self._inside = {tensor for part in self._parallel for tensor in (*part.parameters(), *part.buffers())}
         tensors = (*module.parameters(), *module.buffers())
-        broadcast_from_first([own for own in tensors if own not in self._inside], kwargs.get("process_group"))
+        self.process_group = kwargs.get("process_group")
+        broadcast_from_first([own for own in tensors if own not in self._inside], self.process_group)
         self.module = module
-        self._drift = DriftCheck(self._replicated, kwargs.get("process_group"), OWN_STEP)
+        self._drift = DriftCheck(self._replicated, self.process_group, OWN_STEP)
 
     @contextmanager
     def step_context(self, optim_wrapper: Any) -> Iterator[None]:
