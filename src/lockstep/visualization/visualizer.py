@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from lockstep.config import Config
 from lockstep.errors import error_in_words
+from lockstep.logging.meters import require_whole
 from lockstep.registry import VISUALIZERS
 from lockstep.visualization.files import as_picture
 from lockstep.visualization.library import LibraryVisualizer, is_installed
@@ -105,6 +106,8 @@ class Visualizers:
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Show values that belong to one step."""
+        for name, value in scalar_dict.items():
+            require_whole(name, value)
         self._show("add_scalars", scalar_dict, step)
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
