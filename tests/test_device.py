@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import psutil
 import pytest
 import torch
@@ -33,6 +36,16 @@ def test_on_the_cpu_memory_is_that_of_the_process_and_the_machine() -> None:
     assert stats.total_bytes == pytest.approx(psutil.virtual_memory().total, rel=0.01)
     assert stats.allocated_bytes == pytest.approx(psutil.Process().memory_info().rss, abs=64 * MIB)
     assert stats.allocated_bytes <= stats.peak_bytes <= stats.total_bytes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel has another count")
+def test_the_peak_is_not_that_of_the_process_that_started_this_one() -> None:
+    block = torch.ones(1024 * MIB // 4)
+    code = "from lockstep.device import memory_stats, peak_memory; print(memory_stats('cpu').peak_bytes, peak_memory())"
+    started = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    of_cpu, of_device = started.stdout.split()
+    assert int(of_cpu) < block.nbytes
+    assert get_device() != "cpu" or int(of_device) < block.nbytes
 
 
 def test_memory_that_was_let_go_of_stays_in_the_peak() -> None:

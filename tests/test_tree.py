@@ -200,7 +200,7 @@ def test_paths_say_how_to_reach_a_leaf() -> None:
         ("losses[0].label.x", 2),
         ("losses[0].label.y", 3),
         ("losses[0].seen", 7),
-        ("5[0]", 4),
+        ("[5][0]", 4),
         ("box.content", 6),
     ]
     assert list(tree_items(1)) == [("", 1)]

@@ -234,6 +234,8 @@ class RangeFile(io.RawIOBase):
             if not self._begin <= self._at <= end <= self._begin + len(self._window):
                 self._begin = self._at if self._size is None else max(0, min(self._at, self._size - _PIECE))
                 self._window = self._location.read_bytes(self._begin, self._begin + _PIECE)
+            if end > self._begin + len(self._window):
+                raise OSError(f"{self.name} ends before byte {end}")
             view[:] = self._window[self._at - self._begin : end - self._begin]
         self._at += len(view)
         return len(view)

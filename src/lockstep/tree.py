@@ -57,21 +57,19 @@ def tree_leaves(tree: Any) -> list[Any]:
 
 
 def tree_items(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every leaf with its path, such as ``"losses[0].cls"``; the path of a bare leaf is empty.
+    """Yield every leaf with its path, such as ``"losses[0].cls"``, which no other has; that of a bare leaf is empty.
 
     Example:
-        >>> list(tree_items({"a": [1, 2]}))
-        [('a[0]', 1), ('a[1]', 2)]
+        >>> list(tree_items({"a": [1, 2], "b.c": 3}))
+        [('a[0]', 1), ('a[1]', 2), ("['b.c']", 3)]
     """
     children = _children(tree)
     if children is None:
         yield path, tree
         return
     for key, child in children.items():
-        if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
-            step = f"{path}[{key}]"
-        else:
-            step = f"{path}.{key}" if path else str(key)
+        is_name = isinstance(key, str) and key and "." not in key and "[" not in key
+        step = f"{path}[{key!r}]" if not is_name else f"{path}.{key}" if path else key
         yield from tree_items(child, step)
 
 

@@ -36,7 +36,7 @@ from lockstep.cli.main import app
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError, Preempted
 from lockstep.hooks import Hook
-from lockstep.location import locate, require_disk
+from lockstep.location import RangeFile, locate, require_disk
 from lockstep.runner import Runner, Session, start
 from lockstep.runner.resuming import find_resumption
 from lockstep.testing import ranks
@@ -53,7 +53,7 @@ from itertools import count
 import torch
 from torch.distributed.checkpoint import default_planner
 from lockstep.checkpoint import remove, save_state
-from lockstep.location import locate, require_disk
+from lockstep.location import RangeFile, locate, require_disk
 from tests.checkpoint.bucket import Bucket
 
 folder, case = sys.argv[1:]
@@ -516,6 +516,20 @@ def test_a_run_never_takes_the_name_of_another_in_the_bucket(tmp_path: Path):
         train(tmp_path / "four" / "net", 3, resume=True, **saving(tmp_path / "runs", max_keep_ckpts=1))
     assert find_last_checkpoint(at(tmp_path / "runs" / "net")).parent.name == "20260101_120000_1"
     assert len(names(tmp_path / "runs")) == 3
+
+
+@pytest.mark.parametrize("size", [None, 300])
+@pytest.mark.parametrize(("start", "length"), [(90, 20), (200, 20), (50, 2**20)], ids=["short", "beyond", "long"])
+def test_a_file_that_ends_before_a_range_is_named(size: int | None, start: int, length: int):
+    location: Any = locate("memory://bucket/short")
+    location.write_bytes(bytes(range(100)))
+    file, target = RangeFile(location, size), bytearray(length)
+    file.seek(start)
+    with pytest.raises(OSError, match=r"memory://bucket/short ends (before|at) byte"):
+        file.readinto(target)
+    file.seek(80)
+    assert file.readinto(memoryview(target)[:20]) == 20
+    assert bytes(target[:20]) == bytes(range(80, 100))
 
 
 def test_a_url_is_a_path_on_the_disk_or_a_string(tmp_path: Path):

@@ -274,6 +274,20 @@ def test_a_loop_by_hand(tmp_path: Path, strategy):
         assert all("mfu" in record for record in records(session))
 
 
+def test_an_evaluation_within_a_step_is_not_counted(tmp_path: Path):
+    amounts = Amounts()
+    session = Session(tmp_path, custom_hooks=[MFUHook(1e9), amounts], log_level="ERROR")
+    model = Mlp().layers
+    data = DataLoader(TensorDataset(X, Y), batch_size=6)
+    model, _, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+    held_out = session.prepare_evaluation(data)
+    for x, y in session.iterations(2):
+        for held_out_x, _ in held_out:
+            model(held_out_x)
+        session.step((model(x) - y).square().mean())
+    assert amounts.flops == [6 * PER_SAMPLE] * 2
+
+
 def test_a_penalty_on_gradients_can_be_counted(tmp_path: Path):
     amounts = Amounts()
     session = Session(tmp_path, custom_hooks=[MFUHook(1e9), amounts], log_level="ERROR")

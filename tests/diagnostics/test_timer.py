@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import Session
+from lockstep.diagnostics import timer
 from lockstep.dist import get_rank, get_world_size
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hook, IterTimerHook, MFUHook
+from lockstep.runner import loops, own_loop
 from lockstep.testing import ranks
 
 from ..hooks.runs import make_runner
@@ -159,3 +161,54 @@ def test_what_hooks_do_is_no_wait_for_data(tmp_path: Path, priority: int):
     records = [record for record in map(json.loads, lines) if record["mode"] == "train"]
     assert all(record["time"] > 0.015 for record in records)
     assert all(record["data_time"] < 0.01 for record in records)
+
+
+class Clock:
+    """Stands for the time of the host, which only the test lets pass."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        for module in (timer, loops, own_loop):
+            monkeypatch.setattr(module, "perf_counter", lambda: self.now)
+
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize("records_metrics", [False, True])
+def test_an_evaluation_within_an_iteration_is_not_timed(tmp_path: Path, monkeypatch, records_metrics: bool):
+    clock = Clock(monkeypatch)
+    session = Session(tmp_path, log_level="ERROR")
+    model = Language()
+    data = torch.utils.data.DataLoader(TEXT, batch_size=6)
+    model, _, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+    held_out = session.prepare_evaluation(data)
+    for batch in session.iterations(3):
+        clock.passes(2.0)
+        session.step(model(**batch))
+        for _ in held_out:
+            clock.passes(50.0)
+        if records_metrics:
+            session.log_metrics(loss=1.0)
+    hub = session.run.message_hub
+    assert hub.get_scalar("train/time").data[0] == [2.0] * 3
+    assert hub.get_scalar("train/data_time").data[0] == [0.0] * 3
+
+
+def test_an_evaluation_between_iterations_is_not_timed(tmp_path: Path, monkeypatch):
+    clock = Clock(monkeypatch)
+
+    class Passing(Hook):
+        def before_train_iter(self, runner, batch_idx, data_batch=None) -> None:
+            clock.passes(2.0)
+
+        def after_val_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+            clock.passes(50.0)
+
+    data = {"dataset": TEXT, "batch_size": 6}
+    runner = train(
+        tmp_path, None, custom_hooks=[Passing()], val_dataloader=data, train_cfg={"max_iters": 3, "val_interval": 1}
+    )
+    hub = runner.message_hub
+    assert hub.get_scalar("train/time").data[0] == [2.0] * 3
+    assert hub.get_scalar("train/data_time").data[0] == [0.0] * 3

@@ -78,6 +78,13 @@ def test_casting_with_out_fills_its_tensors_and_returns_it() -> None:
     assert out["b"][0].tolist() == [0.0, 1.0, 2.0]
 
 
+def test_values_go_where_their_keys_are_in_out() -> None:
+    data = {1: torch.tensor(1.0), "1": torch.tensor(2.0), "a.b": torch.tensor(3.0), "a": {"b": torch.tensor(4.0)}}
+    out = {"a": {"b": torch.zeros(())}, "a.b": torch.zeros(()), "1": torch.zeros(()), 1: torch.zeros(())}
+    cast_data_device(data, "cpu", out)
+    assert out == data
+
+
 @pytest.mark.parametrize(
     ("out", "message"),
     [

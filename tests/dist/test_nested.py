@@ -440,6 +440,13 @@ def test_a_tree_is_reduced_leaf_by_leaf_with_all_types_kept() -> None:
     assert repr(tree) == repr(tree_of(get_rank() + 1))
 
 
+@ranks(2)
+def test_keys_of_one_text_are_not_mixed_up() -> None:
+    entries = [(1, 1.0), ("1", 2.0), ("a.b", 3.0), ("a", {"b": 4.0})]
+    reduced = all_reduce_tree(dict(entries if get_rank() == 0 else reversed(entries)))
+    assert reduced == {1: 2.0, "1": 4.0, "a.b": 6.0, "a": {"b": 8.0}}
+
+
 def test_one_process_reduces_a_tree_as_a_group_of_one() -> None:
     tree = tree_of(1)
     reduced = all_reduce_tree(tree, "mean")

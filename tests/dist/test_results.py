@@ -163,7 +163,13 @@ def test_what_is_no_size_is_refused_on_every_rank(size: Any) -> None:
 WRONG_PARTS: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "indices of another number": ([1, 2], [0], ValueError, "one sample for each of the 2 results, but has 1 entries"),
     "generator": (iter([1]), None, TypeError, "`results` must be a list, but is list_iterator"),
-    "index that is no number": ([1], ["first"], ValueError, "invalid literal for int"),
+    "dict": ({5: 1}, None, TypeError, "`results` must be a list, but is dict"),
+    "text": ("yes", None, TypeError, "`results` must be a list, but is str"),
+    "indices by name": ([1], {0: 1}, TypeError, "`indices` must be a list, but is dict"),
+    "indices of unknown number": ([1], iter([0]), TypeError, "`indices` must be a list, but is list_iterator"),
+    "index that is no number": ([1], ["first"], TypeError, "`indices` must hold integers, but have 'first'"),
+    "index between two": ([1], torch.tensor([0.5]), TypeError, "`indices` must hold integers, but have 0.5"),
+    "mask of samples": ([1], np.array([True]), TypeError, "`indices` must hold integers, but have True"),
     "lambda": ([lambda: 0], None, TypeError, "must be picklable"),
 }
 
@@ -177,7 +183,7 @@ def test_a_part_that_one_rank_alone_can_see_is_wrong_is_an_error_on_every_rank(k
             collect_results(results, 3, indices=indices)
     else:
         with pytest.raises(PeerError, match=f"rank 1 of 3 could not take part: {error.__name__}: .*{words}") as caught:
-            collect_results([1], 3, indices=[0] if indices else None)
+            collect_results([1], 3, indices=None if indices is None else [0])
         assert caught.value.rank == 1
     assert_group_works()
 

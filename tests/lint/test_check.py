@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from textwrap import dedent
 from typing import TYPE_CHECKING, Literal
@@ -378,6 +379,20 @@ def test_types_are_looked_for_in_the_default_scope():
     hooks = [{"type": "Watched", "interval": 2}]
     assert not found(custom_hooks=hooks, default_scope="lint_zoo")
     assert only(custom_hooks=hooks).startswith("`custom_hooks.0.type` = 'Watched' is no hook")
+
+
+def test_a_default_scope_that_is_not_imported_is_told_but_not_imported(tmp_path: Path, monkeypatch):
+    (tmp_path / "lint_package").mkdir()
+    (tmp_path / "lint_package" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    cfg = Config({"default_scope": "lint_package", "custom_hooks": [{"type": "Watched"}]})
+    with pytest.raises(ConfigError, match=r"has 1 fault:\n.*\n.* add custom_imports=lint_package\.registry$"):
+        check_config(cfg, needed=())
+    assert "lint_package" not in sys.modules
+    cfg.default_scope = "lint_nowhere"
+    with pytest.raises(ConfigError) as caught:
+        check_config(cfg, needed=())
+    assert "custom_imports" not in str(caught.value)
 
 
 def test_another_packages_wrapper_is_not_taken_for_ours():

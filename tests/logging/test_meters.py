@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from lockstep import Session
+from lockstep.dist import get_rank
 from lockstep.logging import MessageHub, read_scalars
+from lockstep.testing import ranks
+from lockstep.visualization import Visualizers
 
 
 def test_histories_give_what_is_asked_of_them():
@@ -41,3 +50,20 @@ def test_the_current_hub_can_be_had_anywhere():
 def test_numbers_and_tensors_are_read_together():
     loss = torch.tensor([2.5], requires_grad=True)
     assert read_scalars([1, loss, torch.tensor(3), 4.5]) == [1.0, 2.5, 3.0, 4.5]
+
+
+@ranks(2)
+def test_a_value_of_which_each_rank_has_a_part_is_recorded_whole_or_not_at_all(tmp_path: Path):
+    weights, mesh = torch.arange(6.0), init_device_mesh("cpu", (2,))
+    norm = distribute_tensor(weights, mesh, [Shard(0)]).norm()
+    hub, session = MessageHub(), Session(tmp_path, log_level="ERROR")
+    session.prepare(net := nn.Linear(1, 1), torch.optim.SGD(net.parameters(), lr=0.1))
+    records = [lambda value: hub.update_scalar("norm", value), lambda value: session.log({"norm": value})]
+    if get_rank() == 0:  # elsewhere there is no visualizer
+        records.append(lambda value: Visualizers().add_scalar("norm", value))
+    for record in records:
+        with pytest.raises(TypeError, match=r"`norm` must be .* a DTensor, of which each rank has a part.*full_tensor"):
+            record(norm)
+    for value in (norm.full_tensor(), distribute_tensor(weights.norm(), mesh, [Replicate()])):
+        hub.update_scalar("norm", value)
+        assert hub.get_scalar("norm").current() == pytest.approx(float(weights.norm()))

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.dist import all_gather, get_rank
+from lockstep.errors import ConfigError
 from lockstep.model import BaseModel, MMDistributedDataParallel, is_model_wrapper, unwrap_model
 from lockstep.optim import OptimWrapper
 from lockstep.registry import MODEL_WRAPPERS
@@ -175,6 +176,17 @@ def test_parameters_without_gradient_are_named_with_the_rank():
     assert "spare.weight, spare.bias" in message
     assert "frozen" not in message
     assert f"rank {get_rank()} of 2" in message
+
+
+@ranks(2)
+@pytest.mark.parametrize("searches", [False, True])
+def test_a_parameter_that_is_added_after_the_model_was_wrapped_is_refused(searches: bool):
+    net = PlainLoss()
+    wrapped = MMDistributedDataParallel(net, find_unused_parameters=searches)
+    net.used.bias = nn.Parameter(torch.ones(1))
+    optim_wrapper = OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match=r"used\.bias were added or replaced afterwards \(rank \d of 2\)"):
+        wrapped.train_step(own_part(), optim_wrapper)
 
 
 @ranks(2)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 
 from lockstep.dist import all_gather, get_rank, get_world_size
+from lockstep.errors import DivergenceError
 from lockstep.model import BaseModel, MMDistributedDataParallel, MMSeparateDistributedDataParallel, unwrap_model
 from lockstep.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from lockstep.registry import MODEL_WRAPPERS
@@ -257,7 +258,28 @@ def test_a_child_that_is_unfrozen_after_it_was_to_be_wrapped_is_refused():
     wrapped = MMSeparateDistributedDataParallel(net)
     net.teacher.requires_grad_(True)
     optim_wrapper = OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match=r"but teacher\.weight, teacher\.bias required no gradient then"):
+    with pytest.raises(ValueError, match=r"but teacher\.weight, teacher\.bias were not \(rank \d of 2\)"):
+        wrapped.train_step(torch.ones(1, 1), optim_wrapper)
+
+
+@ranks(2)
+@pytest.mark.parametrize("place", ["", "net.module"])
+def test_a_parameter_that_is_added_after_the_children_were_wrapped_is_refused(place: str):
+    net = Distilled()
+    wrapped = MMSeparateDistributedDataParallel(net)
+    net.get_submodule(place).added = nn.Parameter(torch.ones(1))
+    optim_wrapper = OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=rf"must be there, .* but {f'{place}.added'.lstrip('.')} were not"):
+        wrapped.train_step(torch.ones(1, 1), optim_wrapper)
+
+
+@ranks(2)
+def test_children_that_are_frozen_must_stay_alike_too():
+    net = Distilled()
+    wrapped = MMSeparateDistributedDataParallel(net)
+    optim_wrapper = OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1))
+    nn.init.constant_(net.teacher.bias, get_rank())
+    with pytest.raises(DivergenceError, match=r"`teacher\.bias` must be the same on all ranks"):
         wrapped.train_step(torch.ones(1, 1), optim_wrapper)
 
 

@@ -272,6 +272,9 @@ def test_what_does_not_fit_is_said_on_every_rank(tmp_path: Path):
         run(tmp_path, resume=True, param_scheduler=None, resume_options="checkpoint")
     with pytest.raises(ConfigError, match=r"a checkpoint must be a directory with manifest.json.*does not exist"):
         run(tmp_path, resume=True, load_from=tmp_path / "nowhere")
+    for resume in (True, False):
+        with pytest.raises(ConfigError, match=r"does not exist.*\. There is .*/epoch_3\b"):
+            run(tmp_path, resume=resume, load_from=tmp_path / "epoch_3.pth")
     assert all_gather_object(get_rank()) == [0, 1]
 
 

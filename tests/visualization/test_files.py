@@ -74,6 +74,18 @@ def test_local_files(tmp_path: Path):
     assert (tmp_path / "images" / "digits" / "seven_20.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("kind", [LocalVisualizer, CsvVisualizer])
+def test_a_second_run_has_its_own_files(tmp_path: Path, kind):
+    visualizer = kind()
+    for run in ("first", "second"):
+        visualizer.open(tmp_path / run)
+        visualizer.add_scalars({"loss": 1.0})
+        visualizer.close()
+    first, second = ([path.read_text() for path in (tmp_path / run).iterdir()] for run in ("first", "second"))
+    assert first == second
+    assert len(first) == 1
+
+
 def read_table(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))

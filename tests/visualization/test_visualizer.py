@@ -98,6 +98,14 @@ def test_a_failure_is_a_warning_once_and_the_others_go_on():
     assert board.seen == [({"x": 1.0}, 1), ({"x": 2.0}, 2)]
 
 
+def test_a_failure_is_a_warning_in_each_run(tmp_path: Path):
+    both = Visualizers([Unreachable([0.0])])
+    for _ in range(2):
+        both.open(tmp_path)
+        with pytest.warns(UserWarning, match="Unreachable has failed"):
+            both.add_scalars({"x": 1.0})
+
+
 def test_a_failure_without_a_reason_is_named_by_its_kind():
     with pytest.warns(UserWarning, match=r"has failed: ValueError\. The run"):
         Visualizers([Breaking()]).add_image("grey", torch.zeros(2, 2, dtype=torch.uint8))

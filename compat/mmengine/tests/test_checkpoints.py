@@ -383,6 +383,10 @@ def test_schemes_are_ones_own_and_missing_files_are_named(tmp_path):
         CheckpointLoader.register_scheme("shelf://", load_from_shelf)
     with pytest.raises(FileNotFoundError, match=r"missing\.pth"):
         CheckpointLoader.load_checkpoint(tmp_path / "missing.pth")
+    (tmp_path / "run" / "best_acc_epoch_3").mkdir(parents=True)
+    (tmp_path / "run" / "best_acc_epoch_3" / "manifest.json").touch()
+    with pytest.raises(FileNotFoundError, match=r"/best_acc_epoch_3\.pth`\. There is .*/run/best_acc_epoch_3$"):
+        CheckpointLoader.load_checkpoint(tmp_path / "best_acc_epoch_3.pth")
     with pytest.raises(ValueError, match="register_scheme"):
         CheckpointLoader.load_checkpoint("open-mmlab://resnet50")
 

@@ -16,6 +16,7 @@ from lockstep.checkpoint.search import (
     find_checkpoints,
     find_last_checkpoint,
     is_checkpoint,
+    place_of,
     written_at,
 )
 from lockstep.checkpoint.verifying import verify
@@ -39,6 +40,7 @@ __all__ = [
     "find_last_checkpoint",
     "is_checkpoint",
     "load_state",
+    "place_of",
     "read_infos",
     "read_meta",
     "read_shapes",

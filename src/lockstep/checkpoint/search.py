@@ -53,6 +53,18 @@ def find_checkpoints(roots: Sequence[Location]) -> list[Location]:
     return sorted(found, key=lambda folder: (found[folder], _by_numbers(folder.name)), reverse=True)
 
 
+def place_of(path: Location) -> str:
+    """Say where the checkpoint of a path's name is, if it lies in the folder of a run beside it; else return "".
+
+    Its name may end in `.pth`, as MMEngine writes one into the work_dir.
+    """
+    name = path.name.removesuffix(".pth")
+    if not isinstance(path, Path) or path.exists():  # to list a bucket takes long
+        return ""
+    there = (one for one in find_checkpoints([path.parent]) if one.name == name and is_checkpoint(one))
+    return next((f". There is {one}" for one in there), "")
+
+
 def candidates(work_dir: Location, roots: Sequence[Location] = ()) -> Iterator[tuple[Location, str | None]]:
     """Yield the checkpoints to resume from, the best one first, each with what is wrong with it, or None.
 

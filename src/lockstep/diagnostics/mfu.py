@@ -26,7 +26,7 @@ from lockstep.model.autograd_graph import backward_pass
 from lockstep.model.shards import is_dtensor
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
-from lockstep.runner.run import TrainRun
+from lockstep.runner.run import Run, TrainRun
 from lockstep.tree import tree_leaves
 
 _Shapes: TypeAlias = tuple[torch.Size, ...]
@@ -173,6 +173,16 @@ class MFUHook(Hook):
         if self._peak is not None:
             hub.update_info("peak_flops", self._peak[0])
 
+    def before_val(self, runner: Run) -> None:
+        """Count nothing in an evaluation, which a loop by hand may make within an iteration."""
+        if self._counting is not None:
+            self._counting.is_paused = True
+
+    def after_val(self, runner: Run) -> None:
+        """Count again."""
+        if self._counting is not None:
+            self._counting.is_paused = False
+
     def after_train_epoch(self, runner: TrainRun) -> None:
         """Drop the count of a step that a loop has left early."""
         self.close()
@@ -256,6 +266,7 @@ class StepFlops(FlopCounterMode):
     Attributes:
         by_dtype: FLOPs by the dtype of the factors.
         unseen: names of operators that may multiply matrices, but have no formula.
+        is_paused: whether nothing is counted; it is set during an optimizer's update.
 
     **Source**: `torch.utils.flop_counter.FlopCounterMode` and its formulas (2.13). Chowdhery et al., PaLM, 2022,
     appendix B: what counts as model FLOPs.
@@ -275,7 +286,7 @@ class StepFlops(FlopCounterMode):
         self.mod_tracker = _NoModules()
         self.by_dtype: defaultdict[torch.dtype, float] = defaultdict(float)
         self.unseen: set[str] = set()
-        self._is_updating = False
+        self.is_paused = False
         self._open = ExitStack()
 
     @property
@@ -303,11 +314,11 @@ class StepFlops(FlopCounterMode):
     def _mark_update(self, begins: bool, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Count nothing within an optimizer's update, unless that evaluates the loss itself."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer again
-        self._is_updating = begins and closure is None
+        self.is_paused = begins and closure is None
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
         """Count an operator that has run; torch's mode calls this for each."""
-        if self._is_updating:
+        if self.is_paused:
             return out
         formula = self.flop_registry.get(func_packet) or _EXTRA_FORMULAS.get(func_packet)
         if formula is None:

@@ -19,7 +19,7 @@ TokensOf: TypeAlias = str | Callable[[Any], float | Tensor]
 
 @HOOKS.register_module()
 class IterTimerHook(Hook):
-    """Record the duration of every training iteration, the time spent waiting for data, and the samples.
+    """Record the duration of every training iteration without evaluations, the wait for data, and the samples.
 
     They are the scalars `train/time` (s), `train/data_time` (s) and `train/samples` of the message hub. An accelerator
     is not synchronised: the time of a single iteration may be wrong, but the mean over many is right.
@@ -45,31 +45,39 @@ class IterTimerHook(Hook):
             )
         self._tokens_of = tokens_of
         self._iteration_began = 0.0
+        self._evaluation_began: float | None = None
+        self._evaluated = 0.0  # seconds of evaluations since the iteration began
 
     def before_train_epoch(self, runner: TrainRun) -> None:
         """Start the clock."""
-        self._iteration_began = perf_counter()
+        self._iteration_began, self._evaluated = perf_counter(), 0.0
 
     def before_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None) -> None:
         """Record how long the batch took to arrive."""
         began = max(self._iteration_began, runner.train_loop.iter_ended)  # not while hooks worked
-        runner.message_hub.update_scalar("train/data_time", perf_counter() - began)
+        runner.message_hub.update_scalar("train/data_time", perf_counter() - began - self._evaluated)
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Record how long the iteration took, including the wait for data."""
         now = perf_counter()
         hub = runner.message_hub
-        hub.update_scalar("train/time", now - self._iteration_began)
+        hub.update_scalar("train/time", now - self._iteration_began - self._evaluated)
         hub.update_scalar("train/samples", runner.train_loop.samples)
         if self._tokens_of is not None:
             # A rank that has no more batches, while others do, repeats its last one, which counts as 0 samples.
             is_counted = runner.train_loop.samples > 0
             hub.update_scalar("amounts/tokens", _tokens(data_batch, self._tokens_of) if is_counted else 0)
-        self._iteration_began = now
+        self._iteration_began, self._evaluated = now, 0.0
 
-    def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
-        """Restart the clock; an iteration-based loop validates between two iterations."""
-        self._iteration_began = perf_counter()
+    def before_val(self, runner: Run) -> None:
+        """Stop the clock: an iteration-based loop validates between two iterations, a loop by hand also within one."""
+        self._evaluation_began = perf_counter()
+
+    def after_val(self, runner: Run) -> None:
+        """Let the clock go on."""
+        if self._evaluation_began is not None:  # not after the metrics alone, which a loop by hand records
+            self._evaluated += perf_counter() - self._evaluation_began
+            self._evaluation_began = None
 
 
 def _tokens(batch: Any, tokens_of: TokensOf) -> Any:

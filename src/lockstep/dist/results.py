@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
@@ -47,7 +47,8 @@ def collect_results(
 
     **Raises**: on one rank, with PeerError on the others, which has the same words: ValueError on rank 0 if there are
     fewer results than `size`, or if indices are missing or out of range, naming them; TypeError if a result can't be
-    pickled, ValueError if the numbers of results and indices differ, DistError if rank 0 can't load what it received.
+    pickled, `results` or `indices` are no list or the like, or an index is no integer; ValueError if the numbers of
+    results and indices differ, DistError if rank 0 can't load what it received.
 
     **Cost**: the pickled bytes of all parts but rank 0's, sent to rank 0 alone; large tensors and arrays from their own
     memory. Rank 0 gets its own results back without a copy.
@@ -113,8 +114,9 @@ def collect_results_gpu(
 
 
 def _own_part(results: Sequence[Any], indices: Sequence[int] | None, comm: Comm) -> _Part:
-    if not hasattr(results, "__len__"):
-        raise TypeError(f"`results` must be a list, but is {type(results).__name__} ({comm.this_rank})")
+    for name, values in (("results", results), ("indices", () if indices is None else indices)):
+        if not hasattr(values, "__len__") or isinstance(values, str | bytes | Mapping | Set):
+            raise TypeError(f"`{name}` must be a list, but is {type(values).__name__} ({comm.this_rank})")
     if indices is None:
         return list(results), None
     if len(indices) != len(results):
@@ -122,7 +124,11 @@ def _own_part(results: Sequence[Any], indices: Sequence[int] | None, comm: Comm)
             f"`indices` must name one sample for each of the {len(results)} results, but has {len(indices)} entries "
             f"({comm.this_rank})"
         )
-    return list(results), [int(index) for index in indices]
+    numbers = [index.item() if hasattr(index, "item") else index for index in indices]  # of tensors and numpy
+    for number in numbers:
+        if not is_int(number):
+            raise TypeError(f"`indices` must hold integers, but have {number!r} ({comm.this_rank})")
+    return list(results), numbers
 
 
 def _in_order(parts: list[_Part], size: int) -> list[Any]:

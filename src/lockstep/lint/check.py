@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Sequence
+from importlib.util import find_spec
 
 from lockstep.calls import short_path
 from lockstep.config import Config
@@ -42,7 +44,7 @@ def check_config(cfg: Config, needed: Collection[str] = ("model",), others: Sequ
     found = [f"{_where(cfg, fault.key)}{fault.sentence(cfg)}" for fault in find_faults(cfg, needed)]
     if lines := [f"  {fault}" for fault in (*others, *found)]:
         title = f"{short_path(cfg.filename or 'the config')} has {counted(len(lines), 'fault')}:"
-        raise ConfigError("\n".join([title, *lines]))
+        raise ConfigError("\n".join([title, *lines, *_unimported_scope(cfg.get("default_scope"))]))
 
 
 def find_faults(cfg: Config, needed: Collection[str] = ("model",)) -> list[Fault]:
@@ -74,6 +76,15 @@ def _faults(cfg: Config, needed: Collection[str]) -> Iterator[Fault]:
     for key in needed:
         if cfg.get(key) is None:
             yield Fault(key, "must be given")
+
+
+def _unimported_scope(scope: object) -> Iterator[str]:
+    """Say how names of the package that is the default scope are found, if it has not been imported."""
+    if isinstance(scope, str) and scope.isidentifier() and f"{scope}.registry" not in sys.modules and find_spec(scope):
+        yield (
+            f"  `default_scope` is {scope!r}, but nothing of that package has been looked up, because it was not "
+            f"imported. To look there, too, add custom_imports={scope}.registry"
+        )
 
 
 def _where(cfg: Config, key: str) -> str:

@@ -13,6 +13,21 @@ from torch import Tensor
 Scalar: TypeAlias = float | Tensor
 
 
+def require_whole(name: str, value: object) -> None:
+    """Refuse a value of which each rank has a part, as the mean of a sharded parameter is one.
+
+    torch reads such a `DTensor` as this rank's part alone, and a mean of these parts is no norm and no maximum.
+
+    Raises:
+        TypeError: it is one.
+    """
+    if not all(placement.is_replicate() for placement in getattr(value, "placements", ())):
+        raise TypeError(
+            f"`{name}` must be a number or a plain tensor to be recorded, but is a DTensor, of which each rank has a "
+            "part. Hand in value.full_tensor(), which every rank must call"
+        )
+
+
 def read_scalars(values: Iterable[Scalar]) -> list[float]:
     """Convert numbers and one-element tensors to numbers, with one read from each accelerator."""
     return start_reading(values)()
@@ -165,7 +180,11 @@ class MessageHub:
             value: a number or a tensor of one element.
             count: from MMEngine; has no effect, because each value counts once.
             resumed: from MMEngine; has no effect, because a resumed run starts new histories.
+
+        Raises:
+            TypeError: it is a `DTensor` of which each rank has a part.
         """
+        require_whole(key, value)
         history = self._scalars.get(key)
         if history is None:
             history = self._scalars[key] = HistoryBuffer()

@@ -302,9 +302,20 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         raise ConfigError(_unused(unused, rank, size)) from error
 
     def replicated(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the module's parameters that are equal on all ranks, with their names."""
+        """Return the module's parameters that are equal on all ranks, with their names.
+
+        Raises:
+            ConfigError: on every rank, if a trainable one was added after the module was wrapped.
+        """
         ignored = self.parameters_to_ignore
-        return [(name, own) for name, own in self.module.named_parameters() if name not in ignored]
+        named = [(name, own) for name, own in self.module.named_parameters() if name not in ignored]
+        if added := [name for name, own in named if own.requires_grad and id(own) not in self._ids]:
+            raise ConfigError(
+                f"trainable parameters must be there when DDP wraps the model, but {listed(added, most=4)} were added "
+                f"or replaced afterwards ({self._comm.this_rank}), and their gradients would not be averaged over "
+                "ranks. Build the whole model first, and freeze what is to train later"
+            )
+        return named
 
     def _report_anomalous(self, loss: Tensor) -> None:
         names = [name for name in self._unreached(loss) if name not in self._named_anomalous]

@@ -44,8 +44,8 @@ class MMSeparateDistributedDataParallel(ModelWrapper):
     are frozen.
 
     Raises:
-        ValueError: a trainable parameter belongs to no child, or to two of them; or, in a step, one was frozen when the
-            children were wrapped.
+        ValueError: a trainable parameter belongs to no child, or to two of them; or, in a step, one was not there, or
+            frozen, when the children were wrapped.
     """
 
     def __init__(
@@ -73,27 +73,30 @@ class MMSeparateDistributedDataParallel(ModelWrapper):
                     parent, _, own_name = name.rpartition(".")
                     setattr(module.get_submodule(parent), own_name, wrapped)
                 self._parallel.append(wrapped)
-        inside = {tensor for part in self._parallel for tensor in (*part.parameters(), *part.buffers())}
-        self._outside = {name: own for name, own in module.named_parameters() if own not in inside}
-        buffers = [buffer for buffer in module.buffers() if buffer not in inside]
-        broadcast_from_first([*self._outside.values(), *buffers], kwargs.get("process_group"))
+        self._inside = {tensor for part in self._parallel for tensor in (*part.parameters(), *part.buffers())}
+        tensors = (*module.parameters(), *module.buffers())
+        self.process_group = kwargs.get("process_group")
+        broadcast_from_first([own for own in tensors if own not in self._inside], self.process_group)
         self.module = module
-        self._drift = DriftCheck(self._replicated, kwargs.get("process_group"), OWN_STEP)
+        self._drift = DriftCheck(self._replicated, self.process_group, OWN_STEP)
 
     @contextmanager
     def step_context(self, optim_wrapper: Any) -> Iterator[None]:
         """Return the context of one step; after it, check now and then that replicas are equal; see `DriftCheck`."""
-        if unfrozen := [name for name, own in self._outside.items() if own.requires_grad]:
+        if missed := [name for name, own in self._outside() if own.requires_grad]:
             raise ValueError(
-                "parameters must be trainable when MMSeparateDistributedDataParallel wraps the children that have "
-                f"them, but {listed(unfrozen, most=4)} required no gradient then ({this_rank()}), and would not be "
-                "averaged over ranks. Freeze them after the model is wrapped, or use MMDistributedDataParallel"
+                "parameters must be there, and trainable, when MMSeparateDistributedDataParallel wraps the children "
+                f"that have them, but {listed(missed, most=4)} were not ({this_rank()}), and their gradients would not "
+                "be averaged over ranks. Add parameters before the model is wrapped, and freeze them afterwards"
             )
         yield
         self._drift.after_update()
 
+    def _outside(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, own) for name, own in self.module.named_parameters() if own not in self._inside]
+
     def _replicated(self) -> list[tuple[str, nn.Parameter]]:
-        return [
+        return self._outside() + [
             (f"{name}.{own_name}", own)
             for name, part in self.module.named_modules()
             if isinstance(part, MMDistributedDataParallel)

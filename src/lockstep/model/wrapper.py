@@ -33,6 +33,7 @@ class ModelWrapper(nn.Module):
         partitioned: text that says what holds the parameters in pieces that only an engine can join, and what to use
             instead; None if each rank has them whole or as DTensors.
         data_shard: the data shard that this rank needs, as `(index, count)`; None if each rank has its own.
+        process_group: the group of ranks in which the model communicates, which errors name; None for all, or several.
     """
 
     module: nn.Module
@@ -40,6 +41,7 @@ class ModelWrapper(nn.Module):
     prepares_backward: bool = False
     partitioned: str | None = None
     data_shard: tuple[int, int] | None = None
+    process_group: Any = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
@@ -143,7 +145,7 @@ def train_step(model: nn.Module, data: Any, optim_wrapper: UpdatesParams) -> dic
         with forwarded(core, model):
             return own(data, optim_wrapper)
     except RuntimeError:
-        group = getattr(model, "process_group", None)  # as DDP has it
+        group = getattr(model, "process_group", None)  # torch's DDP has it too
         with backend_errors_translated(group):  # entered here alone, because every step would pay for it
             raise
 

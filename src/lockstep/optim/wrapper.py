@@ -216,7 +216,7 @@ class OptimWrapper:
                 with self._model.backward_context(loss, syncs=self.should_sync()) as prepared:
                     self._run_backward(prepared, **kwargs)
         except RuntimeError:
-            group = getattr(self._model, "process_group", None)  # as DDP has it
+            group = getattr(self._wrapper, "process_group", None)  # torch's DDP has it too
             with backend_errors_translated(group):  # entered here alone, because every step would pay for it
                 raise
         self._windows.add()

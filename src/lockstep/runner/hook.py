@@ -292,9 +292,7 @@ class HookList:
             return
         _warn_of_misspelt_points(built)
         self.hooks = sorted([*self.hooks, built], key=_priority_of)
-        self._calls = {
-            point: [getattr(each, point) for each in self.hooks if _acts_at(each, point)] for point in POINTS
-        }
+        self._calls = {point: [getattr(each, point) for each in self.hooks if acts_at(each, point)] for point in POINTS}
 
     def call(self, point: str, run: Run, **kwargs: Any) -> None:
         """Call every hook that acts at `point`, which may be a method of a project's own hooks.
@@ -332,7 +330,8 @@ def _build_hook(item: Any) -> Hook:
     return hook
 
 
-def _acts_at(hook: Hook, point: str) -> bool:
+def acts_at(hook: Hook, point: str) -> bool:
+    """Return whether a hook overrides a point, or the method for all modes that the point calls."""
     names = (point, _FOR_ALL_MODES.get(point, point))
     return any(getattr(type(hook), name) is not getattr(Hook, name) for name in names)
 

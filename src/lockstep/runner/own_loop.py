@@ -18,6 +18,7 @@ from lockstep.device import get_device
 from lockstep.dist.agreement import differing
 from lockstep.errors import ConfigError
 from lockstep.evaluator.evaluator import plain_value
+from lockstep.logging.meters import require_whole
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.compiling import begin_compiled_step
 from lockstep.model.shards import own_shard
@@ -219,6 +220,7 @@ class OwnLoop(TrainLoop):
             if not is_scalar:
                 what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
                 raise TypeError(f"`{name}` must be a number or a scalar tensor to be recorded, but is {what}")
+            require_whole(name, value)
             self._values[name] = value.detach().clone() if isinstance(value, Tensor) else float(value)
 
     def log_metrics(self, metrics: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.checkpoint import candidates, load_state, remove_dead_drafts, written_at
+from lockstep.checkpoint import candidates, load_state, place_of, remove_dead_drafts, written_at
 from lockstep.checkpoint.files import DAMAGED, is_there
 from lockstep.checkpoint.loading import AS_SAVED, OPTIMIZER, Stored
 from lockstep.checkpoint.together import on_all
@@ -127,7 +127,7 @@ def find_resumption(
     if load_from is not None:
         found, fault = _opened(run_on_main(lambda: find_checkpoint(load_from.path) or load_from.path))
         if fault is not None:
-            raise CheckpointError(fault)
+            raise CheckpointError(fault + place_of(load_from.path))
         return found, []
     found, faults = _newest(folders)
     if found is None and faults:

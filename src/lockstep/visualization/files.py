@@ -24,17 +24,18 @@ class FolderVisualizer:
 
     def __init__(self, save_dir: str | Path | None = None) -> None:
         self._save_dir = None if save_dir is None else Path(save_dir)
+        self._run_dir: Path | None = None
 
     def open(self, run_dir: Path) -> None:
         """Set and create the folder; files are created when first written."""
-        if self._save_dir is None:
-            self._save_dir = run_dir
-        self._save_dir.mkdir(parents=True, exist_ok=True)
+        self._run_dir = run_dir
+        self._folder().mkdir(parents=True, exist_ok=True)
 
     def _folder(self) -> Path:
-        if self._save_dir is None:
+        folder = self._save_dir or self._run_dir
+        if folder is None:
             raise RuntimeError(f"{type(self).__name__} must be opened before it is used, or be given a `save_dir`")
-        return self._save_dir
+        return folder
 
 
 @VISUALIZERS.register_module(name=["LocalVisualizer", "LocalVisBackend"])
@@ -61,7 +62,7 @@ class LocalVisualizer(FolderVisualizer):
         super().__init__(save_dir)
         self._img_save_dir = img_save_dir
         self._scalar_save_file = scalar_save_file
-        self._files: dict[str, JsonLinesSink] = {}
+        self._files: dict[Path, JsonLinesSink] = {}
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Append a line."""
@@ -83,9 +84,10 @@ class LocalVisualizer(FolderVisualizer):
             file.close()
 
     def _write(self, name: str, record: dict[str, Any]) -> None:
-        if name not in self._files:
-            self._files[name] = JsonLinesSink(self._folder() / name)
-        self._files[name].write(record)
+        path = self._folder() / name
+        if path not in self._files:
+            self._files[path] = JsonLinesSink(path)
+        self._files[path].write(record)
 
 
 @VISUALIZERS.register_module()

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from lockstep.config import Config
 from lockstep.errors import error_in_words
+from lockstep.logging.meters import require_whole
 from lockstep.registry import VISUALIZERS
 from lockstep.visualization.files import as_picture
 from lockstep.visualization.library import LibraryVisualizer, is_installed
@@ -62,7 +63,6 @@ class Visualizers:
         self.name = name
         self.parts: list[ShowsScalars] = [_build(part) for part in vis_backends or ()]
         self._save_dir = None if save_dir is None else Path(save_dir)
-        self._failed: list[ShowsScalars] = []
         self._rests_until: dict[int, float] = {}  # by the identity of a visualizer that has failed
 
     def __len__(self) -> int:
@@ -85,6 +85,7 @@ class Visualizers:
         """
         folder = run_dir if self._save_dir is None else self._save_dir
         folder.mkdir(parents=True, exist_ok=True)
+        self._rests_until.clear()  # of an earlier run
         for part, open_part in self._with("open"):
             try:
                 open_part(folder)
@@ -105,6 +106,8 @@ class Visualizers:
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Show values that belong to one step."""
+        for name, value in scalar_dict.items():
+            require_whole(name, value)
         self._show("add_scalars", scalar_dict, step)
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
@@ -150,10 +153,10 @@ class Visualizers:
             yield
         except Exception as error:
             now = monotonic()
+            has_failed = id(part) in self._rests_until
             self._rests_until[id(part)] = now + _REST * (now - began)
-            if any(part is failed for failed in self._failed):
+            if has_failed:
                 return
-            self._failed.append(part)
             reason = error_in_words(error).removesuffix(": ")
             warnings.warn(
                 f"the visualizer {type(part).__name__} has failed: {reason}. The run goes on without what it could not "

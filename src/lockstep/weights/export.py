@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint import read_infos, read_meta, read_tensors
+from lockstep.checkpoint import place_of, read_infos, read_meta, read_tensors
 from lockstep.dist import is_main_process, run_on_main
 from lockstep.errors import ConfigError, counted, require_known, require_one_of
 from lockstep.location import Location, locate
@@ -326,9 +326,9 @@ def _checkpoint(path: str | Path, *, best: bool) -> Location:
         what = "is a file" if location.exists() else "does not exist"
         if location.is_dir():
             what = f"holds no {'best' if best else 'complete'} checkpoint"
+        elsewhere = place_of(location) or ". Those of a run lie under work_dirs/NAME/TIME, as epoch_1"
         raise ConfigError(
-            f"`CKPT` must be a checkpoint, the folder of a run, or a work_dir, but {location} {what}. Those of a run "
-            "lie under work_dirs/NAME/TIME, as epoch_1"
+            f"`CKPT` must be a checkpoint, the folder of a run, or a work_dir, but {location} {what}{elsewhere}"
         )
     return found
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import find_checkpoints, find_last_checkpoint, is_checkpoint, read_meta
+from lockstep.checkpoint import find_checkpoints, find_last_checkpoint, is_checkpoint, place_of, read_meta
 from lockstep.checkpoint.search import readable_manifest
 from lockstep.errors import ConfigError, listed
 from lockstep.location import Location, locate
@@ -181,10 +181,10 @@ def _no_weights(location: Location, argument: str) -> ConfigError:
     """Return the error that says what is at a path instead of weights."""
     wanted = f"{argument} must be a checkpoint, or a folder or a file of weights, but {location}"
     if not location.is_dir():
-        return ConfigError(
-            f"{wanted} does not exist. Download weights from the web first; those in a bucket may be given as "
-            "s3://BUCKET/NAME"
+        elsewhere = place_of(location) or (
+            ". Download weights from the web first; those in a bucket may be given as s3://BUCKET/NAME"
         )
+        return ConfigError(f"{wanted} does not exist{elsewhere}")
     found = sorted(one.name for one in location.iterdir())
     if _ADAPTER in found:
         return ConfigError(

@@ -11,7 +11,6 @@ from environments import LOCKSTEP
 from torch import nn
 
 import mmengine.hooks
-from lockstep.errors import ConfigError
 from mmengine.config import ConfigDict
 from mmengine.hooks import CheckpointHook, EarlyStoppingHook, EMAHook, Hook, LoggerHook
 from mmengine.hooks.test_time_aug_hook import PrepareTTAHook
@@ -52,15 +51,16 @@ def test_the_points_of_a_training_in_order(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.skipif(not LOCKSTEP, reason="MMEngine writes to other backends, and files to be published")
 def test_records_and_checkpoints_go_through_the_file_system(caplog):
     LoggerHook(interval_exp_name=100, out_suffix=(".json",), keep_local=False, backend_args={"backend": "local"})
     CheckpointHook(save_param_scheduler=False, published_keys=["meta"], file_client_args={"backend": "local"})
     assert "`published_keys` does nothing" in caplog.text
     with pytest.raises(
-        ConfigError, match="`out_dir` must be None, but is 's3://bucket': records are written through the file"
+        ValueError, match="`out_dir` must be None, but is 's3://bucket': records are written through the file"
     ):
         LoggerHook(out_dir="s3://bucket")
-    with pytest.raises(ConfigError, match=r"`backend_args` must be None, but is {.backend.*: checkpoints are written"):
+    with pytest.raises(ValueError, match=r"`backend_args` must be None, but is {.backend.*: checkpoints are written"):
         CheckpointHook(backend_args={"backend": "petrel"})
 
 
@@ -123,6 +123,17 @@ def test_hooks_that_do_the_same_in_all_modes(tmp_path):
     )
     runner.train()
     assert modes == ["train", "train 0", "val", "val 0"]
+
+
+def test_a_hook_says_at_which_points_it_acts():
+    class Both(Hook):
+        def after_run(self, runner) -> None: ...
+
+        def _before_epoch(self, runner, mode="train") -> None: ...
+
+    assert {*POINTS, "before_save_checkpoint", "after_load_checkpoint"} <= {*Both.stages}
+    epochs = {"before_train_epoch", "before_val_epoch", "before_test_epoch"}
+    assert set(Both().get_triggered_stages()) == {"after_run", *epochs}
 
 
 def test_hooks_of_higher_priority_come_first(tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.tree import tree_items
+from lockstep.tree import tree_items, tree_map
 from mmengine.structures import BaseDataElement
 
 
@@ -209,6 +209,33 @@ def test_a_property_gives_a_field_its_type():
     assert sample.keys() == []
     with pytest.raises(AttributeError, match="has no field"):
         _ = sample.boxes
+
+
+class Renaming(BaseDataElement):
+    """Stores a typed field under another name than that of its property."""
+
+    @property
+    def boxes(self) -> torch.Tensor:
+        return self._found
+
+    @boxes.setter
+    def boxes(self, value: torch.Tensor) -> None:
+        self.set_field(value, "_found", dtype=torch.Tensor)
+
+    @boxes.deleter
+    def boxes(self) -> None:
+        del self._found
+
+
+def test_a_property_may_store_its_field_under_any_name():
+    sample = Renaming(boxes=torch.ones(1))
+    for one in (sample, sample.clone(), pickle.loads(pickle.dumps(sample)), tree_map(lambda x: x, sample)):
+        assert one.keys() == ["_found", "boxes"]  # as in MMEngine, where their order is any
+        assert "boxes" in one
+        assert one.get("boxes").item() == 1
+    assert sample.new(x=1).keys() == ["x"]
+    assert sample.pop("boxes").item() == 1
+    assert sample.keys() == []
 
 
 def test_pickle_keeps_type_kinds_and_order():

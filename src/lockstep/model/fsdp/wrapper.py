@@ -180,6 +180,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
             kind.__deepcopy__ = _refuse_copy  # torch's own raises a bare AssertionError
         broadcast_from_first(scalars, *whole.get_all_groups())
         self.module = module
+        self.process_group = whole.get_group() if whole.ndim == 1 else None
         self._syncs_gradients = True
         self._comm: Comm | None = None
         self._replicated = ReplicatedParameters(module, scalars, self.mesh, lambda: self._syncs_gradients)

@@ -21,7 +21,7 @@ from lockstep.tree import tree_map
 
 FieldType: TypeAlias = Literal["data", "metainfo"]
 
-_STORES = ("_metainfo", "_data")  # the attributes that hold the fields; all other attributes are fields
+_STORES = ("_metainfo", "_data")  # the attributes that hold the fields; all others but `_properties` are fields
 _MISSING: Any = object()
 
 
@@ -45,7 +45,8 @@ class BaseDataElement:
     return a new element and apply only to data, at any depth of nested dicts, lists and elements.
 
     A subclass can restrict a field to a type: it defines a property `x` whose setter calls
-    `self.set_field(value, "_x", dtype=...)`. The field is then called `x` everywhere.
+    `self.set_field(value, "_x", dtype=...)`. The field is then called `x` everywhere. If it stores its value under
+    another name, both are names of fields.
 
     An element is a node of a tree (`lockstep.tree.TreeNode`): it is gathered and collected over ranks like a dict.
 
@@ -64,9 +65,10 @@ class BaseDataElement:
 
     _metainfo: dict[str, Any]
     _data: dict[str, Any]
+    _properties: dict[str, None]  # names of those that have been set, but store nothing under `_` and their name
 
     def __init__(self, *, metainfo: Mapping[str, Any] | None = None, **data: Any) -> None:
-        vars(self).update(_metainfo={}, _data={})
+        vars(self).update(_metainfo={}, _data={}, _properties={})
         if metainfo is not None:
             self.set_metainfo(metainfo)
         self.set_data(data)
@@ -113,6 +115,8 @@ class BaseDataElement:
             raise WrongTypeError(f"`{name}` must be of {dtype}, but is {describe(value)} of {type(value)}")
         if self._has_property(name):
             object.__setattr__(self, name, value)  # the property's setter calls `set_field` for `_x`
+            if f"_{name}" not in self._data and f"_{name}" not in self._metainfo:
+                self._properties[name] = None
             return
         self._check_name(name, field_type)
         if field_type == "metainfo":
@@ -132,6 +136,8 @@ class BaseDataElement:
     def new(self, *, metainfo: Mapping[str, Any] | None = None, **data: Any) -> Self:
         """Return a new element with other metainfo, other data, or both; a kind that is not given is kept."""
         element = self._with_data({} if data else self._data)
+        if data:
+            element._properties.clear()
         if metainfo is not None:
             element._metainfo.clear()
             element.set_metainfo(metainfo)
@@ -144,7 +150,7 @@ class BaseDataElement:
 
     def keys(self) -> list[str]:
         """Return the names of all data fields."""
-        return [self._public(name) for name in self._data]
+        return [*(self._public(name) for name in self._data), *self._properties]
 
     def values(self) -> list[Any]:
         """Return the values of all data fields."""
@@ -268,6 +274,7 @@ class BaseDataElement:
     def __delattr__(self, name: str) -> None:
         if self._has_property(name):
             object.__delattr__(self, name)
+            self._properties.pop(name, None)
             return
         for fields in (self._data, self._metainfo):
             if name in fields:
@@ -308,7 +315,7 @@ class BaseDataElement:
     @property
     def _data_fields(self) -> set[str]:
         """The names of the data fields; subclasses of MMEngine's class read it, and the next one."""
-        return set(self._data)
+        return {*self._data, *self._properties}
 
     @property
     def _metainfo_fields(self) -> set[str]:
@@ -317,7 +324,8 @@ class BaseDataElement:
     def _with_data(self, data: dict[str, Any]) -> Self:
         """Return a new element with these data fields, unchecked, and a copy of the metainfo."""
         element = object.__new__(type(self))
-        vars(element).update(_metainfo=deepcopy(self._metainfo), _data=dict(data))
+        kept = {"_metainfo": deepcopy(self._metainfo), "_properties": dict(self._properties)}
+        vars(element).update(kept, _data=dict(data))
         return element
 
     def _has_property(self, name: str) -> bool:
@@ -328,7 +336,7 @@ class BaseDataElement:
         return name[1:] if name.startswith("_") and self._has_property(name[1:]) else name
 
     def _check_name(self, name: str, field_type: FieldType) -> None:
-        if name in _STORES or inspect.isroutine(getattr(type(self), name, None)):
+        if name in (*_STORES, "_properties") or inspect.isroutine(getattr(type(self), name, None)):
             raise AttributeError(
                 f"a field of {type(self).__name__} must not be called {name!r}, which is part of the class. "
                 "Choose another name"
