@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lockstep import dist
 from lockstep.dist.consistency import FIRST_CALLS
 from lockstep.errors import DistError
+from lockstep.logging import read_scalars
 
 if sys.argv[1] in ("own", "shared", "hosts"):
     os.environ |= {"SIM_DEVICES": "1", "SIM_UUID": os.environ["RANK"] if sys.argv[1] == "own" else "one"}
@@ -68,6 +69,8 @@ def main(how: str, folder: Path) -> None:
         mesh = init_device_mesh("sim", (2, 2), mesh_dim_names=("replicate", "shard"))
         torch_dist.all_reduce(ones := torch.ones(1, device="sim"), group=mesh.get_group("shard"))
         found["sum"] = ones.item()
+    mixed = torch.tensor(4099, device="sim"), torch.tensor(2.5, dtype=torch.bfloat16, device="sim")
+    found["read"] = read_scalars(mixed)
     results.write_text(json.dumps(found))
     if how in ("named", "own", "hosts", "again"):
         return

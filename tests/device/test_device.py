@@ -60,6 +60,10 @@ def test_each_rank_has_its_own_device_and_the_cpu_a_backend(found: Any) -> None:
     assert [rank["backends"] for rank in found[1]] == [["simccl", BACKENDS[found[0]]]] * 2
 
 
+def test_numbers_of_several_dtypes_are_read_as_they_are(found: Any) -> None:
+    assert [rank["read"] for rank in found[1]] == [[4099, 2.5]] * 2
+
+
 def test_no_thread_asks_a_device_in_the_context_of_another(found: Any) -> None:
     assert [rank["queries without a device"] for rank in found[1]] == [0, 0]
 

@@ -140,6 +140,14 @@ def test_accuracy_among_the_best():
     assert second.evaluate(4) == {"accuracy": 50.0}
 
 
+@pytest.mark.parametrize("topk", [1, (1, 2)])
+def test_a_score_that_is_no_number_is_no_right_one(topk):
+    scores = torch.tensor([[1.0, 0, 0], [0, 0, 1], [torch.nan] * 3, [torch.nan, 0, 2], [torch.nan, 1, 1]])
+    metric = Accuracy(topk=topk)
+    metric.process(None, (scores, torch.tensor([0, -100, 0, 2, 2])))
+    assert metric.evaluate(5) == ({"accuracy": 20.0} if topk == 1 else {"accuracy/top1": 20.0, "accuracy/top2": 40.0})
+
+
 @pytest.mark.parametrize(
     ("topk", "samples", "says"),
     [

@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from lockstep.dist import get_rank
@@ -68,6 +69,26 @@ def test_records_wait_for_others_unless_they_are_old(tmp_path: Path, seconds, ex
     if get_rank() == 0:
         assert reader.read == expected
         assert written(runner.run_dir) == [2, 4, 6]
+
+
+class Rising(nn.Module):
+    """Returns the number of its step as the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.steps = nn.Parameter(torch.zeros(())), 0
+
+    def forward(self, *batch: object) -> Tensor:
+        self.steps += 1
+        return 0 * self.weight + self.steps
+
+
+def test_a_record_is_a_mean_over_all_its_iterations(tmp_path: Path):
+    without, cfg = {"logger": None, "checkpoint": None}, {"max_iters": 1200}
+    runner = make_runner(tmp_path, [LoggerHook(interval=1200)], kind=Rising, default_hooks=without, train_cfg=cfg)
+    runner.train()
+    record = json.loads((runner.run_dir / "metrics.jsonl").read_text().splitlines()[0])
+    assert record["loss"] == 600.5
 
 
 class Interrupted(Hook):

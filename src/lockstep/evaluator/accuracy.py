@@ -78,10 +78,14 @@ class Accuracy(BaseMetric):
             return
         if most > scores.shape[1]:
             raise ValueError(f"`topk` must be at most {scores.shape[1]}, the number of classes, but is {most}")
-        # Among equal scores the first counts as the highest, as for argmax.
-        best = scores.argmax(1, keepdim=True) if most == 1 else scores.argsort(dim=1, descending=True, stable=True)
-        right = best[:, :most] == labels.unsqueeze(1)
-        self.results.append(torch.where(right.any(1), right.int().argmax(1), most))
+        # Among equal scores the first counts as the highest, as for argmax. A NaN counts as higher than all others;
+        # of the label itself it is wrong, and so is a label that is no class.
+        classes = torch.arange(scores.shape[1], device=scores.device)
+        label = labels.long().unsqueeze(1)
+        known = label.clamp(0, scores.shape[1] - 1)
+        own = scores.gather(1, known)
+        place = (~(scores <= own)).sum(1) + ((scores == own) & (classes < known)).sum(1)
+        self.results.append(torch.where((known == label).squeeze(1), place.clamp(max=most), most))
 
     def evaluate(self, size: int | None) -> dict[str, Any]:
         """Return the percentages over all ranks; see `BaseMetric.evaluate`."""

@@ -29,7 +29,7 @@ def require_whole(name: str, value: object) -> None:
 
 
 def read_scalars(values: Iterable[Scalar]) -> list[float]:
-    """Convert numbers and one-element tensors to numbers, with one read from each accelerator."""
+    """Convert numbers and one-element tensors to numbers, with one read of an accelerator for each dtype."""
     return start_reading(values)()
 
 
@@ -41,13 +41,13 @@ def start_reading(values: Iterable[Scalar]) -> Callable[[], list[float]]:
     """
     values = list(values)
     read: dict[int, float] = {}
-    by_device: dict[torch.device, list[Tensor]] = {}
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # a common dtype might round a value
     for value in values:
         if isinstance(value, Tensor) and value.is_cpu:
             read[id(value)] = float(value.item())  # ten of these take a quarter of the time of a stack
         elif isinstance(value, Tensor):
-            by_device.setdefault(value.device, []).append(value)
-    under_way = [(tensors, *_copy_to_host(tensors, device)) for device, tensors in by_device.items()]
+            alike.setdefault((value.device, value.dtype), []).append(value)
+    under_way = [(tensors, *_copy_to_host(tensors, device)) for (device, _), tensors in alike.items()]
 
     def complete() -> list[float]:
         for tensors, numbers, event in under_way:
@@ -135,6 +135,9 @@ class MessageHub:
 
     Args:
         name: the hub's name.
+
+    Attributes:
+        max_length: the maximum number of values of a history that begins.
     """
 
     _current: ClassVar[MessageHub | None] = None
@@ -142,6 +145,7 @@ class MessageHub:
 
     def __init__(self, name: str = "lockstep") -> None:
         self.name = name
+        self.max_length = 1000
         self._scalars: dict[str, HistoryBuffer] = {}
         self._infos: dict[str, Any] = {}
         self._sources: dict[str, Callable[[], Any]] = {}
@@ -187,7 +191,7 @@ class MessageHub:
         require_whole(key, value)
         history = self._scalars.get(key)
         if history is None:
-            history = self._scalars[key] = HistoryBuffer()
+            history = self._scalars[key] = HistoryBuffer(self.max_length)
         history.values.append(value)
 
     def update_scalars(self, log_dict: Mapping[str, Any], resumed: bool = True) -> None:
