@@ -223,7 +223,7 @@ def test_each_attempt_has_a_store_of_its_own_for_the_ranks(node):
     for attempt in range(3):
         infos = meet(*nodes)
         assert [info.rank for info in infos] == [0, 1]
-        assert [rendezvous.attempt for rendezvous in nodes] == [attempt] * 2
+        assert [one.attempt for one in nodes] == [attempt] * 2
         (address,) = {(info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port) for info in infos}
         ports.add(address[1])
     assert len(ports) == 3
