@@ -237,6 +237,17 @@ def test_there_is_no_false_alarm(tmp_path: Path, case):
     assert runner.iter == COMPLETE
 
 
+@ranks(4)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_groups_that_train_by_themselves_are_not_compared_with_each_other(tmp_path: Path, kind):
+    groups = [torch.distributed.new_group(members) for members in ([0, 1], [2, 3])]
+    strategy = {"type": kind, "process_group": groups[get_rank() // 2]}
+    hooks = [FlipBit("buffer", 3, after=3), ReplicaCheckHook(interval=1)]
+    with pytest.raises(DivergenceError) as caught:
+        make_runner(tmp_path, strategy, hooks, 5).train()
+    assert (caught.value.name, caught.value.ranks, caught.value.iteration) == (NAMES["buffer"], (3,), 3)
+
+
 @ranks(2)
 def test_unequal_amounts_of_data_and_synchronised_norms_are_no_fault(tmp_path: Path):
     # Rank 1 has fewer batches, and keeps its running statistics while it waits for rank 0.

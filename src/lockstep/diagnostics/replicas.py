@@ -254,9 +254,10 @@ def held_by(run: TrainRun, ignore: Iterable[str] = ()) -> list[Held]:
 
 def _group_of(model: nn.Module) -> str:
     """Return a name for the ranks that are replicas of each other; empty if these are all ranks."""
-    if not isinstance(model, DistributedDataParallel):
+    group = getattr(model, "process_group", None)
+    if group is None:
         return ""
-    ranks = get_process_group_ranks(model.process_group)
+    ranks = get_process_group_ranks(group)
     return "" if len(ranks) == torch.distributed.get_world_size() else f"ranks {ranks}"
 
 
@@ -268,7 +269,8 @@ def _part_of(tensor: Any, group: str) -> str:
     axes = mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.ndim))
     coordinates = mesh.get_coordinate() or ()
     along = zip(axes, coordinates, tensor.placements, strict=True)
-    return ", ".join(f"{axis} {place}" for axis, place, placement in along if not placement.is_replicate())
+    places = [f"{axis} {place}" for axis, place, placement in along if not placement.is_replicate()]
+    return ", ".join([group, *places] if group else places)
 
 
 def _not_averaged(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> set[str]:
