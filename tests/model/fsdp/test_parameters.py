@@ -254,3 +254,34 @@ def test_ignored_modules_keep_their_buffers_as_they_keep_their_parameters():
     net[1].running_mean.fill_(get_rank() + 1.0)
     MMFullyShardedDataParallel(net, ignored_modules=[net[1]], sync_module_states=True)
     assert net[1].weight.tolist() == net[1].running_mean.tolist() == [get_rank() + 1.0] * 2
+
+
+class Places(nn.Module):
+    """Returns its parameter, a view of it, or a copy."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.weight = form, nn.Parameter(torch.ones(6, 4))
+
+    def forward(self) -> torch.Tensor:
+        return {"itself": self.weight, "view": self.weight[:4], "copy": self.weight[:4].clone()}[self.form]
+
+
+class Placed(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.places, self.layer = Places(form), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x + self.places()[:4]).square().mean()
+
+
+@ranks(2)
+@pytest.mark.parametrize(("form", "frees"), [("itself", True), ("view", True), ("copy", True), ("itself", False)])
+def test_a_unit_that_is_freed_may_not_return_its_parameters(form: str, frees: bool) -> None:
+    model = MMFullyShardedDataParallel(Placed(form), auto_wrap_policy={Places}, reshard_after_forward=frees)
+    if frees and form != "copy":
+        with pytest.raises(ConfigError, match=r"`places` must not return its parameter `places.weight`.*weight.clone"):
+            model(torch.ones(4, 4))
+    else:
+        assert model(torch.ones(4, 4)).isfinite()

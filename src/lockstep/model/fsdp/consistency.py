@@ -12,15 +12,18 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lockstep.dist import all_reduce
 from lockstep.dist.agreement import from_all
 from lockstep.errors import CollectiveMismatchError, ConfigError, listed
+from lockstep.groups import this_rank
 from lockstep.model.autograd_graph import backward_pass, never_compiled, nodes_of, on_backward
 from lockstep.model.call_order import CallOrder
 from lockstep.model.fsdp.units import is_unit, sites_by_unit
 from lockstep.model.parts import parameter_at
 from lockstep.model.written import LostWrites
+from lockstep.tree import tree_leaves
 
 _COMPARED_PASSES = 6  # passes of each kind that are compared
 _REMEDY = (
@@ -47,6 +50,7 @@ class Consistency:
         replicated: parameters that are not sharded, but whose gradients are averaged.
         find_unused: allow different parameters of a unit to get gradients on different ranks. A rank without a gradient
             contributes zeros if another rank has one. Every backward pass is then compared.
+        frees: units are freed after their forward passes, all but the outermost, so none may return its parameters.
 
     **Cost**: in a compared forward pass, one exchange between the hosts, in the first six for each unit, and
     two readings of all gathered parameters, to find those that are written. In a compared backward pass, a walk over
@@ -54,8 +58,10 @@ class Consistency:
     parameter.
     """
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, replicated: Collection[Tensor], find_unused: bool) -> None:
-        self._find_unused = find_unused
+    def __init__(
+        self, module: nn.Module, mesh: DeviceMesh, replicated: Collection[Tensor], find_unused: bool, frees: bool
+    ) -> None:
+        self._find_unused, self._frees = find_unused, frees
         self._module = module
         self._units = {unit: name for name, unit in module.named_modules() if is_unit(unit)}
         self._unit_names = list(self._units.values())
@@ -202,6 +208,8 @@ class Consistency:
 
     def _before_release(self, module: nn.Module, args: Any, output: Any) -> None:
         self._writes.end(module)
+        if self._order.is_sampled and self._frees and module is not self._module:
+            self._refuse_own(module, output)
 
     def _after_unit(self, module: nn.Module, args: Any, output: Any) -> None:
         if backward_pass() != -1 or module not in self._running:
@@ -209,6 +217,22 @@ class Consistency:
         del self._running[self._running.index(module) :]
         if not self._running:
             self._order.end(failed=sys.exception() is not self._handled)
+
+    def _refuse_own(self, module: nn.Module, output: Any) -> None:
+        """Refuse a parameter, or a view of one, as output: its memory is about to be freed (torch 2.13: SIGSEGV)."""
+        names = {
+            parameter_at(site).untyped_storage().data_ptr(): name
+            for site, name in self._sites[module].items()
+            if not isinstance(parameter_at(site), DTensor)
+        }
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and (name := names.get(leaf.untyped_storage().data_ptr())):
+                raise ConfigError(
+                    f"`{self._units[module]}` must not return its parameter `{name}`, nor a view of it, because FSDP "
+                    f"frees what it has gathered for a unit when the unit's forward pass ends ({this_rank()}). Return "
+                    f"{name.rpartition('.')[2]}.clone(), or let `auto_wrap_policy` make no unit of this module, or "
+                    "give reshard_after_forward=False"
+                )
 
     def _refuse_writes(self, lost: Mapping[str, str]) -> None:
         """Raise an error if a write is lost on any rank. **Collective**: every rank of the mesh.

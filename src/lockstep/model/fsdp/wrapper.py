@@ -184,7 +184,8 @@ class MMFullyShardedDataParallel(ModelWrapper):
         self._syncs_gradients = True
         self._comm: Comm | None = None
         self._replicated = ReplicatedParameters(module, scalars, self.mesh, lambda: self._syncs_gradients)
-        self._consistency = Consistency(module, whole, scalars, find_unused_parameters)
+        frees = sharding.reshard_after_forward is not False
+        self._consistency = Consistency(module, whole, scalars, find_unused_parameters, frees)
         axes = [axis for axis in range(whole.ndim) if whole.size(axis) > 1]
         if device.type != "cpu" and axes:
             # The watch reports collectives that hang on a device, but only those that it has been told of.
