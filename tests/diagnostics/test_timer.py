@@ -199,8 +199,14 @@ def test_an_evaluation_between_iterations_is_not_timed(tmp_path: Path, monkeypat
     clock = Clock(monkeypatch)
 
     class Passing(Hook):
+        def before_train_epoch(self, runner) -> None:
+            clock.passes(20.0)
+
         def before_train_iter(self, runner, batch_idx, data_batch=None) -> None:
             clock.passes(2.0)
+
+        def after_val_epoch(self, runner, metrics=None) -> None:
+            clock.passes(30.0)
 
         def after_val_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
             clock.passes(50.0)
@@ -210,5 +216,5 @@ def test_an_evaluation_between_iterations_is_not_timed(tmp_path: Path, monkeypat
         tmp_path, None, custom_hooks=[Passing()], val_dataloader=data, train_cfg={"max_iters": 3, "val_interval": 1}
     )
     hub = runner.message_hub
-    assert hub.get_scalar("train/time").data[0] == [2.0] * 3
+    assert hub.get_scalar("train/time").data[0] == [22.0, 2.0, 2.0]
     assert hub.get_scalar("train/data_time").data[0] == [0.0] * 3

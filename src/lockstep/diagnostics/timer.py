@@ -47,6 +47,7 @@ class IterTimerHook(Hook):
         self._iteration_began = 0.0
         self._evaluation_began: float | None = None
         self._evaluated = 0.0  # seconds of evaluations since the iteration began
+        self._evaluation_ended = 0.0
 
     def before_train_epoch(self, runner: TrainRun) -> None:
         """Start the clock."""
@@ -55,7 +56,8 @@ class IterTimerHook(Hook):
     def before_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None) -> None:
         """Record how long the batch took to arrive."""
         began = max(self._iteration_began, runner.train_loop.iter_ended)  # not while hooks worked
-        runner.message_hub.update_scalar("train/data_time", perf_counter() - began - self._evaluated)
+        evaluated = self._evaluated if self._evaluation_ended > began else 0.0
+        runner.message_hub.update_scalar("train/data_time", perf_counter() - began - evaluated)
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Record how long the iteration took, including the wait for data."""
@@ -76,7 +78,8 @@ class IterTimerHook(Hook):
     def after_val(self, runner: Run) -> None:
         """Let the clock go on."""
         if self._evaluation_began is not None:  # not after the metrics alone, which a loop by hand records
-            self._evaluated += perf_counter() - self._evaluation_began
+            self._evaluation_ended = perf_counter()
+            self._evaluated += self._evaluation_ended - self._evaluation_began
             self._evaluation_began = None
 
 

@@ -46,7 +46,8 @@ class TrainLoop(ABC):
             of another size, has more or fewer iterations than `epoch_length`.
         samples: number of this rank's samples in the present batch that count; 0 if this rank has run out of batches
             and others have not.
-        iter_ended: when the hooks of the last iteration had ended, by `perf_counter`; what follows waits for data.
+        iter_ended: when the hooks of the last iteration, or those before it, had ended, by `perf_counter`; what follows
+            waits for data.
         batch_size_of: returns what a batch counts for; None for its number of samples.
         stop_training: set it to end the training after the present epoch or iteration.
         is_ending_iter: whether `after_train_iter` is being called: the iteration is done, but not in `iter` yet.
@@ -159,6 +160,7 @@ class TrainLoop(ABC):
                 "%s. Give it all parameters, or freeze these with requires_grad_(False)",
                 len(names), ", ".join(names),
             )  # fmt: skip
+        self.iter_ended = perf_counter()
 
     def _end_training(self) -> None:
         """Warn of gradients that are not used, and let the model have the weights to evaluate."""
