@@ -49,7 +49,7 @@ class TrainLoop(ABC):
         iter_ended: when the hooks of the last iteration, or those before it, had ended, by `perf_counter`; what follows
             waits for data.
         batch_size_of: returns what a batch counts for; None for its number of samples.
-        stop_training: set it to end the training after the present epoch or iteration.
+        stop_training: set it, on every rank, to end the training after the present epoch or iteration.
         is_ending_iter: whether `after_train_iter` is being called: the iteration is done, but not in `iter` yet.
     """
 
