@@ -15,6 +15,7 @@ import pytest
 
 from lockstep.cli.doctor import Doctor
 from lockstep.cli.doctor.finding import Finding, print_table
+from lockstep.cli.doctor.over_ranks import _threads
 
 DOCTOR = (sys.executable, "-m", "lockstep", "doctor", "--json")
 _OF_LAUNCHERS = (
@@ -265,6 +266,33 @@ def test_tables_have_each_finding_and_remedy(lockstep):
     assert "over 2 ranks" in out
     assert f"{2 * cores} threads of 2 ranks on " in out
     assert "Set OMP_NUM_THREADS=" in out
+
+
+def a_rank(host: str, machine: str, cores: range, usable: float, threads: int) -> dict[str, object]:
+    return {"host": host, "machine": machine, "cores": [*cores], "usable": usable, "threads": threads}
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        # A quota of 4 CPUs in a container on a machine of 64, and the same without one.
+        ([a_rank("pod", "a", range(64), 4.0, 4)] * 8, "pod: 32 threads of 8 ranks on 4 cores: they wait"),
+        ([a_rank("pod", "a", range(64), 64.0, 8)] * 8, "pod: 64 threads of 8 ranks on 64 cores"),
+        # Bound to cores of their own, or to the same ones.
+        ([a_rank("h", "a", range(n, n + 2), 2.0, 2) for n in (0, 2)], "h: 4 threads of 2 ranks on 4 cores"),
+        ([a_rank("h", "a", range(2), 2.0, 2)] * 2, "h: 4 threads of 2 ranks on 2 cores: they wait"),
+        # Two machines of one name, and a system that does not know its ranks' cores.
+        (
+            [a_rank("h", name, range(2), 2.0, 1) for name in "aabb"],
+            "\n".join(["h: 2 threads of 2 ranks on 2 cores"] * 2),
+        ),
+        ([a_rank("h", "", range(0), 8.0, 4)] * 2, "h: 8 threads of 2 ranks on 8 cores"),
+    ],
+)
+def test_ranks_share_the_cores_and_the_quota_of_their_machine(facts: list[dict[str, object]], says: str) -> None:
+    found = _threads(facts)
+    assert found.text.startswith(says)
+    assert found.status == ("warning" if "wait" in says else "ok")
 
 
 def test_what_other_ranks_find_is_shown_where_it_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,9 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from lockstep.dataset import build_dataloader, length_of, set_epoch
-from lockstep.dataset.position import loader_state, restore_loader_state
-from lockstep.dist import all_gather_object
+from lockstep.dataset.position import check_alike, loader_state, restore_loader_state
+from lockstep.dataset.stream import checksum_of
+from lockstep.dist import all_gather_object, get_rank
 from lockstep.errors import ConfigError
 from lockstep.testing import ranks, run_ranks
 
@@ -166,6 +167,48 @@ def test_a_pass_that_was_left_is_forgotten(workers):
     assert seen(again) == whole
 
 
+@pytest.mark.parametrize("kind", [Numbers, Parted])
+def test_workers_that_live_on_take_a_position(kind):
+    data = loader(kind(), workers=2, persistent_workers=True)
+    batches = iter(data)
+    begun = [next(batches).tolist() for _ in range(3)]
+    position = data.state_dict()
+    rest = [batch.tolist() for batch in batches]
+    data.load_state_dict(position)
+    assert seen(data) == rest
+    assert seen(data) == begun + rest
+
+
+@ranks(2)
+def test_ranks_may_each_take_back_a_position_of_their_own():
+    data = loader(Numbers())
+    next(iter(data))
+    again = loader(Numbers())
+    again.load_state_dict(data.state_dict())
+    left = seen(again)
+    check_alike(again)
+    assert sorted(number for part in all_gather_object(left) for batch in part for number in batch) == sorted(
+        order_of(0)[4:]
+    )
+
+
+class PlainParts(Numbers):
+    def split_over(self, part: int, parts: int) -> Any:
+        return range(part, self.length, parts)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_parts_need_not_say_where_they_are(workers):
+    data = loader(PlainParts(), workers)
+    batches = iter(data)
+    first = next(batches).tolist()
+    position = data.state_dict()
+    again = loader(PlainParts(), workers)
+    with pytest.raises(ValueError, match="PlainParts, or what its `split_over` returns, can't"):
+        again.load_state_dict(position)
+    assert seen(again) == [first] + [batch.tolist() for batch in batches]
+
+
 @ranks(2)
 def test_a_loader_state_other_workers_is_not_taken():
     data = loader(Parted(), workers=2)
@@ -226,3 +269,46 @@ def test_each_pass_has_another_order_by_each_generator(generator, workers, persi
     assert len(set(map(tuple, orders))) == 3
     assert all(sorted(order) == [*range(23)] for order in orders)
     assert found == passes(Shuffled(generator), 0, 4, 3, persistent=False)
+
+
+class ShuffledParts(Shuffled):
+    def __init__(self, generator: str, part: int = 0, parts: int = 1) -> None:
+        super().__init__(generator)
+        self.part, self.parts = part, parts
+
+    def split_over(self, part: int, parts: int) -> ShuffledParts:
+        return ShuffledParts(self.generator, part, parts)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from list(super().__iter__())[self.part :: self.parts]
+
+
+@ranks(2)
+@pytest.mark.parametrize("generator", ["torch", "numpy", "python"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_parts_of_a_shuffled_stream_belong_to_one_order(generator, workers):
+    for draw in (torch.manual_seed, np.random.seed, random.seed):
+        draw(get_rank())
+    by_rank = all_gather_object(passes(ShuffledParts(generator), workers, 4, 2, persistent=False))
+    for epoch in range(2):
+        assert sorted(number for one in by_rank for batch in one[epoch] for number in batch) == [*range(23)]
+    assert by_rank[0][0] != by_rank[0][1]
+
+
+def test_a_checksum_is_of_all_values_that_a_batch_has():
+    prompt, blank = torch.arange(80), torch.zeros(1, 28, 28)
+    digit = blank.clone()
+    digit[0, 20, 20] = 1
+    pairs: list[tuple[Any, Any]] = [
+        (torch.cat([prompt, torch.tensor([1])]), torch.cat([prompt, torch.tensor([2])])),
+        (np.append(prompt, 1.0), np.append(prompt, 2.0)),
+        ((digit, 7), (digit * 2, 7)),
+        (["a" * 99, "b"], ["a" * 99, "c"]),
+        (np.array(["a", None]), np.array(["b", None])),
+        (prompt.bfloat16().expand(2, 80).t(), prompt.bfloat16().expand(2, 80).t() + 1),
+    ]
+    for one, other in pairs:
+        assert None is not checksum_of(one) == checksum_of(one) != checksum_of(other)
+    # These do not tell a batch from others, or are not all known here.
+    for batch in (blank, torch.zeros(0), [5, 5, None], (prompt, prompt.to("meta"), 1), (1, 2, object())):
+        assert checksum_of(batch) is None

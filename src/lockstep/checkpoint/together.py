@@ -104,7 +104,8 @@ def run_then_complete(
         on_all: runs on every rank, without collectives.
         on_main: runs on rank 0, without collectives; returns an entry for each rank. That of rank 0 stays there as it
             is.
-        undo: runs on rank 0 if a step has failed, before any rank raises.
+        undo: runs on rank 0 if a step has failed, before any rank raises. An error of its own is the cause of what rank
+            0 raises, unless a step has failed there.
         exchange: how results and entries go from rank to rank; by default, by collectives.
 
     **Collective**: every rank.
@@ -126,7 +127,8 @@ def run_then_complete(
             entries, error = attempt(lambda: on_main([found for found, _ in outcomes]))
             failed = None if error is None else Failure.of(error)
         if failed is not None and undo is not None:
-            undo()
+            _, undone = attempt(undo)
+            error = undone if error is None else error
         sent = [None] * len(outcomes) if entries is None else [None, *entries[1:]]
         replies = [(entry, failed) for entry in sent]
     entry, failed = exchange.scatter(replies)
@@ -158,24 +160,27 @@ def read_once(sizes: Sequence[int], read: Callable[[int, Tensor], None], place: 
         read: fills bytes in CPU memory from the bucket of a number. No collective.
         place: takes the bytes of the bucket of a number, on the group's device. No collective.
 
-    **Collective**: every rank. **Cost**: a broadcast of each bucket; memory for one on the host and on the device.
+    **Collective**: every rank. **Cost**: a broadcast of each bucket; memory for one on the host, and one on the device.
 
     Raises:
         BaseException: the first error of this rank. The caller tells the others of it, as `on_all` does.
     """
     comm = resolve()
-    own, error = torch.empty(0, device="cpu"), None
+    own, error = list[Tensor](), None
     for number, size in enumerate(sizes):
         src = number % comm.size
         if src == 0 and number + comm.rank < len(sizes):  # all ranks read at the same time
-            own = torch.empty(sizes[number + comm.rank], dtype=torch.uint8, device="cpu")
+            own.append(torch.empty(sizes[number + comm.rank], dtype=torch.uint8, device="cpu"))
             if error is None:
-                _, error = attempt(partial(read, number + comm.rank, own))
-        is_own = src == comm.rank
-        sent = own.to(comm.comm_device) if is_own else torch.empty(size, dtype=torch.uint8, device=comm.comm_device)
+                _, error = attempt(partial(read, number + comm.rank, own[0]))
+        if src == comm.rank:
+            sent = own.pop().to(comm.comm_device)
+        else:
+            sent = torch.empty(size, dtype=torch.uint8, device=comm.comm_device)
         broadcast(sent, src)
         if error is None:
             _, error = attempt(partial(place, number, sent))
+        del sent  # before there is memory for the next one
     if error is not None:
         raise error
 

@@ -186,9 +186,9 @@ class CfgOptionsCommand(TyperCommand):
 class ScriptCommand(TyperCommand):
     """A command that runs a script: its own options may come before and after the script's name.
 
-    All other arguments after the name belong to the script, and so does everything after ``--``. If the script's text
-    has one of those options, too, as it stands after the name, a line says who gets it. An option that is nearly one of
-    the command's, and that the script's text does not have, is refused: the job would run on one rank.
+    All other arguments after the name belong to the script, and so does everything after ``--``. A line says which of
+    the command's own options came after the name: the script might have them, too. An option that is nearly one of the
+    command's, and that the script's text does not have, is refused: the job would run on one rank.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -216,10 +216,10 @@ class ScriptCommand(TyperCommand):
             else:
                 others += [name] if script and name.startswith("--") else []
                 script.append(arg)
+        if late and not ctx.resilient_parsing:
+            say(f"`lockstep launch` takes {', '.join(late)}; after --, {script[0]} would")
         with suppress(OSError, UnicodeError):  # a module, or no file that can be read
-            text = Path(script[0]).read_text(encoding="utf-8") if late + others and not ctx.resilient_parsing else ""
-            if taken := ", ".join(name for name in late if _has(text, name)):
-                say(f"{taken} goes to `lockstep launch`; {script[0]}, which has it, too, would get it after --")
+            text = Path(script[0]).read_text(encoding="utf-8") if others and not ctx.resilient_parsing else ""
             for name in others if text else ():
                 is_its_own = name in text or name.strip("-").replace("-", "_") in text  # also as a field of a dataclass
                 if not is_its_own and (meant := _nearly(name, takes_value)):
@@ -228,10 +228,6 @@ class ScriptCommand(TyperCommand):
                         f"mean `{meant}`? After -- it goes to the script"
                     )
         return super().parse_args(ctx, [*own, "--", *script])
-
-
-def _has(script: str, name: str) -> bool:
-    return f"'{name}'" in script or f'"{name}"' in script
 
 
 def _nearly(name: str, options: Iterable[str]) -> str | None:

@@ -20,6 +20,7 @@ from lockstep.dataset.random_state import mixed_seed, portable, seed_generators,
 from lockstep.dataset.sampler import HEAD_LENGTH, is_other
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError, listed
+from lockstep.transport.moving import bytes_of
 from lockstep.tree import tree_leaves, tree_map
 
 _logger = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class StreamShard(IterableDataset[Any]):
     Before each pass `set_epoch(epoch)` is called if the dataset has it. The dataset must yield the same order in every
     process. While it makes its samples, the global generators of torch (CPU), Python and numpy have a separate state,
     which `seed` and the epoch determine; so it may shuffle by these, or by a generator that it seeds with a fixed seed
-    and the epoch.
+    and the epoch. All parts that `split_over` returns begin with the same state.
 
     A dataset that has `state_dict` and `load_state_dict` resumes where it was saved, on any number of ranks and
     workers. Its `state_dict` must describe the position after the last sample that it has yielded. Without them, the
@@ -118,7 +119,7 @@ class StreamShard(IterableDataset[Any]):
         self._splits_over_ranks = split == "ranks"
         self.compares = self.splits_samples or self._splits_over_ranks
         # Whether the dataset can report its position and resume there.
-        self.has_position = hasattr(dataset, "load_state_dict") and _says_where_it_is(dataset)
+        self.has_position = _says_where_it_is(dataset)
         # In shared memory, so that persistent workers see it change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._begin = _BEGINNING
@@ -169,7 +170,7 @@ class StreamShard(IterableDataset[Any]):
         # The loader begins at worker 0. Where a stream that splits itself goes on, it may be another one's turn.
         waits = own < begin.batches % workers
         turn = [_NO_SAMPLE] * (self.batch_size if waits else 0)
-        if not self.splits_samples and not self._splits_over_ranks:
+        if not self.compares and not self._asks_for_parts:
             self._open(state, workers)
             return chain(turn, self._whole(iter(self._source)))
         with separate_random_state(self._random):
@@ -203,9 +204,9 @@ class StreamShard(IterableDataset[Any]):
 
     def _note(self, sample: Any) -> None:
         self._taken += 1
-        # Workers that split the stream themselves have other samples each, and go on where each of them was.
-        is_alike = self.splits_samples or (self._worker == 0 and len(self._head) == self._taken - 1)
-        if len(self._head) < HEAD_LENGTH and self.compares and is_alike:
+        # Workers that split the stream themselves have other samples each; and each may go on where it was.
+        is_alike = self.splits_samples or (self._splits_over_ranks and self._worker == 0)
+        if is_alike and len(self._head) == self._taken - 1 < HEAD_LENGTH:
             kinds = (_RARELY_CHANGED, _OFTEN_CHANGED)  # by augmentation; the latter where there is nothing else
             values = next(filter(None, (list(islice(_values_in(sample, one), _MOST_COMPARED)) for one in kinds)), [])
             self._head.append(crc32(repr(values).encode()))
@@ -216,6 +217,7 @@ class StreamShard(IterableDataset[Any]):
             self._set_epoch()
             rank, ranks = self.shard
             self._source = self.dataset.split_over(rank * workers + self._worker, ranks * workers)
+            self.has_position = _says_where_it_is(self._source)
         else:
             self._source = self.dataset
             if self.has_position:
@@ -236,6 +238,8 @@ class StreamShard(IterableDataset[Any]):
             self.dataset.set_epoch(int(self._epoch))
 
     def _is_in_shard(self, index: int, workers: int) -> bool:
+        if self._asks_for_parts:
+            return True
         rank, ranks = self.shard
         is_own = self._splits_over_ranks or index // ranks // self.batch_size % workers == self._worker
         return index % ranks == rank and is_own
@@ -254,7 +258,7 @@ class StreamLoader(DataLoader[Any]):
 
     Attributes:
         head: checksums of the first samples of this pass, of which all ranks and workers must make the same; empty if
-            the dataset splits itself.
+            the dataset splits itself, or begins inside the stream.
         samples: the number of samples in the last batch; None if samples are not put into batches.
     """
 
@@ -268,6 +272,8 @@ class StreamLoader(DataLoader[Any]):
         super().__init__(dataset, collate_fn=partial(_with_position, collate_fn, dataset, in_batches), **kwargs)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self._begin is not _BEGINNING:
+            self._iterator = None  # persistent workers can't be told of it, and others start
         self._at, self._begin, self.head = self._begin, _BEGINNING, []
         self.dataset.begin_at(self._at)
         return self._noting(super().__iter__())
@@ -294,7 +300,11 @@ class StreamLoader(DataLoader[Any]):
         """
         whole = self.dataset.dataset
         if not isinstance(whole, Sized) or not self.dataset.splits_samples:
-            raise TypeError(f"the number of batches of {type(whole).__name__} is not known in advance")
+            raise TypeError(
+                f"the number of batches of {type(whole).__name__} is not known in advance: "
+                + ("it splits itself" if isinstance(whole, Sized) else "it has no `__len__`")
+                + ". Count iterations, as with `max_iters`, or go on until the loader ends"
+            )
         rank, ranks = self.dataset.shard
         samples, size = len(range(rank, len(whole), ranks)), self.dataset.batch_size
         return samples // size if self.drop_last else -(-samples // size)
@@ -330,7 +340,7 @@ class StreamLoader(DataLoader[Any]):
 
         Raises:
             ValueError: the stream splits itself, and it was saved with another rank, number of ranks, number of workers
-                or batch size.
+                or batch size, or could not say where it was.
         """
         layout, batches = list(state_dict["layout"]), state_dict["batches"]
         if self.dataset.splits_samples:
@@ -339,7 +349,14 @@ class StreamLoader(DataLoader[Any]):
             return
         if layout != self._layout():
             raise ValueError(
-                f"[rank, ranks, workers, batch size] must be {layout}, as they were saved, but are {self._layout()}"
+                f"[rank, ranks, workers, batch size] must be {layout}, as they were saved, but are {self._layout()}. "
+                "Use as many of each, or begin the pass anew"
+            )
+        if batches and not state_dict["workers"]:
+            raise ValueError(
+                f"the state after {batches} batches must say where each worker was, but does not: "
+                f"{type(self.dataset.dataset).__name__}, or what its `split_over` returns, can't. Give it `state_dict` "
+                "and `load_state_dict`, or take and discard as many batches"
             )
         workers = {str(worker): state for worker, state in state_dict["workers"].items()}
         self._at = self._begin = Begin(batches=batches, workers=workers)
@@ -349,12 +366,15 @@ class StreamLoader(DataLoader[Any]):
 
 
 def _says_where_it_is(dataset: Any) -> bool:
-    """Return whether `state_dict()` of a dataset says all, and needs no arguments, as some packages' loaders give."""
+    """Return whether a dataset can go on from its `state_dict()`.
+
+    That must say all, and needs no arguments, as some packages' loaders give.
+    """
     try:
         inspect.signature(dataset.state_dict).bind()
     except (AttributeError, TypeError, ValueError):
         return False
-    return not _forgets_a_buffer(dataset)
+    return hasattr(dataset, "load_state_dict") and not _forgets_a_buffer(dataset)
 
 
 def _forgets_a_buffer(part: Any) -> bool:
@@ -401,16 +421,27 @@ def _refuse(loader: Any, what: str) -> None:
 
 
 def checksum_of(batch: Any) -> int | None:
-    """Return a checksum of what is in a batch on the host; None if its values do not tell it from other batches."""
-    values: list[Any] = []
+    """Return a checksum of all values of a batch; None if they do not tell it from others, or are not on the host."""
+    checksum, items, varies = 0, set[bytes](), False
     for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.is_cpu and leaf.layout is torch.strided:
-            values += leaf.detach().reshape(-1)[:_MOST_COMPARED].tolist()
-        elif isinstance(leaf, np.ndarray):
-            values += leaf.reshape(-1)[:_MOST_COMPARED].tolist()
+        data: bytes | memoryview
+        if isinstance(leaf, Tensor):
+            if not leaf.is_cpu or leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
+                return None
+            data, size = bytes_of(leaf.detach().resolve_conj().resolve_neg().contiguous()), leaf.element_size()
+        elif isinstance(leaf, np.ndarray | np.generic):
+            data, size = (repr(leaf.tolist()).encode(), 1) if leaf.dtype.hasobject else (leaf.tobytes(), leaf.itemsize)
         elif isinstance(leaf, str | bytes | int | float):
-            values.append(leaf)
-    return crc32(repr(values).encode()) if len(set(map(str, values))) > 1 else None
+            data = repr(leaf).encode()
+            size = len(data)
+        elif leaf is None:
+            continue
+        else:
+            return None
+        checksum = crc32(data, checksum)
+        items.add(bytes(data[:size]))
+        varies = varies or data[size:] != data[:-size]
+    return checksum if varies or len(items) > 1 else None
 
 
 def streams_differ(dataset: Any, where: str) -> ConfigError:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lockstep.errors import ConfigError
 from lockstep.groups import this_rank
@@ -57,12 +58,15 @@ def hides_leaves(node: Any) -> bool:
 
 def on_backward(module: nn.Module, hook: Callable[[Tensor], None]) -> None:
     """Call `hook` with the gradient of each output of `module` when a backward pass reaches that output."""
+    hooked = WeakTensorKeyDictionary()  # leaves of the graph, such as a parameter that is returned: they live on
 
     def watch(_: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             for leaf in [output] if isinstance(output, Tensor) else tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                if isinstance(leaf, Tensor) and leaf.requires_grad and leaf not in hooked:
                     leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+                    if leaf.is_leaf:
+                        hooked[leaf] = True
 
     module.register_forward_hook(never_compiled(watch))
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from lockstep.version import __version__
 
 _VARIABLES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_LAUNCH_BLOCKING", "LOCKSTEP_CHECK", "OMP_NUM_THREADS")
 # Parts of names of variables that may differ between ranks, or that torch itself sets.
-_NOT_COMPARED = ("_IFNAME", "NCCL_HOSTID", "TORCHELASTIC", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+_NOT_COMPARED = ("_IFNAME", "NCCL_HOSTID", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 
 
 def examine(own: Sequence[Finding]) -> list[Finding]:
@@ -55,6 +57,7 @@ def _facts() -> dict[str, Any]:
     }
     return {
         "host": platform.node(),
+        "machine": _machine(),
         "versions": {
             "lockstep": __version__,
             "python": platform.python_version(),
@@ -66,6 +69,13 @@ def _facts() -> dict[str, Any]:
         "usable": usable_cores(),
         "threads": torch.get_num_threads(),
     }
+
+
+def _machine() -> str:
+    """Return what tells this machine or container from others of its name; empty where the system does not say."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8") + os.readlink("/proc/self/ns/cgroup")
+    return ""
 
 
 def _of_ranks(found: Sequence[Sequence[Mapping[str, Any]]]) -> list[Finding]:
@@ -110,9 +120,11 @@ def _threads(facts: Sequence[Mapping[str, Any]]) -> Finding:
     """Check on each host that the threads of its ranks have a core each."""
     others: list[tuple[Status, str, str]] = []
     shown = []
-    for host in dict.fromkeys(each["host"] for each in facts):
-        here = [each for each in facts if each["host"] == host]
-        cores = min(len(set().union(*(each["cores"] for each in here))), sum(each["usable"] for each in here)) or 1
+    for host, machine in dict.fromkeys((each["host"], each["machine"]) for each in facts):
+        here = [each for each in facts if (each["host"], each["machine"]) == (host, machine)]
+        cores: float = len(set().union(*(each["cores"] for each in here))) or here[0]["usable"]
+        # What a rank may use of its own cores is a quota, which they share.
+        cores = min([cores, *(each["usable"] for each in here if each["usable"] < len(each["cores"]))])
         threads = sum(each["threads"] for each in here)
         shown.append(f"{host}: {counted(threads, 'thread')} of {counted(len(here), 'rank')} on {cores:g} cores")
         if threads > cores:
