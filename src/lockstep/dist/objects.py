@@ -35,8 +35,8 @@ def all_gather_object(  # type: ignore[misc]  # the overloads share places, not 
     Args:
         data: this rank's object; or the list to fill, with one entry for each rank.
         obj: this rank's object, in the filling form. A group given here is the group of the other form. None here means
-            the default group of the other form, unless `data` is a list with one entry for each rank, of two or more:
-            that is filled. Given alone by keyword, `obj` is an alias for `data`.
+            the default group of the other form, unless `data` is a list to fill: as many Nones as there are ranks, two
+            or more. Given alone by keyword, `obj` is an alias for `data`.
         group: the process group; None is the default group.
         object_list: an alias for `data` in the filling form.
 
@@ -314,7 +314,7 @@ def _is_short(data: object, obj: object, group: GroupLike) -> bool:
     """Return whether a call has the form ``all_gather_object(obj, group)``."""
     # torch.distributed.new_group returns NON_GROUP_MEMBER to processes that are not in the group.
     is_group = isinstance(obj, ProcessGroup | DeviceMesh) or obj is GroupMember.NON_GROUP_MEMBER
-    is_to_fill = isinstance(data, list) and 1 < len(data) == resolve().size  # perhaps filled before
+    is_to_fill = isinstance(data, list) and 1 < len(data) == resolve().size and all(place is None for place in data)
     return obj is NOT_GIVEN or is_group or (obj is None and group is None and not is_to_fill)
 
 
