@@ -63,7 +63,7 @@ def on_backward(module: nn.Module, hook: Callable[[Tensor], None]) -> None:
     def watch(_: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             for leaf in [output] if isinstance(output, Tensor) else tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.requires_grad and leaf not in hooked:
+                if isinstance(leaf, Tensor) and leaf.requires_grad and not (leaf.is_leaf and leaf in hooked):
                     leaf.register_hook(hook)  # type: ignore[no-untyped-call]
                     if leaf.is_leaf:
                         hooked[leaf] = True
