@@ -261,14 +261,14 @@ PRIVATE: dict[str, Private] = {
     ),
     "_iterator": Private(
         lambda: "_iterator" in vars(DataLoader([0])),
-        ("dataset/loader.py", "dataset/position.py"),
+        ("dataset/loader.py", "dataset/stream.py"),
     ),
     "_shutdown_workers": Private(
         lambda: takes(
             importlib.import_module("torch.utils.data.dataloader")._MultiProcessingDataLoaderIter._shutdown_workers,
             "self",
         ),
-        ("dataset/position.py",),
+        ("dataset/position.py", "dataset/stream.py"),
     ),
     # Groups.
     "distributed_c10d": Private(c10d, ("groups.py", "testing/worker.py", "watch/interrupt.py")),

@@ -28,7 +28,7 @@ from lockstep.dataset.sampler import (
     is_other,
     length_of,
 )
-from lockstep.dataset.stream import StreamLoader, streams_differ
+from lockstep.dataset.stream import StreamLoader, end_workers, streams_differ
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError
 
@@ -465,10 +465,3 @@ def _set_epoch_of(dataset: Any, epoch: int) -> bool:
         return False
     found = [_set_epoch_of(one, epoch) for one in inner]
     return any(found)
-
-
-def end_workers(loader: Any) -> None:
-    """End the workers of a loader that keeps them from pass to pass; the next pass starts others."""
-    if (iterator := getattr(loader, "_iterator", None)) is not None:
-        getattr(iterator, "_shutdown_workers", lambda: None)()  # torch ends them in no public way (2.13)
-        loader._iterator = None

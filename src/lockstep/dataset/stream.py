@@ -273,7 +273,7 @@ class StreamLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self._begin is not _BEGINNING:
-            self._iterator = None  # persistent workers can't be told of it, and others start
+            end_workers(self)  # persistent ones can't be told of it
         self._at, self._begin, self.head = self._begin, _BEGINNING, []
         self.dataset.begin_at(self._at)
         return self._noting(super().__iter__())
@@ -363,6 +363,13 @@ class StreamLoader(DataLoader[Any]):
 
     def _layout(self) -> list[int]:
         return [*self.dataset.shard, max(1, self.num_workers), self.dataset.batch_size]
+
+
+def end_workers(loader: Any) -> None:
+    """End the workers of a loader that keeps them from pass to pass; the next pass starts others."""
+    if (iterator := getattr(loader, "_iterator", None)) is not None:
+        getattr(iterator, "_shutdown_workers", lambda: None)()  # torch ends them in no public way (2.13)
+        loader._iterator = None
 
 
 def _says_where_it_is(dataset: Any) -> bool:

@@ -22,7 +22,7 @@ from torch import nn
 
 from lockstep.checkpoint.loading import Stored
 from lockstep.dataset import DataShard
-from lockstep.dataset.position import end_workers
+from lockstep.dataset.stream import end_workers
 from lockstep.device import get_device
 from lockstep.errors import ConfigError, no_attribute
 from lockstep.location import Location, locate
