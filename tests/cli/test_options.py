@@ -43,11 +43,21 @@ def scripted(
     script: Annotated[list[str], typer.Argument()],
     module: Annotated[bool, typer.Option("-m")] = False,
     nproc: Nproc = None,
+    log_dir: Annotated[str, typer.Option()] = "",
 ):
     print(script, module, nproc)
 
 
-TAKES = "lockstep: `lockstep launch` takes --nproc; after --, s.py would"
+def test_an_option_that_the_script_might_have_too_is_told(tmp_path):
+    script = tmp_path / "s.py"
+    script.write_text("import options")  # which may have any
+    said = f"lockstep: `lockstep launch` takes --log-dir; after --, {script} would\n"
+    shown = f"['{script}'] False 2"
+    assert invoke(scripted, ScriptCommand, [str(script), "--nproc", "2", "--log-dir", "x"]) == said + shown
+    assert invoke(scripted, ScriptCommand, ["--log-dir", "x", str(script), "--nproc", "2"]) == shown
+    script.write_text('parser.add_argument("--nproc")')
+    said = said.replace("--log-dir", "--nproc")
+    assert invoke(scripted, ScriptCommand, [str(script), "--nproc", "2"]) == said + shown
 
 
 @pytest.mark.parametrize(
@@ -55,8 +65,8 @@ TAKES = "lockstep: `lockstep launch` takes --nproc; after --, s.py would"
     [
         (["s.py"], "['s.py'] False None"),
         (["--nproc", "2", "s.py", "x"], "['s.py', 'x'] False 2"),
-        (["s.py", "x", "--nproc", "2", "--lr", "1"], f"{TAKES}\n['s.py', 'x', '--lr', '1'] False 2"),
-        (["s.py", "--nproc=2", "-m"], f"{TAKES}\n['s.py', '-m'] False 2"),
+        (["s.py", "x", "--nproc", "2", "--lr", "1"], "['s.py', 'x', '--lr', '1'] False 2"),
+        (["s.py", "--nproc=2", "-m"], "['s.py', '-m'] False 2"),
         (["-m", "pkg.mod", "-m", "--help"], "['pkg.mod', '-m', '--help'] True None"),
         (["s.py", "--", "--nproc", "2"], "['s.py', '--nproc', '2'] False None"),
         (["--nproc", "2", "--", "-odd.py", "--"], "['-odd.py', '--'] False 2"),

@@ -69,7 +69,7 @@ def test_arguments_and_environment_reach_the_script(scripts):
     assert err == f"lockstep: starting 1 rank, OMP_NUM_THREADS={int(cores)} each ({cores:g} cores); loading torch\n"
     code, out, err = scripts.run("--nproc", "1", script, env={"OMP_NUM_THREADS": ""})  # as if it were not set
     assert (code, out) == (0, f"[] {int(cores)}\n")
-    code, out, err = scripts.run("--nproc", "2", script, env={"OMP_NUM_THREADS": "5"})
+    code, out, err = scripts.run(script, "--nproc", "2", env={"OMP_NUM_THREADS": "5"})
     assert (code, out, err) == (0, "[] 5\n[] 5\n", "lockstep: starting 2 ranks; loading torch\n")
     shows = scripts.write("import os\nprint(os.environ['GLOO_SOCKET_IFNAME'])")
     assert (
@@ -92,7 +92,7 @@ def test_a_module_runs_too(scripts):
 
 def test_a_failure_is_told_once_with_the_rank_and_its_traceback(scripts):
     script = scripts.write(SUM_OF_RANKS.format(before="if rank == 1: raise ValueError('boom')", after=""))
-    code, _, err = scripts.run("--nproc", "2", script)
+    code, _, err = scripts.run(script, "--nproc", "2")
     assert code == 1
     head, _, tail = err.partition("error: ")
     assert head.startswith("lockstep: starting 2 ranks")
@@ -175,7 +175,7 @@ def test_the_exit_code_is_that_of_the_last_attempt(scripts):
 
 def test_the_first_line_comes_before_torch(scripts):
     (scripts.folder / "torch.py").write_text("import time\ntime.sleep(60)")
-    job = scripts.start("--nproc", "2", scripts.write(""))
+    job = scripts.start(scripts.write(""), "--nproc", "2")
     assert job.stderr.readline().startswith("lockstep: starting 2 ranks")
 
 
@@ -266,7 +266,7 @@ def test_the_first_rank_keeps_the_terminal_and_the_others_write_to_logs(scripts)
     script = scripts.write("import os, sys\nprint(os.environ['RANK'], sys.stdout.isatty(), sys.stderr.isatty())")
     master, terminal = pty.openpty()
     try:
-        job = scripts.start("--nproc", "2", "--log-dir", "logs", script, stdout=terminal, stderr=terminal)
+        job = scripts.start(script, "--nproc", "2", "--log-dir", "logs", stdout=terminal, stderr=terminal)
         assert job.wait(timeout=60) == 0
         shown = os.read(master, 10_000).decode().splitlines()
     finally:

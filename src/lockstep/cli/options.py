@@ -183,12 +183,15 @@ class CfgOptionsCommand(TyperCommand):
         return super().parse_args(ctx, repeated)
 
 
+_OF_LAUNCHERS = ("--nproc", "--nnodes", "--node-rank", "--rdzv")  # which scripts hardly have
+
+
 class ScriptCommand(TyperCommand):
     """A command that runs a script: its own options may come before and after the script's name.
 
     All other arguments after the name belong to the script, and so does everything after ``--``. A line says which of
-    the command's own options came after the name: the script might have them, too. An option that is nearly one of the
-    command's, and that the script's text does not have, is refused: the job would run on one rank.
+    the command's own options came after the name, if the script might have them, too. An option that is nearly one of
+    the command's, and that the script's text does not have, is refused: the job would run on one rank.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -216,17 +219,19 @@ class ScriptCommand(TyperCommand):
             else:
                 others += [name] if script and name.startswith("--") else []
                 script.append(arg)
-        if late and not ctx.resilient_parsing:
-            say(f"`lockstep launch` takes {', '.join(late)}; after --, {script[0]} would")
-        with suppress(OSError, UnicodeError):  # a module, or no file that can be read
-            text = Path(script[0]).read_text(encoding="utf-8") if others and not ctx.resilient_parsing else ""
-            for name in others if text else ():
-                is_its_own = name in text or name.strip("-").replace("-", "_") in text  # also as a field of a dataclass
-                if not is_its_own and (meant := _nearly(name, takes_value)):
-                    ctx.fail(
-                        f"`{name}` is no option of lockstep launch, and {script[0]} does not have it either: did you "
-                        f"mean `{meant}`? After -- it goes to the script"
-                    )
+        text = ""
+        if late + others and not ctx.resilient_parsing:
+            with suppress(OSError, UnicodeError):  # a module, or no file that can be read
+                text = Path(script[0]).read_text(encoding="utf-8")
+            if told := [name for name in late if name not in _OF_LAUNCHERS or name in text]:
+                say(f"`lockstep launch` takes {', '.join(told)}; after --, {script[0]} would")
+        for name in others if text else ():
+            is_its_own = name in text or name.strip("-").replace("-", "_") in text  # also as a field of a dataclass
+            if not is_its_own and (meant := _nearly(name, takes_value)):
+                ctx.fail(
+                    f"`{name}` is no option of lockstep launch, and {script[0]} does not have it either: did you "
+                    f"mean `{meant}`? After -- it goes to the script"
+                )
         return super().parse_args(ctx, [*own, "--", *script])
 
 
