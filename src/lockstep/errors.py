@@ -34,6 +34,7 @@ from typing import TypeVar
 
 _CLOSE = 0.6  # how alike two names are at least that may be meant for each other, by difflib
 # What other frameworks call it: arguments and attributes of their trainers and callbacks, names of their strategies.
+# Such a name is no misspelling: where there is nothing of that meaning, no name is close to it.
 _ELSEWHERE = {
     "save_top_k": "save_best", "monitor": "save_best", "mode": "rule", "every_n_epochs": "interval",
     "every_n_train_steps": "interval", "dirpath": "out_dir", "max_steps": "max_iters", "ddp_spawn": "ddp", "dp": "ddp",
@@ -49,6 +50,7 @@ _ELSEWHERE = {
     "limit_train_batches": "num_batch_per_epoch", "overfit_batches": "num_batch_per_epoch", "validate": "val",
     "evaluate": "val", "global_rank": "rank", "process_index": "rank", "num_processes": "world_size",
     "is_global_zero": "is_main", "save_checkpoint": "save", "save_state": "save",
+    "checkpoint_callback": "best_checkpoint",
 }  # fmt: skip
 OTHER_FRAMEWORKS = (
     ". For names of accelerate and Lightning, see docs/side-by-side.md; of the Trainer, docs/huggingface.md"
@@ -226,9 +228,9 @@ def name_here(word: str) -> str:
 def nearest(word: str, names: Iterable[str]) -> str | None:
     """Return the name closest to `word`, or None if nothing is close.
 
-    A name that another framework has for it comes first. Letter case is ignored. Initials also match (`lr` for
-    `learning_rate`), even if `word` is misspelled. Classes that share nothing but their last word are not close, as two
-    hooks.
+    Of a name that another framework has, only what it is called here is close. Letter case is ignored. Initials also
+    match (`lr` for `learning_rate`), even if `word` is misspelled. Classes that share nothing but their last word are
+    not close, as two hooks.
 
     Example:
         >>> nearest("resnet", ["ResNet", "VGG"])
@@ -239,12 +241,12 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
         ('FlowHook', None)
         >>> nearest("CosinLR", ["ExponentialLR", "CosineRestartLR"])
         'CosineRestartLR'
-        >>> nearest("save_top_k", ["save_best", "save_last"])
-        'save_best'
+        >>> nearest("max_steps", ["max_iters", "max_epochs"]), nearest("max_steps", ["max_epochs"])
+        ('max_iters', None)
     """
     names = list(names)
-    if (same := name_here(word)) in names:
-        return same
+    if word in _ELSEWHERE and word not in names:
+        return same if (same := _ELSEWHERE[word]) in names else None
     by_folded = {name.casefold(): name for name in names}
     folded = word.casefold()
     for close in get_close_matches(folded, by_folded, n=5, cutoff=_CLOSE):

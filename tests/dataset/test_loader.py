@@ -48,6 +48,13 @@ class Counting(Dataset[int]):
         return index
 
 
+class IteratedDataset(list[int]):
+    """A data set that, as HuggingFace's, can be iterated over: by samples, where a loader has batches."""
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [self[index] for index in indices]
+
+
 class Endless(IterableDataset[int]):
     def __iter__(self):
         return iter(range(6))
@@ -340,6 +347,7 @@ def test_pseudo_collate_stacks_nothing():
         ({"dataset": Counting(), "collate_fn": "stack"}, ConfigError, "`default_collate`, `pseudo_collate`"),
         (3, TypeError, "DataLoader, an iterable of batches or a config dict, but is 3"),
         (Subset([1, 2], [0]), TypeError, r"but is .* of type Subset. Wrap the dataset: DataLoader\(dataset,"),
+        (IteratedDataset(), TypeError, r"of type IteratedDataset. Wrap .*, or dict\(dataset=..., batch_size=...\)$"),
     ],
 )
 def test_wrong_configs_are_refused(cfg, error, says):

@@ -73,3 +73,7 @@ def test_a_narrow_terminal_shows_the_first_values_beside_the_bar(width: int, sho
 )
 def test_rates_that_are_known_are_shown(known, shown):
     assert _rates(*known) == shown
+
+
+def test_what_a_function_counts_is_not_called_samples():
+    assert _rates(51_200.0, None, None, counts="units") == ["51,200 units/s"]

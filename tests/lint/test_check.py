@@ -142,6 +142,15 @@ def optimizer(**arguments):
             "`model.type` = 'torch.nn.Linaer' is no model in the module `torch.nn`: did you mean `Linear`?",
         ),
         ({"model": model(width="3")}, "`model.width` = '3' must be int, but is text. Write the number without quotes"),
+        (
+            {"model": model(width="3e0")},
+            "`model.width` = '3e0' must be int, but is text. Write the number without quotes; in YAML it needs a dot",
+        ),
+        (
+            {"train_cfg": {"max_epochs": 3, "max_steps": 10}},
+            "`train_cfg.max_steps` = 10 is not an argument of the loop `EpochBasedTrainLoop`: did you mean "
+            "`max_iters`?",
+        ),
         ({"model": model(width=2.5)}, "`model.width` = 2.5 must be int, but is a float"),
         ({"model": model(width=[3])}, "`model.width` must be int, but is a list"),
         ({"model": model(stages=3)}, "`model.stages` = 3 must be tuple[int, ...], but is an int"),

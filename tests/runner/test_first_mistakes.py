@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import Runner, Session
 from lockstep.dist import get_rank
 from lockstep.errors import ConfigError
+from lockstep.evaluator import BaseMetric
 from lockstep.hooks import Hook
 from lockstep.testing import ranks
 
@@ -99,6 +100,12 @@ def test_a_resumed_training_that_is_complete_says_so(tmp_path, length):
     assert COMPLETE not in log_of(tmp_path)
     train(tmp_path, train_cfg=length, resume=True)
     assert log_of(tmp_path).count(COMPLETE) == 1
+
+
+def test_a_resumed_training_that_is_to_be_shorter_says_so(tmp_path):
+    train(tmp_path, train_cfg={"max_epochs": 2})
+    train(tmp_path, train_cfg={"max_epochs": 1}, resume=True)
+    assert f"{COMPLETE} 2 epochs, of 1 asked for" in log_of(tmp_path)
 
 
 @ranks(1, 2)
@@ -427,6 +434,9 @@ class AsksATrainer(Hook):
             _ = runner.current_epoch
         with pytest.raises(AttributeError, match=r"no attribute 'is_global_zero'\. .* see docs/side-by-side\.md"):
             _ = runner.is_global_zero
+        for name in ("validate", "evaluate", "metrics"):  # which a run has not: no name of its own is meant
+            with pytest.raises(AttributeError, match=rf"no attribute '{name}'\. .* see docs/side-by-side\.md"):
+                getattr(runner, name)
 
 
 def test_names_of_trainers_are_told_what_a_runner_calls_them(tmp_path):
@@ -466,3 +476,55 @@ def test_only_a_schedule_whose_rates_change_gradually_is_too_long(schedule, ends
     train(tmp_path, train_cfg={"max_epochs": 1}, param_scheduler={**schedule, "by_epoch": False})
     said = f"ends after {ends} iterations, but the training after 4: the rates stop on their way"
     assert (said in log_of(tmp_path)) == ("on their way" in log_of(tmp_path)) == (ends is not None)
+
+
+def test_a_step_in_a_pass_over_evaluation_data_is_an_error(tmp_path):
+    with Session(tmp_path) as session:
+        model = nn.Linear(2, 1)
+        model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+        val = session.prepare_evaluation(loader())
+        for _ in session.epochs(1):
+            for x, y in batches:
+                session.step(nn.functional.mse_loss(model(x), y))
+            before = model.weight.clone()
+            for x, y in val:
+                with pytest.raises(RuntimeError, match=r"in a pass over a loader of prepare_evaluation\(\)"):
+                    session.step(nn.functional.mse_loss(model(x), y))
+            assert torch.equal(before, model.weight)
+
+
+def test_a_metric_that_a_loop_by_hand_does_not_give_names_log_metrics(tmp_path):
+    hook = {"type": "EarlyStoppingHook", "monitor": "val_loss"}
+    session = Session(tmp_path, custom_hooks=[hook])
+    model = nn.Linear(2, 1)
+    model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    for _ in session.epochs(1):
+        for x, y in batches:
+            session.step(nn.functional.mse_loss(model(x), y))
+        with pytest.raises(ConfigError, match=r"Known: `accuracy`\. .* passes to `session\.log_metrics`\.\n"):
+            session.log_metrics(accuracy=1.0)
+
+
+def test_a_training_in_epochs_and_iterations_says_that_one_is_to_be_given(tmp_path):
+    with pytest.raises(ConfigError, match="`train_cfg` must have either `max_epochs` or `max_iters`, but has both"):
+        train(tmp_path, train_cfg={"max_epochs": 2, "max_iters": 10})
+
+
+class FailingMetric(BaseMetric):
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        raise ValueError("nothing fits")
+
+    def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
+        return {}
+
+
+def test_a_metric_that_fails_is_named(tmp_path):
+    with pytest.raises(ValueError, match="nothing fits") as caught:
+        train(tmp_path, val_dataloader=loader(), val_evaluator=FailingMetric())
+    assert "while the metric FailingMetric was given the predictions for a batch" in caught.value.__notes__
+
+
+@pytest.mark.parametrize("option", [{"custom_hooks": [object()]}, {"visualizer": "csv"}])
+def test_parts_of_other_frameworks_are_told_where_their_counterparts_are(tmp_path, option):
+    with pytest.raises(TypeError, match=r"docs/(side-by-side|monitoring)\.md"):
+        train(tmp_path, **option)

@@ -97,9 +97,14 @@ def build_dataloader(
     shard = shard or get_dist_info()
     if isinstance(loader, Mapping):
         return _from_config(loader, seed, evaluation, shard)
-    if not hasattr(loader, "__iter__"):
+    # A data set of HuggingFace's can be iterated over, too: it has samples, which DataLoader gets by `__getitems__`.
+    if hasattr(loader, "__getitems__") or not hasattr(loader, "__iter__"):
         what = "None" if loader is None else f"{loader!r} of type {type(loader).__name__}"
-        remedy = ". Wrap the dataset: DataLoader(dataset, batch_size=...)" if hasattr(loader, "__getitem__") else ""
+        remedy = (
+            ". Wrap the dataset: DataLoader(dataset, batch_size=...), or dict(dataset=..., batch_size=...)"
+            if hasattr(loader, "__getitem__")
+            else ""
+        )
         raise TypeError(
             f"a data loader must be a torch DataLoader, an iterable of batches or a config dict, but is {what}{remedy}"
         )

@@ -190,7 +190,12 @@ class Evaluator:
     def process(self, data_samples: Any, data_batch: Any | None = None) -> None:
         """Pass one batch and the model's prediction for it to every metric."""
         for metric in self.metrics:
-            metric.process(data_batch, data_samples)
+            try:
+                metric.process(data_batch, data_samples)
+            except Exception as error:
+                own = metric.metric if isinstance(metric, TorchmetricsMetric) else metric
+                error.add_note(f"while the metric {type(own).__name__} was given the predictions for a batch")
+                raise
 
     def evaluate(self, size: int | None) -> dict[str, Any]:
         """Return the values of all metrics, the same on every rank.

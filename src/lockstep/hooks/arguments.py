@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from lockstep.errors import ConfigError, did_you_mean
 from lockstep.report.best import direction_of
 from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop
+from lockstep.runner.own_loop import OwnLoop
 from lockstep.runner.run import TrainRun
 
 _OWN_RUNS: tuple[object, ...] = (EpochBasedTrainLoop.run, IterBasedTrainLoop.run)
@@ -54,13 +55,15 @@ def check_metrics(option: str, metrics: Iterable[str], runner: TrainRun) -> None
         if loop is None and getattr(type(runner.train_loop), "run", None) in _OWN_RUNS:
             raise ConfigError(f"`{option}` is the metric {name!r}, but nothing is validated. Give `val_dataloader`")
         if known is not None and name not in known:
-            raise unknown_metric(option, name, known)
+            raise unknown_metric(option, name, known, runner)
 
 
-def unknown_metric(option: str, name: str, known: Iterable[str]) -> ConfigError:
+def unknown_metric(option: str, name: str, known: Iterable[str], runner: TrainRun) -> ConfigError:
     """Return the error for a metric that a validation does not have."""
     said = did_you_mean(name, known := list(known))
-    if "loss" in name and not any("loss" in one for one in known):
+    if isinstance(runner.train_loop, OwnLoop):
+        said += " A loop of your own gives the metrics that it passes to `session.log_metrics`."
+    elif "loss" in name and not any("loss" in one for one in known):
         said += (
             " The loss is one if the Runner has it, as loss=lambda outputs, batch: outputs.loss; or else by "
             "val_evaluator=[dict(type='LossMetric'), ...], of what the model returns as `loss`."

@@ -153,7 +153,7 @@ class CheckpointHook(Hook):
             if name in metrics and not _is_number(metrics[name]):
                 raise ConfigError(f"`save_best` must be a metric with one number, but {name!r} is {metrics[name]!r}")
             if name not in metrics and name not in self._seen:
-                raise unknown_metric("save_best", name, metrics)
+                raise unknown_metric("save_best", name, metrics, runner)
             self._seen.add(name)
             value = float(metrics.get(name, math.nan))
             if math.isfinite(value):

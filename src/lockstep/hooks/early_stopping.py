@@ -76,7 +76,7 @@ class EarlyStoppingHook(Hook):
         metrics = metrics or {}
         if self.monitor not in metrics:
             if not self._has_seen:
-                raise unknown_metric("monitor", self.monitor, metrics)
+                raise unknown_metric("monitor", self.monitor, metrics, runner)
             names = ", ".join(metrics) or "none"
             known = f"`monitor` must be a metric of each validation, but is {self.monitor!r}. This one has: {names}"
             if self.strict:

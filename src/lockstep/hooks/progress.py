@@ -80,7 +80,8 @@ class ProgressHook(Hook):
         """Prepare the line of the epoch; its metrics may follow."""
         means = runner.message_hub.get_info("epoch_means", {})
         place = f"iter {runner.iter}/{runner.max_iters}" if runner.max_epochs is None else _epoch_label(runner)
-        rates = _rates(*(means.get(name) for name in ("samples_per_second", "tokens_per_second", "mfu")))
+        samples, tokens, mfu = (means.get(name) for name in ("samples_per_second", "tokens_per_second", "mfu"))
+        rates = _rates(samples, tokens, mfu, counts=_what_counts(runner))
         rates += [f"lr {means['lr']:.3g}"] if "lr" in means else []
         rates.append(f"{perf_counter() - self._epoch_started:.1f} s")
         self._epoch_line = [place + self._rest, *_loss(means.get("loss"))], rates
@@ -161,7 +162,8 @@ class ProgressHook(Hook):
                 scalars[name].mean(_WINDOW) * per_second if name in scalars else None
                 for name in ("train/samples", "amounts/tokens", "amounts/flops")
             )
-            values += _rates(samples, tokens, flops / peak if flops and peak else None)
+            mfu = flops / peak if flops and peak else None
+            values += _rates(samples, tokens, mfu, counts=_what_counts(runner))
         return [*values, *self._metrics]
 
 
@@ -172,10 +174,15 @@ def _loss(mean: float | None) -> list[str]:
     return [f"loss {mean:.4f}" if 0.01 <= abs(mean) < 100 else f"loss {mean:.5g}"]
 
 
-def _rates(samples: float | None, tokens: float | None, mfu: float | None) -> list[str]:
-    """Return those of samples per second, tokens per second and MFU that are known, in words."""
+def _what_counts(runner: TrainRun) -> str:
+    """Return what batches are counted in: with `batch_size_of` they may be tokens, or anything else."""
+    return "samples" if runner.train_loop.batch_size_of is None else "units"
+
+
+def _rates(samples: float | None, tokens: float | None, mfu: float | None, counts: str = "samples") -> list[str]:
+    """Return those of samples per second, or what else `counts`, tokens per second and MFU that are known, in words."""
     samples = None if samples == tokens else samples  # with `batch_size_of`, they may be tokens
-    shown = {"{:,.0f} samples/s": samples, "{:,.0f} tokens/s": tokens, "MFU {:.1f} %": mfu and 100 * mfu}
+    shown = {f"{{:,.0f}} {counts}/s": samples, "{:,.0f} tokens/s": tokens, "MFU {:.1f} %": mfu and 100 * mfu}
     return [form.format(value) for form, value in shown.items() if value]
 
 

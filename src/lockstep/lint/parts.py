@@ -95,7 +95,9 @@ class Kind:
             title = f"the {self.registry.name} `{getattr(constructor, '__qualname__', constructor)}`"
             takes = Arguments.of(constructor)
             for name in takes.unknown(given):
-                yield Fault(f"{key}.{name}", f"is not an argument of {title}{did_you_mean(name, takes.named)}")
+                yield Fault(
+                    f"{key}.{name}", f"is not an argument of {title}{did_you_mean(name, {*takes.named, *self.own})}"
+                )
             for name in takes.missing({*given, *self.supplied}):
                 yield Fault(key, f"must have the key `{name}`, which {title} needs, but has only {sorted(part)}")
             yield from value_faults(key, given, takes)
@@ -162,7 +164,9 @@ def annotation_fault(value: object, parameter: inspect.Parameter) -> str | None:
         return None
     says = f"must be {inspect.formatannotation(hint)}, but is {_described(value)}"
     if isinstance(value, str) and _is_number(value):
-        says += ". Write the number without quotes; in YAML it needs a dot and a sign, as in 1.0e-3"
+        says += ". Write the number without quotes"
+        if not value.strip("+-").isdecimal():
+            says += "; in YAML it needs a dot and a sign, as in 1.0e-3"
     return says
 
 

@@ -18,7 +18,15 @@ from lockstep.optim.constructor import PARAMWISE_KEYS
 from lockstep.registry import in_default_scope
 from lockstep.registry.registry import SCOPE
 from lockstep.registry.signatures import Arguments
-from lockstep.runner.arguments import DEFAULT_HOOKS, Argument, Content, default_hook_fault, named_loaders
+from lockstep.runner.arguments import (
+    BOTH_LENGTHS,
+    DEFAULT_HOOKS,
+    LENGTHS,
+    Argument,
+    Content,
+    default_hook_fault,
+    named_loaders,
+)
 
 _OWN_SCHEDULER_KEYS = frozenset({"convert_to_iter_based"}).union(
     name for name, parameter in Arguments.of(ParamScheduler).named.items() if parameter.kind is parameter.KEYWORD_ONLY
@@ -80,8 +88,8 @@ def _train_cfg(key: str, cfg: object) -> Iterator[Fault]:
     if not isinstance(cfg, Mapping) or "type" in cfg:
         yield from Kind(registry.LOOPS, supplied=_LOOP_PARTS).faults(key, cfg)
         return
-    if "max_epochs" in cfg and "max_iters" in cfg:
-        yield Fault(key, "must have either `max_epochs` or `max_iters`, but has both")
+    if cfg.keys() >= LENGTHS:
+        yield Fault(key, BOTH_LENGTHS)
         return
     by_epoch = cfg.get("by_epoch", "max_iters" not in cfg)
     counted, other = ("max_epochs", "max_iters") if by_epoch else ("max_iters", "max_epochs")
@@ -89,7 +97,9 @@ def _train_cfg(key: str, cfg: object) -> Iterator[Fault]:
         yield Fault(f"{key}.by_epoch", f"contradicts `{other}`; leave it out, or give `{counted}`")
         return
     loop = "EpochBasedTrainLoop" if by_epoch else "IterBasedTrainLoop"
-    yield from Kind(registry.LOOPS, default=loop, supplied=_LOOP_PARTS, own=frozenset({"by_epoch"})).faults(key, cfg)
+    yield from Kind(registry.LOOPS, default=loop, supplied=_LOOP_PARTS, own=LENGTHS - {counted} | {"by_epoch"}).faults(
+        key, cfg
+    )
 
 
 def _optim_wrapper(key: str, cfg: object) -> Iterator[Fault]:

@@ -192,6 +192,8 @@ def _types(hint: Any) -> Iterator[type]:
 
 
 ARGUMENTS: Mapping[str, Argument] = _arguments()
+LENGTHS = frozenset({"max_epochs", "max_iters"})  # keys of `train_cfg`
+BOTH_LENGTHS = "must have either `max_epochs` or `max_iters`, but has both"
 # Keys of MMEngine's configs that lockstep or other tools read in addition to the arguments.
 CONFIG_KEYS: Mapping[str, Argument] = {
     "custom_imports": Argument(),

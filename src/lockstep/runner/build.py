@@ -32,7 +32,9 @@ from lockstep.model.shards import reshard
 from lockstep.optim import OptimWrapperDict, ParamScheduler, build_param_schedulers
 from lockstep.registry import EVALUATOR, LOOPS, MODELS
 from lockstep.runner.arguments import (
+    BOTH_LENGTHS,
     DEFAULT_HOOKS,
+    LENGTHS,
     RunnerArguments,
     checked_keys,
     default_hook_fault,
@@ -165,6 +167,8 @@ def build_train_loop(cfg: TrainLoop | Mapping[str, Any], run: TrainRun) -> Train
         raise TypeError(f"`train_cfg` must be a dict or a loop, but is {cfg!r}")
     arguments = dict(cfg)
     if "type" not in arguments:
+        if cfg.keys() >= LENGTHS:
+            raise ConfigError(f"`train_cfg` {BOTH_LENGTHS}")
         by_epoch = arguments.pop("by_epoch", "max_iters" not in arguments)
         arguments["type"] = "EpochBasedTrainLoop" if by_epoch else "IterBasedTrainLoop"
         needed = "max_epochs" if by_epoch else "max_iters"

@@ -326,7 +326,10 @@ def _build_hook(item: Any) -> Hook:
         if priority is not None:
             hook.priority = priority
     if not isinstance(hook, Hook):
-        raise TypeError(f"a hook must be a Hook or a config dict, but is {hook!r}")
+        raise TypeError(
+            f"a hook must be a Hook or a config dict, but is {hook!r}. docs/side-by-side.md says what the "
+            "callbacks of Lightning are here, docs/huggingface.md those of the Trainer"
+        )
     return hook
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from lockstep.dataset import set_epoch
 from lockstep.dataset.position import BEGINNING, Position
 from lockstep.dataset.random_state import random_state, set_random_state
-from lockstep.errors import ConfigError, require_count
+from lockstep.errors import ConfigError, counted, require_count
 from lockstep.groups import resolve
 from lockstep.launch.worker import note_trained
 from lockstep.model import train_step_of, unwrap_model
@@ -125,10 +125,15 @@ class TrainLoop(ABC):
         runner.optim_wrapper.initialize_count_status(runner.model, self.iter, self.max_iters)
         self._step = train_step_of(runner.model)
 
-    def _tell_if_complete(self, left: int, done: str) -> None:
-        """Say that a resumed training has no epochs or iterations `left`; `done` says how many it has."""
-        if left <= 0 and self.iter > 0:
-            self.runner.logger.info("nothing is left to train: the resumed training has completed %s", done)
+    def _tell_if_complete(self, done: int, wanted: int, noun: str) -> None:
+        """Say that a resumed training has `done` as many epochs or iterations as are `wanted`, or more."""
+        if done >= wanted and self.iter > 0:
+            has = (
+                f"{done} of {counted(wanted, noun)}"
+                if done == wanted
+                else f"{counted(done, noun)}, of {wanted} asked for"
+            )
+            self.runner.logger.info("nothing is left to train: the resumed training has completed %s", has)
 
     def _begin_training(self) -> None:
         """Switch the model to training mode, and check what it is updated by.
@@ -309,7 +314,7 @@ class EpochBasedTrainLoop(TrainLoop):
     def run(self) -> None:
         """Train until `max_epochs`, validating in between."""
         self._prepare()
-        self._tell_if_complete(self.max_epochs - self.epoch, f"{self.epoch} of {self.max_epochs} epochs")
+        self._tell_if_complete(self.epoch, self.max_epochs, "epoch")
         self.runner.call_hook("before_train")
         if self.iter == self.epoch_begin:
             self._make_up_validation(self.epoch, self.max_epochs)
@@ -383,7 +388,7 @@ class IterBasedTrainLoop(TrainLoop):
     def run(self) -> None:
         """Train until `max_iters`, validating in between."""
         self._prepare()
-        self._tell_if_complete(self.max_iters - self.iter, f"{self.iter} of {self.max_iters} iterations")
+        self._tell_if_complete(self.iter, self.max_iters, "iteration")
         batches = self._endless_batches()
         self.runner.call_hook("before_train")
         self._make_up_validation(self.iter, self.max_iters)

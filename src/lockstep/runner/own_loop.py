@@ -82,7 +82,7 @@ class OwnLoop(TrainLoop):
         self.max_epochs, self.max_iters = count, max(self.iter, self._iters_until(count))
         run.optim_wrapper.initialize_count_status(run.model, self.iter, self.max_iters)
         self._counted = run.optim_wrapper.inner_count
-        self._tell_if_complete(count - self.epoch, f"{self.epoch} of {count} epochs")
+        self._tell_if_complete(self.epoch, count, "epoch")
         run.call_hook("before_train")
         while self.epoch < count and not self.stop_training:
             before = self.epoch
@@ -103,7 +103,7 @@ class OwnLoop(TrainLoop):
         self.max_epochs, self.max_iters, self.val_interval = None, count, DEFAULT_INTERVAL
         run.optim_wrapper.initialize_count_status(run.model, self.iter, count)
         self._counted = run.optim_wrapper.inner_count
-        self._tell_if_complete(count - self.iter, f"{self.iter} of {count} iterations")
+        self._tell_if_complete(self.iter, count, "iteration")
         run.call_hook("before_train")
         run.call_hook("before_train_epoch")
         self._begin_training()
@@ -181,6 +181,14 @@ class OwnLoop(TrainLoop):
                 moved = self.runner.to_device(batch.data)
                 begin_compiled_step()
                 yield moved
+
+    def require_training(self) -> None:
+        """Refuse to train in a pass over evaluation data, which would be trained on."""
+        if self._is_evaluating and not self._is_stepping:
+            raise RuntimeError(
+                "session.step() was called in a pass over a loader of prepare_evaluation(), and would train on data of "
+                "a validation. Leave it out there, or go through the loader that prepare() has returned"
+            )
 
     def warn_of_gather(self, rows: int) -> None:
         """Warn, once, if rows are gathered that no loader of this session has given, or not one for each sample."""

@@ -289,8 +289,10 @@ class Session:
         Raises:
             ValueError: the loss is not a scalar, or requires no gradient.
             TypeError: there is no loss, it is no tensor, or a value can't be recorded.
+            RuntimeError: the batch is one of a loader of `prepare_evaluation`.
         """
         loop = self._prepared()
+        loop.require_training()
         if isinstance(loss, Real):
             raise TypeError(
                 f"`loss` must be a scalar tensor, but is the number {loss!r} (rank {self.rank} of {self.world_size}). "

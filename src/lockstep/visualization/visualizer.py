@@ -187,5 +187,9 @@ def build_visualizers(given: Any) -> Visualizers:
 def _build(part: Any) -> ShowsScalars:
     built = VISUALIZERS.build(part) if isinstance(part, Mapping) else part
     if not isinstance(built, ShowsScalars):
-        raise TypeError(f"`visualizer` must have a method add_scalars, but is {built!r}")
+        raise TypeError(
+            f"`visualizer` must have a method add_scalars, but is {built!r}. Give the config of one, such as "
+            "dict(type='WandbVisualizer'), or a list of several: docs/monitoring.md has them all. Every run writes "
+            "metrics.jsonl without one"
+        )
     return built
