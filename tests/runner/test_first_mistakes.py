@@ -229,6 +229,25 @@ def test_a_lightning_module_without_forward_is_told_what_to_give_it(tmp_path):
         train(tmp_path, Bare(), loss=None)
 
 
+def test_the_stubs_of_a_lightning_module_are_no_steps_of_the_model(tmp_path):
+    class Stubs(nn.Module):
+        def test_step(self, *args: Any) -> None: ...
+
+        def forward(self, *args: Any) -> None: ...
+
+    for method in (Stubs.test_step, Stubs.forward):
+        method.__module__ = "lightning.pytorch.core.module"
+
+    class Module(Lit, Stubs): ...
+
+    runner = Runner(Module(), tmp_path, train_dataloader=loader(), test_dataloader=loader(), loss=nn.MSELoss())
+    runner.train()
+    assert runner.test()["loss"] >= 0
+    assert len(runner.predict(loader())) == len(DATA)
+    with pytest.raises(ConfigError, match=r"Bare must have a `forward`, or a `train_step`"):
+        train(tmp_path, type("Bare", (nn.Linear,), {"forward": Stubs.forward})(2, 1), loss=None)
+
+
 @ranks(1, 2)
 def test_a_step_without_a_backward_pass_of_the_session_is_refused(tmp_path):
     session = Session(tmp_path, log_level="ERROR")

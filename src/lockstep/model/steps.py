@@ -42,7 +42,12 @@ def default_step(method: _Method) -> _Method:
 def defines_step(module: nn.Module, name: str) -> bool:
     """Return whether `module` has a step of that name (`train_step`, `val_step`, `test_step`) that its author wrote."""
     step = getattr(module, name, None)
-    return callable(step) and not getattr(step, "is_default_step", False)
+    return callable(step) and not getattr(step, "is_default_step", False) and not is_stub(step)
+
+
+def is_stub(method: object) -> bool:
+    """Return whether a method is that of Lightning's base class, which has all of them."""
+    return (getattr(method, "__module__", None) or "").partition(".")[0] in ("lightning", "pytorch_lightning")
 
 
 def calls_parts(module: nn.Module) -> bool:

@@ -205,7 +205,7 @@ def predict_step(model: nn.Module, data: Any) -> Any:
 def step_of(model: nn.Module, name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
     """Return the model's own step of that name, or `otherwise`, the default for any module."""
     own: Callable[..., Any] | None = getattr(model, name, None)
-    return partial(otherwise, model) if own is None else own
+    return partial(otherwise, model) if own is None or steps.is_stub(own) else own
 
 
 def train_step_of(model: nn.Module) -> Callable[[Any, UpdatesParams], dict[str, Tensor]]:
