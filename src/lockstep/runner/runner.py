@@ -452,7 +452,13 @@ class Runner(_AttributesOfRun):
         shard = agree_on_shard(*strategy.data_shard)
         self.logger.info("model: %s", start.describe_model(model, strategy))
         visualizer = build.build_visualizer(self.args.visualizer, space.rank)
-        own = {"strategy": strategy, "model": model, "data_shard": shard, "hooks": HookList(), "visualizer": visualizer}
+        own = {
+            "strategy": strategy,
+            "model": model,
+            "data_shard": shard,
+            "hooks": HookList(owner=self),
+            "visualizer": visualizer,
+        }
         return optim_wrapper, {**vars(space), **own}
 
     def _evaluate(
