@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import sys
 import time
@@ -19,6 +20,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 from torch.distributed import GroupMember, ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import get_worker_info
 
 from lockstep.calls import Calls
 from lockstep.device import get_device
@@ -28,6 +30,7 @@ from lockstep.topology import Topology, infer_launcher, read_topology
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_logger = logging.getLogger(__name__)
 GroupLike: TypeAlias = ProcessGroup | DeviceMesh | None
 
 # Backends of the CPU. torch also lists gloo for accelerators, but most of its collectives fail there, so such data is
@@ -130,6 +133,8 @@ class Comm:
 
 
 SOLO = Comm(None, 0, 1, {}, frozenset(), "cpu")
+# Not empty once it is known that a process without a group may say so: it has had one, or its user has been told.
+_knows_alone: list[bool] = []
 
 # Weak keys, so that nothing here keeps a destroyed group alive.
 _resolved: WeakKeyDictionary[ProcessGroup, Comm] = WeakKeyDictionary()
@@ -193,6 +198,7 @@ def failure_of_any() -> DistError | None:
 def forget_groups() -> None:
     """Drop what is known about groups; their process groups are being destroyed."""
     _resolved.clear()
+    _knows_alone.append(True)
     if "torch.distributed.tensor" in sys.modules:
         # DTensor caches its plans by the ranks of a mesh; each plan holds names of groups that are gone (2.13).
         # torch.distributed.tensor.debug clears them in this way, but it imports the compiler, which takes a second.
@@ -210,18 +216,43 @@ def get_backend(group: GroupLike = None) -> str | None:
 
 def get_rank(group: GroupLike = None) -> int:
     """Return this process's rank within the group; 0 where no group exists."""
-    return resolve(group).rank
+    return _asked(group).rank
 
 
 def get_world_size(group: GroupLike = None) -> int:
     """Return the number of ranks in the group; 1 where no group exists."""
-    return resolve(group).size
+    return _asked(group).size
 
 
 def get_dist_info(group: GroupLike = None) -> tuple[int, int]:
     """Return ``(rank, world_size)`` within the group; ``(0, 1)`` where no group exists."""
-    comm = resolve(group)
+    comm = _asked(group)
     return comm.rank, comm.size
+
+
+def _asked(group: GroupLike) -> Comm:
+    """Return the communicator of `group` for a function that says this process's place in it."""
+    comm = resolve(group)
+    if comm is SOLO and not _knows_alone:
+        _warn_of_early_question()
+    return comm
+
+
+def _warn_of_early_question() -> None:
+    """Warn, once, if code of the user's own asks a rank for its place before there is a group, which says 0 of 1."""
+    asking = sys._getframe(3)
+    if asking.f_globals.get("__name__", "").partition(".")[0] in ("lockstep", "mmengine"):
+        return
+    _knows_alone.append(True)
+    with suppress(TopologyError):
+        topology = read_topology(os.environ, infer_launcher(os.environ))
+        if topology.world_size > 1 and get_worker_info() is None:
+            _logger.warning(
+                "%s:%d asks for this process's rank or world size, which are 0 and 1 until there is a group, but it "
+                "was started as rank %d of %d: what is built of them differs from what is meant. Call "
+                "lockstep.dist.init_dist() before",
+                asking.f_code.co_filename, asking.f_lineno, topology.rank, topology.world_size,
+            )  # fmt: skip
 
 
 def this_rank() -> str:

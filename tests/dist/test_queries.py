@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as torch_dist
 from torch.distributed import FileStore
 
+from lockstep import groups
 from lockstep.dist import (
     all_gather_object,
     get_backend,
@@ -140,3 +141,20 @@ def greetings() -> str | None:
 def test_master_only_runs_on_rank_0_and_gives_none_elsewhere(size: int) -> None:
     assert run_on(size, greetings) == ["hello all? from 0"] + [None] * (size - 1)
     assert (greet.__name__, greet.__doc__) == ("greet", "Say hello.")
+
+
+@pytest.mark.parametrize("ask", [get_rank, get_world_size, get_dist_info])
+@pytest.mark.parametrize("world_size", ["1", "2"])
+def test_who_asks_a_rank_for_its_place_before_there_is_a_group_is_told_once(monkeypatch, caplog, ask, world_size):
+    monkeypatch.setattr(groups, "_knows_alone", [])
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, str(int(world_size) - 1))
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, world_size)
+    exec("ask()", {"__name__": "lockstep.model", "ask": ask})  # lockstep's own question is none of the user's
+    assert not caplog.records
+    for _ in range(2):
+        assert ask() in (0, 1, (0, 1))
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == int(world_size) - 1
+    assert all("test_queries.py:" in one and "as rank 1 of 2" in one and "init_dist()" in one for one in told)

@@ -130,6 +130,20 @@ def test_a_run_that_goes_on_is_as_impatient_as_one_that_was_never_interrupted(tm
     assert (hook.best, hook.wait_count) == (9.0, 3)
 
 
+def test_each_metric_has_its_own_best_value_in_a_checkpoint(tmp_path: Path):
+    class Two(Scripted):
+        def compute_metrics(self, results: list[Any]) -> dict[str, float]:
+            return {**super().compute_metrics(results), "mAP": 0.5}
+
+    def hooks() -> list[EarlyStoppingHook]:
+        return [EarlyStoppingHook("mAP", rule="greater", patience=3), EarlyStoppingHook("accuracy", patience=3)]
+
+    make_runner(tmp_path, hooks(), Two([8.0, 9.0]), train_cfg={"max_epochs": 2}).train()
+    again = hooks()
+    make_runner(tmp_path, again, Two([9.0, 10.0, 11.0]), resume=True, train_cfg={"max_epochs": 3}).train()
+    assert [(hook.best, hook.wait_count) for hook in again] == [(0.5, 2), (10.0, 0)]
+
+
 def test_the_best_checkpoint_knows_of_the_validation_that_made_it(tmp_path: Path):
     values, best = [5.0, 9.0, 6.0, 6.0, 6.0], {"checkpoint": {"save_best": "accuracy"}}
     hook = EarlyStoppingHook("accuracy", patience=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -140,7 +141,7 @@ def test_entries_called_loss_are_added_and_all_are_logged():
         (
             {"loss": torch.ones(()), "ids": torch.ones(2).long()},
             TypeError,
-            r"losses\['ids'\]` .* is torch.int64. Leave it out",
+            r"losses\['ids'\]` .* is torch.int64. Leave it out: in training, return only what is to be logged",
         ),
         ({"loss": 1.0}, TypeError, r"losses\['loss'\]` must be a tensor.*1.0"),
         (torch.ones(2), ValueError, r"must be a scalar, but has shape \(2,\)"),
@@ -149,3 +150,22 @@ def test_entries_called_loss_are_added_and_all_are_logged():
 def test_what_is_no_loss_is_refused(losses, error, says):
     with pytest.raises(error, match=says):
         parse_losses(losses)
+
+
+class TakesLabels(nn.Linear):
+    """Computes its loss of labels, and leaves it out without them, as models of transformers do."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+        logits = super().forward(x)
+        loss = {} if labels is None else {"loss": nn.functional.mse_loss(logits, labels)}
+        return {**loss, "logits": logits, "cache": object()} if labels is None else loss
+
+
+def test_a_batch_without_labels_is_told_to_a_model_that_takes_them():
+    model = TakesLabels(3, 1)
+    wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    train_step(model, {"x": torch.ones(2, 3), "labels": torch.ones(2, 1)}, wrapper)
+    with pytest.raises(TypeError, match=r"loss only of `labels`, but the batch has only x. .*\(rank 0 of 1\)"):
+        train_step(model, {"x": torch.ones(2, 3)}, wrapper)
+    with pytest.raises(TypeError, match=r"`losses\['cache'\]` must be a tensor"):
+        train_step(model, [torch.ones(2, 3)], wrapper)

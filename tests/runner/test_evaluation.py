@@ -274,6 +274,9 @@ def test_the_best_checkpoint_is_tested_exported_and_found_again(ema, tmp_path: P
     assert runner.best_checkpoint == runner.run_dir / "best_loss_epoch_1"
     assert runner.test() == {"loss": pytest.approx(last, abs=1e-6)}
     assert runner.test(checkpoint="best") == {"loss": pytest.approx(best, abs=1e-6)}
+    record = json.loads((runner.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (record["epoch"], record["iter"]) == (1, runner.max_iters // 3)
+    assert record["checkpoint"] == str(runner.best_checkpoint)
     (tmp_path / "work").rename(tmp_path / "moved")
     assert make(Scores(), tmp_path / "moved", **options).test(checkpoint="best") == {"loss": pytest.approx(best)}
     export_checkpoint(tmp_path / "moved", tmp_path / "best.pth", "torch", best=True)

@@ -149,11 +149,25 @@ class OnlyReturns(nn.Linear):
         return {"loss": nn.functional.mse_loss(self(data[0]), data[1])}
 
 
+class StepsItself(OnlyReturns):
+    """Updates its weights around the optim wrapper."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        returned = super().train_step(data, optim_wrapper)
+        returned["loss"].backward()
+        optim_wrapper.optimizer.step()
+        optim_wrapper.optimizer.zero_grad()
+        return returned
+
+
 @ranks(1, 2)
 def test_a_train_step_that_only_returns_its_loss_is_told(tmp_path):
-    told = "3 iterations have made no backward pass by the optim wrapper: a loss that `train_step` of OnlyReturns "
-    train(tmp_path, OnlyReturns(2, 1), loss=None, train_cfg={"max_epochs": 3})
-    assert log_of(tmp_path).count(told) == 1
+    told = r"3 iterations have made no backward pass by the optim wrapper: a loss that `train_step` of %s only"
+    train(tmp_path / "own", StepsItself(2, 1), loss=None, train_cfg={"max_epochs": 3})
+    assert log_of(tmp_path / "own").count(told % "StepsItself") == 1
+    for length in ({"max_epochs": 2}, {"by_epoch": False, "max_iters": 3}):
+        with pytest.raises(ConfigError, match=r"nothing is trained: \d iterations have made no backward pass"):
+            train(tmp_path / "only", OnlyReturns(2, 1), loss=None, train_cfg=length)
 
 
 def test_the_optimizer_of_a_lightning_module_is_told_beside_a_loss(tmp_path):
@@ -220,6 +234,25 @@ def test_a_lightning_module_without_forward_is_told_what_to_give_it(tmp_path):
         ConfigError, match=r"Bare must have a `forward`.* methods that .*: training_step; see docs/side"
     ):
         train(tmp_path, Bare(), loss=None)
+
+
+def test_the_stubs_of_a_lightning_module_are_no_steps_of_the_model(tmp_path):
+    class Stubs(nn.Module):
+        def test_step(self, *args: Any) -> None: ...
+
+        def forward(self, *args: Any) -> None: ...
+
+    for method in (Stubs.test_step, Stubs.forward):
+        method.__module__ = "lightning.pytorch.core.module"
+
+    class Module(Lit, Stubs): ...
+
+    runner = Runner(Module(), tmp_path, train_dataloader=loader(), test_dataloader=loader(), loss=nn.MSELoss())
+    runner.train()
+    assert runner.test()["loss"] >= 0
+    assert len(runner.predict(loader())) == len(DATA)
+    with pytest.raises(ConfigError, match=r"Bare must have a `forward`, or a `train_step`"):
+        train(tmp_path, type("Bare", (nn.Linear,), {"forward": Stubs.forward})(2, 1), loss=None)
 
 
 @ranks(1, 2)

@@ -22,7 +22,7 @@ from lockstep.dataset import batch_size_of
 from lockstep.dist import all_gather_object, get_rank
 from lockstep.errors import ConfigError
 from lockstep.evaluator import BaseMetric
-from lockstep.hooks import Hook, HookList, ProgressHook
+from lockstep.hooks import EarlyStoppingHook, Hook, HookList, ProgressHook
 from lockstep.logging import HistoryBuffer, JsonLinesSink, MessageHub
 from lockstep.runner import Runner
 from lockstep.runner.run import TrainRun
@@ -99,6 +99,46 @@ def test_checkpoints_are_saved_and_removed_as_asked(tmp_path: Path, options, exp
     if get_rank() == 0:
         assert saved(runner) == expected
         assert (runner.work_dir / "last_checkpoint").read_text().splitlines()[0].split("/")[1] == expected[-1]
+
+
+class StopsAt(Hook):
+    def __init__(self, iteration: int) -> None:
+        self.iteration = iteration
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        runner.train_loop.stop_training |= runner.iter + 1 == self.iteration
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("options", "length", "expected"),
+    [
+        ({"interval": 3}, {}, ["epoch_2"]),
+        ({"by_epoch": False, "interval": 2}, {"by_epoch": False, "max_iters": 9}, ["iter_2", "iter_3"]),
+        ({}, {"by_epoch": False, "max_iters": 9}, ["iter_3"]),
+        ({"interval": 2, "save_last": False}, {"by_epoch": False, "max_iters": 9}, ["iter_2"]),
+    ],
+)
+def test_a_training_that_ends_early_is_saved_at_its_end(tmp_path: Path, options, length, expected):
+    length = length or {"max_epochs": 4}
+    runner = train(tmp_path, options, train_cfg=length, custom_hooks=[StopsAt(3)])
+    if get_rank() == 0:
+        assert saved(runner) == expected
+    resumed = train(tmp_path, options, train_cfg=length, resume=True)
+    last = runner.max_epochs or runner.max_iters
+    assert get_rank() > 0 or options.get("save_last") is False or saved(resumed)[-1].endswith(f"_{last}")
+
+
+def test_a_hook_serves_one_runner_alone(tmp_path: Path):
+    hook = EarlyStoppingHook("accuracy")
+    train(tmp_path, metric=Scripted("accuracy", [1.0] * 4), custom_hooks=[hook])
+    with pytest.raises(RuntimeError, match=r"this EarlyStoppingHook has served another Runner already, .* for each"):
+        train(tmp_path, metric=Scripted("accuracy", [1.0] * 4), custom_hooks=[hook])
+    data = {"dataset": TensorDataset(torch.ones(8)), "batch_size": 2}
+    runner = Runner(Net(), tmp_path, train_dataloader=data, custom_hooks=[StopsAt(2)], val_dataloader=data,
+                    val_evaluator=Scripted("accuracy", [1.0] * 9))  # fmt: skip
+    runner.val()
+    runner.train()  # is another run of the same one
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,16 @@ def test_other_schedules_go_on_where_they_would_be(tmp_path, before, after):
             train(tmp_path / "halves", 4, ADAM, [], resume=True, resume_options="checkpoint")
 
 
+def test_options_are_the_configs_where_their_schedules_are_taken_away(tmp_path):
+    momentum = {"type": "LinearMomentum", "start_factor": 0.5, "end": 4}
+    train(tmp_path, 2, ADAM, [SCHEDULES["poly"], momentum])
+    without_momentum, _, _ = train(tmp_path, 3, ADAM, [SCHEDULES["poly"]], resume=True)
+    assert [one["betas"] for one in without_momentum.by_iter.values()] == [(0.9, 0.99)] * 4
+    resumed, _, log = train(tmp_path, 4, ADAM, None, resume=True)
+    assert resumed.lrs() == [0.1] * 4
+    assert "-> none, which hold from here on" in log
+
+
 def test_a_rate_with_a_schedule_changes_with_the_config(tmp_path):
     other = {**ADAM, "lr": 0.4}
     straight, _, _ = train(tmp_path / "straight", 4, other, SCHEDULES["warm-up and cosine"])
@@ -264,6 +274,26 @@ def test_schedules_of_a_session_follow_the_script(tmp_path, lr, total):
     loop_by_hand(tmp_path / "halves", 3, 0.2, 4)
     resumed = loop_by_hand(tmp_path / "halves", 6, lr, total, resume=True)
     assert resumed == pytest.approx(straight[3:], rel=1e-12)
+
+
+def test_a_session_without_its_former_schedule_has_the_rate_of_the_script(tmp_path):
+    def train_by_hand(epochs: int, *schedules: type) -> list[float]:
+        session = Session(tmp_path, resume=True)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        schedulers = [kind(optimizer, T_max=2) for kind in schedules]
+        loader = DataLoader(TensorDataset(X), batch_size=4)
+        model, optim, batches = session.prepare(model, optimizer, loader, schedulers=schedulers)
+        for _ in session.epochs(epochs):
+            for (x,) in batches:
+                session.step(model(x))
+            for schedule in schedulers:
+                schedule.step()
+        assert "is not handed to prepare" not in (session.run.run_dir / "log.txt").read_text()
+        return [group["lr"] for group in optim.param_groups]
+
+    assert train_by_hand(2, torch.optim.lr_scheduler.CosineAnnealingLR) == [0.0]
+    assert train_by_hand(3) == [0.2]
 
 
 def test_another_word_is_refused(tmp_path):

@@ -44,7 +44,7 @@ class CheckpointHook(Hook):
             of the run stay in the work_dir.
         max_keep_ckpts: the number of regular checkpoints to keep, of this run and of those that it goes on from in the
             same work_dir; -1 for all.
-        save_last: always save at the end of training.
+        save_last: always save at the end of training, also of one that ends early.
         save_best: the name of a metric, or several names. The best checkpoint by each is kept in addition to the
             regular ones, see `Runner.best_checkpoint`; `"auto"` takes the first metric of the first validation that is
             a number. Of several validation sets, the name is that of the set and the metric, as in `clean/accuracy`. A
@@ -95,6 +95,7 @@ class CheckpointHook(Hook):
                 f"`save_best`, but is {self.rules}"
             )
         self._kept: list[str] = []
+        self._saved_iter = 0  # of the last regular checkpoint
         self._former_runs: list[str] = []  # the folders of the runs that this one goes on from, the oldest one first
         # By metric: the best value, the path of its checkpoint, and its name if this run has saved it.
         self._best: dict[str, dict[str, Any]] = {}
@@ -119,6 +120,13 @@ class CheckpointHook(Hook):
             or (self.save_last and self.is_last_train_epoch(runner))
         ):
             self._save(runner, "epoch_{}", runner.epoch + 1, epoch=runner.epoch + 1, iteration=runner.iter)
+
+    def after_train(self, runner: TrainRun) -> None:
+        """Save a training that has ended early."""
+        if self.save_last and runner.iter != self._saved_iter:
+            by_epoch, _ = self._cadence(runner)
+            template, done = ("epoch_{}", runner.epoch) if by_epoch else ("iter_{}", runner.iter)
+            self._save(runner, template, done, epoch=runner.epoch, iteration=runner.iter)
 
     def before_train(self, runner: TrainRun) -> None:
         """Raise an error for what can't be saved, or a metric that there won't be."""
@@ -169,7 +177,7 @@ class CheckpointHook(Hook):
     def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Restore the best values so far; their checkpoints stay in the previous run's folder."""
         state = checkpoint["meta"].get(_META_KEY, {})
-        self._best = {}
+        self._best, self._saved_iter = {}, runner.iter
         if runner.resume_from is not None:
             self._former_runs = [str(run) for run in state.get("runs", [runner.resume_from.parent.name])]
         for name, best in state.get("best", {}).items():
@@ -187,6 +195,7 @@ class CheckpointHook(Hook):
         return False, _DEFAULT_INTERVAL if runner.max_epochs is not None else runner.train_loop.val_interval
 
     def _save(self, runner: TrainRun, template: str, done: int, *, epoch: int, iteration: int) -> None:
+        self._saved_iter = iteration
         template = self.filename_tmpl or template
         name = template.format(done)
         when_ended = partial(self._keep, runner, template, name)

@@ -93,11 +93,14 @@ class EarlyStoppingHook(Hook):
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Add the best value and the number of validations since then to the checkpoint."""
-        checkpoint["meta"][_KEY] = {"best": self.best, "wait_count": self.wait_count}
+        by_metric = checkpoint["meta"].setdefault(_KEY, {})
+        by_metric[self.monitor] = {"best": self.best, "wait_count": self.wait_count}
 
     def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Restore the best value and the number of validations since then."""
-        saved = checkpoint["meta"].get(_KEY, {"best": None, "wait_count": 0})
+        saved = checkpoint["meta"].get(_KEY, {})
+        if isinstance(saved, Mapping) and "wait_count" not in saved:  # else it is of a version with one for all hooks
+            saved = saved.get(self.monitor, {"best": None, "wait_count": 0})
         if (
             not isinstance(saved, Mapping)
             or not isinstance(saved.get("best"), float | int | None)

@@ -333,7 +333,8 @@ class LoggerHook(Hook):
         epoch.seconds += sums.seconds
         epoch.peak_flops, epoch.memory_mib = sums.peak_flops, max(epoch.memory_mib, sums.memory_mib)
         values = {**sums.means(), **record.learning_rates}
-        self._write(runner, "train", record.epoch, record.iteration, values, record.iteration, flush)
+        place = {"epoch": record.epoch, "iter": record.iteration}
+        self._write(runner, "train", place, values, record.iteration, flush)
 
     def _parts_of_rank(
         self, last: Mapping[str, list[Scalar]], samples: list[float], read_values: list[float], share: float
@@ -363,17 +364,18 @@ class LoggerHook(Hook):
         if runner.rank == 0 and metrics:  # `predict` has none
             is_epoch_based = runner.max_epochs is not None
             # Records count epochs from 1. An epoch-based loop validates after it has counted the epoch that has ended.
-            epoch = runner.epoch if is_epoch_based else runner.epoch + 1
-            step = epoch if self.log_metric_by_epoch and is_epoch_based else runner.iter
-            self._write(runner, mode, epoch, runner.iter, metrics, step)
+            place = {"epoch": runner.epoch, "iter": runner.iter, **runner.loaded}
+            place["epoch"] += not is_epoch_based
+            step = place["epoch"] if self.log_metric_by_epoch and is_epoch_based else place["iter"]
+            self._write(runner, mode, place, metrics, step)
 
     def _write(
-        self, runner: Run, mode: str, epoch: int, iteration: int, values: dict[str, Any], step: int, flush: bool = True
+        self, runner: Run, mode: str, place: dict[str, Any], values: dict[str, Any], step: int, flush: bool = True
     ) -> None:
-        runner.records.write({"mode": mode, "epoch": epoch, "iter": iteration, **values}, flush=flush)
+        runner.records.write({"mode": mode, **place, **values}, flush=flush)
         if runner.logger.isEnabledFor(logging.DEBUG):
             shown = "  ".join(f"{key} {_shown(value)}" for key, value in values.items())
-            runner.logger.debug("%s  epoch %d  iter %d  %s", mode, epoch, iteration, shown)
+            runner.logger.debug("%s  epoch %d  iter %d  %s", mode, place["epoch"], place["iter"], shown)
         numbers = {f"{mode}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
         runner.visualizer.add_scalars(numbers, step=step)
 

@@ -42,7 +42,12 @@ def default_step(method: _Method) -> _Method:
 def defines_step(module: nn.Module, name: str) -> bool:
     """Return whether `module` has a step of that name (`train_step`, `val_step`, `test_step`) that its author wrote."""
     step = getattr(module, name, None)
-    return callable(step) and not getattr(step, "is_default_step", False)
+    return callable(step) and not getattr(step, "is_default_step", False) and not is_stub(step)
+
+
+def is_stub(method: object) -> bool:
+    """Return whether a method is that of Lightning's base class, which has all of them."""
+    return (getattr(method, "__module__", None) or "").partition(".")[0] in ("lightning", "pytorch_lightning")
 
 
 def calls_parts(module: nn.Module) -> bool:
@@ -152,6 +157,16 @@ def values_to_log(outputs: Any) -> dict[str, Any]:
     return values
 
 
+def lacks_labels(core: nn.Module, batch: Any) -> str:
+    """Say in words that a batch lacks the labels by which a model computes its loss; empty if that can't be known."""
+    if not isinstance(batch, Mapping) or "labels" in batch or "labels" not in parameters_of(type(core).forward):
+        return ""
+    return (
+        f"`forward` of {type(core).__name__} computes a loss only of `labels`, but the batch has only "
+        f"{', '.join(map(str, batch))}. Let the dataset, or the loader's collate_fn, make `labels`"
+    )
+
+
 def _scalar(loss: Tensor) -> Tensor:
     if loss.numel() != 1:
         raise ValueError(
@@ -165,7 +180,10 @@ def _scalar(loss: Tensor) -> Tensor:
 def _mean(name: str, value: Any) -> Tensor:
     if isinstance(value, Tensor):
         if value.dim() and not value.is_floating_point():
-            raise TypeError(f"`losses[{name!r}]` must be of numbers to average, but is {value.dtype}. Leave it out")
+            raise TypeError(
+                f"`losses[{name!r}]` must be of numbers to average, but is {value.dtype}. Leave it out: "
+                "in training, return only what is to be logged (self.training tells)"
+            )
         return value.mean() if value.dim() else value
     if isinstance(value, list | tuple) and value and all(isinstance(v, Tensor) for v in value):
         means: list[Tensor] = [item.mean() for item in value]
@@ -200,6 +218,11 @@ def _misfit(core: nn.Module, batch: Any, kwargs: Mapping[str, Any]) -> str | Non
 
 
 @cache
+def parameters_of(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a model's `forward`, by name."""
+    return inspect.signature(forward).parameters
+
+
 def takes_mode(forward: Callable[..., Any]) -> bool:
     """Return whether a model's `forward` has a parameter that says whether to compute losses or to predict."""
-    return "mode" in inspect.signature(forward).parameters
+    return "mode" in parameters_of(forward)

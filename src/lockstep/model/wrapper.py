@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.dist.consistency import check_call
-from lockstep.groups import Comm
+from lockstep.groups import Comm, this_rank
 from lockstep.model import steps
 from lockstep.model.outside_loss import losses_of, predictions_of
 from lockstep.model.steps import ParseLosses, UpdatesParams
@@ -186,8 +186,14 @@ def _default_train_step(
     """Train a module that defines no step of its own."""
     parse: ParseLosses = getattr(core, "parse_losses", None) or steps.parse_losses
     with optim_wrapper.optim_context(model):
-        losses = losses_of(model, core, steps.preprocess(core, data, training=True))
-    loss, log_vars = parse(losses)
+        batch = steps.preprocess(core, data, training=True)
+        losses = losses_of(model, core, batch)
+    try:
+        loss, log_vars = parse(losses)
+    except TypeError as error:
+        if lacking := steps.lacks_labels(core, batch):
+            raise TypeError(f"{lacking} ({this_rank()})") from error
+        raise
     optim_wrapper.update_params(loss)
     return log_vars
 
@@ -205,7 +211,7 @@ def predict_step(model: nn.Module, data: Any) -> Any:
 def step_of(model: nn.Module, name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
     """Return the model's own step of that name, or `otherwise`, the default for any module."""
     own: Callable[..., Any] | None = getattr(model, name, None)
-    return partial(otherwise, model) if own is None else own
+    return partial(otherwise, model) if own is None or steps.is_stub(own) else own
 
 
 def train_step_of(model: nn.Module) -> Callable[[Any, UpdatesParams], dict[str, Tensor]]:

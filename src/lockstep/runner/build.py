@@ -116,10 +116,9 @@ def _left_of_lightning(args: RunnerArguments, core: nn.Module) -> str:
     }
     found = []
     for name in dir(type(core)):
-        if counts.get(name) or (trains and name.startswith("on_") and point_meant(name) is not None):
-            owner = getattr(getattr(type(core), name), "__module__", None) or ""
-            if owner.partition(".")[0] not in ("lightning", "pytorch_lightning"):  # their base class has them all
-                found.append(name)
+        is_called = counts.get(name) or (trains and name.startswith("on_") and point_meant(name) is not None)
+        if is_called and not steps.is_stub(getattr(type(core), name)):
+            found.append(name)
     return f"a Lightning module has: {', '.join(found)}; see docs/side-by-side.md" if found else ""
 
 
@@ -207,7 +206,7 @@ def _require_step(loop: TrainLoop | EvalLoop) -> None:
                 f"`{name}` of {type(core).__name__} must be {name}({', '.join(takes)}), but its parameters are "
                 f"{signature}: {error}"
             ) from None
-    elif type(core).forward is nn.Module.forward and "forward" not in vars(core):
+    elif (type(core).forward is nn.Module.forward or steps.is_stub(type(core).forward)) and "forward" not in vars(core):
         left = _left_of_lightning(loop.runner.args, core)
         raise ConfigError(
             f"{type(core).__name__} must have a `forward`, or a `{name}` of its own, for `{mode}_dataloader`, but has "

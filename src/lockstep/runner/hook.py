@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack
 from difflib import get_close_matches
 from typing import Any, ClassVar
+from weakref import ref
 
 from lockstep.dist import get_dist_info
 from lockstep.errors import ConfigError
@@ -259,10 +260,12 @@ class HookList:
 
     Args:
         hooks: hooks and configs, in order of registration; they are sorted by priority.
+        owner: whose hooks these are; those that were another's are refused.
     """
 
-    def __init__(self, hooks: Iterable[Hook | Mapping[str, Any]] = ()) -> None:
+    def __init__(self, hooks: Iterable[Hook | Mapping[str, Any]] = (), owner: object = None) -> None:
         self.hooks: list[Hook] = []
+        self._owner = owner
         self._calls: dict[str, list[Callable[..., None]]] = {point: [] for point in POINTS}
         for hook in hooks:
             self.register(hook)
@@ -283,8 +286,14 @@ class HookList:
 
         Raises:
             TypeError: it is no hook, or its method for a point can't take what hooks are given there.
+            RuntimeError: it has been a hook of another Runner.
         """
         built = _build_hook(hook)
+        if self._owner is not None and vars(built).setdefault("_owner", ref(self._owner))() is not self._owner:
+            raise RuntimeError(
+                f"this {type(built).__name__} has served another Runner already, whose counts and best values it may "
+                "keep. Make another one for each Runner, or give its config, as dict(type=...)"
+            )
         if priority is not None:
             built.priority = priority
         _require_parameters(built)

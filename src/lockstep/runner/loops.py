@@ -124,6 +124,7 @@ class TrainLoop(ABC):
         runner = self.runner
         runner.optim_wrapper.initialize_count_status(runner.model, self.iter, self.max_iters)
         self._step = train_step_of(runner.model)
+        self._writes = self._count_writes()
 
     def _tell_if_complete(self, done: int, wanted: int, noun: str) -> None:
         """Say that a resumed training has `done` as many epochs or iterations as are `wanted`, or more."""
@@ -203,14 +204,26 @@ class TrainLoop(ABC):
         # A repeated batch changes neither gradients nor running statistics.
         with nullcontext() if batch.is_own else buffers_kept(runner.model):
             outputs = self._step(moved, runner.optim_wrapper)
-        self._end_iter(batch_idx, batch, values_to_log(outputs))
-        if self.iters_without == _MOST_WITHOUT and not self.iters_with_backward:
-            runner.logger.warning(
-                "%d iterations have made no backward pass by the optim wrapper: a loss that `train_step` of %s only "
-                "returns is recorded, and loss.backward() is neither accumulated nor averaged over ranks. Call "
-                "optim_wrapper.update_params(loss)",
-                _MOST_WITHOUT, type(unwrap_model(runner.model)).__name__,
-            )  # fmt: skip
+        values = values_to_log(outputs)
+        self._end_iter(batch_idx, batch, values)
+        if self.iters_with_backward:
+            return
+        is_end = self.iter in (self.epoch_end, self.max_iters)
+        if self.iters_without == _MOST_WITHOUT or is_end:
+            told = (
+                f"{counted(self.iters_without, 'iteration')} have made no backward pass by the optim wrapper: a loss "
+                f"that `train_step` of {type(unwrap_model(runner.model)).__name__} only returns is recorded, and "
+                "loss.backward() is neither accumulated nor averaged over ranks. Call "
+                "optim_wrapper.update_params(loss)"
+            )
+            if is_end and self._writes == self._count_writes() and any("loss" in name for name in values):
+                raise ConfigError(f"nothing is trained: {told}")
+            if self.iters_without == _MOST_WITHOUT:
+                runner.logger.warning("%s", told)
+
+    def _count_writes(self) -> int:
+        """Return how often the parameters have been written, also by steps around the optim wrapper."""
+        return sum(parameter._version for parameter in unwrap_model(self.runner.model).parameters())
 
     def _begin_iter(self, batch_idx: int, batch: Batch) -> None:
         runner = self.runner

@@ -48,6 +48,7 @@ def record_config(run: TrainRun) -> None:
     run.begun_with = {
         "options": [dict(_plain_options(first)) for first in run.first_options],
         "schedules": list(_descriptions(run)),
+        "scheduled": sorted({key for scheduler in run.param_schedulers for key in _scheduled(scheduler)}),
     }
 
 
@@ -92,7 +93,9 @@ class ResumedOptions:
         self.takes_config = run.args.resume_options == "config"
         kinds = [type(scheduler) for scheduler in run.param_schedulers]
         self.follows_metric = any(issubclass(kind, ReduceOnPlateauLR | ReduceLROnPlateau) for kind in kinds)
-        scheduled = {key for scheduler in run.param_schedulers for key in _scheduled(scheduler)}
+        scheduled = set(run.begun_with["scheduled"])
+        if self.has_new_schedules and self.states:  # also what schedules had set that there are no longer
+            scheduled |= set((self.begun_with or {}).get("scheduled", ["lr"]))
         is_stale = self.has_new_schedules or any(scheduled & changed.keys() for changed in self.changed)
         self.has_other_groups = any(map(_other_groups, run.param_schedulers, self.states))
         # Without a saved state, the optimizer has the values with which the schedules begin. A schedule that follows a

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 from torch import nn
 
+from lockstep.checkpoint import read_meta
 from lockstep.dataset import DataShard, agree_on_shard
 from lockstep.dist import run_on_main
 from lockstep.errors import ConfigError, Preempted, error_in_words, no_attribute
@@ -38,6 +39,7 @@ from lockstep.strategy import Strategy, build_strategy
 from lockstep.weights import Weights, best_checkpoint_in, load_weights
 from lockstep.weights.export import PretrainedOptions
 from lockstep.weights.loading import REVISE_KEYS
+from lockstep.weights.source import find_checkpoint
 
 _BEFORE_A_RUN = {
     **dict.fromkeys(("epoch", "iter", "max_iters"), 0),
@@ -328,6 +330,9 @@ class Runner(_AttributesOfRun):
         else:
             self._run.load_checkpoint(filename, strict=strict, revise_keys=revise_keys)
             self._has_weights = True
+            found = find_checkpoint(locate(filename))
+            meta = {} if found is None else read_meta(found)
+            self._run.loaded = {"checkpoint": str(filename), **{key: meta[key] for key in ("epoch", "iter") if meta}}
 
     def save_pretrained(self, save_directory: str | Path, **options: Unpack[PretrainedOptions]) -> None:
         """Write the model's weights as safetensors, and beside them what `from_pretrained` needs, if it has one.
@@ -447,7 +452,13 @@ class Runner(_AttributesOfRun):
         shard = agree_on_shard(*strategy.data_shard)
         self.logger.info("model: %s", start.describe_model(model, strategy))
         visualizer = build.build_visualizer(self.args.visualizer, space.rank)
-        own = {"strategy": strategy, "model": model, "data_shard": shard, "hooks": HookList(), "visualizer": visualizer}
+        own = {
+            "strategy": strategy,
+            "model": model,
+            "data_shard": shard,
+            "hooks": HookList(owner=self),
+            "visualizer": visualizer,
+        }
         return optim_wrapper, {**vars(space), **own}
 
     def _evaluate(
