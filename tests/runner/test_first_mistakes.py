@@ -511,6 +511,16 @@ def test_only_a_schedule_whose_rates_change_gradually_is_too_long(schedule, ends
     assert (said in log_of(tmp_path)) == ("on their way" in log_of(tmp_path)) == (ends is not None)
 
 
+@pytest.mark.parametrize("kind", ["CosineAnnealingLR", lr_scheduler.CosineAnnealingLR])
+@pytest.mark.parametrize("end", [None, 2])
+def test_a_cosine_that_rises_again_is_told(kind, end, tmp_path):
+    train(
+        tmp_path, train_cfg={"max_epochs": 1}, param_scheduler={"type": kind, "T_max": 2, "by_epoch": False, "end": end}
+    )
+    said = "CosineAnnealingLR is at its lowest after 2 iterations, and rises again until the training ends after 4"
+    assert (said in log_of(tmp_path)) == (end is None)
+
+
 def test_a_step_in_a_pass_over_evaluation_data_is_an_error(tmp_path):
     with Session(tmp_path) as session:
         model = nn.Linear(2, 1)

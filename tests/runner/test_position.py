@@ -284,6 +284,28 @@ def test_a_cosine_over_the_run_goes_on_at_the_same_part_and_a_warm_up_counts_on(
     assert [one["count"] for one in state] == [21, 18]  # 18 is the length of a run on two ranks
 
 
+def test_a_cosine_of_torch_goes_on_at_the_same_part_as_lockstep_s_own(tmp_path: Path):
+    rates = {}
+    for kind in ("CosineAnnealingLR", torch.optim.lr_scheduler.CosineAnnealingLR):
+        warm_up = {"type": "LinearLR", "start_factor": 0.5, "by_epoch": False, "end": 4}
+        cosine = {"type": kind, "by_epoch": False, "begin": 4, "eta_min": 1e-6}
+        work_dir = tmp_path / str(isinstance(kind, str))
+        changes: dict[str, Any] = {
+            "param_scheduler": [warm_up, cosine],
+            "optim_wrapper": {"optimizer": {"type": "SGD", "lr": 1e-4}},
+        }
+        train(work_dir, "config", 6, **changes)
+        (second, _) = run_ranks(2, train, work_dir, "config", **changes)
+        rates[kind] = [second.rates[i] for i in sorted(second.rates)]
+        log = log_of(work_dir)
+        assert "CosineAnnealingLR goes on at the same part" in log
+        assert "on their way" not in log
+        assert "rises again" not in log
+    own, of_torch = rates.values()
+    assert of_torch == sorted(of_torch, reverse=True)
+    assert of_torch[1:] == pytest.approx(own[1:], rel=1e-9)  # lockstep's own has the saved rate once more
+
+
 @pytest.mark.parametrize(("saved", "resumed"), [(1, 2), (2, 1)])
 def test_loops_may_change_between_epochs_and_iterations(saved, resumed, tmp_path: Path):
     endless, epochs = {"kind": "endless", "train_cfg": BY_ITER}, {"kind": "config", "train_cfg": BY_EPOCH}

@@ -14,6 +14,7 @@ from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
 
 _ZEROS = 3
+_PERIODIC = ("CosineAnnealingLR", "CosineAnnealingMomentum", "CosineAnnealingParamScheduler")
 
 
 @HOOKS.register_module()
@@ -37,13 +38,26 @@ class ParamSchedulerHook(Hook):
             )
         check_metrics("monitor", [one.monitor for one in waiting], runner)
         for one in runner.param_schedulers:
-            length, unit = (runner.max_epochs, "epochs") if one.by_epoch else (runner.max_iters, "iterations")
-            ends = one.ramp_end
-            if length is not None and ends is not None and ends > length:
+            if runner.max_epochs is None and one.by_epoch:
+                continue
+            unit, length, done = ("epochs", runner.max_epochs, runner.epoch)
+            if not one.by_epoch:
+                unit, length, done = ("iterations", runner.max_iters, runner.iter)
+            counted = one.state_dict()[one.count_key]  # of a resumed run, perhaps in batches of the present size
+            if (ends := one.ramp_end) is None:
+                continue
+            last = done + ends - counted
+            if last > length:
                 runner.logger.warning(
                     "%s ends after %d %s, but the training after %d: the rates stop on their way. A schedule counts "
                     "epochs, or with by_epoch=False iterations",
-                    one.title, ends, unit, length,
+                    one.title, last, unit, length,
+                )  # fmt: skip
+            elif one.title in _PERIODIC and last < length and (one.end is None or one.end > ends):
+                runner.logger.warning(
+                    "%s is at its lowest after %d %s, and rises again until the training ends after %d. Leave out "
+                    "`T_max`, which then is the length of the training, or give `end=%d`",
+                    one.title, last, unit, length, ends,
                 )  # fmt: skip
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:

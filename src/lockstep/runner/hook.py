@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack
 from difflib import get_close_matches
 from typing import Any, ClassVar
-from weakref import ref
 
 from lockstep.dist import get_dist_info
 from lockstep.errors import ConfigError
@@ -260,10 +259,10 @@ class HookList:
 
     Args:
         hooks: hooks and configs, in order of registration; they are sorted by priority.
-        owner: whose hooks these are; those that were another's are refused.
+        owner: number of the Runner whose hooks these are; those that were another's are refused.
     """
 
-    def __init__(self, hooks: Iterable[Hook | Mapping[str, Any]] = (), owner: object = None) -> None:
+    def __init__(self, hooks: Iterable[Hook | Mapping[str, Any]] = (), owner: int | None = None) -> None:
         self.hooks: list[Hook] = []
         self._owner = owner
         self._calls: dict[str, list[Callable[..., None]]] = {point: [] for point in POINTS}
@@ -289,7 +288,7 @@ class HookList:
             RuntimeError: it has been a hook of another Runner.
         """
         built = _build_hook(hook)
-        if self._owner is not None and vars(built).setdefault("_owner", ref(self._owner))() is not self._owner:
+        if self._owner is not None and vars(built).setdefault("_owner", self._owner) != self._owner:
             raise RuntimeError(
                 f"this {type(built).__name__} has served another Runner already, whose counts and best values it may "
                 "keep. Make another one for each Runner, or give its config, as dict(type=...)"

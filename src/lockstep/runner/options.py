@@ -98,8 +98,9 @@ class ResumedOptions:
             scheduled |= set((self.begun_with or {}).get("scheduled", ["lr"]))
         is_stale = self.has_new_schedules or any(scheduled & changed.keys() for changed in self.changed)
         self.has_other_groups = any(map(_other_groups, run.param_schedulers, self.states))
-        # Without a saved state, the optimizer has the values with which the schedules begin. A schedule that follows a
-        # metric can't be replayed, because the metrics are not saved.
+        # A schedule that follows a metric can't be replayed, because the metrics are not saved.
+        self.can_replay = not self.follows_metric and (self.takes_config or not any(self.changed))
+        # Without a saved state, the optimizer has the values with which the schedules begin.
         self.replays = (
             own is None or (self.takes_config and (is_stale or self.has_other_groups))
         ) and not self.follows_metric

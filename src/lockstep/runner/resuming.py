@@ -25,6 +25,7 @@ from lockstep.errors import CheckpointError, ConfigError, LockstepError, counted
 from lockstep.launch.worker import RESUME_SINCE
 from lockstep.location import Location, RemotePath, locate
 from lockstep.model import unwrap_model
+from lockstep.optim import TorchScheduler
 from lockstep.optim.scheduler import FormulaScheduler
 from lockstep.registry import HOOKS, in_default_scope
 from lockstep.runner.arguments import RunnerArguments
@@ -278,7 +279,7 @@ def restore_run(
     with _restored(origin, "a position in the data"):
         begin = loop.even_batches.read_position(position, data, [one["data"] for one in ranks.values()], random)
         loop.resume(meta["iter"], position["epoch"], begin)
-        _compare_data(run, position, begin, origin)
+        _compare_data(run, position, begin, origin, options)
     with _restored(origin, "options of the optimizer"):
         options.apply()
     done = position["batches"] if loop.max_epochs is not None else 0  # batches of the epoch
@@ -367,7 +368,9 @@ def _require_random_state(saved: Mapping[str, Any], origin: Location) -> None:
         set_random_state(now)
 
 
-def _compare_data(run: TrainRun, position: Mapping[str, Any], begin: Position, directory: Location) -> None:
+def _compare_data(
+    run: TrainRun, position: Mapping[str, Any], begin: Position, directory: Location, options: ResumedOptions
+) -> None:
     """Say what is otherwise in the data than if the run had never stopped, and let schedules follow it."""
     loop, order = run.train_loop, run.train_loop.even_batches.global_order
     begins_anew = position["batches"] and begin.is_beginning
@@ -396,15 +399,17 @@ def _compare_data(run: TrainRun, position: Mapping[str, Any], begin: Position, d
         )
     if loop.max_epochs is not None and loop.epoch_length and loop.epoch_end is not None:
         left = loop.epoch_end - loop.iter
-        _shift_schedules(run, (loop.epoch + 1) * loop.epoch_length - left)
+        _shift_schedules(run, (loop.epoch + 1) * loop.epoch_length - left, options)
 
 
-def _shift_schedules(run: TrainRun, regular: int) -> None:
+def _shift_schedules(run: TrainRun, regular: int, options: ResumedOptions) -> None:
     """Let the schedules that span the run go on at the same part of it, if it has another number of iterations now.
 
     Args:
         run: the run, whose schedules have their saved states.
         regular: how many iterations there would be now in a run that always had its present global batch.
+        options: restores the schedules. Those of torch's, whose states have lengths, are then computed from the
+            beginning.
     """
     loop = run.train_loop
     if regular == loop.iter:
@@ -417,12 +422,11 @@ def _shift_schedules(run: TrainRun, regular: int) -> None:
     shifted = []
     for config, scheduler in zip(configs, run.param_schedulers, strict=True):
         in_epochs = isinstance(config, Mapping) and config.get("convert_to_iter_based")
-        if (
-            isinstance(scheduler, FormulaScheduler)
-            and not scheduler.by_epoch
-            and (in_epochs or scheduler.end == length)
-        ):
+        is_of_torch = isinstance(scheduler, TorchScheduler) and options.can_replay
+        spans = not scheduler.by_epoch and (in_epochs or scheduler.end == length)
+        if spans and (is_of_torch or isinstance(scheduler, FormulaScheduler)):
             scheduler.load_state_dict({**scheduler.state_dict(), "count": regular})
+            options.replays |= is_of_torch
             shifted.append(scheduler.title)
     _logger.info(
         "with this global batch, epoch %d ends after iteration %d%s. %s; a schedule that counts "

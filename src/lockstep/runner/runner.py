@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -41,6 +42,7 @@ from lockstep.weights.export import PretrainedOptions
 from lockstep.weights.loading import REVISE_KEYS
 from lockstep.weights.source import find_checkpoint
 
+_numbers = itertools.count()  # of the Runners of this process
 _BEFORE_A_RUN = {
     **dict.fromkeys(("epoch", "iter", "max_iters"), 0),
     **dict.fromkeys(("max_epochs", "val_loop", "test_loop", "predict_loop", "last_evaluation"), None),
@@ -129,6 +131,7 @@ class Runner(_AttributesOfRun):
         self.args = args
         require_disk(args.work_dir, "work_dir")
         self.message_hub = MessageHub()
+        self._number = next(_numbers)
         self.logger = Workspace.logger
         self._custom_hooks: list[tuple[Any, str | int | None]] = [
             (hook, None) for hook in args.custom_hooks or () if hook is not None
@@ -456,7 +459,7 @@ class Runner(_AttributesOfRun):
             "strategy": strategy,
             "model": model,
             "data_shard": shard,
-            "hooks": HookList(owner=self),
+            "hooks": HookList(owner=self._number),
             "visualizer": visualizer,
         }
         return optim_wrapper, {**vars(space), **own}
