@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Runner, Session
+from lockstep.config import Config
 from lockstep.dist import get_rank
 from lockstep.errors import ConfigError
 from lockstep.evaluator import BaseMetric
@@ -509,6 +510,16 @@ def test_only_a_schedule_whose_rates_change_gradually_is_too_long(schedule, ends
     train(tmp_path, train_cfg={"max_epochs": 1}, param_scheduler={**schedule, "by_epoch": False})
     said = f"ends after {ends} iterations, but the training after 4: the rates stop on their way"
     assert (said in log_of(tmp_path)) == ("on their way" in log_of(tmp_path)) == (ends is not None)
+
+
+@pytest.mark.parametrize("made", ["Runner(nn.Linear(1, 1), 'work')", "Session('work')"])
+def test_a_script_that_is_taken_for_a_config_does_not_train(made: str, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.py").write_text(f"from lockstep import Runner, Session\nfrom torch import nn\n{made}\n")
+    with pytest.raises(ConfigError, match=r"run.py:3: .* is a script: run it by `python run.py`, or on several ranks"):
+        Config.fromfile("run.py")
+    assert [one.name for one in tmp_path.iterdir()] == ["run.py"]
+    Session(tmp_path / "work")
 
 
 @pytest.mark.parametrize("kind", ["CosineAnnealingLR", lr_scheduler.CosineAnnealingLR])

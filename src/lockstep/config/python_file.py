@@ -19,6 +19,7 @@ from lockstep.errors import ConfigError, error_in_words
 _MAKERS = ("dict", "ConfigDict")
 _CHANGERS = ("update", "merge")
 _NO_BASE = f"must not be in a file with read_base(), whose bases' keys are variables: write `lr` for `{BASE}.lr`"
+_running: list[Path] = []  # files that are being run, the innermost last
 
 
 @contextmanager
@@ -89,12 +90,15 @@ class PythonFile(ConfigFile):
         setattr(module, BASE, base)
         sys.modules[module.__name__] = module
         with importable(self.path.parent):
+            _running.append(self.path)
             try:
                 self._run(module, list(imported))
             except Exception as error:
                 lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == str(self.path)]
                 line = lines[-1] if lines else "?"
                 raise ConfigError(f"{self.path}:{line}: {error_in_words(error)}") from error
+            finally:
+                _running.pop()
         if vars(module).get(BASE) is not base:
             raise ConfigError(f"{self.path}: `{BASE}` must be assigned at the top level, plainly")
         inherited = {name: value for names in imported for name, value in names.items()}
@@ -146,6 +150,19 @@ class PythonFile(ConfigFile):
         if not isinstance(value, type | FunctionType | BuiltinFunctionType):
             return False
         return home == module.__name__ or not any(name in _names_assigned(s) for s in self._tree.body)
+
+
+def refuse_in_config() -> None:
+    """Refuse to make a Runner or a Session while a config runs: that file is a script, which would train now.
+
+    Raises:
+        ConfigError: a config in Python is being read.
+    """
+    if _running:
+        raise ConfigError(
+            "a config must not make a Runner or a Session. A file that trains by itself is a script: run it by `python "
+            f"{_running[-1].name}`, or on several ranks by `lockstep launch {_running[-1].name}`"
+        )
 
 
 @contextmanager

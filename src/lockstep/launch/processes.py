@@ -7,6 +7,7 @@ leave it.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -20,6 +21,7 @@ from lockstep.launch.worker import STACK_SIGNAL, stack_file
 
 _PROC = Path("/proc")
 _POLL_SECONDS = 0.02
+_THREAD = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)
 _SECONDS_FOR_STACK = 0.5
 _SECONDS_FOR_WATCHER = 0.5
 _SECONDS_TO_DIE = 5.0
@@ -64,8 +66,10 @@ class RankProcesses:
                 os.kill(record.pid, STACK_SIGNAL)
                 os.kill(record.pid, signal.SIGCONT)
         deadline = time.monotonic() + _SECONDS_FOR_STACK
-        while time.monotonic() < deadline and not all(file.stat().st_size for _, file in asked):
+        sizes, before = [0], list[int]()
+        while time.monotonic() < deadline and not (all(sizes) and sizes == before):
             time.sleep(_POLL_SECONDS)
+            sizes, before = [file.stat().st_size for _, file in asked], sizes
         for record, file in asked:
             record.stack = _script_frames(file.read_text(errors="replace"))
 
@@ -180,8 +184,8 @@ def _stat(pid: int) -> list[str]:
 
 
 def _script_frames(stack: str) -> str:
-    """Return the frames of a stack by `faulthandler` without those that start the script."""
-    lines = [line for line in stack.splitlines() if line.startswith("  File ")]
+    """Return the frames of the main thread, which `faulthandler` writes last, without those that start the script."""
+    lines = [line for line in _THREAD.split(stack)[-1].splitlines() if line.startswith("  File ")]
     return "\n".join(line for line in lines if not any(words in line for words in _FRAMES_OF_START))
 
 

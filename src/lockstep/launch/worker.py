@@ -170,10 +170,10 @@ def _buffer_lines() -> None:
 
 
 def _write_stack_on_signal() -> None:
-    """Write the stack of the main thread to `stack_file` at each `STACK_SIGNAL`."""
+    """Write the stacks of all threads to `stack_file` at each `STACK_SIGNAL`, which any thread may take."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and STACK_SIGNAL is not None:
-        faulthandler.register(STACK_SIGNAL, file=stack_file(path).open("w"), all_threads=False)
+        faulthandler.register(STACK_SIGNAL, file=stack_file(path).open("w"))
 
 
 def _run(target: list[str]) -> None:

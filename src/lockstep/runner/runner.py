@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 from torch import nn
 
 from lockstep.checkpoint import read_meta
+from lockstep.config.python_file import refuse_in_config
 from lockstep.dataset import DataShard, agree_on_shard
 from lockstep.dist import run_on_main
 from lockstep.errors import ConfigError, Preempted, error_in_words, no_attribute
@@ -128,6 +129,7 @@ class Runner(_AttributesOfRun):
 
     @taking(RunnerArguments)
     def __init__(self, args: RunnerArguments) -> None:
+        refuse_in_config()
         self.args = args
         require_disk(args.work_dir, "work_dir")
         self.message_hub = MessageHub()
