@@ -204,10 +204,9 @@ def test_checkpoints_outside_of_the_work_dir_are_found(hook: str, tmp_path: Path
     kinds = {"class": CheckpointHook, "subclass": "SavesElsewhere"}
     given = {**config, "type": kinds[hook]} if hook in kinds else config
     saving = {"default_hooks": {"checkpoint": None if hook == "registered" else given}}
-    if hook == "registered":
-        saving["registered"] = CheckpointHook(**config)
-    train(tmp_path / "work", 1, **saving)
-    runner = train(tmp_path / "work", 2, resume=True, **saving)
+    registered = [CheckpointHook(**config) for _ in range(2)] if hook == "registered" else [None, None]
+    train(tmp_path / "work", 1, registered=registered[0], **saving)
+    runner = train(tmp_path / "work", 2, resume=True, registered=registered[1], **saving)
     assert min(runner.losses) == 8
     assert regular(tmp_path / "disk" / "work") == ["epoch_2"]
     with pytest.raises(ConfigError, match=r"leads out of it.*by the `out_dir` of CheckpointHook"):

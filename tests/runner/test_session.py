@@ -577,6 +577,22 @@ class OfAccelerate(torch.optim.SGD):
     __module__ = "accelerate.optimizer"
 
 
+@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize("steps", [False, True])
+def test_a_scheduler_that_is_never_stepped_is_told_once(tmp_path, epochs, steps):
+    with session_of(tmp_path, log_level="WARNING") as session:
+        optimizer = torch.optim.SGD((model := network()).parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        model, _, batches = session.prepare(model, optimizer, loader(), schedulers=scheduler)
+        for _ in session.epochs(epochs):
+            for x, y in batches:
+                session.step(F.cross_entropy(model(x), y))
+            if steps:
+                scheduler.step()
+    log = (session.run.run_dir / "log.txt").read_text()
+    assert log.count("no step of StepLR since the training began: call scheduler.step()") == (not steps)
+
+
 def test_what_has_been_prepared_already_is_refused(tmp_path):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep.dataset import set_epoch
 from lockstep.device import get_device
 from lockstep.dist.agreement import differing
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, listed
 from lockstep.evaluator.evaluator import plain_value
 from lockstep.logging.meters import require_whole
 from lockstep.model import ModelWrapper, unwrap_model
@@ -84,11 +84,15 @@ class OwnLoop(TrainLoop):
         self._counted = run.optim_wrapper.inner_count
         self._tell_if_complete(self.epoch, count, "epoch")
         run.call_hook("before_train")
+        first, begun_at = self.epoch, self._schedules_at()
         while self.epoch < count and not self.stop_training:
             before = self.epoch
             yield before
             if self._is_open:
                 self._end_epoch()
+            if self.epoch in (first + 2, count):
+                self._warn_of_rest(begun_at)
+                begun_at = {}
             if self.epoch == before:
                 raise RuntimeError(
                     f"epoch {before} must go through the loader that session.prepare() returned, but did not begin to"
@@ -96,6 +100,20 @@ class OwnLoop(TrainLoop):
         self._end_training()
         run.call_hook("after_train")
         run.call_hook("after_run")
+
+    def _schedules_at(self) -> dict[str, int]:
+        """Return how often each schedule of the user's has been stepped, by its name."""
+        counts = ((type(one).__name__, getattr(one, "last_epoch", None)) for one in self.runner.param_schedulers)
+        return {name: count for name, count in counts if isinstance(count, int)}
+
+    def _warn_of_rest(self, begun_at: Mapping[str, int]) -> None:
+        """Warn of schedules that are where they were when the training began."""
+        if resting := begun_at.items() & self._schedules_at().items():
+            self.runner.logger.warning(
+                "no step of %s since the training began: call scheduler.step(), after each epoch or each "
+                "session.step(), as the schedule counts. The learning rates stay as they are",
+                listed(sorted(name for name, _ in resting)),
+            )
 
     def iterations(self, count: int) -> Iterator[Any]:
         """Yield this rank's batches until `count` iterations are complete, of as many passes as that takes."""
