@@ -20,7 +20,6 @@ import torch.distributed as torch_dist
 from torch import Tensor
 from torch.distributed import GroupMember, ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import get_worker_info
 
 from lockstep.calls import Calls
 from lockstep.device import get_device
@@ -133,8 +132,7 @@ class Comm:
 
 
 SOLO = Comm(None, 0, 1, {}, frozenset(), "cpu")
-# Not empty once it is known that a process without a group may say so: it has had one, or its user has been told.
-_knows_alone: list[bool] = []
+_is_told_alone = False  # a process without a group need not warn any more: it has had one, or its user has been told
 
 # Weak keys, so that nothing here keeps a destroyed group alive.
 _resolved: WeakKeyDictionary[ProcessGroup, Comm] = WeakKeyDictionary()
@@ -197,8 +195,9 @@ def failure_of_any() -> DistError | None:
 
 def forget_groups() -> None:
     """Drop what is known about groups; their process groups are being destroyed."""
+    global _is_told_alone
     _resolved.clear()
-    _knows_alone.append(True)
+    _is_told_alone = True
     if "torch.distributed.tensor" in sys.modules:
         # DTensor caches its plans by the ranks of a mesh; each plan holds names of groups that are gone (2.13).
         # torch.distributed.tensor.debug clears them in this way, but it imports the compiler, which takes a second.
@@ -233,17 +232,20 @@ def get_dist_info(group: GroupLike = None) -> tuple[int, int]:
 def _asked(group: GroupLike) -> Comm:
     """Return the communicator of `group` for a function that says this process's place in it."""
     comm = resolve(group)
-    if comm is SOLO and not _knows_alone:
+    if comm is SOLO and not _is_told_alone:
         _warn_of_early_question()
     return comm
 
 
 def _warn_of_early_question() -> None:
     """Warn, once, if code of the user's own asks a rank for its place before there is a group, which says 0 of 1."""
+    global _is_told_alone
     asking = sys._getframe(3)
     if asking.f_globals.get("__name__", "").partition(".")[0] in ("lockstep", "mmengine"):
         return
-    _knows_alone.append(True)
+    _is_told_alone = True
+    from torch.utils.data import get_worker_info  # not when this is imported, which takes time
+
     with suppress(TopologyError):
         topology = read_topology(os.environ, infer_launcher(os.environ))
         if topology.world_size > 1 and get_worker_info() is None:

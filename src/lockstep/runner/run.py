@@ -115,8 +115,8 @@ class Run(Workspace):
         test_loop: the loop that tests; None without one.
         predict_loop: the loop that predicted last; None before.
         last_evaluation: the one of these two loops that ran last; None before.
-        loaded: the checkpoint whose weights are evaluated instead of those that were trained, and its epoch and
-            iteration, for records.
+        loaded: on rank 0, the checkpoint whose weights are evaluated instead of those that were trained, and its epoch
+            and iteration, for records.
         agreement: lets a training stop on all ranks at the same point.
     """
 

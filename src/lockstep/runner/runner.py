@@ -335,9 +335,11 @@ class Runner(_AttributesOfRun):
         else:
             self._run.load_checkpoint(filename, strict=strict, revise_keys=revise_keys)
             self._has_weights = True
-            found = find_checkpoint(locate(filename))
-            meta = {} if found is None else read_meta(found)
-            self._run.loaded = {"checkpoint": str(filename), **{key: meta[key] for key in ("epoch", "iter") if meta}}
+            if self._run.rank == 0:  # which writes the records
+                found = find_checkpoint(locate(filename))
+                meta = {} if found is None else read_meta(found)
+                place = {key: value for key, value in meta.items() if key in ("epoch", "iter")}
+                self._run.loaded = {"checkpoint": str(filename), **place}
 
     def save_pretrained(self, save_directory: str | Path, **options: Unpack[PretrainedOptions]) -> None:
         """Write the model's weights as safetensors, and beside them what `from_pretrained` needs, if it has one.
