@@ -27,8 +27,8 @@ class ProgressHook(Hook):
 
     It shows the loss, the time left of the whole training, the samples per second of all ranks, tokens per second and
     MFU if they are recorded, and the latest metrics of a validation, as `val/NAME`. A terminal that is too narrow shows
-    the first of these. Each epoch leaves one line, the whole of which is in the log file. During an epoch, the loss is that of rank 0, up to the iteration
-    before.
+    the first of these. Each epoch leaves one line, the whole of which is in the log file. During an epoch, the loss is
+    that of rank 0, up to the iteration before.
 
     Args:
         period_seconds: time between two lines if there is no terminal.
