@@ -119,7 +119,8 @@ class ResumedOptions:
                 f"`param_scheduler` must have {saved} schedulers to resume from {self.origin}, but has {present}. Give "
                 "resume_options='config' for the schedules that the config has now"
             )
-        for index, scheduler in enumerate(run.param_schedulers):
+        schedulers: list[Any] = list(run.param_schedulers)  # a Session has the user's own
+        for index, scheduler in enumerate(schedulers):
             state = states[index] if saved == present else None
             if state is not None and isinstance(scheduler, ReduceLROnPlateau) and not _has_followed(state):
                 continue  # it begins in place of another schedule
