@@ -63,14 +63,14 @@ def hidden_tensors(output: Any) -> list[Tensor]:
 
 
 def show_hidden(module: nn.Module, args: Any, output: Any) -> Any:
-    """Put the hidden tensors of an output beside it, as a forward hook before torch's; `hide_shown` is one after it."""
+    """Put the hidden tensors of an output beside it, as a forward hook before torch's; see `without_shown`."""
     if torch.is_grad_enabled() and (hidden := hidden_tensors(output)):
         return _SHOWN, output, hidden
     return None
 
 
-def hide_shown(module: nn.Module, args: Any, output: Any) -> Any:
-    """Return the output as it was before `show_hidden`."""
+def without_shown(output: Any) -> Any:
+    """Return an output as it was before `show_hidden`; None if there was none hidden, as a forward hook does."""
     if type(output) is tuple and len(output) == 3 and output[0] is _SHOWN:
         return output[1]
     return None

@@ -21,6 +21,7 @@ from lockstep.groups import this_rank
 from lockstep.model.autograd_graph import backward_pass, never_compiled, nodes_of, on_backward
 from lockstep.model.call_order import CallOrder
 from lockstep.model.fsdp.units import is_unit, sites_by_unit
+from lockstep.model.hidden_outputs import without_shown
 from lockstep.model.parts import parameter_at
 from lockstep.model.written import LostWrites
 from lockstep.tree import tree_leaves
@@ -231,12 +232,12 @@ class Consistency:
         if self._order.is_sampled and self._frees and module is not self._module:
             self._refuse_own(module, output)
 
-    def _after_unit(self, module: nn.Module, args: Any, output: Any) -> None:
-        if backward_pass() != -1 or module not in self._running:
-            return
-        del self._running[self._running.index(module) :]
-        if not self._running:
-            self._order.end(failed=sys.exception() is not self._handled)
+    def _after_unit(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if backward_pass() == -1 and module in self._running:
+            del self._running[self._running.index(module) :]
+            if not self._running:
+                self._order.end(failed=sys.exception() is not self._handled)
+        return without_shown(output)
 
     def _refuse_own(self, module: nn.Module, output: Any) -> None:
         """Refuse a parameter, or a view of one, as output: its memory is about to be freed (torch 2.13: SIGSEGV)."""
