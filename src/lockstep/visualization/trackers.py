@@ -21,6 +21,7 @@ from lockstep.visualization.library import LibraryVisualizer, with_suffix
 
 _PARAMS_PER_CALL = 100  # MLflow's own limit
 _LONGEST_PARAM = 500
+_STEP = "global_step"
 
 
 @VISUALIZERS.register_module(name=["MLflowVisualizer", "MLflowVisBackend"])
@@ -107,6 +108,9 @@ class MLflowVisualizer(LibraryVisualizer):
 class WandbVisualizer(LibraryVisualizer):
     """Logs to a run of Weights & Biases.
 
+    The steps are values named `global_step`, over which all others are plotted: W&B's own steps must never decrease,
+    and it would ignore a record that is written after a hook has logged a later step.
+
     Args:
         init_kwargs: arguments of `wandb.init`, for example `dict(project="digits", mode="offline")`. By default the
             project has the name of the work_dir, and the run that of its folder.
@@ -118,22 +122,26 @@ class WandbVisualizer(LibraryVisualizer):
     def open(self, run_dir: Path) -> None:
         """Start a run of Weights & Biases."""
         self._init(run_dir, dir=str(self._save_dir or run_dir))
+        self._opened.define_metric("*", step_metric=_STEP)
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
-        """Log values; `step` must not decrease."""
-        self.opened.log(scalar_dict, step=step)
+        """Log values."""
+        self._log(self.opened, scalar_dict, step)
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
         """Log an image."""
-        self.opened.log({name: import_module(self.package).Image(as_picture(image).numpy())}, step=step)
+        self._log(self.opened, {name: import_module(self.package).Image(as_picture(image).numpy())}, step)
 
     def add_text(self, name: str, text: str, step: int = 0) -> None:
         """Log a text."""
-        self.opened.log({name: self._as_text(text)}, step=step)
+        self._log(self.opened, {name: self._as_text(text)}, step)
 
     def add_config(self, config: Config) -> None:
         """Log the values of the config."""
         self.opened.config.update(plain_data(config))
+
+    def _log(self, run: Any, values: Mapping[str, Any], step: int) -> None:
+        run.log({**values, _STEP: step})
 
     def _as_text(self, text: str) -> Any:
         return import_module(self.package).Html(f"<pre>{escape(text)}</pre>")
@@ -164,6 +172,9 @@ class TrackioVisualizer(WandbVisualizer):
     def open(self, run_dir: Path) -> None:
         """Start a run of Trackio."""
         self._init(run_dir)
+
+    def _log(self, run: Any, values: Mapping[str, Any], step: int) -> None:
+        run.log(dict(values), step=step)
 
     def _as_text(self, text: str) -> Any:
         return import_module(self.package).Markdown(text)
