@@ -52,9 +52,9 @@ def build(name: str) -> Any:
 
 def show_everything(visualizer: Any, run_dir: Path) -> None:
     visualizer.open(run_dir)
-    visualizer.add_config(Config({"model": {"type": "Net", "depths": [2, 4]}, "seed": 0}))
+    visualizer.add_config(Config({"model": {"type": "Net", "depths": [2, 4]}, "seed": 0, "rates": {"head.*": 2}}))
     visualizer.add_scalars({"train/loss": 2.0, "train/lr": 0.5}, step=10)
-    visualizer.add_scalars({"train/loss": 1.0, "val/accuracy": 75.0}, step=20)
+    visualizer.add_scalars({"train/loss": 1.0, "val/accuracy": 75.0, "val/recall@5": 0.5}, step=20)
     visualizer.add_image("digits/seven", PICTURE, step=20)
     visualizer.add_text("digits/answer", TEXT, step=20)
     visualizer.add_scalars({"train/late": 3.0}, step=15)  # as LoggerHook does, which rank 0 reads later
@@ -68,6 +68,7 @@ def read_tensorboard(run_dir: Path) -> None:
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(10, 2.0), (20, 1.0)]
     assert [(event.step, event.value) for event in events.Scalars("val/accuracy")] == [(20, 75.0)]
+    assert [(event.step, event.value) for event in events.Scalars("val/recall@5")] == [(20, 0.5)]
     assert [(event.step, event.value) for event in events.Scalars("train/late")] == [(15, 3.0)]
     (image,) = events.Images("digits/seven")
     assert (image.step, image.width, image.height) == (20, 5, 4)
@@ -86,7 +87,14 @@ def read_mlflow(run_dir: Path) -> None:
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.run_name == "first_run"
     assert run.info.status == "FINISHED"
-    assert run.data.params == {"model.type": "Net", "model.depths.0": "2", "model.depths.1": "4", "seed": "0"}
+    assert run.data.params == {
+        "model.type": "Net",
+        "model.depths.0": "2",
+        "model.depths.1": "4",
+        "seed": "0",
+        "rates.head._": "2",
+    }
+    assert run.data.metrics["val/recall_5"] == 0.5
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert [(metric.step, metric.value) for metric in history] == [(10, 2.0), (20, 1.0)]
     (late,) = client.get_metric_history(run.info.run_id, "train/late")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -74,7 +75,7 @@ class MLflowVisualizer(LibraryVisualizer):
         from mlflow.entities import Metric
 
         now_ms = time.time_ns() // 1_000_000
-        metrics = [Metric(name, float(value), now_ms, step) for name, value in scalar_dict.items()]
+        metrics = [Metric(_name_in_mlflow(name), float(value), now_ms, step) for name, value in scalar_dict.items()]
         self.opened.log_batch(self._run_id, metrics=metrics)
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
@@ -96,12 +97,18 @@ class MLflowVisualizer(LibraryVisualizer):
 
         client = self.opened
         client.log_text(self._run_id, config.pretty_text, "config.py")
-        params = [Param(key, str(value)[:_LONGEST_PARAM]) for key, value in leaves(plain_data(config))]
+        values = {_name_in_mlflow(key): str(value)[:_LONGEST_PARAM] for key, value in leaves(plain_data(config))}
+        params = [Param(key, value) for key, value in values.items()]
         for begin in range(0, len(params), _PARAMS_PER_CALL):
             client.log_batch(self._run_id, params=params[begin : begin + _PARAMS_PER_CALL])
 
     def _end(self, client: Any, *, failed: bool) -> None:
         client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
+
+
+def _name_in_mlflow(name: str) -> str:
+    """Return a name with `_` for what MLflow does not allow in it, for which it would refuse all values of a call."""
+    return re.sub(r"[^\w\-. :/]", "_", name)
 
 
 @VISUALIZERS.register_module(name=["WandbVisualizer", "WandbVisBackend"])
