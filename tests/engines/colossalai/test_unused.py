@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from lockstep.checkpoint import load_state, save_state
 from lockstep.strategy import build_strategy
+from lockstep.strategy.colossalai import engine, strategy
 from lockstep.testing import ranks, run_ranks
 
 from ...strategy.unused import Training
@@ -79,3 +83,44 @@ def test_looking_changes_nothing_at_any_time(kind: str, name: str):
         assert_equal(watched.everything(), before)
         assert watched.run(index, index + 1) == plain.run(index, index + 1)
     assert_equal(whole(watched.state()), whole(plain.state()))
+
+
+class InTurns(nn.Module):
+    """Each batch reaches one of its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    def forward(self, x: Tensor, part: str) -> Tensor:
+        return getattr(self, part)(x).sum()
+
+
+class Stream:
+    """Stands for a stream of the host, which ColossalAI needs where it overlaps."""
+
+    def wait_stream(self, other: Stream) -> None:
+        """All is done already."""
+
+
+@ranks(2)
+@pytest.mark.parametrize("overlaps", [False, True])  # as on GPUs
+def test_what_only_an_earlier_batch_of_a_window_reaches_is_trained(overlaps: bool):
+    with pytest.MonkeyPatch.context() as patch:
+        if overlaps:
+            engine.require_engine()
+            accelerator = type(importlib.import_module("colossalai.accelerator").get_accelerator())
+            patch.setattr(accelerator, "Stream", lambda *_: Stream())
+            patch.setattr(accelerator, "current_stream", lambda *_: Stream())
+            patch.setattr(Tensor, "record_stream", lambda *_: None)
+            patch.setattr(strategy, "get_device", lambda: "cuda")
+        prepared, net = strategy_of("zero1"), InTurns()
+        optim = {"optimizer": {"type": "SGD", "lr": 1.0}, "accumulative_counts": 2}
+        model, wrapper = prepared.prepare(net, optim)
+        before = [parameter.detach().clone() for parameter in net.parameters()]
+        for part in ("first", "second"):
+            with wrapper.optim_context(model):
+                loss = model(torch.ones(3, 2), part)
+            wrapper.update_params(loss)
+        changes = [(one - own.detach()).flatten().tolist() for one, own in zip(before, net.parameters(), strict=True)]
+    assert changes == [pytest.approx([1.5, 1.5], abs=1e-5), pytest.approx([1.5], abs=1e-5)] * 2
