@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.checkpoint import load_state, save_state
 from lockstep.strategy import build_strategy
@@ -16,6 +15,7 @@ from lockstep.strategy.colossalai import engine, strategy
 from lockstep.testing import ranks, run_ranks
 
 from ...strategy.unused import Training
+from ..in_turns import check_both_parts_are_trained
 from ..training import assert_equal, whole
 from .training import strategy_of
 
@@ -85,17 +85,6 @@ def test_looking_changes_nothing_at_any_time(kind: str, name: str):
     assert_equal(whole(watched.state()), whole(plain.state()))
 
 
-class InTurns(nn.Module):
-    """Each batch reaches one of its parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(2, 1), nn.Linear(2, 1)
-
-    def forward(self, x: Tensor, part: str) -> Tensor:
-        return getattr(self, part)(x).sum()
-
-
 class Stream:
     """Stands for a stream of the host, which ColossalAI needs where it overlaps."""
 
@@ -114,13 +103,4 @@ def test_what_only_an_earlier_batch_of_a_window_reaches_is_trained(overlaps: boo
             patch.setattr(accelerator, "current_stream", lambda *_: Stream())
             patch.setattr(Tensor, "record_stream", lambda *_: None)
             patch.setattr(strategy, "get_device", lambda: "cuda")
-        prepared, net = strategy_of("zero1"), InTurns()
-        optim = {"optimizer": {"type": "SGD", "lr": 1.0}, "accumulative_counts": 2}
-        model, wrapper = prepared.prepare(net, optim)
-        before = [parameter.detach().clone() for parameter in net.parameters()]
-        for part in ("first", "second"):
-            with wrapper.optim_context(model):
-                loss = model(torch.ones(3, 2), part)
-            wrapper.update_params(loss)
-        changes = [(one - own.detach()).flatten().tolist() for one, own in zip(before, net.parameters(), strict=True)]
-    assert changes == [pytest.approx([1.5, 1.5], abs=1e-5), pytest.approx([1.5], abs=1e-5)] * 2
+        check_both_parts_are_trained(strategy_of("zero1"))
