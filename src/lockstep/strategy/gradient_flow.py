@@ -79,7 +79,7 @@ class GradientFlow:
 
         Parameters that have a gradient already count as reached. **Collective**: every rank.
         """
-        own = torch.zeros(len(self.parameters), dtype=torch.uint8)
+        own = torch.zeros(len(self.parameters), dtype=torch.uint8, device="cpu")
         own[self.arrivals(loss)] = 1
         own[list(self._held())] = 1
         anywhere = own.clone()

@@ -53,7 +53,7 @@ class ColossalAIOptimWrapper(EngineOptimWrapper):
     def _run_step(self, **kwargs: Any) -> None:
         self.engine.step(**kwargs)
         if self.clip_grad is not None:
-            self._grad_norm = torch.tensor(float(self.engine.get_grad_norm()))
+            self._grad_norm = torch.tensor(float(self.engine.get_grad_norm()), device="cpu")
 
     def _multiply_gradients(self, factor: float) -> None:
         for index in range(len(self.engine.param_groups)):

@@ -179,7 +179,7 @@ def warn_of_unreached(
 
     **Collective**: every rank.
     """
-    anywhere = torch.zeros(len(flow.names), dtype=torch.uint8)
+    anywhere = torch.zeros(len(flow.names), dtype=torch.uint8, device="cpu")
     anywhere[sorted(reached)] = 1
     all_reduce(anywhere, op="max")
     unreached = {flow.names[index] for index in (anywhere == 0).nonzero().flatten().tolist()}
