@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.calls import Calls
 from lockstep.device import get_device
-from lockstep.errors import DistError, TopologyError
+from lockstep.errors import DistError, TopologyError, ranks_in_words
 from lockstep.topology import Topology, infer_launcher, read_topology
 
 P = ParamSpec("P")
@@ -113,7 +113,7 @@ class Comm:
         """The group in words, for error messages: ``the default group (2)``, ``the group of ranks 1, 3``."""
         if self.pg is None or self.pg is GroupMember.WORLD:
             return f"the default group ({self.size})"
-        return f"the group of ranks {', '.join(map(str, self.ranks))}"
+        return f"the group of {ranks_in_words(self.ranks)}"
 
     def carries(self, data: Tensor) -> bool:
         """Return whether the group communicates a tensor without staging it."""

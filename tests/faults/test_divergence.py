@@ -51,10 +51,22 @@ def test_a_flipped_bit_under_ddp_is_named(tmp_path: Path, what):
     error = train_until_it_is_found(tmp_path, "ddp", what, rank=get_world_size() - 1)
     assert NAMES[what].replace(" of ", "` of `") in str(error)
     assert error.ranks == (get_world_size() - 1,)
-    others = ", ".join(map(str, range(get_world_size() - 1)))
+    others = {2: "rank 0", 4: "ranks 0-2"}[get_world_size()]
     assert re.search(
         rf"rank {get_world_size() - 1} of {get_world_size()} \(on .+\) against {others}, after", str(error)
     )
+
+
+class Mark:
+    """An object that another process shows otherwise."""
+
+
+@ranks(2)
+def test_objects_among_the_options_are_alike_on_all_ranks(tmp_path: Path):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0].update(mark=Mark(), layers={"a", "b", "c", "d"})
+    make_runner(tmp_path, "ddp", [ReplicaCheckHook(interval=1)], 2, model=model, optim_wrapper=optimizer).train()
 
 
 @ranks(2)
@@ -147,7 +159,7 @@ def test_ranks_with_the_same_shard_are_compared(tmp_path: Path, what):
     assert (caught.value.name, caught.value.ranks) == (NAMES[what], (3,))
     assert "(dp_shard 1) differs" in str(caught.value)
     assert "rank 3 of 4" in str(caught.value)
-    assert "against 1, after iteration 3" in str(caught.value)
+    assert "against rank 1, after iteration 3" in str(caught.value)
 
 
 @ranks(2)

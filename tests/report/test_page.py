@@ -102,6 +102,13 @@ def test_the_values_of_all_curves_are_there(tmp_path: Path):
     assert [line["y"][0] for line in step["lines"]] == pytest.approx([13, 5, 2])  # compute, gradients, data
 
 
+def test_what_is_no_sample_is_not_called_one(tmp_path: Path):
+    environment = {"counted_in": "units"}  # of a training with `batch_size_of`
+    page = page_of(write_run(tmp_path / "run", environment=environment))
+    assert "Throughput units/s" in [title.strip().split("  ")[0] for title in page.texts["h3"]]
+    assert any("units, median" in text for text in page.texts["dd"])
+
+
 def test_tokens_and_mfu_are_shown_if_they_are_recorded(tmp_path: Path):
     rates = {"samples_per_second": 50.0, "tokens_per_second": 51_200.0, "flops_per_second": 4e13, "mfu": 0.4321}
     records = [train_record(step, **rates) for step in (10, 20)]

@@ -17,6 +17,8 @@ from lockstep.dist import barrier, get_rank
 from lockstep.errors import ConfigError, PeerError, Preempted
 from lockstep.evaluator import Accuracy
 from lockstep.hooks import Hook
+from lockstep.report.contents import charts_of
+from lockstep.report.records import read_run
 from lockstep.runner import Runner
 from lockstep.runner.start import join_ranks
 from lockstep.testing import ranks
@@ -97,6 +99,14 @@ def test_the_environment_is_written_down(tmp_path: Path):
     assert [rank["device"] for rank in known["ranks"]] == ["cpu", "cpu"]
     assert known["started"][:2] == "20"
     assert known["arguments"] == {}  # the config has them
+
+
+@pytest.mark.parametrize(("count", "unit"), [(None, "samples"), (lambda batch: 2 * len(batch[0]), "units")])
+def test_the_report_says_what_batches_are_counted_in(tmp_path: Path, count: Any, unit: str):
+    runner = make(tmp_path, train_cfg={"max_epochs": 1, "batch_size_of": count})
+    runner.train()
+    titles = [f"{chart.title} {chart.unit}" for chart in charts_of(read_run(runner.run_dir))]
+    assert f"Throughput {unit}/s" in titles
 
 
 @ranks(2)

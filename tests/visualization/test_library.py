@@ -52,11 +52,12 @@ def build(name: str) -> Any:
 
 def show_everything(visualizer: Any, run_dir: Path) -> None:
     visualizer.open(run_dir)
-    visualizer.add_config(Config({"model": {"type": "Net", "depths": [2, 4]}, "seed": 0}))
+    visualizer.add_config(Config({"model": {"type": "Net", "depths": [2, 4]}, "seed": 0, "rates": {"head.*": 2}}))
     visualizer.add_scalars({"train/loss": 2.0, "train/lr": 0.5}, step=10)
-    visualizer.add_scalars({"train/loss": 1.0, "val/accuracy": 75.0}, step=20)
+    visualizer.add_scalars({"train/loss": 1.0, "val/accuracy": 75.0, "val/recall@5": 0.5}, step=20)
     visualizer.add_image("digits/seven", PICTURE, step=20)
     visualizer.add_text("digits/answer", TEXT, step=20)
+    visualizer.add_scalars({"train/late": 3.0}, step=15)  # as LoggerHook does, which rank 0 reads later
     visualizer.close()
     visualizer.close()
 
@@ -67,6 +68,8 @@ def read_tensorboard(run_dir: Path) -> None:
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(10, 2.0), (20, 1.0)]
     assert [(event.step, event.value) for event in events.Scalars("val/accuracy")] == [(20, 75.0)]
+    assert [(event.step, event.value) for event in events.Scalars("val/recall@5")] == [(20, 0.5)]
+    assert [(event.step, event.value) for event in events.Scalars("train/late")] == [(15, 3.0)]
     (image,) = events.Images("digits/seven")
     assert (image.step, image.width, image.height) == (20, 5, 4)
     (text,) = events.Tensors("config/text_summary")
@@ -84,9 +87,18 @@ def read_mlflow(run_dir: Path) -> None:
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.run_name == "first_run"
     assert run.info.status == "FINISHED"
-    assert run.data.params == {"model.type": "Net", "model.depths.0": "2", "model.depths.1": "4", "seed": "0"}
+    assert run.data.params == {
+        "model.type": "Net",
+        "model.depths.0": "2",
+        "model.depths.1": "4",
+        "seed": "0",
+        "rates.head._": "2",
+    }
+    assert run.data.metrics["val/recall_5"] == 0.5
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert [(metric.step, metric.value) for metric in history] == [(10, 2.0), (20, 1.0)]
+    (late,) = client.get_metric_history(run.info.run_id, "train/late")
+    assert (late.step, late.value) == (15, 3.0)
     assert next((run_dir.parent / "mlartifacts").rglob("seven_20.png")).read_bytes().startswith(b"\x89PNG")
     assert "depths=[2, 4]" in next((run_dir.parent / "mlartifacts").rglob("config.py")).read_text()
     (text,) = (run_dir.parent / "mlartifacts").rglob("texts/digits/answer_20.txt")
@@ -96,14 +108,14 @@ def read_mlflow(run_dir: Path) -> None:
 def read_wandb(run_dir: Path) -> None:
     import wandb
 
+    wandb.teardown()  # ends the threads that speak to the process behind the library, which writes what is left
     (log,) = run_dir.glob("wandb/offline-run-*/*.wandb")
     kept = log.read_bytes()
-    for word in (b"train/loss", b"val/accuracy", b"first_run", b"digits", b"depths"):
+    for word in (b"train/loss", b"val/accuracy", b"train/late", b"global_step", b"first_run", b"digits", b"depths"):
         assert word in kept
-    assert list(run_dir.glob("wandb/offline-run-*/files/media/images/digits/seven_20_*.png"))
-    (text,) = run_dir.glob("wandb/offline-run-*/files/media/html/digits/answer_20_*.html")
+    assert list(run_dir.glob("wandb/offline-run-*/files/media/images/digits/seven_*.png"))
+    (text,) = run_dir.glob("wandb/offline-run-*/files/media/html/digits/answer_*.html")
     assert "<pre>&lt;b&gt; *forty-two*\n# \u00e9</pre>" in text.read_text(encoding="utf-8")
-    wandb.teardown()  # ends the process behind the library, and the threads that speak to it
 
 
 READ = {"TensorBoardVisualizer": read_tensorboard, "MLflowVisualizer": read_mlflow, "WandbVisualizer": read_wandb}

@@ -149,7 +149,7 @@ class BackgroundSaver:
         fits = [len(one) >= end and one.is_pinned() == is_pinned for one, end in zip(self._memory, ends, strict=False)]
         if len(fits) < len(ends) or not all(fits):
             self._memory = []  # freed before there is more
-            self._memory = [torch.empty(end, dtype=torch.uint8, pin_memory=is_pinned) for end in ends]
+            self._memory = [torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=is_pinned) for end in ends]
         return [self._memory[block][begin : begin + size] for (block, begin), size in zip(places, sizes, strict=True)]
 
 

@@ -155,7 +155,7 @@ def read_whole(stored: Stored, name: str) -> Tensor:
 def _empty(tensor: StoredTensor) -> Tensor:
     """Return memory for a tensor, which somebody else's checkpoint may say to be of any size."""
     try:
-        return torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+        return torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="cpu")
     except RuntimeError as error:
         raise CheckpointError(f"a tensor of {tensor.size:,} bytes must fit into memory, but does not") from error
 
@@ -262,7 +262,7 @@ class Stored:
         if last - first == target.nbytes and target.is_cpu and _is_as_in_files(target, typed):
             self.read_range(read, first, bytes_of(target))
             return
-        range_ = torch.empty(last - first, dtype=torch.uint8)
+        range_ = torch.empty(last - first, dtype=torch.uint8, device="cpu")
         self.read_range(read, first, bytes_of(range_))
         target.copy_(range_.view(typed).as_strided(target.shape, strides))
 

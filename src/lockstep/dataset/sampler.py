@@ -307,7 +307,7 @@ def agree_on_shard(rank: int, size: int) -> DataShard:
     """
     if size == get_world_size():
         return DataShard(rank, size, is_first=True)
-    holders = [int(holder) for holder in all_gather(torch.tensor(rank))]
+    holders = [int(holder) for holder in all_gather(torch.tensor(rank, device="cpu"))]
     return DataShard(rank, size, is_first=holders.index(rank) == get_rank())
 
 

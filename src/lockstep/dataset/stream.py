@@ -121,7 +121,7 @@ class StreamShard(IterableDataset[Any]):
         # Whether the dataset can report its position and resume there.
         self.has_position = _says_where_it_is(dataset)
         # In shared memory, so that persistent workers see it change.
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._epoch = torch.zeros((), dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
         self._begin = _BEGINNING
         self._seed = seed
         self._random: dict[str, Any] = {}  # what the dataset's samples are drawn from

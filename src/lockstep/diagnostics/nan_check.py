@@ -104,7 +104,7 @@ class NaNCheckHook(Hook):
         numbers = start_reading(value for _, _, value in losses)
         yield
         fault = _first_fault(losses, numbers())
-        found = torch.tensor(int(fault is not None))
+        found = torch.tensor(int(fault is not None), device="cpu")
         handle = all_reduce(found, op="max", async_op=True) if runner.world_size > 1 else None
         yield
         if handle is not None:

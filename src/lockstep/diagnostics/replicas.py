@@ -24,6 +24,7 @@ from lockstep.model.shards import digest_of, is_dtensor, words_of
 from lockstep.optim import OptimWrapperDict
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
+from lockstep.runner.options import as_text
 from lockstep.runner.run import TrainRun
 from lockstep.strategy.native import NativeStrategy
 from lockstep.tree import tree_items
@@ -37,7 +38,7 @@ class Held(NamedTuple):
     Attributes:
         name: its name in messages.
         part: which part of it this is, in words; ranks that hold the same part must hold the same values.
-        value: a tensor, a DTensor, or something that `repr` shows completely.
+        value: a tensor, a DTensor, or something that `repr` shows completely, and alike in every process.
     """
 
     name: str
@@ -192,7 +193,7 @@ def _message(found: Sequence[_Difference], world_size: int, iteration: int, equa
     """Return the same text on every rank. **Collective**: every rank."""
     first = found[0]
     hosts: list[str] = all_gather_object(socket.gethostname())
-    on = ", ".join(dict.fromkeys(hosts[rank] for rank in first.unusual))
+    on = listed(dict.fromkeys(hosts[rank] for rank in first.unusual))
     does_not = f"{'does' if len(first.lacking) == 1 else 'do'} not"
     lacking = f" {ranks_in_words(first.lacking).capitalize()} {does_not} have it." if first.lacking else ""
     others = [_quoted(*each.key) for each in found[1:]]
@@ -200,7 +201,7 @@ def _message(found: Sequence[_Difference], world_size: int, iteration: int, equa
     since = "It did so at the first check." if equal_after is None else f"All was equal after iteration {equal_after}."
     return (
         f"{_quoted(*first.key)} differs between ranks that must hold the same values: "
-        f"{ranks_in_words(first.unusual)} of {world_size} (on {on}) against {', '.join(map(str, first.usual))}, after "
+        f"{ranks_in_words(first.unusual)} of {world_size} (on {on}) against {ranks_in_words(first.usual)}, after "
         f"iteration {iteration}.{lacking}{also} {since} "
         "The memory or the device of one of them may be faulty, or code changes values on some ranks only. "
         + ("Resume from a checkpoint of that iteration or before. " if equal_after else "")
@@ -307,7 +308,8 @@ def _optimizer_state(run: TrainRun, names: Mapping[nn.Parameter, str], group: st
         kind = type(optimizer).__name__ + (f" {names_of_several[index]!r}" if names_of_several else "")
         for number, options in enumerate(optimizer.param_groups):
             for key, value in options_of(options).items():
-                yield Held(f"{key} of parameter group {number} of {kind}", group, value)
+                shown = value if isinstance(value, Tensor) else as_text(value, reads_device=True)
+                yield Held(f"{key} of parameter group {number} of {kind}", group, shown)
             for place, parameter in enumerate(options["params"]):
                 name = names.get(parameter, f"parameter {place} of group {number} of {kind}")
                 for key, value in optimizer.state.get(parameter, {}).items():
@@ -319,7 +321,7 @@ def _optimizer_state(run: TrainRun, names: Mapping[nn.Parameter, str], group: st
                         if is_dense or isinstance(entry, bool | int | float | str):
                             yield Held(f"{path} of {name}", part, entry)
     if extra := wrapper.extra_state():
-        yield Held("state of the optim wrapper", group, extra)
+        yield Held("state of the optim wrapper", group, as_text(extra, reads_device=True))
 
 
 def _averages(run: TrainRun, group: str) -> Iterator[Held]:

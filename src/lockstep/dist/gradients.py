@@ -104,7 +104,7 @@ def apply_with_gradients(call: str, linear: LinearMap, inputs: Sequence[Tensor])
 
 
 def _apply_in_graph(linear: LinearMap, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    anchor = torch.empty(0, requires_grad=torch.is_grad_enabled())
+    anchor = torch.empty(0, device="cpu", requires_grad=torch.is_grad_enabled())
     outputs: tuple[Tensor, ...] = _LinearMapFunction.apply(anchor, linear, *inputs)  # type: ignore[no-untyped-call]
     return outputs
 

@@ -121,7 +121,7 @@ def shard_rows(full: Tensor) -> Tensor:
 def template_of_rows(shape: Sequence[int]) -> Tensor:
     """Return a tensor that is sharded like one of `shard_rows`, but takes no memory; its values are meaningless."""
     ranks = get_world_size()
-    nothing = torch.zeros(())
+    nothing = torch.zeros((), device="cpu")
     if ranks == 1 or not shape:
         return nothing.expand(tuple(shape))
     most = -(-shape[0] // ranks)

@@ -417,7 +417,7 @@ def _relative(pairs: list[tuple[Tensor, Tensor]], floor: Tensor | float = 0.0) -
 
 def _size(tensors: list[Tensor]) -> Tensor:
     norms = [torch.linalg.vector_norm(tensor) for tensor in tensors]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device="cpu")
 
 
 def _gradient(tensor: Tensor) -> Tensor:

@@ -229,7 +229,7 @@ class ParamScheduler(ABC):
         present = self._value(group)
         if isinstance(present, Tensor):  # a compiled or captured step reads this tensor
             present.fill_(value)
-            _held[present] = present._version, torch.tensor(value, dtype=present.dtype).item()
+            _held[present] = present._version, torch.tensor(value, dtype=present.dtype, device="cpu").item()
         elif self.param_name in group:
             group[self.param_name] = value
         else:

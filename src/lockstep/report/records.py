@@ -53,6 +53,11 @@ class RunRecords:
         units = self.environment.get("units")
         return str(units.get(metric, "")) if isinstance(units, dict) else ""
 
+    @property
+    def counted_in(self) -> str:
+        """What the batches of the training are counted in: samples, or units of a `batch_size_of`."""
+        return "units" if self.environment.get("counted_in") == "units" else "samples"
+
 
 def find_run(path: Path) -> Path:
     """Return the folder of a run: `path` itself, or, for a work_dir, that of the run with the latest record.

@@ -93,6 +93,11 @@ class TrainLoop(ABC):
         self.is_ending_iter = False
         self.iters_with_backward = self.iters_without = 0  # since the training began or resumed
 
+    @property
+    def unit(self) -> str:
+        """What batches are counted in: with `batch_size_of` they may be tokens, or anything else."""
+        return "samples" if self.batch_size_of is None else "units"
+
     @abstractmethod
     def run(self) -> None:
         """Train until the end."""

@@ -369,11 +369,11 @@ def optimizer_options(run: TrainRun, *, reads_device: bool) -> dict[str, str]:
     for name, part in wrapper.items() if isinstance(wrapper, OptimWrapperDict) else [("", wrapper)]:
         kind = type(part.optimizer).__name__ + (f" `{name}`" if name else "")
         found[f"`accumulative_counts` of the wrapper of {kind}"] = str(part.accumulative_counts)
-        found[f"`clip_grad` of the wrapper of {kind}"] = _text(part.clip_grad, reads_device)
+        found[f"`clip_grad` of the wrapper of {kind}"] = as_text(part.clip_grad, reads_device)
         for number, group in enumerate(part.param_groups):
             for key, value in group.items():
                 if key not in _IMPLEMENTATION_KEYS:
-                    found[f"`{key}` of parameter group {number} of {kind}"] = _text(value, reads_device)
+                    found[f"`{key}` of parameter group {number} of {kind}"] = as_text(value, reads_device)
     return found
 
 
@@ -388,15 +388,15 @@ def _schedules(run: TrainRun) -> Iterator[tuple[str, str]]:
         if isinstance(schedule, ParamScheduler):
             for key, value in vars(schedule).items():
                 name = f"`{key.strip('_')}` of schedule {number}, {type(schedule).__name__},"
-                yield name, _text(value, reads_device=False)
+                yield name, as_text(value, reads_device=False)
 
 
-def _text(value: Any, reads_device: bool) -> str:
+def as_text(value: Any, reads_device: bool) -> str:
     """Return a value as text that is the same in every process; of an object, only its class."""
     if isinstance(value, Tensor):
         return repr(value.tolist()) if reads_device or value.device.type == "cpu" else "a tensor"
     if isinstance(value, Mapping):
-        return repr({key: _text(item, reads_device) for key, item in value.items()})
+        return repr({key: as_text(item, reads_device) for key, item in value.items()})
     if isinstance(value, list | tuple):
-        return repr([_text(item, reads_device) for item in value])
+        return repr([as_text(item, reads_device) for item in value])
     return repr(value) if isinstance(value, bool | int | float | str | None) else type(value).__name__

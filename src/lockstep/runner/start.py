@@ -404,6 +404,7 @@ def _describe_run(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "units": {} if loop is None else dict(loop.units),
+        "counted_in": run.train_loop.unit if isinstance(run, TrainRun) else None,
         "ranks": ranks,
     }
 

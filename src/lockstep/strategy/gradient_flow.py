@@ -69,17 +69,25 @@ class GradientFlow:
         reached: Tensor = _Reach.apply(loss, *parameters)  # type: ignore[no-untyped-call]
         return reached
 
+    def reach_held(self, loss: Tensor) -> Tensor:
+        """Return the loss, changed so that it also reaches every parameter that has a gradient, of a batch before."""
+        held = self._held()
+        return self.reach(loss, sorted(held.difference(self.arrivals(loss)))) if held else loss
+
     def reach_alike(self, loss: Tensor) -> Tensor:
         """Return the loss, changed so that it reaches every parameter that the loss of any rank reaches.
 
         Parameters that have a gradient already count as reached. **Collective**: every rank.
         """
-        own = torch.zeros(len(self.parameters), dtype=torch.uint8)
+        own = torch.zeros(len(self.parameters), dtype=torch.uint8, device="cpu")
         own[self.arrivals(loss)] = 1
-        own[[index for index, parameter in enumerate(self.parameters) if parameter.grad is not None]] = 1
+        own[list(self._held())] = 1
         anywhere = own.clone()
         all_reduce(anywhere, op="max")
         return self.reach(loss, (anywhere > own).nonzero().flatten().tolist())
+
+    def _held(self) -> set[int]:
+        return {index for index, parameter in enumerate(self.parameters) if parameter.grad is not None}
 
     def check_order(self, loss: Tensor, advice: str) -> None:
         """Raise an error if gradients, or their order, differ from those of other ranks.

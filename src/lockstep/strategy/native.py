@@ -119,7 +119,7 @@ def _moved(model: nn.Module, device: torch.device) -> nn.Module:
     """
     former = torch.__future__.get_swap_module_params_on_conversion()
     probe = nn.Module()  # A bare module: a layer would draw random numbers and so change the seed's sequence.
-    probe.weight = weight = nn.Parameter(torch.empty(1))
+    probe.weight = weight = nn.Parameter(torch.empty(1, device="cpu"))
     torch.__future__.set_swap_module_params_on_conversion(former or probe.to(device).weight is not weight)
     try:
         return model.to(device)

@@ -288,7 +288,7 @@ def first_state(optimizer: Optimizer, options: Mapping[str, Any], dim: int) -> d
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim.") or kind in _ALWAYS:
         return None
-    parameter = nn.Parameter(torch.zeros([1] * dim))
+    parameter = nn.Parameter(torch.zeros([1] * dim, device="cpu"))
     parameter.grad = torch.zeros_like(parameter)
     what = {key: value for key, value in options.items() if key not in _IMPLEMENTATION}
     twin = kind([{**what, "lr": float(what["lr"]), "params": [parameter]}])  # type: ignore[call-arg]

@@ -145,7 +145,7 @@ def _twin(parameter: nn.Parameter, generator: torch.Generator, sharded: bool) ->
 
 def _drawn(shape: Sequence[int], parameter: Tensor, generator: torch.Generator) -> Tensor:
     dtype = torch.complex64 if parameter.is_complex() else torch.float32
-    return torch.randn(shape, generator=generator, dtype=dtype).to(parameter.dtype)
+    return torch.randn(shape, generator=generator, dtype=dtype, device="cpu").to(parameter.dtype)
 
 
 def _copy(optimizer: Optimizer, twins: dict[int, Any]) -> Optimizer:

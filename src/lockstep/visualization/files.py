@@ -166,7 +166,7 @@ def png_bytes(picture: Tensor) -> bytes:
     **Source**: ISO/IEC 15948, with colour type 2 and the filter "none" on each line.
     """
     height, width, _ = picture.shape
-    filters = torch.zeros(height, 1, dtype=torch.uint8)
+    filters = torch.zeros(height, 1, dtype=torch.uint8, device="cpu")
     lines = torch.cat([filters, picture.reshape(height, 3 * width)], dim=1)
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     body = zlib.compress(bytes(lines.flatten().tolist()))

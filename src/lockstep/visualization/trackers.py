@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -21,6 +22,7 @@ from lockstep.visualization.library import LibraryVisualizer, with_suffix
 
 _PARAMS_PER_CALL = 100  # MLflow's own limit
 _LONGEST_PARAM = 500
+_STEP = "global_step"
 
 
 @VISUALIZERS.register_module(name=["MLflowVisualizer", "MLflowVisBackend"])
@@ -73,7 +75,7 @@ class MLflowVisualizer(LibraryVisualizer):
         from mlflow.entities import Metric
 
         now_ms = time.time_ns() // 1_000_000
-        metrics = [Metric(name, float(value), now_ms, step) for name, value in scalar_dict.items()]
+        metrics = [Metric(_name_in_mlflow(name), float(value), now_ms, step) for name, value in scalar_dict.items()]
         self.opened.log_batch(self._run_id, metrics=metrics)
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
@@ -95,7 +97,8 @@ class MLflowVisualizer(LibraryVisualizer):
 
         client = self.opened
         client.log_text(self._run_id, config.pretty_text, "config.py")
-        params = [Param(key, str(value)[:_LONGEST_PARAM]) for key, value in leaves(plain_data(config))]
+        values = {_name_in_mlflow(key): str(value)[:_LONGEST_PARAM] for key, value in leaves(plain_data(config))}
+        params = [Param(key, value) for key, value in values.items()]
         for begin in range(0, len(params), _PARAMS_PER_CALL):
             client.log_batch(self._run_id, params=params[begin : begin + _PARAMS_PER_CALL])
 
@@ -103,9 +106,17 @@ class MLflowVisualizer(LibraryVisualizer):
         client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
 
+def _name_in_mlflow(name: str) -> str:
+    """Return a name with `_` for what MLflow does not allow in it, for which it would refuse all values of a call."""
+    return re.sub(r"[^\w\-. :/]", "_", name)
+
+
 @VISUALIZERS.register_module(name=["WandbVisualizer", "WandbVisBackend"])
 class WandbVisualizer(LibraryVisualizer):
     """Logs to a run of Weights & Biases.
+
+    The steps are values named `global_step`, over which all others are plotted: W&B's own steps must never decrease,
+    and it would ignore a record that is written after a hook has logged a later step.
 
     Args:
         init_kwargs: arguments of `wandb.init`, for example `dict(project="digits", mode="offline")`. By default the
@@ -118,22 +129,26 @@ class WandbVisualizer(LibraryVisualizer):
     def open(self, run_dir: Path) -> None:
         """Start a run of Weights & Biases."""
         self._init(run_dir, dir=str(self._save_dir or run_dir))
+        self._opened.define_metric("*", step_metric=_STEP)
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
-        """Log values; `step` must not decrease."""
-        self.opened.log(scalar_dict, step=step)
+        """Log values."""
+        self._log(self.opened, scalar_dict, step)
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
         """Log an image."""
-        self.opened.log({name: import_module(self.package).Image(as_picture(image).numpy())}, step=step)
+        self._log(self.opened, {name: import_module(self.package).Image(as_picture(image).numpy())}, step)
 
     def add_text(self, name: str, text: str, step: int = 0) -> None:
         """Log a text."""
-        self.opened.log({name: self._as_text(text)}, step=step)
+        self._log(self.opened, {name: self._as_text(text)}, step)
 
     def add_config(self, config: Config) -> None:
         """Log the values of the config."""
         self.opened.config.update(plain_data(config))
+
+    def _log(self, run: Any, values: Mapping[str, Any], step: int) -> None:
+        run.log({**values, _STEP: step})
 
     def _as_text(self, text: str) -> Any:
         return import_module(self.package).Html(f"<pre>{escape(text)}</pre>")
@@ -164,6 +179,9 @@ class TrackioVisualizer(WandbVisualizer):
     def open(self, run_dir: Path) -> None:
         """Start a run of Trackio."""
         self._init(run_dir)
+
+    def _log(self, run: Any, values: Mapping[str, Any], step: int) -> None:
+        run.log(dict(values), step=step)
 
     def _as_text(self, text: str) -> Any:
         return import_module(self.package).Markdown(text)

@@ -247,7 +247,7 @@ def deadlock(
     for rank in circle:
         group, members, number, absent = stuck[rank][0]
         own, other = ((states[x] or {})["groups"].get(group) for x in (rank, absent[0]))
-        where = f"the group of ranks {str([*members])[1:-1]}" if own["ranks"] else f"the default group ({size})"
+        where = f"the group of {ranks_in_words([*members])}" if own["ranks"] else f"the default group ({size})"
         inside = f", which is inside {other['inside']}" if other and other["inside"] else ""
         call = Record(own).call(number)
         lines.append(f"  rank {rank}: {call} of {where} waits for {ranks_in_words(absent)}{inside}")

@@ -106,7 +106,7 @@ class SafetensorsFile:
             first, stop, _ = rows.indices(shape[0])
             shape = (max(0, stop - first), *shape[1:])
         row = prod(self.tensors[name].shape[1:]) * dtype.itemsize
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
         if tensor.numel():
             read_into(self._location, self._begins[name] + first * row, bytes_of(tensor))
         return tensor

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from lockstep.checkpoint import load_state, save_state
 from lockstep.strategy import build_strategy
+from lockstep.strategy.colossalai import engine, strategy
 from lockstep.testing import ranks, run_ranks
 
 from ...strategy.unused import Training
+from ..in_turns import check_both_parts_are_trained
 from ..training import assert_equal, whole
 from .training import strategy_of
 
@@ -79,3 +83,24 @@ def test_looking_changes_nothing_at_any_time(kind: str, name: str):
         assert_equal(watched.everything(), before)
         assert watched.run(index, index + 1) == plain.run(index, index + 1)
     assert_equal(whole(watched.state()), whole(plain.state()))
+
+
+class Stream:
+    """Stands for a stream of the host, which ColossalAI needs where it overlaps."""
+
+    def wait_stream(self, other: Stream) -> None:
+        """All is done already."""
+
+
+@ranks(2)
+@pytest.mark.parametrize("overlaps", [False, True])  # as on GPUs
+def test_what_only_an_earlier_batch_of_a_window_reaches_is_trained(overlaps: bool):
+    with pytest.MonkeyPatch.context() as patch:
+        if overlaps:
+            engine.require_engine()
+            accelerator = type(importlib.import_module("colossalai.accelerator").get_accelerator())
+            patch.setattr(accelerator, "Stream", lambda *_: Stream())
+            patch.setattr(accelerator, "current_stream", lambda *_: Stream())
+            patch.setattr(Tensor, "record_stream", lambda *_: None)
+            patch.setattr(strategy, "get_device", lambda: "cuda")
+        check_both_parts_are_trained(strategy_of("zero1"))

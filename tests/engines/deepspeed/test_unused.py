@@ -14,6 +14,7 @@ from lockstep.strategy import build_strategy
 from lockstep.testing import ranks, run_ranks
 
 from ...strategy.unused import Training
+from ..in_turns import check_both_parts_are_trained
 from ..training import assert_equal, whole
 from .training import config_of
 
@@ -120,3 +121,11 @@ def test_the_state_of_another_optimizer_is_refused():
     source.run(0, 1)
     with pytest.raises(ConfigError, match=r"must have \['exp_avg', .* as Adam keeps it, but has \['momentum_buffer'"):
         made.strategy.load_state(optim_state=source.strategy.optim_state())
+
+
+@ranks(2)
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_only_an_earlier_batch_of_a_window_reaches_is_trained(stage: int, overlaps: bool):
+    zero = {"stage": stage, "overlap_comm": overlaps}
+    check_both_parts_are_trained(build_strategy({"type": "DeepSpeedStrategy", "zero_optimization": zero}))

@@ -381,7 +381,7 @@ def _by_node() -> Tensor:
             "`sharding_strategy` 'HYBRID_SHARD' must find equally many ranks on every node, but finds "
             f"{[len(row) for row in rows]}. Give the mesh's shape as device_mesh=(replicas, shards)"
         )
-    return torch.tensor(rows)
+    return torch.tensor(rows, device="cpu")
 
 
 def _ranks(*shape: int) -> Tensor:

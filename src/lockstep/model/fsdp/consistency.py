@@ -178,7 +178,7 @@ class Consistency:
 
     def _contribute_zeros(self) -> None:
         """Give this rank zero gradients to reduce for parameters that get a gradient only on other ranks."""
-        anywhere = torch.tensor([name in self._window for name in self._param_names], dtype=torch.uint8)
+        anywhere = torch.tensor([name in self._window for name in self._param_names], dtype=torch.uint8, device="cpu")
         for group in self._order.groups:
             all_reduce(anywhere, op="max", group=group)
         missing = set(compress(self._param_names, anywhere.tolist())) - self._window

@@ -43,6 +43,8 @@ class ColossalAIOptimWrapper(EngineOptimWrapper):
     def _run_backward(self, loss: Tensor, **kwargs: Any) -> None:
         if self.engine.require_grad_sync:
             if self.sends_as_they_come:
+                # ZeRO sends what this pass reaches: without overlap_communication, also what earlier batches have left.
+                loss = self._flow.reach_held(loss)
                 self._flow.check_order(loss, "Use stage=1 with overlap_communication=False, or strategy 'ddp'")
             else:
                 loss = self._flow.reach_alike(loss)
@@ -51,7 +53,7 @@ class ColossalAIOptimWrapper(EngineOptimWrapper):
     def _run_step(self, **kwargs: Any) -> None:
         self.engine.step(**kwargs)
         if self.clip_grad is not None:
-            self._grad_norm = torch.tensor(float(self.engine.get_grad_norm()))
+            self._grad_norm = torch.tensor(float(self.engine.get_grad_norm()), device="cpu")
 
     def _multiply_gradients(self, factor: float) -> None:
         for index in range(len(self.engine.param_groups)):

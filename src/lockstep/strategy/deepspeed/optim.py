@@ -142,6 +142,8 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
                 warn_of_unreached(flow, self._reached, self.optimizer, self._groups)
                 self._reached = None
         if self._stage == 2 or (self._stage == 1 and self.engine.zero_overlap_comm()):
+            # ZeRO averages what this pass reaches, and would take the rest as earlier batches left it on this rank.
+            loss = flow.reach_held(loss) if ends else loss
             flow.check_order(loss, "Use stage=1 with overlap_comm=False, or strategy 'ddp'")
         elif self._stage == 1 and ends:
             # DeepSpeed also treats a gradient that is missing on all ranks as 0.
@@ -177,7 +179,7 @@ def warn_of_unreached(
 
     **Collective**: every rank.
     """
-    anywhere = torch.zeros(len(flow.names), dtype=torch.uint8)
+    anywhere = torch.zeros(len(flow.names), dtype=torch.uint8, device="cpu")
     anywhere[sorted(reached)] = 1
     all_reduce(anywhere, op="max")
     unreached = {flow.names[index] for index in (anywhere == 0).nonzero().flatten().tolist()}

@@ -108,7 +108,7 @@ class DeepSpeedState(EngineState):
                     if entries.get(name):
                         self._write_moment(parameter, gather_full(entries[name][key]), key)
                     else:
-                        self._write_moment(parameter, torch.full(_shape(parameter), fill), key)
+                        self._write_moment(parameter, torch.full(_shape(parameter), fill, device="cpu"), key)
 
     def _has_master(self, parameter: nn.Parameter) -> bool:
         """Return whether the optimizer holds the parameter's master weights."""
@@ -181,7 +181,9 @@ class DeepSpeedState(EngineState):
         if "step" in agreed:
             # torch's optimizers count steps in a tensor, DeepSpeed's count in an int.
             is_deepspeeds = type(self._optimizer).__module__.startswith("deepspeed.")
-            agreed["step"] = int(agreed["step"]) if is_deepspeeds else torch.as_tensor(float(agreed["step"]))
+            agreed["step"] = (
+                int(agreed["step"]) if is_deepspeeds else torch.as_tensor(float(agreed["step"]), device="cpu")
+            )
         first = canonical.first_state(self._optimizer, options, 1) or {}
         return _GroupState(options, {key: float(first.get(key, 0.0)) for key in own}, agreed)
 
@@ -269,7 +271,7 @@ def _own_piece(value: Tensor, parameter: Any) -> Tensor:
     ranks.
     """
     size = parameter.ds_tensor.numel()
-    piece = torch.zeros(size, dtype=torch.float32)
+    piece = torch.zeros(size, dtype=torch.float32, device="cpu")
     own = value.flatten()[get_rank() * size : (get_rank() + 1) * size]
     piece[: own.numel()] = own
     return piece
