@@ -221,7 +221,8 @@ def _dialect(env: Environment, launcher: LauncherName) -> _Names:
         if any(variable in env for variable in names.rank):
             return names
     ranks = " or ".join(variable for names in dialects for variable in names.rank)
-    raise TopologyError(f"{ranks} must be set for launcher {launcher!r}, but is missing. {_REMEDIES[launcher]}")
+    why = f", since WORLD_SIZE is, to {env['WORLD_SIZE']!r}" if launcher == "pytorch" and "WORLD_SIZE" in env else ""
+    raise TopologyError(f"{ranks} must be set for launcher {launcher!r}{why}, but is missing. {_REMEDIES[launcher]}")
 
 
 def _read_statement(env: Environment, launcher: LauncherName, names: _Names, *, one_host: bool) -> Statement:
