@@ -120,6 +120,12 @@ def fsdp_state_has(name: str) -> bool:
     return takes(getattr(state, name), "self")
 
 
+def ignored_by_ddp() -> Any:
+    module: Any = nn.Linear(1, 1)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["bias"])  # type: ignore[no-untyped-call]
+    return module._ddp_params_and_buffers_to_ignore == ["bias"]
+
+
 def checkpoint_wrapped() -> bool:
     wrapper = importlib.import_module("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
     inner = nn.Identity()
@@ -217,6 +223,7 @@ PRIVATE: dict[str, Private] = {
         called_first,
         ("model/compiling.py", "model/tensor_parallel.py", "model/wrapper.py"),
     ),
+    "_ddp_params_and_buffers_to_ignore": Private(ignored_by_ddp, ("model/ddp.py",)),
     # Compiling.
     "torch._dynamo": Private(
         lambda: isinstance(compiled(), importlib.import_module("torch._dynamo").OptimizedModule),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +127,28 @@ def test_the_last_one_is_kept_wherever_it_is_named(work_dir: Path, folder: str, 
     monkeypatch.chdir(work_dir / folder)
     assert called("prune", "." if folder == RUN else work_dir / folder, "--keep", 1, "--yes")[0] == 0
     assert {path.name for path in (work_dir / RUN).glob("epoch*")} == {"epoch_1", "epoch_3"}
+
+
+@pytest.mark.parametrize("folder", ["", "baseline"])
+def test_the_last_one_is_kept_where_the_folder_of_its_run_was_renamed(work_dir: Path, folder: str):
+    (work_dir / RUN).rename(work_dir / "baseline")
+    assert "epoch_3 (last)" in called(work_dir / folder)[1]
+    data = work_dir / "baseline" / "epoch_3" / "rank_0.safetensors"
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    code, shown = called("prune", work_dir / folder, "--keep", 1, "--yes")
+    assert code == 1
+    assert f"fault: {data} " in shown
+    assert "It is the last one, and is kept" in shown
+    names = {path.name for path in (work_dir / "baseline").iterdir()}
+    assert names == {"best_accuracy_epoch_1", "epoch_2", "epoch_3"}
+
+
+def test_a_last_one_that_is_gone_is_said(work_dir: Path):
+    shutil.rmtree(work_dir / RUN / "epoch_3")
+    code, shown = called("prune", work_dir, "--keep", 1, "--yes")
+    assert code == 1
+    assert "epoch_3 is the last one, but is not there: it was removed, or renamed\n" in shown
+    assert {path.name for path in (work_dir / RUN).glob("epoch*")} == {"epoch_2"}
 
 
 @pytest.mark.parametrize("folder", ["", RUN])

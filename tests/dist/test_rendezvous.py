@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
 
 from lockstep.dist import all_gather_object, destroy_dist, init_dist, is_distributed, rendezvous
-from lockstep.errors import CollectiveTimeoutError, TopologyError
+from lockstep.errors import CollectiveTimeoutError, PeerError, TopologyError
 from lockstep.testing import ranks
 from lockstep.testing.pool import run_body
 
@@ -178,7 +180,8 @@ def test_who_has_not_started_is_said_while_the_others_wait(free_port: int, tmp_p
             threading.Thread(target=touch_at_message, args=(tmp_path / str(seat()), messages), daemon=True).start()
         init_dist("pytorch")
         if seat() == 0:
-            assert any(text.endswith("s for rank 2 to start (rank 0 of 3)") for text in messages)
+            expected = f"s for rank 2 to start (rank 0 of 3, at 127.0.0.1:{free_port})"
+            assert any(text.endswith(expected) for text in messages)
         destroy_dist()
 
 
@@ -189,8 +192,102 @@ def test_a_rank_without_rank_0_says_for_what_it_waits(free_port: int) -> None:
         become_rank(1, 2, MASTER_PORT=str(free_port))
         with pytest.raises(CollectiveTimeoutError):
             init_dist("pytorch", timeout=0.5)
-    assert set(messages) == {f"waiting 0 s for rank 0 at 127.0.0.1:{free_port} to start (rank 1 of 2)"}
+    expected = f"waiting 0 s for rank 0 at 127.0.0.1:{free_port} to start, where nobody listens (rank 1 of 2)"
+    assert set(messages) == {expected}
     assert len(messages) <= 3  # after 0.1, 0.2 and 0.4 s at the latest
+
+
+ANSWERS: dict[str, Callable[[socket.socket], object]] = {
+    "a word at once": lambda client: client.sendall(b"SSH-2.0-OpenSSH_9.2\r\n" * 20),
+    "an answer": lambda client: client.recv(1) and client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
+    "nothing": lambda client: client.recv(1 << 20) and client.recv(1 << 20),
+    "the end": lambda client: client.close(),
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+@ranks(1, fresh=True)
+def test_another_program_at_the_port_is_said_within_the_timeout(answer: str) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        pytest.MonkeyPatch.context() as patch,
+        logged("lockstep.dist") as messages,
+    ):
+        threading.Thread(target=serve, args=(server, ANSWERS[answer]), daemon=True).start()
+        patch.setattr(rendezvous, "_SECONDS_TO_SAY", 0.1)
+        become_rank(1, 2, MASTER_PORT=str(port := server.getsockname()[1]))
+        other = f"127.0.0.1:{port}.*, where another program listens, or another job. Set MASTER_PORT to a free port"
+        with pytest.raises(CollectiveTimeoutError, match=f"rank 0 serves no store at {other}"):
+            init_dist("pytorch", timeout=4)
+    assert re.search(f"waiting .* for rank 0 at {other}", messages[-1])
+
+
+def serve(server: socket.socket, answer: Callable[[socket.socket], object]) -> None:
+    clients = []
+    with suppress(OSError):
+        while True:
+            clients.append(server.accept()[0])
+            threading.Thread(target=answer, args=(clients[-1],), daemon=True).start()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@ranks(1, fresh=True)
+def test_a_name_that_this_host_does_not_know_is_an_error_at_once(free_port: int, rank: int) -> None:
+    become_rank(rank, 2, LOCAL_WORLD_SIZE="1", MASTER_ADDR="no-such-host.invalid", MASTER_PORT=str(free_port))
+    message = (
+        f"MASTER_ADDR must .* but is 'no-such-host.invalid', which this host, {socket.gethostname()}, does not know: "
+    )
+    with pytest.raises(TopologyError, match=message):
+        init_dist("pytorch")
+
+
+@ranks(1, fresh=True)
+def test_an_address_that_is_not_used_is_said_while_a_rank_waits(free_port: int) -> None:
+    address = {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": str(free_port)}
+    with pytest.MonkeyPatch.context() as patch, logged("lockstep.dist") as messages:
+        patch.setattr(rendezvous, "_SECONDS_TO_SAY", 0.1)
+        become_rank(0, 2, **address)
+        with pytest.raises(CollectiveTimeoutError):
+            init_dist("pytorch", timeout=0.5)
+    where = f"at 127.0.0.1:{free_port}, since all ranks are said to be on this machine, not at no-such-host.invalid"
+    assert messages[0] == f"waiting 0 s for rank 1 to start (rank 0 of 2, {where})"
+
+
+@ranks(1, fresh=True)
+def test_rank_0_on_another_host_than_its_address_is_an_error(free_port: int) -> None:
+    address = "127.0.0.2" if sys.platform == "darwin" else "0.0.0.1"  # nobody has it
+    become_rank(0, 2, LOCAL_WORLD_SIZE="1", MASTER_ADDR=address, MASTER_PORT=str(free_port))
+    with pytest.raises(
+        TopologyError, match=rf"MASTER_ADDR must .* it does not reach itself at {address}:{free_port}: "
+    ):
+        init_dist("pytorch")
+
+
+@ranks(3, fresh=True)
+def test_two_processes_of_one_rank_are_counted_once(free_port: int) -> None:
+    become_rank(min(seat(), 1), 3, MASTER_PORT=str(free_port))
+    is_rank_0 = os.environ["RANK"] == "0"
+    # Rank 0, which serves the store, gives up first.
+    expected, timeout = (CollectiveTimeoutError, 2) if is_rank_0 else (PeerError, 60)
+    with pytest.raises(expected, match=r"rank 2 did not come|rank 0, which serves .* has ended \(rank 1 of 3\)"):
+        init_dist("pytorch", timeout=timeout)
+
+
+@ranks(3, fresh=True)
+def test_a_process_of_a_rank_that_goes_on_already_is_an_error(free_port: int, tmp_path: Path) -> None:
+    if seat() < 2:
+        become_rank(seat(), 2, MASTER_PORT=str(free_port))
+        assert meet("pytorch") == ["0", "1"]
+        (tmp_path / os.environ["SEAT"]).touch()
+    while len(list(tmp_path.glob("[01]"))) < 2:
+        time.sleep(0.01)
+    if "SEAT" not in os.environ:
+        become_rank(1, 2, MASTER_PORT=str(free_port))
+        with pytest.raises(TopologyError, match="another one has come as rank 1 of 2 already"):
+            init_dist("pytorch", timeout=5)
+        (tmp_path / "2").touch()
+    while not (tmp_path / "2").exists():
+        time.sleep(0.01)
 
 
 @contextmanager

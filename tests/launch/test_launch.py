@@ -77,6 +77,22 @@ def test_arguments_and_environment_reach_the_script(scripts):
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "must"),
+    [
+        ("OMP_NUM_THREADS", "abc", "be a number of threads, at least 1"),
+        ("OMP_NUM_THREADS", "0", "be a number of threads, at least 1"),
+        ("OMP_NUM_THREADS", "2,x", "be a number of threads, at least 1"),
+        ("GLOO_SOCKET_IFNAME", "no0", "be one of "),
+    ],
+)
+def test_variables_that_no_rank_can_read_are_named_before_any_starts(scripts, name, value, must):
+    code, out, err = scripts.run("--nproc", "2", scripts.write("print('runs')"), env={name: value})
+    assert (code, out) == (1, "")
+    assert f"error: {name} must {must}" in err
+    assert f"but is {value!r}. Unset it" in err
+
+
 @require("unshare", root=True, able_to=("unshare", "--mount", "true"))
 def test_ranks_have_the_cores_that_a_container_was_given(scripts):
     give = "mount -t tmpfs tmpfs /sys/fs/cgroup && echo 100000 100000 > /sys/fs/cgroup/cpu.max"

@@ -158,7 +158,7 @@ def test_what_ranks_set_by_hand_leave_out(env: Environment, place: tuple[int, ..
         ("pytorch", {}, "RANK must be set for launcher 'pytorch', but is missing. Start the ranks with torchrun"),
         ("pytorch", SLURM_STEP, "RANK must be set for launcher 'pytorch'"),
         ("pytorch", {"RANK": "3"}, "WORLD_SIZE must be set where RANK is, 3, but is missing"),
-        ("pytorch", {"WORLD_SIZE": "3"}, "RANK must be set"),
+        ("pytorch", {"WORLD_SIZE": "3"}, "RANK must be set for launcher 'pytorch', since WORLD_SIZE is, to '3', but"),
         ("slurm", TORCHRUN, "SLURM_PROCID must be set for launcher 'slurm', but is missing. Start the ranks with srun"),
         (
             "mpi",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime
 from operator import itemgetter
@@ -17,7 +18,7 @@ from typer.core import TyperGroup
 
 from lockstep.checkpoint import find_checkpoints, remove, remove_dead_drafts, verify
 from lockstep.checkpoint.drafts import drafts_in, folder_of, is_owned
-from lockstep.checkpoint.files import MANIFEST_FILE, sizes_in
+from lockstep.checkpoint.files import MANIFEST_FILE, is_there, sizes_in
 from lockstep.checkpoint.manifest import OWN_FILES, Manifest
 from lockstep.checkpoint.search import read_pointer, readable_manifest, written_at
 from lockstep.checkpoint.values import decode, leaves, tagged
@@ -84,7 +85,7 @@ def list_checkpoints(
 
     root = _folder(directory)
     found = _find_or_refuse(root)
-    last, faults = _read_last(root)
+    last, faults = _read_last(root, found)
     table = Table(title=_cell(f"{counted(len(found), 'checkpoint')} in {directory}"), title_justify="left", box=SIMPLE)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     shown = [name for name in _COLUMNS if console.width >= _WIDE or name in _NEEDED]
@@ -153,7 +154,7 @@ def prune(
     """
     root = _folder(directory)
     found = _find_or_refuse(root)
-    last, faults = _read_last(root)
+    last, faults = _read_last(root, found)
     if faults:
         raise ConfigError(f"nothing is removed, because it is not known which checkpoint is the last one: {faults[0]}")
     regular = [one for one in found if not one.name.startswith("best_")]
@@ -166,7 +167,9 @@ def prune(
     if not whole:
         raise ConfigError(f"{directory} must hold a whole checkpoint to be pruned, but holds none")
     kept = {*whole, last}
-    if last is not None and last not in whole and (fault := fault_found_by(verify, last)) is not None:
+    if last is not None and not is_there(last):
+        faults.append(f"{last} is the last one, but is not there: it was removed, or renamed")
+    elif last is not None and last not in whole and (fault := fault_found_by(verify, last)) is not None:
         faults.append(f"{fault}. It is the last one, and is kept")
     for fault in faults:
         print(printable(f"fault: {fault}", lines=False))
@@ -238,14 +241,22 @@ def _own_files(path: Location) -> set[str]:
     return {name for name in sizes_in(path) if OWN_FILES.fullmatch(name)}
 
 
-def _read_last(directory: Location) -> tuple[Location | None, list[str]]:
-    """Return the checkpoint that a work dir, or that of a run, names as its last one, or None; and errors of that."""
+def _read_last(directory: Location, found: Iterable[Location]) -> tuple[Location | None, list[str]]:
+    """Return the checkpoint that a work dir, or that of a run, names as its last one, or None; and errors of that.
+
+    Where the folder of a run was renamed, it is the newest one of that name.
+
+    Args:
+        directory: the work dir, or the folder of a run.
+        found: the checkpoints in it, the newest one first.
+    """
     try:
-        if (last := read_pointer(directory)) is not None:
-            return last, []
-        return read_pointer(directory.parent), []
+        last = read_pointer(directory) or read_pointer(directory.parent)
     except ConfigError as error:
         return None, [str(error)]
+    if last is None or is_there(last):
+        return last, []
+    return next((one for one in found if one.name == last.name), last), []
 
 
 def _columns_of(directory: Location, manifest: Manifest | None) -> list[str]:

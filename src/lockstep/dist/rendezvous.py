@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
+import threading
+import time
 from contextlib import suppress
 from datetime import timedelta
 from hashlib import sha256
@@ -11,8 +14,9 @@ from hashlib import sha256
 from torch.distributed import DistError as TorchDistError
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from lockstep.errors import CollectiveTimeoutError, TopologyError, ranks_in_words
+from lockstep.errors import CollectiveTimeoutError, PeerError, TopologyError, ranks_in_words
 from lockstep.topology import Topology
+from lockstep.topology.environ import is_loopback
 from lockstep.watch.board import pauses
 
 LOOPBACK = "127.0.0.1"
@@ -20,6 +24,8 @@ _OPEN_KEY = "open"  # rank 0 sets this key in the store that it serves for a gro
 _LONGEST_PAUSE = 0.5  # between two looks for other ranks
 _SECONDS_TO_SAY = 5.0  # after which a rank says for whom it waits, then at doubling intervals
 _FEW_RANKS = 8  # of more, one for each node says it
+_SECONDS_TO_CONNECT = 1.0
+_OTHER_PROGRAM = "where another program listens, or another job. Set MASTER_PORT to a free port, the same on all ranks"
 
 _logger = logging.getLogger("lockstep.dist")
 
@@ -39,8 +45,8 @@ def meet(topology: Topology, store: Store | None, port: int | None, timeout: tim
         timeout: how long to wait for the others; also the store's own timeout.
         generation: number of groups that this process has joined before.
 
-    **Raises**: TopologyError if no address is known or the port is taken; CollectiveTimeoutError if rank 0 is not found
-    in time.
+    **Raises**: TopologyError if no address is known, the port is taken, or rank 0 is not where its address says;
+    CollectiveTimeoutError if rank 0 is not found in time.
     """
     # Separates the keys of a group from those of former groups in a store that outlives them. A launcher that restarts
     # a job may use the same store again (without this, 5 of 6 restarts over gloo hang or fail, torch 2.13), and so may
@@ -55,9 +61,9 @@ def meet(topology: Topology, store: Store | None, port: int | None, timeout: tim
     if port is None:  # another job may serve there; only this job's ranks know its key
         port, prefix = _port_of_job(topology), f"{topology.job_key}/{prefix}"
     if topology.agent_store:
-        return PrefixStore(prefix, _connect(host, port, topology, timeout))
+        return PrefixStore(prefix, _find_store(host, port, topology, timeout))
     if topology.rank != 0:
-        return _find_rank_0(prefix, host, port, topology, timeout)
+        return _find_store(host, port, topology, timeout, prefix)
     prefixed = PrefixStore(prefix, _serve(host, port, topology, timeout))
     prefixed.set(_OPEN_KEY, "")
     return prefixed
@@ -66,22 +72,46 @@ def meet(topology: Topology, store: Store | None, port: int | None, timeout: tim
 def await_all(store: Store, topology: Topology, timeout: timedelta) -> None:
     """Wait until all ranks have come to the store; after 5 s, and then at doubling intervals, say who has not.
 
+    A rank whose process was started again while the others wait is counted once.
+
     **Cost**: three requests to the store, and some two for each second of waiting.
 
     Raises:
         CollectiveTimeoutError: some rank has not come in time. Rank 0 finds out which, and the others hear it.
+        PeerError: who serves the store has ended.
+        TopologyError: all have come, another process as this rank.
     """
-    store.set(f"came/{topology.rank}", "")
-    if store.add("come", 1) == topology.world_size:
-        store.set("all_came", "")
     due = _SECONDS_TO_SAY
-    for passed in pauses(timeout.total_seconds(), _LONGEST_PAUSE):
-        if store.check(["all_came"]):
-            return
-        if passed >= due:
-            due *= 2
-            _say(passed, _late(store, topology), topology)
-    raise _nobody_there(topology, timeout, f"{_late(store, topology)} did not come")
+    try:
+        _come(store, topology)
+        for passed in pauses(timeout.total_seconds(), _LONGEST_PAUSE):
+            if store.check(["all_came"]):
+                return
+            if passed >= due:
+                due *= 2
+                _say(passed, f"{_late(store, topology)} to start", topology, f", at {_place(store, topology)}")
+        late = _late(store, topology)
+    except TorchDistError as error:
+        who = "the launcher's store" if topology.agent_store else "rank 0, which serves the store at which they meet,"
+        raise PeerError(
+            f"`init_dist` must meet all {topology.world_size} ranks, but {who} has ended ({_this_rank(topology)}). "
+            "Its output has the reason",
+            rank=None if topology.agent_store else 0,
+            cause=str(error),
+        ) from error
+    raise _nobody_there(topology, timeout, f"{late} did not come")
+
+
+def _come(store: Store, topology: Topology) -> None:
+    """Say in the store that this rank has come; raise an error if another process goes on as this rank already."""
+    if store.add(f"came/{topology.rank}", 1) == 1:
+        if store.add("come", 1) == topology.world_size:
+            store.set("all_came", "")
+    elif store.check(["all_came"]) and not topology.agent_store:  # an agent may start all again at the same store
+        raise TopologyError(
+            f"each process must have a rank of its own, but another one has come as rank {topology.rank} of "
+            f"{topology.world_size} already. Give each process its own RANK, and each job its own MASTER_PORT"
+        )
 
 
 def _late(store: Store, topology: Topology) -> str:
@@ -92,11 +122,23 @@ def _late(store: Store, topology: Topology) -> str:
     return store.get("late").decode() if store.check(["late"]) else "rank 0, or other ranks"
 
 
-def _say(seconds: float, late: str, topology: Topology) -> None:
+def _place(store: Store, topology: Topology) -> str:
+    """Return where a store is, and why not at the address that the environment names."""
+    below = store.underlying_store if isinstance(store, PrefixStore) else store
+    if not isinstance(below, TCPStore):
+        return "a store that was handed in"
+    is_given = below.host == LOOPBACK and topology.master_addr is not None and not is_loopback(topology.master_addr)
+    why = f", since all ranks are said to be on this machine, not at {topology.master_addr}" if is_given else ""
+    return f"{_address(below.host, below.port)}{why}"
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _say(seconds: float, what: str, topology: Topology, where: str = "") -> None:
     if topology.local_rank == 0 or topology.world_size <= _FEW_RANKS:  # else one rank of each node
-        known = topology.master_addr is not None and topology.master_port is not None
-        where = f", at {topology.master_addr}:{topology.master_port}" if known else ""
-        _logger.warning("waiting %.0f s for %s to start (%s%s)", seconds, late, _this_rank(topology), where)
+        _logger.warning("waiting %.0f s for %s (%s%s)", seconds, what, _this_rank(topology), where)
 
 
 def _nobody_there(topology: Topology, timeout: timedelta, what: str) -> CollectiveTimeoutError:
@@ -121,8 +163,9 @@ def _host_of_rank_0(topology: Topology) -> str:
         socket.getaddrinfo(topology.master_addr, None)
     except OSError as error:  # TCPStore would retry the lookup until the timeout
         raise TopologyError(
-            f"MASTER_ADDR must be a host that can be found, but is {topology.master_addr!r}: {error} "
-            f"({_this_rank(topology)}). Export the address of rank 0's host"
+            f"MASTER_ADDR must be a host that can be found, but is {topology.master_addr!r}, which this host, "
+            f"{socket.gethostname()}, does not know: {error.strerror} ({_this_rank(topology)}). Export the name or IP "
+            "address of rank 0's host, the same on all ranks"
         ) from error
     return topology.master_addr
 
@@ -140,42 +183,121 @@ def _port_of_job(topology: Topology) -> int:
     return 20000 + int.from_bytes(digest[:4], "big") % 10000
 
 
-def _find_rank_0(prefix: str, host: str, port: int, topology: Topology, timeout: timedelta) -> Store:
-    """Connect to the store that rank 0 opened for this group; after 5 s, say what this rank waits for.
+def _find_store(host: str, port: int, topology: Topology, timeout: timedelta, prefix: str | None = None) -> Store:
+    """Connect to the store that rank 0 opened for this group; after 5 s, say what is at its address meanwhile.
 
     A former group's store may still be closing there.
+
+    Args:
+        host: where the store is.
+        port: the store's port.
+        topology: rank and place of this process.
+        timeout: how long to look for it; also the store's own timeout.
+        prefix: of the keys of this group, which rank 0 opens there; None for a launcher's store, which is open.
     """
+    search = _Search(host, port, topology.world_size)
+    who = "the launcher's store" if prefix is None else "rank 0"
     due = _SECONDS_TO_SAY
     for passed in pauses(timeout.total_seconds(), _LONGEST_PAUSE):
-        left = timeout - timedelta(seconds=passed)
-        with suppress(OSError, TorchDistError):
-            socket.create_connection((host, port), timeout=1).close()  # torch would write lines where nobody listens
-            store = _connect(host, port, topology, left)
-            prefixed = PrefixStore(prefix, store)
-            prefixed.wait([_OPEN_KEY], left)
-            store.set_timeout(timeout)
-            return prefixed
+        found = search.find(prefix)
+        if found is not None:
+            found.set_timeout(timeout)
+            return found
         if passed >= due:
             due *= 2
-            _say(passed, f"rank 0 at {host}:{port}", topology)
-    raise _nobody_there(topology, timeout, f"rank 0 serves no store at {host}:{port}")
+            _say(passed, f"{who} at {_address(host, port)} to start, {search.trouble}", topology)
+    who = "no launcher" if prefix is None else "rank 0"
+    serves = f"{who} serves {'a' if prefix is None else 'no'} store at {_address(host, port)}"
+    raise _nobody_there(topology, timeout, f"{serves}, {search.trouble}")
 
 
-def _connect(host: str, port: int, topology: Topology, timeout: timedelta) -> TCPStore:
-    return TCPStore(host, port, topology.world_size, False, timeout, wait_for_workers=False)
+class _Search:
+    """Looks for a store at an address, and finds out what is there in its place.
+
+    Args:
+        host: where the store should be.
+        port: the store's port.
+        world_size: the number of ranks of the job.
+    """
+
+    def __init__(self, host: str, port: int, world_size: int) -> None:
+        self._host, self._port, self._world_size = host, port, world_size
+        self._store: TCPStore | None = None
+        self._attempt: threading.Thread | None = None
+        self._has_failed, self._next, self._pause = False, 0.0, _LONGEST_PAUSE / 8
+        self.trouble = ""
+
+    def find(self, prefix: str | None) -> Store | None:
+        """Return the store if it is there; if `prefix` is given, with these keys, once it is open for them."""
+        if self._attempt is None and time.monotonic() >= self._next and self._may_be_store():
+            # In a thread, as torch waits in C++ for ever where another program has the port and says nothing (2.13).
+            self._attempt = threading.Thread(target=self._connect, name="lockstep-connect", daemon=True)
+            self._attempt.start()
+        if self._attempt is None:
+            return None
+        self._attempt.join(_LONGEST_PAUSE)
+        self.trouble = _OTHER_PROGRAM
+        if self._store is not None:
+            with suppress(TorchDistError):  # it may be closing
+                found = self._store if prefix is None else PrefixStore(prefix, self._store)
+                return found if prefix is None or found.check([_OPEN_KEY]) else None
+        if not self._attempt.is_alive():
+            self._attempt = self._store = None
+            self._next, self._pause = time.monotonic() + self._pause, 4 * self._pause
+            self._has_failed = True
+        return None
+
+    def _connect(self) -> None:
+        wait = timedelta(seconds=_SECONDS_TO_CONNECT)
+        with suppress(TorchDistError):
+            self._store = TCPStore(self._host, self._port, self._world_size, False, wait, wait_for_workers=False)
+
+    def _may_be_store(self) -> bool:
+        """Return whether something listens that may be a store; where none is, torch would write many lines."""
+        try:
+            with socket.create_connection((self._host, self._port), timeout=_SECONDS_TO_CONNECT) as probe:
+                if self._has_failed:
+                    probe.settimeout(_LONGEST_PAUSE)
+                    with suppress(TimeoutError):  # a store says nothing before it is asked
+                        probe.recv(1)
+                        self.trouble = _OTHER_PROGRAM
+                        return False
+        except ConnectionRefusedError:
+            self.trouble = "where nobody listens"
+        except OSError as error:
+            self.trouble = (
+                f"which can't be reached: {error.strerror or error}. Is it an address of rank 0's host, and does a "
+                "firewall let the port through?"
+            )
+        else:
+            return True
+        return False
 
 
 def _serve(host: str, port: int, topology: Topology, timeout: timedelta) -> TCPStore:
-    listening = None
+    # TCPStore binds all addresses even for host 127.0.0.1, unless it is given a listening socket.
+    own = (host, port) if is_one_node(topology) else ("", port)
+    is_dual = not is_one_node(topology) and socket.has_dualstack_ipv6()
     try:
-        if is_one_node(topology):
-            # TCPStore binds all addresses even for host 127.0.0.1, unless it is given a listening socket.
-            with socket.create_server((host, port), backlog=1024) as server:
-                port, listening = server.getsockname()[1], server.detach()
-        return TCPStore(
-            host, port, topology.world_size, True, timeout, wait_for_workers=False, master_listen_fd=listening
-        )
-    except (OSError, RuntimeError) as error:
+        family = socket.AF_INET6 if is_dual else socket.AF_INET
+        server = socket.create_server(own, family=family, dualstack_ipv6=is_dual, backlog=1024)
+    except OSError as error:
         raise TopologyError(
-            f"MASTER_PORT must be free on rank 0, but {host}:{port} can't be bound. Set it to another port"
+            f"MASTER_PORT must be free on rank 0, but {_address(host, port)} can't be bound: "
+            f"{os.strerror(error.errno or 0)} ({_this_rank(topology)}). Set it to another port, the same on all ranks"
         ) from error
+    with server:
+        port = server.getsockname()[1]
+        server.settimeout(_SECONDS_TO_SAY)
+        try:  # torch would try until the timeout
+            with socket.create_connection((host, port), timeout=_SECONDS_TO_SAY):
+                server.accept()[0].close()
+        except OSError as error:
+            raise TopologyError(
+                f"MASTER_ADDR must be an address of rank 0's host, which is this one, {socket.gethostname()}, but it "
+                f"does not reach itself at {_address(host, port)}: {error.strerror or error} ({_this_rank(topology)}). "
+                "Export the address of rank 0's host, the same on all ranks"
+            ) from error
+        server.settimeout(None)
+        listening = server.detach()
+    return TCPStore(host, port, topology.world_size, True, timeout, wait_for_workers=False, master_listen_fd=listening)

@@ -82,7 +82,7 @@ def init_dist(
 
     **Raises**: `TopologyError` (a ValueError) if variables contradict each other or are missing, before any rendezvous;
     ValueError for an unknown launcher or backend, or an invalid timeout or port; DistError if a default group exists
-    already; CollectiveTimeoutError if not all ranks arrive in time.
+    already; CollectiveTimeoutError if not all ranks arrive in time; PeerError if rank 0 ends meanwhile.
 
     **Example (2 ranks)**::
 

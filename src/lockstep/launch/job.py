@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import struct
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +92,28 @@ def usable_cores() -> float:
             if quota not in ("max", "-1"):
                 return min(own, int(quota) / int(period))
     return own
+
+
+def threads_in(text: str) -> int | None:
+    """Return the number of threads that a value of OMP_NUM_THREADS gives on the outermost level."""
+    numbers = text.split(",")
+    if not all(number.strip().isdecimal() and int(number) > 0 for number in numbers):
+        return None
+    return int(numbers[0])
+
+
+def variable_faults(env: Mapping[str, str]) -> list[str]:
+    """Return what is wrong with the variables that ranks inherit from this process; an empty one counts as unset."""
+    faults = []
+    threads = env.get("OMP_NUM_THREADS") or "1"
+    if threads_in(threads) is None:
+        faults.append(f"OMP_NUM_THREADS must be a number of threads, at least 1, but is {threads!r}. Unset it")
+    known = [name for _, name in socket.if_nameindex()]
+    return faults + [
+        f"GLOO_SOCKET_IFNAME must be one of {', '.join(known)}, but is {name!r}. Unset it"
+        for name in env.get("GLOO_SOCKET_IFNAME", "").split(",")
+        if name not in ("", *known)
+    ]
 
 
 def listener(host: str, port: int) -> socket.socket:

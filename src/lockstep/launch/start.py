@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lockstep.errors import LaunchError, counted, require_one_of
-from lockstep.launch.job import FUNCTION, NUMA_MODES, JobSpec, interface_towards, usable_cores
+from lockstep.errors import ConfigError, LaunchError, counted, require_one_of
+from lockstep.launch.job import FUNCTION, NUMA_MODES, JobSpec, interface_towards, usable_cores, variable_faults
 from lockstep.launch.notices import loading_torch, say
 from lockstep.location import make_folder
 from lockstep.output import tolerate_closed_output
@@ -52,7 +52,8 @@ def launch(
 
     Raises:
         ValueError: `max_restarts` is negative, or `command` is empty.
-        ConfigError: `numa` is not known, or `log_dir` cannot be created.
+        ConfigError: `numa` is not known, `log_dir` cannot be created, or OMP_NUM_THREADS or GLOO_SOCKET_IFNAME, which
+            the ranks inherit, is none.
         LaunchError: cloudpickle is missing for a function, or can't pickle it; a rank failed (the message names it and
             shows its traceback, `exit_code` is its exit code), numactl or a GPU is missing for `numa`, not all nodes
             joined in time, or a signal stopped the ranks and this process ignores it; or a signal stopped the ranks
@@ -68,6 +69,8 @@ def launch(
             raise LaunchError(
                 "`--numa` must find the program numactl, but there is none. Install it, or leave out --numa"
             )
+    if faults := variable_faults(os.environ):
+        raise ConfigError("; ".join(faults))
     if callable(command):
         payload, command = _packed(command), [FUNCTION]
     tolerate_closed_output()

@@ -32,6 +32,7 @@ from lockstep.model.autograd_graph import (
     reaches_none,
 )
 from lockstep.model.hidden_outputs import hidden_tensors
+from lockstep.model.parts import require_same_parameters
 from lockstep.model.wrapper import ModelWrapper, note_no_backward
 from lockstep.model.written import AVERAGED, OWN_STEP, DriftCheck, refuse_max_norm
 from lockstep.registry import MODEL_WRAPPERS
@@ -82,7 +83,8 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
 
     **Collective**: every rank of the group; the parameters of rank 0 are sent to the others.
 
-    **Raises**: `ConfigError`, on every rank before the backward pass, if trainable parameters get no gradient on some
+    **Raises**: `CollectiveMismatchError`, on every rank, if the models of the ranks have other parameters or buffers;
+    `ConfigError`, on every rank before the backward pass, if trainable parameters get no gradient on some
     rank and `find_unused_parameters` is off, or if an embedding has `max_norm` and there are several ranks;
     `DivergenceError`, on every rank after a step, if replicas are no longer equal, as after a layer has written its
     weights in the forward pass.
@@ -108,8 +110,13 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
             kwargs[_BUFFERS_ARGUMENT] = kwargs.pop("broadcast_buffers")
         kwargs.setdefault("gradient_as_bucket_view", True)  # docs/decisions/0010
         self.clock = ExchangeClock()
-        if get_world_size(kwargs.get("process_group")) > 1:
+        comm = resolve(kwargs.get("process_group") or kwargs.get("device_mesh"))
+        if comm.size > 1:
             refuse_max_norm(module, "where each rank has its own batch, so that replicas would differ")
+            # As DDP's `_set_params_and_buffers_to_ignore_for_model` has set, which torch tells in no other way (2.13).
+            left_out = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+            syncs = bool(kwargs.get("init_sync", True))
+            require_same_parameters(module, comm.ranks, comm.pg, left_out=left_out, buffers=syncs)
         if steps.calls_parts(module) and not kwargs.get("static_graph") and "find_unused_parameters" not in kwargs:
             kwargs["find_unused_parameters"] = True
         self._replicate(module, kwargs, comm_hook)

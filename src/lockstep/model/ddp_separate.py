@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from lockstep.errors import listed
-from lockstep.groups import this_rank
+from lockstep.groups import resolve, this_rank
 from lockstep.model.autograd_graph import on_backward
 from lockstep.model.ddp import MMDistributedDataParallel
-from lockstep.model.parts import broadcast_from_first, callable_children
+from lockstep.model.parts import broadcast_from_first, callable_children, require_same_parameters
 from lockstep.model.wrapper import ModelWrapper, all_entered
 from lockstep.model.written import OWN_STEP, DriftCheck
 from lockstep.registry import MODEL_WRAPPERS
@@ -46,6 +46,7 @@ class MMSeparateDistributedDataParallel(ModelWrapper):
     Raises:
         ValueError: a trainable parameter belongs to no child, or to two of them; or, in a step, one was not there, or
             frozen, when the children were wrapped.
+        CollectiveMismatchError: on every rank, if the models of the ranks have other parameters or buffers.
     """
 
     def __init__(
@@ -61,6 +62,9 @@ class MMSeparateDistributedDataParallel(ModelWrapper):
         _check_ownership(module)
         kwargs |= {"device_ids": device_ids, "output_device": output_device}
         kwargs |= {"broadcast_buffers": broadcast_buffers, "find_unused_parameters": find_unused_parameters}
+        comm = resolve(kwargs.get("process_group"))
+        if comm.size > 1:  # each child is compared, too, but ranks may have other children
+            require_same_parameters(module, comm.ranks, comm.pg, buffers=True)
         self._parallel: list[MMDistributedDataParallel] = []
         names: dict[nn.Module, list[str]] = {}  # a child may have several
         for name, part in module.named_modules(remove_duplicate=False):

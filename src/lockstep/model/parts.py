@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain, zip_longest
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.calls import unlike_most
 from lockstep.dist import broadcast
-from lockstep.errors import ConfigError, did_you_mean
+from lockstep.dist.agreement import differing
+from lockstep.errors import CollectiveMismatchError, ConfigError, did_you_mean, ranks_in_words
 from lockstep.groups import GroupLike
 
 INSIDE_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -37,6 +41,46 @@ def broadcast_from_first(tensors: Iterable[Tensor], *groups: GroupLike) -> None:
         for handle in [broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors]:
             assert handle is not None  # asked for by async_op
             handle.wait()
+
+
+def require_same_parameters(
+    model: nn.Module, ranks: Sequence[int], *groups: GroupLike, left_out: Collection[str] = (), buffers: bool = False
+) -> None:
+    """Refuse a model whose parameters have other names, shapes, dtypes or another order on other ranks.
+
+    Args:
+        model: the model, before it is distributed.
+        ranks: the ranks of the job that the groups reach, in the order in which `from_all` returns their values.
+        groups: one group; or the groups of a mesh's axes, from the last axis to the first.
+        left_out: names of parameters and buffers that need not be the same.
+        buffers: whether buffers are compared, too.
+
+    **Collective**: every rank of the groups. **Cost**: one exchange of 8 bytes between the hosts for each group.
+
+    Raises:
+        CollectiveMismatchError: the same on every rank, which names the first one that differs.
+    """
+    named = chain(model.named_parameters(), model.named_buffers() if buffers else ())
+    own = [f"`{name}` {_described(tensor)}" for name, tensor in named if name not in left_out]
+    by_rank = differing(own, groups)
+    if by_rank is None:
+        return
+    found = next(each for each in zip_longest(*by_rank, fillvalue="nothing further") if len(set(each)) > 1)
+    ranks_of = {text: [rank for rank, other in zip(ranks, found, strict=True) if other == text] for text in found}
+    told = " and ".join(f"{text} on {ranks_in_words(some)}" for text, some in ranks_of.items())
+    raise CollectiveMismatchError(
+        f"the model must have the same parameters{' and buffers' if buffers else ''} on all ranks, but the first that "
+        f"differs is {told}. No argument of the model may depend on the rank, or on the data of one rank, as a number "
+        "of classes may; nor what is frozen. Count over all data, or on rank 0, and send it: "
+        "lockstep.dist.broadcast_object",
+        failed_ranks=[ranks[place] for place in unlike_most(dict(enumerate(found)))],
+    )
+
+
+def _described(tensor: Tensor) -> str:
+    shape = "not initialized" if is_lazy(tensor) else list(tensor.shape)
+    is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    return f"{shape} {str(tensor.dtype).removeprefix('torch.')}{' (frozen)' if is_frozen else ''}"
 
 
 def classes_in(model: nn.Module, names: ClassNames, *, what: str) -> tuple[type[nn.Module], ...]:

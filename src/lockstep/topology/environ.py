@@ -163,7 +163,7 @@ def read_topology(env: Environment, launcher: str) -> Topology:
     by = cast(LauncherName, launcher)
     names = _dialect(env, by)
     master_addr = env.get("MASTER_ADDR") or (_first_slurm_host(env) if by == "slurm" else None)
-    statement = _read_statement(env, by, names, one_host=master_addr is None or _is_loopback(master_addr))
+    statement = _read_statement(env, by, names, one_host=master_addr is None or is_loopback(master_addr))
     placement = derive_placement(statement)
     if by == "slurm" and statement.world_size.value > 1 and not _is_slurm_task(env):
         raise statement.contradiction(
@@ -221,7 +221,8 @@ def _dialect(env: Environment, launcher: LauncherName) -> _Names:
         if any(variable in env for variable in names.rank):
             return names
     ranks = " or ".join(variable for names in dialects for variable in names.rank)
-    raise TopologyError(f"{ranks} must be set for launcher {launcher!r}, but is missing. {_REMEDIES[launcher]}")
+    why = f", since WORLD_SIZE is, to {env['WORLD_SIZE']!r}" if launcher == "pytorch" and "WORLD_SIZE" in env else ""
+    raise TopologyError(f"{ranks} must be set for launcher {launcher!r}{why}, but is missing. {_REMEDIES[launcher]}")
 
 
 def _read_statement(env: Environment, launcher: LauncherName, names: _Names, *, one_host: bool) -> Statement:
@@ -285,7 +286,8 @@ def _refuse_other_torch_numbers(env: Environment, launcher: LauncherName, statem
             )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether a host is named by a loopback address."""
     return host == "localhost" or host == "::1" or host.startswith("127.")
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -277,6 +278,6 @@ def _heartbeat_seconds() -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if seconds <= 0:
+    if not 0 < seconds < math.inf:
         raise ValueError(f"{_HEARTBEAT} must be a positive number of seconds, but is {text!r}")
     return seconds

@@ -22,7 +22,15 @@ from typing import Any, NamedTuple
 from lockstep.cli.doctor.finding import Finding, Status, summarise
 from lockstep.errors import TopologyError, counted
 from lockstep.launch import JobSpec
-from lockstep.launch.job import LOOPBACK, address_of, answers, interface_towards, usable_cores
+from lockstep.launch.job import (
+    LOOPBACK,
+    address_of,
+    answers,
+    interface_towards,
+    threads_in,
+    usable_cores,
+    variable_faults,
+)
 from lockstep.topology import infer_launcher, read_topology, topology_if_known
 from lockstep.version import __version__
 
@@ -90,15 +98,8 @@ def variables(env: Mapping[str, str]) -> Finding:
     port = env.get("MASTER_PORT", "1")  # if a launcher is found, it is read with the launcher's variables
     if infer_launcher(env) == "none" and not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
         faults.append(f"MASTER_PORT must be a port from 1 to 65535, but is {port!r}. Unset it, or choose a free one")
-    threads = env.get("OMP_NUM_THREADS") or "1"  # an empty one is none: lockstep's launcher sets its own
-    if _threads_in(threads) is None:
-        faults.append(f"OMP_NUM_THREADS must be a number of threads, at least 1, but is {threads!r}. Unset it")
+    faults += variable_faults(env)
     known = [name for _, name in socket.if_nameindex()]
-    faults += [
-        f"GLOO_SOCKET_IFNAME must be one of {', '.join(known)}, but is {name!r}. Unset it"
-        for name in env.get("GLOO_SOCKET_IFNAME", "").split(",")
-        if name not in ("", *known)
-    ]
     wanted = env.get("NCCL_SOCKET_IFNAME", "")
     if not _nccl_matches(wanted, known):
         faults.append(f"NCCL_SOCKET_IFNAME must leave one of {', '.join(known)}, but is {wanted!r}. Unset it")
@@ -157,7 +158,7 @@ def cores(env: Mapping[str, str]) -> Finding:
     """Check that the threads of this node's ranks have a core each."""
     ranks = topology_if_known(env).local_size
     usable = usable_cores()
-    given = _threads_in(env.get("OMP_NUM_THREADS", ""))
+    given = threads_in(env.get("OMP_NUM_THREADS", ""))
     threads = given or max(1, int(usable))
     facts: dict[str, Any] = {
         "machine": os.cpu_count(),
@@ -178,14 +179,6 @@ def cores(env: Mapping[str, str]) -> Finding:
 def affinity() -> list[int]:
     """Return the cores that this process may run on; empty where the system does not say."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-
-
-def _threads_in(text: str) -> int | None:
-    """Return the number of threads that a value of OMP_NUM_THREADS gives on the outermost level."""
-    numbers = text.split(",")
-    if not all(number.strip().isdecimal() and int(number) > 0 for number in numbers):
-        return None
-    return int(numbers[0])
 
 
 def _nccl_matches(wanted: str, known: list[str]) -> bool:

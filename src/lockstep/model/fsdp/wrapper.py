@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -34,7 +35,7 @@ from lockstep.model.fsdp.parameters import (
 from lockstep.model.fsdp.units import choose_units, cut_by_dtype, directly_callable_parts, is_unit
 from lockstep.model.hidden_outputs import show_hidden
 from lockstep.model.norm import BATCH_NORMS
-from lockstep.model.parts import broadcast_from_first, refuse_sparse_gradients
+from lockstep.model.parts import broadcast_from_first, refuse_sparse_gradients, require_same_parameters
 from lockstep.model.shards import reshard
 from lockstep.model.tensor_parallel import TensorParallel
 from lockstep.model.tensor_parallel_plan import read_request
@@ -103,6 +104,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
     Raises:
         TypeError: an argument has an unknown type, which the message names.
         ValueError: arguments contradict each other, or do not fit the number of ranks.
+        CollectiveMismatchError: on every rank, if the models of the ranks have other parameters.
         ConfigError: `tensor_parallel` does not fit the model or the number of ranks; an embedding has sparse gradients
             or `max_norm`; or a module owns parameters of two dtypes. In a backward pass, on every rank: a parameter
             was written in the forward pass, or by `parameter.data = values`, so that the change would be lost.
@@ -162,6 +164,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
             refuse_second_backward(part, "FSDP reduces gradients, and frees what it has gathered, after the first one")
         request = read_request(tensor_parallel)
         self.mesh, self.tensor_mesh, whole = make_meshes(device.type, sharding, request, process_group, device_mesh)
+        _compare(module, whole, ignored)
         parallel = None
         if request is not None and self.tensor_mesh is not None:
             parallel = TensorParallel(module, request.plan, self.tensor_mesh, ignored)
@@ -313,6 +316,16 @@ def _check_module(module: Any) -> None:
         raise wrong_type("module", "a torch.nn.Module", module)
     if any(isinstance(part, FSDPModule) for part in module.modules()):
         raise ValueError(f"`module` must not be sharded yet, but {type(module).__name__} is, or a part of it")
+
+
+def _compare(module: nn.Module, mesh: DeviceMesh, ignored: Iterable[nn.Module]) -> None:
+    """Refuse a module that has other parameters on other ranks of a mesh. **Collective**: every rank of the mesh."""
+    inside = {own for part in ignored for own in part.parameters()}
+    left_out = {name for name, own in module.named_parameters() if own in inside}
+    axes = [axis for axis in reversed(range(mesh.ndim)) if mesh.size(axis) > 1]
+    if axes:
+        groups = map(mesh.get_group, axes)
+        require_same_parameters(module, mesh.mesh.flatten().tolist(), *groups, left_out=left_out)
 
 
 def _shard(
