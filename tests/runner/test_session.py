@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lockstep import Runner, Session
 from lockstep.checkpoint import read_meta
 from lockstep.dist import all_gather, get_rank, get_world_size
-from lockstep.errors import ConfigError
+from lockstep.errors import CollectiveMismatchError, ConfigError
 from lockstep.hooks import Hook
 from lockstep.testing import ranks
 
@@ -357,11 +357,11 @@ def test_what_is_called_in_the_wrong_place_says_so(tmp_path):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, _, batches = session.prepare(model, optimizer, loader())
-    with pytest.raises(RuntimeError, match=r"once in each of session\.epochs"):
+    with pytest.raises(RuntimeError, match=r"once in each of session\.epochs.*, but none has begun\. To look at"):
         next(iter(batches))
     with pytest.raises(RuntimeError, match="a session trains one model"):
         session.prepare(model, optimizer, loader())
-    with pytest.raises(RuntimeError, match="epoch 0 must go through the loader"):
+    with pytest.raises(RuntimeError, match="but epoch 0 has not begun to"):
         for _ in session.epochs(2):
             pass
     with pytest.raises(RuntimeError, match="so that no Runner can train it"):
@@ -554,6 +554,64 @@ def test_an_attribute_error_within_a_property_is_the_one_that_is_raised(tmp_path
 
     with pytest.raises(AttributeError, match="no attribute 'nothing_like_it'"):
         _ = Own(tmp_path, log_level="ERROR").best
+
+
+def test_a_second_pass_within_an_epoch_is_refused_and_not_counted_as_the_next_one(tmp_path):
+    session = session_of(tmp_path)
+    model = network()
+    model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    with session:
+        turns = session.epochs(3)
+        next(turns)
+        for x, y in batches:
+            session.step(F.cross_entropy(model(x), y))
+        with pytest.raises(RuntimeError, match="but this is one more"):
+            next(iter(batches))
+    assert session.epoch == 1
+
+
+@ranks(2, fresh=True)
+def test_a_rank_that_leaves_an_epoch_alone_is_told_so(tmp_path):
+    session = session_of(tmp_path)
+    model = network()
+    model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+
+    def train() -> None:
+        with session:
+            for _ in session.epochs(2):
+                for x, y in batches:
+                    session.step(F.cross_entropy(model(x), y))
+                    if session.iter == 1 and get_rank() == 1:
+                        break
+
+    with pytest.raises(CollectiveMismatchError, match="a loop is left in the same iteration on all") as raised:
+        train()
+    if get_rank() == 1:
+        assert "Rank 1 has left the loop after 1 iteration, by `break`" in str(raised.value.__notes__)
+        assert "after 1 iterations" in str(raised.value.__notes__)
+
+
+@ranks(2)
+def test_a_stop_that_one_rank_asks_for_ends_all_after_the_epoch(tmp_path):
+    session = session_of(tmp_path)
+    model = network()
+    model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    for _ in session.epochs(3):
+        for x, y in batches:
+            session.step(F.cross_entropy(model(x), y))
+        if get_rank() == 1:
+            session.stop()
+    assert session.epoch == 1
+
+
+def test_a_scheduler_over_the_wrapper_says_over_what_it_is_made(tmp_path):
+    model = network()
+    session = Session(tmp_path)
+    model, wrapper = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match="is not an Optimizer"), session:
+        torch.optim.lr_scheduler.StepLR(wrapper, 1)
+    log = (session.run_dir / "log.txt").read_text()
+    assert "a scheduler takes your own optimizer" in log
 
 
 @pytest.mark.parametrize("is_made", ["before", "before and handed in", "after"])
