@@ -102,6 +102,13 @@ def test_the_values_of_all_curves_are_there(tmp_path: Path):
     assert [line["y"][0] for line in step["lines"]] == pytest.approx([13, 5, 2])  # compute, gradients, data
 
 
+def test_what_is_counted_otherwise_than_in_samples_is_not_called_so(tmp_path: Path):
+    records = [train_record(step, samples_per_second=50.0) for step in (10, 20)]
+    page = page_of(write_run(tmp_path / "run", records, environment={"counts": "units"}))
+    assert "Throughput units/s" in [title.strip().split("  ")[0] for title in page.texts["h3"]]
+    assert "samples" not in " ".join([*page.texts["dd"], *page.texts["h3"]])
+
+
 def test_tokens_and_mfu_are_shown_if_they_are_recorded(tmp_path: Path):
     rates = {"samples_per_second": 50.0, "tokens_per_second": 51_200.0, "flops_per_second": 4e13, "mfu": 0.4321}
     records = [train_record(step, **rates) for step in (10, 20)]

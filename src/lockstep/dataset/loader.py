@@ -100,11 +100,11 @@ def build_dataloader(
     # A data set of HuggingFace's can be iterated over, too: it has samples, which DataLoader gets by `__getitems__`.
     if hasattr(loader, "__getitems__") or not hasattr(loader, "__iter__"):
         what = "None" if loader is None else f"{loader!r} of type {type(loader).__name__}"
-        remedy = (
-            ". Wrap the dataset: DataLoader(dataset, batch_size=...), or dict(dataset=..., batch_size=...)"
-            if hasattr(loader, "__getitem__")
-            else ""
-        )
+        remedy = ""
+        if hasattr(loader, "__getitem__"):
+            remedy = ". Wrap the dataset: DataLoader(dataset, batch_size=...), or dict(dataset=..., batch_size=...)"
+        elif hasattr(loader, "train_dataloader"):  # Lightning's data module
+            remedy = ". Hand in its loaders: call prepare_data() and setup('fit'), then what train_dataloader() returns"
         raise TypeError(
             f"a data loader must be a torch DataLoader, an iterable of batches or a config dict, but is {what}{remedy}"
         )

@@ -81,7 +81,7 @@ class ProgressHook(Hook):
         means = runner.message_hub.get_info("epoch_means", {})
         place = f"iter {runner.iter}/{runner.max_iters}" if runner.max_epochs is None else _epoch_label(runner)
         samples, tokens, mfu = (means.get(name) for name in ("samples_per_second", "tokens_per_second", "mfu"))
-        rates = _rates(samples, tokens, mfu, counts=_what_counts(runner))
+        rates = _rates(samples, tokens, mfu, counts=runner.what_counts)
         rates += [f"lr {means['lr']:.3g}"] if "lr" in means else []
         rates.append(f"{perf_counter() - self._epoch_started:.1f} s")
         self._epoch_line = [place + self._rest, *_loss(means.get("loss"))], rates
@@ -163,7 +163,7 @@ class ProgressHook(Hook):
                 for name in ("train/samples", "amounts/tokens", "amounts/flops")
             )
             mfu = flops / peak if flops and peak else None
-            values += _rates(samples, tokens, mfu, counts=_what_counts(runner))
+            values += _rates(samples, tokens, mfu, counts=runner.what_counts)
         return [*values, *self._metrics]
 
 
@@ -172,11 +172,6 @@ def _loss(mean: float | None) -> list[str]:
     if mean is None:
         return []
     return [f"loss {mean:.4f}" if 0.01 <= abs(mean) < 100 else f"loss {mean:.5g}"]
-
-
-def _what_counts(runner: TrainRun) -> str:
-    """Return what batches are counted in: with `batch_size_of` they may be tokens, or anything else."""
-    return "samples" if runner.train_loop.batch_size_of is None else "units"
 
 
 def _rates(samples: float | None, tokens: float | None, mfu: float | None, counts: str = "samples") -> list[str]:

@@ -25,7 +25,7 @@ def charts_of(run: RunRecords) -> list[Chart]:
     charts = [
         *_loss_charts(run, losses),
         *_metric_charts(run),
-        _chart(run, "Throughput", {"samples_per_second": "all ranks"}, unit="samples/s", from_zero=True),
+        _chart(run, "Throughput", {"samples_per_second": "all ranks"}, unit=f"{run.counts}/s", from_zero=True),
         _chart(run, "Tokens", {"tokens_per_second": "all ranks"}, unit="tokens/s", from_zero=True),
         _flops_chart(run),
         _step_chart(run),

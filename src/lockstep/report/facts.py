@@ -26,7 +26,7 @@ def tiles_html(run: RunRecords) -> str:
         tiles.append(_tile("final loss", shown(losses[-1][1]), note="train"))
     tiles += [_metric_tile(run, name) for name in metric_names(run)[:_TILE_METRICS]]
     if rates := [value for _, value in points_of(run.train, "samples_per_second") if value > 0]:
-        tiles.append(_tile("throughput", shown(float(f"{median(rates):.3g}")), "/s", "samples, median"))
+        tiles.append(_tile("throughput", shown(float(f"{median(rates):.3g}")), "/s", f"{run.counts}, median"))
     if rates := [value for _, value in points_of(run.train, "tokens_per_second") if value > 0]:
         tiles.append(_tile("tokens", shown(float(f"{median(rates):.3g}")), "/s", "median"))
     if rates := [value for _, value in points_of(run.train, "mfu") if value > 0]:

@@ -48,6 +48,11 @@ class RunRecords:
         """Return the evaluations of one mode."""
         return [record for record in self.evaluations if record["mode"] == mode]
 
+    @property
+    def counts(self) -> str:
+        """What the training counted as `samples_per_second`: samples, or "units" of `batch_size_of`."""
+        return "units" if self.environment.get("counts") == "units" else "samples"
+
     def unit(self, metric: str) -> str:
         """Return the unit of a metric, or an empty string if none is recorded."""
         units = self.environment.get("units")

@@ -282,6 +282,11 @@ class TrainRun(Run):
     def _dataloaders(self) -> list[Any]:
         return [self.train_dataloader, *super()._dataloaders()]
 
+    @property
+    def what_counts(self) -> str:
+        """What batches are counted in: with `batch_size_of` they may be tokens, or anything else."""
+        return "samples" if getattr(self.train_loop, "batch_size_of", None) is None else "units"
+
     def set_optimizer_mode(self, *, training: bool) -> None:
         """Let the model have the weights that its optimizer trains, or those that it evaluates and saves."""
         if self.optim_wrapper.has_modes:

@@ -403,6 +403,7 @@ def _describe_run(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "counts": run.what_counts if isinstance(run, TrainRun) else None,
         "units": {} if loop is None else dict(loop.units),
         "ranks": ranks,
     }
