@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -403,6 +404,30 @@ def test_what_a_model_returns_is_a_loss_too(tmp_path):
             session.step({"loss_a": F.cross_entropy(model(x), y), "loss_b": model(x).square().mean()})
     record = json.loads((session.run_dir / "metrics.jsonl").read_text().splitlines()[0])
     assert record["loss"] == pytest.approx(record["loss_a"] + record["loss_b"])
+
+
+class OfTransformers(nn.Linear):
+    """Computes its loss of labels alone, as models of transformers do."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> SimpleNamespace:
+        logits = super().forward(x)
+        return SimpleNamespace(logits=logits, loss=None if labels is None else F.cross_entropy(logits, labels))
+
+
+def test_a_batch_without_labels_for_a_model_that_needs_them_is_told(tmp_path):
+    session = session_of(tmp_path)
+    model = OfTransformers(4, 2)
+    data = [{"x": x} for x in X]
+    model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, 4))
+    says = r"only of `labels`, but the batch has only x\. .* \(rank 0 of 1\)"
+
+    def train() -> None:
+        for _ in session.epochs(1):
+            for batch in batches:
+                session.step(model(**batch))
+
+    with pytest.raises(TypeError, match=says):
+        train()
 
 
 @ranks(2)

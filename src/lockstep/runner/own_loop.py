@@ -55,6 +55,7 @@ class OwnLoop(TrainLoop):
         self.counts = True  # whether the present batch is this rank's own
         self.has_data = True  # otherwise the numbers of iterations take the place of batches
         self._values: dict[str, Any] = {}
+        self.batch: Any = None  # of the present iteration, on the host
         self._is_open = False  # within an epoch
         self._may_begin = False  # a pass: once in each of `epochs`
         self._is_stepping = False
@@ -160,7 +161,7 @@ class OwnLoop(TrainLoop):
         for batch_idx, batch in enumerate(batches, start=start):
             if not is_endless and self.iter == self.epoch_end:
                 raise self._too_many_batches()
-            self.counts, self._values = batch.is_own, {}
+            self.counts, self._values, self.batch = batch.is_own, {}, batch.data
             self._begin_iter(batch_idx, batch)
             self._is_stepping = self._is_uncounted = True
             try:
@@ -178,7 +179,7 @@ class OwnLoop(TrainLoop):
 
     def _end_iter(self, batch_idx: int, batch: Batch, outputs: dict[str, Any]) -> None:
         super()._end_iter(batch_idx, batch, outputs)
-        self._is_uncounted = False
+        self._is_uncounted, self.batch = False, None
         self._save_requested()
         self.iter_ended = perf_counter()
 

@@ -23,7 +23,7 @@ from lockstep.dist import all_gather, get_dist_info
 from lockstep.errors import listed, no_attribute
 from lockstep.location import Location
 from lockstep.model import unwrap_model
-from lockstep.model.steps import parse_losses
+from lockstep.model.steps import lacks_labels, parse_losses
 from lockstep.optim import OptimWrapper, OptimWrapperDict
 from lockstep.runner.arguments import ARGUMENTS, fault_of_prepared, unknown_argument
 from lockstep.runner.data_workers import let_workers_outlive_signals
@@ -304,7 +304,12 @@ class Session:
                 f"session.step(loss) is for one optimizer, but there are several ({', '.join(names)}). Call "
                 f"optimizers[{names[0]!r}].update_params(loss), where `optimizers` is what prepare() has returned"
             )
-        total, logged = parse_losses(loss)
+        try:
+            total, logged = parse_losses(loss)
+        except TypeError as error:
+            if lacking := lacks_labels(unwrap_model(self.run.model), loop.batch):
+                raise TypeError(f"{lacking} (rank {self.rank} of {self.world_size})") from error
+            raise
         loop.log({**logged, **values})
         self.run.optim_wrapper.update_params(total)
 
@@ -395,8 +400,8 @@ class Session:
         """Write the model's weights, and what `from_pretrained` needs beside them; see `Runner.save_pretrained`.
 
         Args:
-            save_directory: a new or empty folder, or the URL of one that fsspec can open.
-            **options: `max_shard_size`, `dtype`, `prefix`, `ema`. Of several models, `prefix` says which one.
+            save_directory: a new or empty folder, or with `overwrite=True` any, or the URL of one that fsspec can open.
+            **options: `max_shard_size`, `dtype`, `prefix`, `ema`, `overwrite`. Of several models, `prefix` says which.
 
         **Collective**: every rank.
         """
