@@ -198,7 +198,7 @@ def cast_data_device(data: Any, device: torch.device | str, out: Any = None) -> 
         out: a tree of the same structure as `data`, into whose tensors the values are copied; it is then returned.
 
     **Raises**: ValueError if `out` differs from `data` in its leaves or in the shape of a tensor, or if its tensors are
-    not on `device`; nothing is copied then.
+    not on `device` or of a dtype of a lesser kind, as integers for floats; nothing is copied then.
     """
     target = torch.device(device)
     if out is None:
@@ -277,3 +277,8 @@ def _check_sink(sink: Any, source: Tensor, path: str, target: torch.device) -> N
         raise ValueError(f"`out` at `{path}` must be a tensor of shape {tuple(source.shape)}, but is {got}")
     if sink.device.type != target.type or (target.index is not None and sink.device.index != target.index):
         raise ValueError(f"`out` at `{path}` must live on {target}, but is on {sink.device}")
+    if not torch.can_cast(source.dtype, sink.dtype):
+        raise ValueError(
+            f"`out` at `{path}` must have a dtype that {source.dtype} can be cast to, but has {sink.dtype}, in which "
+            "values would be lost. Convert `data` before, or give `out` another dtype"
+        )

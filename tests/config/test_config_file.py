@@ -216,6 +216,22 @@ def test_custom_imports_may_fail_where_the_config_says_so(tmp_path: Path, caplog
     assert Config.fromfile(file, import_custom_modules=False).custom_imports.imports == ["no_such_module"]
 
 
+@pytest.mark.parametrize(
+    ("name", "source", "says"),
+    [
+        ("failing_name", "x = 1\nundefined\n", r"NameError: name 'undefined' is not defined \(failing_name\.py:2\)"),
+        ("failing_syntax", "x = = 1\n", r"SyntaxError: invalid syntax \(failing_syntax\.py, line 1\)"),
+        ("failing_import", "import no_such_package\n", r"No module named 'no_such_package' \(failing_import\.py:1\)"),
+    ],
+)
+def test_an_error_within_a_custom_import_names_the_config_the_module_and_the_line(tmp_path: Path, name, source, says):
+    (tmp_path / f"{name}.py").write_text(source)
+    file = tmp_path / "net.py"
+    file.write_text(f"custom_imports = dict(imports=['{name}'], allow_failed_imports=False)\n")
+    with pytest.raises(ConfigError, match=rf"net\.py: `custom_imports` names `{name}`, .*{says}"):
+        Config.fromfile(file)
+
+
 def test_a_config_with_the_name_of_a_package_does_not_hide_it(tmp_path: Path, monkeypatch):
     package = tmp_path / "project" / "named_alike"
     package.mkdir(parents=True)

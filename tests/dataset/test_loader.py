@@ -345,6 +345,11 @@ def test_pseudo_collate_stacks_nothing():
         ({"dataset": Counting(), "batch_sise": 2}, ConfigError, "unknown key 'batch_sise': did you mean `batch_size`"),
         ({"dataset": Counting(), "shuffle": True, "sampler": {}}, ConfigError, "both 'sampler' and 'shuffle'"),
         ({"dataset": Counting(), "collate_fn": "stack"}, ConfigError, "`default_collate`, `pseudo_collate`"),
+        (
+            {"dataset": Endless(), "shuffle": True, "num_batch_per_epoch": 3},
+            ConfigError,
+            "h` and `shuffle` can't be given",
+        ),
         (3, TypeError, "DataLoader, an iterable of batches or a config dict, but is 3"),
         (Subset([1, 2], [0]), TypeError, r"but is .* of type Subset. Wrap the dataset: DataLoader\(dataset,"),
         (IteratedDataset(), TypeError, r"of type IteratedDataset. Wrap .*, or dict\(dataset=..., batch_size=...\)$"),

@@ -232,8 +232,8 @@ def test_lengths():
 @pytest.mark.parametrize(
     ("cfg", "says"),
     [
-        ({"dataset": Plain(), "shuffle": True}, "an order of its own"),
-        ({"dataset": Plain(), "sampler": {"type": "DefaultSampler"}}, "an order of its own"),
+        ({"dataset": Plain(), "shuffle": True}, "an order and an end of its own"),
+        ({"dataset": Plain(), "sampler": {"type": "DefaultSampler"}}, "an order and an end of its own"),
         ({"dataset": Plain(), "split": "no"}, "`split` must be True, False or None"),
         ({"dataset": [1, 2], "split": "no"}, "`split` must be True, False or None"),
     ],

@@ -93,6 +93,10 @@ def test_values_go_where_their_keys_are_in_out() -> None:
         ({"a": torch.zeros(1), "b": torch.zeros(3)}, r"`out` at `b` must be a tensor of shape \(2,\), but is \(3,\)"),
         ({"a": torch.zeros(1), "b": None}, r"`out` at `b` must be a tensor of shape \(2,\), but is NoneType"),
         ({"a": torch.zeros(1), "b": torch.zeros(2, device="meta")}, "`out` at `b` must live on cpu, but is on meta"),
+        (
+            {"a": torch.zeros(1), "b": torch.zeros(2, dtype=torch.uint8)},
+            "`out` at `b` must have a dtype that torch.float32",
+        ),
     ],
 )
 def test_an_out_that_does_not_fit_is_refused_and_left_as_it_is(out: dict[str, Tensor], message: str) -> None:

@@ -121,6 +121,14 @@ def test_accuracy_refuses_what_it_cannot_read(samples, error, says):
         Accuracy().process(None, samples)
 
 
+@pytest.mark.parametrize(("batch", "says"), [({"x": SCORES, "id": LABELS}, "which has only x, id"), (None, "has none")])
+def test_accuracy_says_where_labels_are_missing(batch, says):
+    with pytest.raises(
+        TypeError, match=f"no labels are there: neither the prediction has them, nor the batch, .*{says}"
+    ):
+        Accuracy().process(batch, SCORES)
+
+
 def test_accuracy_reads_no_batch_of_an_accelerator():
     scores, labels = torch.empty(3, 2, device="meta"), torch.empty(3, dtype=torch.int64, device="meta")
     Accuracy(topk=(1, 2)).process(None, (scores, labels))  # which on the meta device could not be read

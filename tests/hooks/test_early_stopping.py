@@ -61,7 +61,9 @@ def test_iterations_stop_as_epochs_do(tmp_path: Path):
     runner = make_runner(tmp_path, [hook], Scripted([3.0, 2.0, 1.0]), train_cfg={"max_iters": 30, "val_interval": 3})
     runner.train()
     assert runner.iter == 9
-    reason = "training stops early: accuracy is not better than 3 by more than 0.1 after 2 validations"
+    reason = (
+        "training stops early: accuracy has not improved on its best, 3, by more than 0.1 (min_delta) in 2 validations"
+    )
     runner.val_loop.evaluator.metrics[0].values.append(0.0)
     runner.val()  # after the training: nothing stops any more
     assert (runner.run_dir / "log.txt").read_text().count(reason.partition(":")[0]) == 1

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lockstep.dataset import DefaultSampler
 from lockstep.dist import all_gather, get_rank, get_world_size
-from lockstep.errors import ConfigError
+from lockstep.errors import CollectiveMismatchError, ConfigError
 from lockstep.hooks import Hook
 from lockstep.runner import Runner
 from lockstep.testing import ranks, run_ranks
@@ -245,6 +245,24 @@ def test_a_hook_can_end_the_training(tmp_path: Path, cfg):
     losses = Losses()
     runner_losses(tmp_path, 8, train_cfg=cfg, custom_hooks=[Stop(), losses])
     assert len(losses.values) == (6 if "max_epochs" in cfg else 4)
+
+
+@ranks(2, fresh=True)
+def test_a_stop_on_one_rank_holds_for_all_after_an_epoch_and_is_told_after_an_iteration(tmp_path: Path):
+    class Stop(Hook):
+        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+            runner.train_loop.stop_training |= runner.iter == 3 and get_rank() == 1
+
+    data = {"dataset": TensorDataset(X, Y), "batch_size": 4}
+    losses = Losses()
+    # The last epoch ends in a validation, which all ranks must come to.
+    cfg = {"max_epochs": 9, "val_interval": 9}
+    runner_losses(tmp_path, 4, train_cfg=cfg, custom_hooks=[Stop(), losses], val_dataloader=data)
+    assert len(losses.values) == 6
+    with pytest.raises(CollectiveMismatchError) as raised:
+        runner_losses(tmp_path, 4, train_cfg={"max_iters": 90}, custom_hooks=[Stop()])
+    if get_rank() == 1:
+        assert "Rank 1 has left the loop after 4 iterations, by `stop_training`" in str(raised.value.__notes__)
 
 
 def test_validation_begins_and_repeats_when_it_is_told(tmp_path: Path):

@@ -253,6 +253,7 @@ def test_before_the_first_iteration_there_is_nothing_to_save(tmp_path, ranks):
     def tell("""
     with Job(tmp_path, ranks, TRAINING.replace("def tell(", stopping)) as job:
         assert job.end() == 75, (tmp_path / "errors").read_text()
+    assert "training stops before it begins, so that there is nothing to save" in job.shown
     assert "stopped before the first iteration" in job.shown
     assert job.told == []
 

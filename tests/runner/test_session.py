@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lockstep import Runner, Session
 from lockstep.checkpoint import read_meta
 from lockstep.dist import all_gather, get_rank, get_world_size
-from lockstep.errors import ConfigError
+from lockstep.errors import CollectiveMismatchError, ConfigError
 from lockstep.hooks import Hook
 from lockstep.testing import ranks
 
@@ -357,11 +358,11 @@ def test_what_is_called_in_the_wrong_place_says_so(tmp_path):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, _, batches = session.prepare(model, optimizer, loader())
-    with pytest.raises(RuntimeError, match=r"once in each of session\.epochs"):
+    with pytest.raises(RuntimeError, match=r"once in each of session\.epochs.*, but none has begun\. To look at"):
         next(iter(batches))
     with pytest.raises(RuntimeError, match="a session trains one model"):
         session.prepare(model, optimizer, loader())
-    with pytest.raises(RuntimeError, match="epoch 0 must go through the loader"):
+    with pytest.raises(RuntimeError, match="but epoch 0 has not begun to"):
         for _ in session.epochs(2):
             pass
     with pytest.raises(RuntimeError, match="so that no Runner can train it"):
@@ -403,6 +404,30 @@ def test_what_a_model_returns_is_a_loss_too(tmp_path):
             session.step({"loss_a": F.cross_entropy(model(x), y), "loss_b": model(x).square().mean()})
     record = json.loads((session.run_dir / "metrics.jsonl").read_text().splitlines()[0])
     assert record["loss"] == pytest.approx(record["loss_a"] + record["loss_b"])
+
+
+class OfTransformers(nn.Linear):
+    """Computes its loss of labels alone, as models of transformers do."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> SimpleNamespace:
+        logits = super().forward(x)
+        return SimpleNamespace(logits=logits, loss=None if labels is None else F.cross_entropy(logits, labels))
+
+
+def test_a_batch_without_labels_for_a_model_that_needs_them_is_told(tmp_path):
+    session = session_of(tmp_path)
+    model = OfTransformers(4, 2)
+    data = [{"x": x} for x in X]
+    model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, 4))
+    says = r"only of `labels`, but the batch has only x\. .* \(rank 0 of 1\)"
+
+    def train() -> None:
+        for _ in session.epochs(1):
+            for batch in batches:
+                session.step(model(**batch))
+
+    with pytest.raises(TypeError, match=says):
+        train()
 
 
 @ranks(2)
@@ -554,6 +579,64 @@ def test_an_attribute_error_within_a_property_is_the_one_that_is_raised(tmp_path
 
     with pytest.raises(AttributeError, match="no attribute 'nothing_like_it'"):
         _ = Own(tmp_path, log_level="ERROR").best
+
+
+def test_a_second_pass_within_an_epoch_is_refused_and_not_counted_as_the_next_one(tmp_path):
+    session = session_of(tmp_path)
+    model = network()
+    model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    with session:
+        turns = session.epochs(3)
+        next(turns)
+        for x, y in batches:
+            session.step(F.cross_entropy(model(x), y))
+        with pytest.raises(RuntimeError, match="but this is one more"):
+            next(iter(batches))
+    assert session.epoch == 1
+
+
+@ranks(2, fresh=True)
+def test_a_rank_that_leaves_an_epoch_alone_is_told_so(tmp_path):
+    session = session_of(tmp_path)
+    model = network()
+    model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+
+    def train() -> None:
+        with session:
+            for _ in session.epochs(2):
+                for x, y in batches:
+                    session.step(F.cross_entropy(model(x), y))
+                    if session.iter == 1 and get_rank() == 1:
+                        break
+
+    with pytest.raises(CollectiveMismatchError, match="a loop is left in the same iteration on all") as raised:
+        train()
+    if get_rank() == 1:
+        assert "Rank 1 has left the loop after 1 iteration, by `break`" in str(raised.value.__notes__)
+        assert "after 1 iterations" in str(raised.value.__notes__)
+
+
+@ranks(2)
+def test_a_stop_that_one_rank_asks_for_ends_all_after_the_epoch(tmp_path):
+    session = session_of(tmp_path)
+    model = network()
+    model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    for _ in session.epochs(3):
+        for x, y in batches:
+            session.step(F.cross_entropy(model(x), y))
+        if get_rank() == 1:
+            session.stop()
+    assert session.epoch == 1
+
+
+def test_a_scheduler_over_the_wrapper_says_over_what_it_is_made(tmp_path):
+    model = network()
+    session = Session(tmp_path)
+    model, wrapper = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match="is not an Optimizer"), session:
+        torch.optim.lr_scheduler.StepLR(wrapper, 1)
+    log = (session.run_dir / "log.txt").read_text()
+    assert "a scheduler takes your own optimizer" in log
 
 
 @pytest.mark.parametrize("is_made", ["before", "before and handed in", "after"])

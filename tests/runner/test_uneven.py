@@ -201,15 +201,17 @@ def test_what_counts_may_be_something_else_than_samples(tmp_path: Path):
     batches = batches_of(sizes)
     padded = [(torch.cat([x, x[:1]]), torch.cat([y, torch.full((1, 1), torch.nan)])) for x, y in batches[get_rank()]]
     net = Masked()
-    Runner(
+    runner = Runner(
         net,
         tmp_path,
         train_dataloader=padded,
         train_cfg={"max_epochs": 2, "batch_size_of": lambda batch: (~batch[1].isnan()).sum()},
         optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.1, "momentum": 0.9}, "clip_grad": {"max_norm": 0.5}},
         visualizer=[],
-    ).train()
+    )
+    runner.train()
     assert_same_weights(net, in_one_process(batches, epochs=2)[0])
+    assert json.loads((runner.run_dir / "environment.json").read_text())["counted_in"] == "units"
 
 
 class Normalised(Net):

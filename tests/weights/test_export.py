@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep.errors import ConfigError
-from lockstep.location import Location
+from lockstep.location import Location, locate
 from lockstep.runner import Runner, Session
 from lockstep.testing import ranks, run_ranks
 from lockstep.weights import export_checkpoint, open_source
@@ -279,6 +279,22 @@ def test_a_dtype_that_files_cannot_hold_is_refused_on_all_ranks(tmp_path: Path) 
     with pytest.raises(ConfigError, match="`phase` must have a dtype that safetensors files can hold"):
         save_pretrained(nn.Linear(1, 1), {"phase": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "out", {})
     assert not list(tmp_path.iterdir())
+
+
+@ranks(2)
+@pytest.mark.parametrize("place", ["{}/saved", "memory://saved"])
+def test_a_former_export_is_replaced_on_demand_and_nothing_of_it_is_left(tmp_path: Path, place: str) -> None:
+    runner, out = train(tmp_path / "work"), locate(place.format(tmp_path))
+    runner.save_pretrained(str(out), max_shard_size=40)
+    if runner.rank == 0:
+        with (out / "tokenizer.json").open("wb") as file:
+            file.write(b"{}")
+    with pytest.raises(Exception, match="or overwrite=True, which replaces weights there"):
+        runner.save_pretrained(str(out))
+    runner.save_pretrained(str(out), overwrite=True)
+    if runner.rank == 0:  # a bucket in memory is each rank's own
+        assert {"model.safetensors", "tokenizer.json"} == {file.name for file in out.iterdir()}
+        assert content(out / "model.safetensors").keys() == {"words.weight", "head.bias", "mask", "count"}
 
 
 @ranks(2)

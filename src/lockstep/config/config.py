@@ -21,7 +21,7 @@ from lockstep.config.inheritance import ConfigSource, refuse_code
 from lockstep.config.options import set_dotted
 from lockstep.config.python_file import importable
 from lockstep.config.source_form import plain_data, python_source
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, error_in_words, place_of
 from lockstep.masking import mask_text, mask_value
 from lockstep.registry.registry import trust
 
@@ -238,9 +238,12 @@ def import_custom(cfg: Config) -> None:
         with nullcontext() if is_itself else importable(file.parent):
             try:
                 import_module(name)
-            except ImportError as error:
-                says = f"`custom_imports` names `{name}`, which cannot be imported: {error}{_hidden(name)}"
-                if not (isinstance(custom, dict) and custom.get("allow_failed_imports")):
+            except Exception as error:
+                place = place_of(error.__traceback__)  # in the module; that of a SyntaxError is in its message
+                why = f"{error_in_words(error)}{place and f' ({place})'}{_hidden(name)}"
+                says = f"`custom_imports` names `{name}`, which cannot be imported: {why}"
+                may_fail = isinstance(custom, dict) and custom.get("allow_failed_imports")
+                if not (may_fail and isinstance(error, ImportError)):
                     raise ConfigError(f"{cfg.filename}: {says}") from error
                 _logger.warning(says)
             else:

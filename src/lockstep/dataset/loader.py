@@ -100,11 +100,11 @@ def build_dataloader(
     # A data set of HuggingFace's can be iterated over, too: it has samples, which DataLoader gets by `__getitems__`.
     if hasattr(loader, "__getitems__") or not hasattr(loader, "__iter__"):
         what = "None" if loader is None else f"{loader!r} of type {type(loader).__name__}"
-        remedy = (
-            ". Wrap the dataset: DataLoader(dataset, batch_size=...), or dict(dataset=..., batch_size=...)"
-            if hasattr(loader, "__getitem__")
-            else ""
-        )
+        remedy = ""
+        if hasattr(loader, "__getitem__"):
+            remedy = ". Wrap the dataset: DataLoader(dataset, batch_size=...), or dict(dataset=..., batch_size=...)"
+        elif hasattr(loader, "train_dataloader"):  # Lightning's data module
+            remedy = ". Hand in its loaders: call prepare_data() and setup('fit'), then what train_dataloader() returns"
         raise TypeError(
             f"a data loader must be a torch DataLoader, an iterable of batches or a config dict, but is {what}{remedy}"
         )
@@ -144,7 +144,8 @@ def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool, shard: tup
         dataset = DATASETS.build(dataset)
         if callable(getattr(dataset, "full_init", None)):  # MMEngine's datasets may delay their loading
             dataset.full_init()
-    if (batches := arguments.pop("num_batch_per_epoch", None)) is not None:
+    is_stream = isinstance(dataset, IterableDataset)
+    if not is_stream and (batches := arguments.pop("num_batch_per_epoch", None)) is not None:
         dataset = _first_samples(dataset, batches * _samples_in_batch(arguments) * shard[1])
     in_batches = arguments.get("batch_size", 1) is not None or arguments.get("batch_sampler") is not None
     arguments["collate_fn"] = _collate_fn(arguments.get("collate_fn"), in_batches)
@@ -152,7 +153,7 @@ def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool, shard: tup
         arguments["generator"] = WorkerSeeds(seed, shard[0])
     # Without workers, samples may be on the accelerator already, which torch's loader can't pin.
     arguments.setdefault("pin_memory", can_pin_memory() and arguments.get("num_workers", 0) > 0)
-    split, is_stream = arguments.pop("split", None), isinstance(dataset, IterableDataset)
+    split = arguments.pop("split", None)
     if split is not None and not isinstance(split, bool) and (split != "ranks" or not is_stream):
         raise ConfigError(f"`split` must be True, False or None, or 'ranks' for an iterable dataset, but is {split!r}")
     if is_stream:
@@ -205,11 +206,8 @@ def _samples_in_batch(cfg: Mapping[str, Any]) -> int:
 
 
 def _first_samples(dataset: Any, count: int) -> Any:
-    if isinstance(dataset, IterableDataset) or count < 1:
-        raise ConfigError(
-            f"`num_batch_per_epoch` must be at least 1, and needs a dataset with a length, but is for {count} samples "
-            f"of {type(dataset).__name__}"
-        )
+    if count < 1:
+        raise ConfigError(f"`num_batch_per_epoch` must be at least 1, but is for {count} samples")
     shortened: Any = Subset(dataset, range(min(count, len(dataset))))
     shortened.metainfo = getattr(dataset, "metainfo", None)
     return shortened
@@ -218,11 +216,15 @@ def _first_samples(dataset: Any, count: int) -> Any:
 def _stream_loader(
     dataset: Any, arguments: dict[str, Any], seed: int, shard: tuple[int, int], split: bool | str | None
 ) -> StreamLoader:
-    if arguments.pop("shuffle", None) or any(arguments.get(key) is not None for key in ("sampler", "batch_sampler")):
+    ordering = {name: arguments.get(name) for name in ("sampler", "batch_sampler", "num_batch_per_epoch")}
+    ordering["shuffle"] = arguments.pop("shuffle", None) or None
+    if given := [f"`{name}`" for name, value in ordering.items() if value is not None]:
         raise ConfigError(
-            f"an iterable dataset has an order of its own, which no sampler can change; but beside "
-            f"{type(dataset).__name__} there is a `shuffle` or a sampler. Leave it out"
+            f"a stream has an order and an end of its own, so that {' and '.join(given)} can't be given beside "
+            f"{type(dataset).__name__}. Shuffle within it, by a fixed seed and the epoch, which its `set_epoch(epoch)` "
+            "gets; train_cfg=dict(by_epoch=False, max_iters=...) says how long it is trained on"
         )
+    arguments.pop("num_batch_per_epoch", None)
     workers = max(1, arguments.get("num_workers", 0))
     batch_size = arguments.setdefault("batch_size", 1) or 1
     stream = StreamShard(dataset, shard, batch_size, split=True if split is None else split, seed=seed)

@@ -115,9 +115,13 @@ def scores_and_labels(data_batch: Any, data_samples: Any) -> tuple[Tensor, Tenso
     elif labels is None and isinstance(data_batch, list | tuple):
         labels = data_batch[-1]
     if not isinstance(scores, Tensor) or labels is None:
+        lacking = f"the model predicted {type(data_samples).__name__}"
+        if isinstance(scores, Tensor):
+            batch = f"has only {', '.join(map(str, data_batch))}" if isinstance(data_batch, Mapping) else "has none"
+            lacking = f"no labels are there: neither the prediction has them, nor the batch, which {batch}"
         raise TypeError(
             "the metric needs the scores of a batch and its labels, as a tuple (scores, labels), a dict with such keys "
-            f"or an object with such attributes, but the model predicted {type(data_samples).__name__}"
+            f"or an object with such attributes, but {lacking}"
         )
     return scores, torch.as_tensor(labels)
 

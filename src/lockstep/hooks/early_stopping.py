@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.checkpoint.values import is_count
-from lockstep.errors import CheckpointError, ConfigError, require_count, require_one_of
+from lockstep.errors import CheckpointError, ConfigError, counted, require_count, require_one_of
 from lockstep.hooks.arguments import RULES, check_metrics, rule_of, unknown_metric
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
@@ -116,7 +116,7 @@ class EarlyStoppingHook(Hook):
         if self.check_finite and not math.isfinite(value):
             return f"is {value}"
         if self.stopping_threshold is not None and self._gain(value, self.stopping_threshold) > 0:
-            return f"is {value:g}, better than {self.stopping_threshold:g}"
+            return f"is {value:g}, better than {self.stopping_threshold:g} (stopping_threshold)"
         is_first = not math.isnan(value) and self.best is None
         if is_first or (self.best is not None and self._gain(value, self.best) > self.min_delta):
             self.best, self.wait_count = value, 0
@@ -125,8 +125,11 @@ class EarlyStoppingHook(Hook):
         if self.wait_count < self.patience:
             return None
         if self.best is None:
-            return f"was not a number in {self.patience} validations"
-        return f"is not better than {self.best:g} by more than {self.min_delta:g} after {self.patience} validations"
+            return f"was not a number in {counted(self.patience, 'validation')}"
+        return (
+            f"has not improved on its best, {self.best:g}, by more than {self.min_delta:g} (min_delta) in "
+            f"{counted(self.patience, 'validation')} (patience)"
+        )
 
     def _gain(self, value: float, former: float) -> float:
         return value - former if self.rule == "greater" else former - value

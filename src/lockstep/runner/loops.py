@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 from lockstep.dataset import set_epoch
 from lockstep.dataset.position import BEGINNING, Position
 from lockstep.dataset.random_state import random_state, set_random_state
-from lockstep.errors import ConfigError, counted, require_count
+from lockstep.dist import all_gather_object
+from lockstep.errors import CollectiveMismatchError, ConfigError, counted, require_count
 from lockstep.groups import resolve
 from lockstep.launch.worker import note_trained
 from lockstep.model import train_step_of, unwrap_model
@@ -49,7 +50,8 @@ class TrainLoop(ABC):
         iter_ended: when the hooks of the last iteration, or those before it, had ended, by `perf_counter`; what follows
             waits for data.
         batch_size_of: returns what a batch counts for; None for its number of samples.
-        stop_training: set it, on every rank, to end the training after the present epoch or iteration.
+        stop_training: set it to end the training after the present epoch, on any rank; in a loop that counts
+            iterations on every rank, to end it after the present one.
         is_ending_iter: whether `after_train_iter` is being called: the iteration is done, but not in `iter` yet.
     """
 
@@ -172,6 +174,25 @@ class TrainLoop(ABC):
                 len(names), ", ".join(names),
             )  # fmt: skip
         self.iter_ended = perf_counter()
+
+    def _is_stopped(self) -> bool:
+        """Return whether a rank has set `stop_training`, and set it on all. **Collective**: every rank."""
+        if self.runner.distributed:
+            self.stop_training = any(all_gather_object(self.stop_training))
+        return self.stop_training
+
+    def _call_after_epoch(self, done: int, left_by: str | None) -> None:
+        """Call the hooks after an epoch; where this rank has left it early, and alone, the error says so."""
+        try:
+            self.runner.call_hook("after_train_epoch")
+        except CollectiveMismatchError as error:
+            self.iter = done
+            if left_by is not None:
+                error.add_note(
+                    f"Rank {self.runner.rank} has left the loop after {counted(done, 'iteration')}, by {left_by}. "
+                    "Leave it on all ranks in the same iteration, or stop after an epoch, for which one rank may ask"
+                )
+            raise
 
     def _end_training(self) -> None:
         """Warn of gradients that are not used, and let the model have the weights to evaluate."""
@@ -340,9 +361,10 @@ class EpochBasedTrainLoop(TrainLoop):
                 set_random_state(self._begin.random)
                 self._begin = replace(self._begin, random=None)
                 self._has_begun = True  # ranks draw different numbers already
-        while self.epoch < self.max_epochs and not self.stop_training:
+        while self.epoch < self.max_epochs and not self._is_stopped():
             begin, end = self.epoch_begin, self.epoch_end
             self._run_epoch()
+            self._is_stopped()  # which the validation asks for
             self._validate_if_due(self.epoch, self.max_epochs)
             self._check_length(self.epoch_begin - begin, (end or 0) - begin)
         self._end_training()
@@ -417,7 +439,7 @@ class IterBasedTrainLoop(TrainLoop):
             self._run_iter(self.iter, next(batches))
             self._validate_if_due(self.iter, self.max_iters)
         self._end_training()
-        self.runner.call_hook("after_train_epoch")
+        self._call_after_epoch(self.iter, "`stop_training`" if self.stop_training else None)
         self.runner.call_hook("after_train")
 
 

@@ -55,7 +55,9 @@ class OwnLoop(TrainLoop):
         self.counts = True  # whether the present batch is this rank's own
         self.has_data = True  # otherwise the numbers of iterations take the place of batches
         self._values: dict[str, Any] = {}
+        self.batch: Any = None  # of the present iteration, on the host
         self._is_open = False  # within an epoch
+        self._may_begin = False  # a pass: once in each of `epochs`
         self._is_stepping = False
         self._is_evaluating = False
         self._is_uncounted = False  # an iteration has begun, and has not ended: the user's code may have left it
@@ -85,8 +87,8 @@ class OwnLoop(TrainLoop):
         self._tell_if_complete(self.epoch, count, "epoch")
         run.call_hook("before_train")
         first, begun_at = self.epoch, self._schedules_at()
-        while self.epoch < count and not self.stop_training:
-            before = self.epoch
+        while self.epoch < count and not self._is_stopped():
+            before, self._may_begin = self.epoch, True
             yield before
             if self._is_open:
                 self._end_epoch()
@@ -94,9 +96,7 @@ class OwnLoop(TrainLoop):
                 self._warn_of_rest(begun_at)
                 begun_at = {}
             if self.epoch == before:
-                raise RuntimeError(
-                    f"epoch {before} must go through the loader that session.prepare() returned, but did not begin to"
-                )
+                raise _wrong_passes(f"epoch {before} has not begun to")
         self._end_training()
         run.call_hook("after_train")
         run.call_hook("after_run")
@@ -130,15 +130,15 @@ class OwnLoop(TrainLoop):
                 yield from self._batches(self._endless_batches(), self.iter)
         self._warn_of_missing_steps("the training")
         self._end_training()
-        run.call_hook("after_train_epoch")
+        self._call_after_epoch(self.iter, "stop()" if self.stop_training else None)
         run.call_hook("after_train")
         run.call_hook("after_run")
 
     def batches(self) -> Iterator[Any]:
         """Yield this rank's batches in the present epoch; the code that receives one makes one training step."""
-        if self._is_open or self.epoch >= (self.max_epochs or 0):
-            raise RuntimeError("the prepared loader must be gone through once in each of session.epochs(...)")
-        self._is_open = True
+        if not self._may_begin:
+            raise _wrong_passes("this is one more" if self.max_epochs else "none has begun")
+        self._is_open, self._may_begin = True, False
         self.runner.call_hook("before_train_epoch")
         self._begin_training()
         with self.runner.saving.at_stop():
@@ -161,7 +161,7 @@ class OwnLoop(TrainLoop):
         for batch_idx, batch in enumerate(batches, start=start):
             if not is_endless and self.iter == self.epoch_end:
                 raise self._too_many_batches()
-            self.counts, self._values = batch.is_own, {}
+            self.counts, self._values, self.batch = batch.is_own, {}, batch.data
             self._begin_iter(batch_idx, batch)
             self._is_stepping = self._is_uncounted = True
             try:
@@ -179,7 +179,7 @@ class OwnLoop(TrainLoop):
 
     def _end_iter(self, batch_idx: int, batch: Batch, outputs: dict[str, Any]) -> None:
         super()._end_iter(batch_idx, batch, outputs)
-        self._is_uncounted = False
+        self._is_uncounted, self.batch = False, None
         self._save_requested()
         self.iter_ended = perf_counter()
 
@@ -394,8 +394,8 @@ class OwnLoop(TrainLoop):
         self._is_uncounted = False
         self._warn_of_missing_steps(f"epoch {self.epoch}")
         self._is_open = False
-        self.iter = self.epoch_end or 0  # also where the epoch was left early
-        self.runner.call_hook("after_train_epoch")
+        done, self.iter = self.iter, self.epoch_end or 0  # also where the epoch was left early
+        self._call_after_epoch(done, "`break` or `return`" if done < self.iter else None)
         self._complete_epoch()
 
     @contextmanager
@@ -411,6 +411,14 @@ class OwnLoop(TrainLoop):
         step = model.step_context(optim_wrapper) if isinstance(model, ModelWrapper) else nullcontext()
         with step, forwarded(core, call):
             yield
+
+
+def _wrong_passes(fault: str) -> RuntimeError:
+    return RuntimeError(
+        f"the loader of session.prepare() must be gone through once in each of session.epochs(...), but {fault}. To "
+        "look at a batch before, take one of your own DataLoader; a validation goes through a loader of "
+        "prepare_evaluation(); session.iterations(count) counts iterations over any number of passes"
+    )
 
 
 def _close(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

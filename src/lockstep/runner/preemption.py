@@ -167,7 +167,7 @@ class Agreement:
         try:
             last = self._last_point(store, self.point, reason)
             if last is not None and self._rank == 0:
-                _tell(reason)
+                _tell(reason, last)
         finally:
             if last is None:
                 self._reason = None
@@ -203,9 +203,12 @@ class Agreement:
         return None if found == _NOT else int(found)
 
 
-def _tell(reason: str) -> None:
+def _tell(reason: str, last: int) -> None:
+    stops = (
+        "as soon as the present update is complete" if last else "before it begins, so that there is nothing to save"
+    )
     again = ". Ctrl-C once more ends it at once, without saving" if reason.startswith("SIGINT") else ""
-    _logger.warning("%s: training stops as soon as the present update is complete%s", reason, again)
+    _logger.warning("%s: training stops %s%s", reason, stops, again)
 
 
 def ranks_meet() -> bool:

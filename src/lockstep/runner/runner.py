@@ -349,7 +349,7 @@ class Runner(_AttributesOfRun):
         weights that are trained in half precision in float32, as their masters.
 
         Args:
-            save_directory: a new or empty folder, or the URL of one that fsspec can open.
+            save_directory: a new or empty folder, or with `overwrite=True` any, or the URL of one that fsspec can open.
             **options: see `PretrainedOptions`.
 
         **Collective**: every rank; rank 0 writes. **Cost**: one all-gather per sharded tensor, and memory for it; of

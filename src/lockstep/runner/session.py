@@ -23,7 +23,7 @@ from lockstep.dist import all_gather, get_dist_info
 from lockstep.errors import listed, no_attribute
 from lockstep.location import Location
 from lockstep.model import unwrap_model
-from lockstep.model.steps import parse_losses
+from lockstep.model.steps import lacks_labels, parse_losses
 from lockstep.optim import OptimWrapper, OptimWrapperDict
 from lockstep.runner.arguments import ARGUMENTS, fault_of_prepared, unknown_argument
 from lockstep.runner.data_workers import let_workers_outlive_signals
@@ -304,7 +304,12 @@ class Session:
                 f"session.step(loss) is for one optimizer, but there are several ({', '.join(names)}). Call "
                 f"optimizers[{names[0]!r}].update_params(loss), where `optimizers` is what prepare() has returned"
             )
-        total, logged = parse_losses(loss)
+        try:
+            total, logged = parse_losses(loss)
+        except TypeError as error:
+            if lacking := lacks_labels(unwrap_model(self.run.model), loop.batch):
+                raise TypeError(f"{lacking} (rank {self.rank} of {self.world_size})") from error
+            raise
         loop.log({**logged, **values})
         self.run.optim_wrapper.update_params(total)
 
@@ -395,15 +400,18 @@ class Session:
         """Write the model's weights, and what `from_pretrained` needs beside them; see `Runner.save_pretrained`.
 
         Args:
-            save_directory: a new or empty folder, or the URL of one that fsspec can open.
-            **options: `max_shard_size`, `dtype`, `prefix`, `ema`. Of several models, `prefix` says which one.
+            save_directory: a new or empty folder, or with `overwrite=True` any, or the URL of one that fsspec can open.
+            **options: `max_shard_size`, `dtype`, `prefix`, `ema`, `overwrite`. Of several models, `prefix` says which.
 
         **Collective**: every rank.
         """
         self.run.save_pretrained(save_directory, **options)
 
     def stop(self) -> None:
-        """End the training after this epoch; of `iterations`, after this iteration. Every rank must call it."""
+        """End the training after this epoch, which one rank may ask for; of `iterations`, after this iteration.
+
+        In a loop of `iterations`, every rank must call it in the same one.
+        """
         self._prepared().stop_training = True
 
     def __enter__(self) -> Self:
@@ -411,6 +419,12 @@ class Session:
         return self
 
     def __exit__(self, *exception: Any) -> bool | None:
+        _, error, _ = exception
+        if isinstance(error, TypeError) and _OF_A_SCHEDULER in str(error):
+            self.run.logger.error(
+                "a scheduler takes your own optimizer, and not the wrapper that prepare() has returned: make it before "
+                "prepare(), and hand it in, by prepare(..., schedulers=scheduler), so that it is saved and resumed"
+            )
         return self._closing.__exit__(*exception)
 
     def _closed_after(self, loop: Iterator[Any]) -> Iterator[Any]:
@@ -464,6 +478,7 @@ class Parts(nn.ModuleDict):
         raise TypeError(f"call one of the models ({', '.join(self)}), as in model[{next(iter(self))!r}](...)")
 
 
+_OF_A_SCHEDULER = f"{OptimWrapper.__name__} is not an Optimizer"  # what torch says
 _NO_DATA: Mapping[str, Any] = {"dataset": range(1), "sampler": {"type": "InfiniteSampler", "shuffle": False}}
 _OF_A_RUNNER = {
     "cfg", "data_preprocessor", "loss", "model", "optim_wrapper", "param_scheduler", "train_cfg", "train_dataloader",

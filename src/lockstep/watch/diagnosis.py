@@ -45,7 +45,7 @@ class Absent(NamedTuple):
 
 _ON_ALL_RANKS = (
     "If one of these lines is under a condition such as `if rank == 0`, take it out of it: saving, logging and "
-    "evaluating communicate, and are called on every rank"
+    "evaluating communicate, and are called on every rank; a loop is left in the same iteration on all"
 )
 
 

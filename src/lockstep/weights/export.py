@@ -154,12 +154,14 @@ class PretrainedOptions(TypedDict, total=False):
         dtype: convert floating-point weights to it.
         prefix: write only the part of the model with this name, its weights without the prefix.
         ema: beside EMAHook, False for the trained weights; by default the averaged ones, as in a checkpoint.
+        overwrite: replace the weights that a folder holds, and files of the same names; others stay.
     """
 
     max_shard_size: int | str
     dtype: str | torch.dtype | None
     prefix: str | None
     ema: bool | None
+    overwrite: bool
 
 
 @torch.no_grad()
@@ -169,7 +171,7 @@ def save_pretrained(core: nn.Module, state: Mapping[str, Any], out: str | Path, 
     Args:
         core: the user's own module.
         state: its state in canonical form, which may be sharded.
-        out: a new or empty folder, or the URL of one.
+        out: a new or empty folder, or with `overwrite` any, or the URL of one.
         options: how it is written. The caller has chosen between averaged and trained weights.
 
     **Collective**: every rank.
@@ -181,7 +183,7 @@ def save_pretrained(core: nn.Module, state: Mapping[str, Any], out: str | Path, 
     from lockstep.model.shards import gather_full
 
     location = locate(out)
-    run_on_main(partial(check_new, location, file=False))
+    run_on_main(partial(check_new, location, file=False, overwrite=options.get("overwrite", False)))
     infos = {n: TensorInfo(tuple(value.shape), value.dtype) for n, value in state.items() if isinstance(value, Tensor)}
     description = describe_model(core, state)
     prefix, dtype = options.get("prefix"), options.get("dtype")

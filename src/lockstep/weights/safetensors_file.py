@@ -217,8 +217,13 @@ def plan_shards(infos: Mapping[str, TensorInfo], stem: str, max_bytes: float) ->
     }
 
 
-def check_new(out: Location, *, file: bool) -> None:
+def check_new(out: Location, *, file: bool, overwrite: bool | None = None) -> None:
     """Raise an error if there is something already where a file or a folder is to be written.
+
+    Args:
+        out: the file or folder.
+        file: whether it is to be a file.
+        overwrite: whether a folder may hold something, whose weights are replaced; None where nobody can say so.
 
     Raises:
         ConfigError: `out` is there, and is not an empty folder; or it cannot be reached.
@@ -230,10 +235,11 @@ def check_new(out: Location, *, file: bool) -> None:
         names = None if out.is_file() else sorted(one.name for one in out.iterdir())
     except OSError as error:
         raise ConfigError(f"what is written must go to {what}, but {out} cannot be reached: {error}") from error
-    if names == [] and not file:
+    if not file and (names == [] or (overwrite and names is not None)):
         return
     found = "is a file" if names is None else f"is a folder that holds {listed(names, most=3) or 'nothing'}"
-    raise ConfigError(f"what is written must go to {what}, but {out} {found}. Give another one, or remove it")
+    remedy = "or remove it" if overwrite is None or names is None else "or overwrite=True, which replaces weights there"
+    raise ConfigError(f"what is written must go to {what}, but {out} {found}. Give another one, {remedy}")
 
 
 @dataclass(eq=False, repr=False)
@@ -345,16 +351,24 @@ class SafetensorsWriter:
                 file.write(_as_bytes(content))
 
     def _publish(self) -> None:
-        if self._draft is None or not isinstance(self.out, Path):
-            return
-        if self.single:
-            (written,) = self._draft.iterdir()
-            written.replace(self.out)
+        if self._draft is not None and isinstance(self.out, Path):
+            if not self.single and not self.out.exists():
+                self._draft.rename(self.out)
+                return
+            for written in self._written:
+                (self._draft / written.name).replace(self.out if self.single else self.out / written.name)
             self._draft.rmdir()
-            return
-        if self.out.exists():
-            self.out.rmdir()  # it was empty
-        self._draft.rename(self.out)
+        if not self.single:
+            self._remove_former()
+
+    def _remove_former(self) -> None:
+        """Remove the other weights of a folder that is overwritten, which might be read in place of these."""
+        stem = re.escape(next(iter(self.shards)).removesuffix(".safetensors").partition("-")[0])
+        weights = re.compile(rf"{stem}(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+        names = {written.name for written in self._written}
+        for former in [*self.out.iterdir()]:
+            if former.name not in names and weights.fullmatch(former.name):
+                former.unlink()
 
 
 def draft_of(out: Path) -> Path:
