@@ -7,6 +7,7 @@ import re
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from lockstep.dataset import Compose, DefaultSampler, build_dataloader, pseudo_collate, set_epoch
+from lockstep.dataset import Compose, DefaultSampler, InfiniteSampler, build_dataloader, pseudo_collate, set_epoch
 from lockstep.dataset.position import begun_at, global_order_of
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError
@@ -473,3 +474,17 @@ def test_a_distributed_sampler_repeats_nothing_in_evaluation(given_as: str) -> N
     loader = build_dataloader(given, seed=0, evaluation=True)
     seen = [int(x) for (batch,) in loader for x in batch]
     assert sorted(x for one in all_gather_object(seen) for x in one) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("kind", [DefaultSampler, InfiniteSampler, DistributedSampler])
+@ranks(2)
+def test_samplers_that_split_one_order_must_have_one_seed(kind: Any):
+    data = TensorDataset(torch.arange(8))
+    seeded = partial(kind, num_replicas=2, rank=get_rank()) if kind is DistributedSampler else kind
+    message = rf"^`seed` of {kind.__name__} must be the same on all ranks, .* 0 on rank 0, 1 on rank 1\. Give all ranks"
+    with pytest.raises(ConfigError, match=message):
+        build_dataloader(DataLoader(data, sampler=seeded(data, shuffle=True, seed=get_rank())), seed=0)
+    if kind is not DistributedSampler:
+        with pytest.raises(ConfigError, match=message):
+            build_dataloader({"dataset": data, "sampler": {"type": kind, "seed": get_rank()}}, seed=0)
+    build_dataloader(DataLoader(data, sampler=seeded(data, shuffle=True, seed=3)), seed=0)

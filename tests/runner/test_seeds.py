@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, random_split
 
-from lockstep.dist import all_gather_object
+from lockstep.dist import all_gather_object, get_rank
+from lockstep.errors import ConfigError
 from lockstep.evaluator import BaseMetric
 from lockstep.hooks import Hook
 from lockstep.runner import Runner, Session
@@ -142,6 +143,27 @@ def test_a_session_draws_alike_until_its_first_iteration(tmp_path: Path):
     first, second = all_gather_object((parts, noise))
     assert first[0] == second[0]
     assert first[1] != second[1]
+
+
+@pytest.mark.parametrize("given", ["randomness", "resume", "load_from", "resume_options"])
+@ranks(2)
+def test_what_all_ranks_decide_alike_must_be_given_alike(given: str, tmp_path: Path):
+    values = {
+        "randomness": {"seed": get_rank()},
+        "resume": get_rank() == 0,
+        "load_from": tmp_path if get_rank() else None,
+        "resume_options": ("config", "checkpoint")[get_rank()],
+    }
+    with pytest.raises(ConfigError, match=rf"^`{given}.* must be the same on all ranks, but is "):
+        Runner(Net(), tmp_path, train_dataloader=DataLoader(Drawing()), visualizer=[], **{given: values[given]}).train()
+
+
+@ranks(2)
+def test_a_session_must_have_one_seed(tmp_path: Path):
+    session = Session(tmp_path, randomness={"seed": get_rank()}, visualizer=[])
+    model = nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match=r"^`randomness\['seed'\]` .* is 0 on rank 0, 1 on rank 1\."):
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(Drawing()))
 
 
 class Count(BaseMetric):

@@ -310,7 +310,10 @@ def test_a_penalty_on_gradients_is_refused_under_fsdp(tmp_path):
         for x in batches:
             with pytest.raises(ConfigError, match=r"must not be differentiated again .* FSDP .* Use strategy 'ddp'"):
                 with_penalty(model, x)
-            session.step(model(x).square().mean())
+            if get_world_size() > 1:  # torch's state of that pass remains, and would keep gradients on their ranks
+                with pytest.raises(ConfigError, match="After a backward pass that has failed, FSDP can't go on"):
+                    session.step(model(x).square().mean())
+            break
 
 
 def test_records_and_metrics_are_those_of_a_run(tmp_path):

@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from lockstep.dataset.rank_aware import differing_parts, is_rank_aware
+from lockstep.dataset.rank_aware import differing_parts, is_rank_aware, parts_of
 from lockstep.dataset.sampler import (
     DefaultSampler,
     InfiniteSampler,
@@ -34,8 +34,8 @@ from lockstep.dataset.sampler import (
 )
 from lockstep.dataset.stream import StreamLoader, StreamShard
 from lockstep.device import can_pin_memory
-from lockstep.dist import get_dist_info, get_rank, get_world_size
-from lockstep.errors import ConfigError, counted, lacks_key, require_count, require_known
+from lockstep.dist import agreement, get_dist_info, get_rank, get_world_size
+from lockstep.errors import ConfigError, counted, lacks_key, listed, require_count, require_known
 from lockstep.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS, in_default_scope
 from lockstep.registry.registry import SCOPE
 from lockstep.registry.signatures import Arguments
@@ -288,6 +288,7 @@ class _SamplerBuilder(NamedTuple):
             sampler = _without_padding(sampler)
         if isinstance(sampler, ShardingSampler):
             self._check_alike(None)
+            _check_one_order(sampler)
         elif self.split is True or not is_rank_aware(sampler):
             self._check_alike(sampler)
             return shard_sampler(sampler, self.seed, self.shard, round_up=round_up, batch_size=batch_size)
@@ -434,7 +435,14 @@ def shard_sampler(
 
 
 def check_shard(sampler: Any, shard: tuple[int, int]) -> None:
-    """Raise a `ConfigError` if a sampler splits over all ranks although some of them must see the same samples."""
+    """Raise a `ConfigError` if a sampler splits the data otherwise than the ranks train on it.
+
+    So it is if it splits them over all ranks although some must see the same samples, or if it splits the order of
+    another seed on each rank.
+
+    **Collective**: every rank.
+    """
+    _check_one_order(sampler)
     size = getattr(sampler, "num_replicas", getattr(sampler, "world_size", None))
     given = getattr(sampler, "rank", None), size
     if shard != get_dist_info() and size is not None and given != shard:
@@ -442,6 +450,17 @@ def check_shard(sampler: Any, shard: tuple[int, int]) -> None:
             f"`sampler` must split the data into {shard[1]} shards, of which this rank takes number {shard[0]}, "
             f"because several ranks compute on the same samples; but {type(sampler).__name__} splits it into {size}, "
             f"of which this rank takes number {given[0]}. Leave the sampler out, or give it the strategy's `data_shard`"
+        )
+
+
+def _check_one_order(sampler: Any) -> None:
+    kinds: tuple[Any, ...] = (ShardingSampler, DistributedSampler)
+    seeds = [part.seed for part in parts_of(sampler) if isinstance(part, kinds) and hasattr(part, "seed")]
+    if by_rank := agreement.differing(seeds):
+        raise ConfigError(
+            f"`seed` of {type(sampler).__name__} must be the same on all ranks, each of which takes its part of one "
+            f"order, but is {listed([f'{seeds[0]} on rank {rank}' for rank, seeds in enumerate(by_rank)], most=8)}. "
+            "Give all ranks one seed"
         )
 
 

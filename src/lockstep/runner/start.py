@@ -38,7 +38,8 @@ from lockstep.dist import (
     is_main_process,
     run_on_main,
 )
-from lockstep.errors import ConfigError, DistError, TopologyError, require_known, require_one_of
+from lockstep.dist.agreement import differing
+from lockstep.errors import ConfigError, DistError, TopologyError, listed, require_known, require_one_of
 from lockstep.evaluator import format_metrics
 from lockstep.location import Location, make_folder
 from lockstep.logging import JsonLinesSink, MessageHub, open_console, run_logging, warnings_once
@@ -79,6 +80,7 @@ def open_workspace(
     **Collective**: every rank of the job.
     """
     join_ranks(args.launcher, args.env_cfg)
+    _check_same_arguments(args)
     rank, world_size = get_dist_info()
     folders = resuming.checkpoint_folders(args, hooks)
     if trains:
@@ -106,6 +108,29 @@ def open_workspace(
         records=JsonLinesSink(run_dir / "metrics.jsonl"),
         message_hub=message_hub,
         trains=trains,
+    )
+
+
+def _check_same_arguments(args: RunnerArguments) -> None:
+    """Compare what all ranks decide alike before they train, such as the order of the samples.
+
+    **Collective**: every rank. **Cost**: one exchange between the hosts.
+
+    Raises:
+        ConfigError: on every rank, naming the argument and its values.
+    """
+    own = {f"randomness[{key!r}]": repr(value) for key, value in (args.randomness or {}).items()}
+    own |= {"resume": repr(bool(args.resume)), "load_from": repr(args.load_from is not None)}
+    own["resume_options"] = repr(args.resume_options)
+    if (by_rank := differing(own)) is None:
+        return
+    names = dict.fromkeys(name for options in by_rank for name in options)
+    name = next(name for name in names if len({options.get(name) for options in by_rank}) > 1)
+    values = [f"{options.get(name, 'missing')} on rank {rank}" for rank, options in enumerate(by_rank)]
+    given = "is given on some ranks alone" if name == "load_from" else f"is {listed(values, most=8)}"
+    raise ConfigError(
+        f"`{name}` must be the same on all ranks, but {given}. Set it in the same way on every rank"
+        + (", or leave it out: rank 0 draws one for all" if "seed" in name else "")
     )
 
 

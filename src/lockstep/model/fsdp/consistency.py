@@ -140,7 +140,8 @@ class Consistency:
     def _require_reduced(self, reached: Collection[str]) -> None:
         """Refuse a unit that is still gathered after a pass that has reached it: its gradients are on this rank alone.
 
-        So it is where a loss depends only on tensors that torch does not find in the unit's output (2.13).
+        So it is where a loss depends only on tensors that torch does not find in the unit's output, and after a
+        backward pass that has failed, and whose error was caught (2.13).
         """
         for unit, sites in self._sites.items():
             for site, name in sites.items():
@@ -148,7 +149,8 @@ class Consistency:
                     raise ConfigError(
                         f"`{self._units[unit] or type(unit).__name__}` must return the tensors that the loss depends "
                         f"on where FSDP finds them, because it has reduced no gradient of `{name}` ({this_rank()}). "
-                        "Return a tensor, or a dict, list, tuple or dataclass of tensors"
+                        "Return a tensor, or a dict, list, tuple or dataclass of tensors. After a backward pass that "
+                        "has failed, FSDP can't go on: end the training, and resume it"
                     )
 
     def _require_preparation(self, _: Tensor) -> None:
