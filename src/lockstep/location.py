@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -13,6 +15,7 @@ from typing import IO, Any, NamedTuple, TypeAlias
 
 from lockstep.errors import ConfigError, error_in_words
 
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 # Also what `Path` makes of a URL, and URLs of fsspec that are chained, as simplecache::s3://bucket/x.
 _LIKE_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -303,6 +306,37 @@ def require_disk(path: str | Path, argument: str) -> None:
         )
 
 
+def disk_remedy(number: int | None, place: Path) -> str:
+    """Return what is free where the system refused to write, and what to do, by the error's number; else "".
+
+    Args:
+        number: `errno` of the error.
+        place: what was written to, or a folder that it lies in; it need not exist.
+    """
+    if number not in _DISK_ERRORS:
+        return ""
+    if number == errno.EROFS:
+        return (
+            "The disk is mounted read-only, or has become so after an error, which `dmesg` shows. Write elsewhere, or "
+            "mount it anew"
+        )
+    if number == errno.EFBIG:
+        return "A file would be larger than this process may write (`ulimit -f`) or than the disk allows"
+    there = next((folder for folder in (place, *place.absolute().parents) if folder.exists()), place)
+    with suppress(OSError):
+        quota = " or by the quota" if number == errno.EDQUOT else ""
+        return (
+            f"{shutil.disk_usage(there).free:,} bytes are free on the disk of {there}{quota}. Remove checkpoints "
+            "(`lockstep checkpoints prune WORK_DIR --keep N`), keep fewer (`max_keep_ckpts`), or write elsewhere"
+        )
+    return ""
+
+
+def is_of_disk(error: BaseException) -> bool:
+    """Return whether an error says that a save has failed because of the disk, and what to do: a traceback hides it."""
+    return isinstance(error, OSError) and error.errno in _DISK_ERRORS and bool(getattr(error, "failed_ranks", ()))
+
+
 def make_folder(folder: Path, argument: str, *, anew: bool = False) -> None:
     """Create the folder that an argument or option names, or one in it; with `anew`, it must not exist yet.
 
@@ -317,7 +351,7 @@ def make_folder(folder: Path, argument: str, *, anew: bool = False) -> None:
             raise
         raise ConfigError(
             f"`{argument}` must be a folder that can be created and written to, but {folder} cannot be created: "
-            f"{error}. Choose another folder, or change its permissions"
+            f"{error}. {disk_remedy(error.errno, folder) or 'Choose another folder, or change its permissions'}"
         ) from error
 
 

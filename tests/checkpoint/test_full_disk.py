@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep.checkpoint import candidates, find_last_checkpoint, load_state, save_state, verify
 from lockstep.checkpoint.files import writing
 from lockstep.dist import all_gather_object, barrier, get_rank, get_world_size
+from lockstep.errors import ConfigError
 from lockstep.runner import Runner
 from lockstep.testing import run_ranks
 
@@ -109,6 +110,8 @@ def save_with_so_much_space(disk: Path, replaces: bool) -> None:
             break
         assert failure.errno == errno.ENOSPC
         said.append(str(failure))
+        assert f"{pages * PAGE:,} bytes are free on the disk of {disk}" in said[-1]
+        assert "Remove checkpoints (`lockstep checkpoints prune WORK_DIR --keep N`)" in said[-1]
         # Nothing is left of it, and what was there is what it was.
         assert listed(work_dir) == before, said
         assert free(disk) == pages * PAGE
@@ -129,6 +132,15 @@ def save_with_so_much_space(disk: Path, replaces: bool) -> None:
 @pytest.mark.parametrize("replaces", [False, True])
 def test_a_disk_that_is_full_at_any_page_of_a_save(replaces: bool, disk: Path):
     run_ranks(2, save_with_so_much_space, disk, replaces)
+
+
+def test_a_disk_that_is_read_only_says_what_to_do(disk: Path):
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    with pytest.raises(ConfigError, match=r"cannot be created: .*Read-only.* The disk is mounted read-only, or has"):
+        train(disk / "work")
+    failure = save(disk / "state", {"model": {}}, disk)
+    assert failure is not None
+    assert "The disk is mounted read-only, or has become so after an error" in str(failure)
 
 
 class Net(nn.Module):

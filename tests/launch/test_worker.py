@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -63,6 +64,23 @@ def test_an_error_is_recorded_with_the_frames_of_the_script_alone(rank, tmp_path
     assert trace.endswith("ValueError: boom\n")
     assert extra["type"] == "ValueError"
     assert abs(extra["time"] - time.time()) < 60
+
+
+def test_a_disk_that_refuses_a_save_is_recorded_as_its_message_alone(rank, tmp_path):
+    script = """
+        from lockstep.errors import caused_by
+        def save():
+            try:
+                raise OSError({number}, "No space")
+            except OSError as error:
+                raise caused_by(OSError(error.errno, "it could not be written: do this"), {ranks}) from error
+        save()
+    """
+    rank(script.format(number=errno.ENOSPC, ranks=[0]))
+    assert recorded(tmp_path)["py_callstack"] == f"OSError: [Errno {errno.ENOSPC}] it could not be written: do this\n"
+    for other in ({"number": errno.ENOENT, "ranks": [0]}, {"number": errno.ENOSPC, "ranks": []}):  # of the user's
+        rank(script.format(**other))
+        assert "in save" in recorded(tmp_path)["py_callstack"]
 
 
 def test_a_script_that_cannot_begin_is_recorded_without_frames(rank, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import warnings
 from collections.abc import Iterator, Sequence
@@ -304,6 +305,19 @@ def test_a_cosine_of_torch_goes_on_at_the_same_part_as_lockstep_s_own(tmp_path: 
     own, of_torch = rates.values()
     assert of_torch == sorted(of_torch, reverse=True)
     assert of_torch[1:] == pytest.approx(own[1:], rel=1e-9)  # lockstep's own has the saved rate once more
+
+
+@pytest.mark.parametrize("length", [36, 21])  # as it was saved, and as long as the run on two ranks is
+def test_a_length_that_is_written_out_counts_on(length: int, tmp_path: Path):
+    def changes(t_max: int) -> dict[str, Any]:
+        cosine = {"type": "CosineAnnealingLR", "by_epoch": False, "T_max": t_max}
+        return {"param_scheduler": cosine, "optim_wrapper": {"optimizer": {"type": "SGD", "lr": 1e-4}}}
+
+    train(tmp_path, "config", 6, **changes(36))
+    (second, _) = run_ranks(2, train, tmp_path, "config", **changes(length))
+    assert second.rates == pytest.approx({i: 1e-4 * (1 + math.cos(math.pi * i / length)) / 2 for i in range(6, 21)})
+    stops = "CosineAnnealingLR ends after 36 iterations, but the training after 21: the rates stop on their way"
+    assert (stops in log_of(tmp_path)) == (length == 36)
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [(1, 2), (2, 1)])

@@ -198,10 +198,10 @@ class Planner:
             begun = self._begin(directory, last_of, offers, values)
             return [(*one, plan_id, bits) for one, bits in zip(begun, written, strict=True)]
 
-        path, rest = run_then_complete(failure, offer, answer)
+        path, rest = run_then_complete(failure, offer, answer, place=directory)
         if path is None:
             self._plan_id, self._digest, self._own_keys = "", holding[0].digest, rest
-            path, rest, self._plan_id, self._written = run_then_complete(failure, describe, decide_all)
+            path, rest, self._plan_id, self._written = run_then_complete(failure, describe, decide_all, place=directory)
         return Plan(failure, path, holding[0].written(self._written), rest)
 
     def _begin(
@@ -241,7 +241,9 @@ class Planner:
 def write_and_publish(plan: Plan, exchange: Exchange | None = None) -> None:
     """Do what is planned on every rank, with `exchange` between the ranks; leave nothing if that fails on one."""
     try:
-        run_then_complete(plan.failure, partial(write_share, plan), partial(publish, plan), plan.discard, exchange)
+        run_then_complete(
+            plan.failure, partial(write_share, plan), partial(publish, plan), plan.discard, exchange, plan.path
+        )
     except BaseException:
         plan.discard()
         raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from lockstep.dist import all_gather_object, broadcast, gather_object, get_rank, get_world_size, scatter_object_list
 from lockstep.errors import CheckpointError, ConfigError, DistError, caused_by, error_in_words, message_of
 from lockstep.groups import resolve
+from lockstep.location import Location, disk_remedy
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -96,6 +98,7 @@ def run_then_complete(
     on_main: Callable[[list[T]], Sequence[U]],
     undo: Callable[[], object] | None = None,
     exchange: Exchange | None = None,
+    place: Location | None = None,
 ) -> U:
     """Run a step on every rank, then one on rank 0 with all results; return each rank's entry of what that returns.
 
@@ -107,6 +110,7 @@ def run_then_complete(
         undo: runs on rank 0 if a step has failed, before any rank raises. An error of its own is the cause of what rank
             0 raises, unless a step has failed there.
         exchange: how results and entries go from rank to rank; by default, by collectives.
+        place: where the steps write; if the disk refuses that, the error says what to do.
 
     **Collective**: every rank.
 
@@ -122,18 +126,21 @@ def run_then_complete(
     replies: list[tuple[Any, Failure | None]] | None = None
     entries: Sequence[Any] | None = None
     if outcomes is not None:
-        failed = next((failed for _, failed in outcomes if failed is not None), None)
+        # An exchange may bring the values as a list.
+        failed = next((Failure(*failed) for _, failed in outcomes if failed is not None), None)
         if failed is None:
             entries, error = attempt(lambda: on_main([found for found, _ in outcomes]))
             failed = None if error is None else Failure.of(error)
         if failed is not None and undo is not None:
             _, undone = attempt(undo)
             error = undone if error is None else error
+        if failed is not None and isinstance(place, Path) and (remedy := disk_remedy(failed.number, place)):
+            failed = failed._replace(text=f"{failed.text}. {remedy}")
         sent = [None] * len(outcomes) if entries is None else [None, *entries[1:]]
         replies = [(entry, failed) for entry in sent]
     entry, failed = exchange.scatter(replies)
     if failed is not None:
-        raise _raised(Failure(*failed), what, error)  # an exchange may bring the values as a list
+        raise _raised(Failure(*failed), what, error)
     return entry if entries is None else entries[0]  # type: ignore[no-any-return]
 
 

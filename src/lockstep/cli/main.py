@@ -32,6 +32,7 @@ from lockstep.cli.options import (
 from lockstep.errors import INPUT_ERRORS, LaunchError, Preempted, nearest
 from lockstep.launch import launch
 from lockstep.launch.worker import end_soon
+from lockstep.location import is_of_disk
 from lockstep.output import lost_output, tolerate_closed_output
 from lockstep.report import find_run, read_run, write_page
 from lockstep.version import __version__
@@ -59,7 +60,9 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise typer.Exit(_INTERRUPTED) from None
-        except INPUT_ERRORS as error:
+        except (*INPUT_ERRORS, OSError) as error:
+            if isinstance(error, OSError) and not is_of_disk(error):
+                raise
             print_error(error)
             raise typer.Exit(getattr(error, "exit_code", 1)) from None
 

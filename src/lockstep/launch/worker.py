@@ -54,6 +54,7 @@ from lockstep.errors import (
     with_causes,
 )
 from lockstep.launch.job import FUNCTION
+from lockstep.location import is_of_disk
 from lockstep.masking import mask_text, printable
 from lockstep.output import tolerate_closed_output
 
@@ -217,8 +218,10 @@ def _record(error: BaseException) -> bool:
     extra: dict[str, object] = {"timestamp": str(int(now)), "time": now, "type": kind, "exitcode": _exit_code(error)}
     try:
         place, follows, ranks = place_of(error.__traceback__), _follows(error), _failed_ranks(error)
-        is_told = _has_left or isinstance(error, (SystemExit, *INPUT_ERRORS))
+        is_told = _has_left or isinstance(error, (SystemExit, *INPUT_ERRORS)) or is_of_disk(error)
         shown = None if is_told else _without_launcher(error.__traceback__)
+        if is_told and isinstance(error.__cause__, OSError):  # which the message repeats
+            error.__cause__ = None
         stack, message = mask_text(_formatted(error.with_traceback(shown))), mask_text(error_in_words(error))
         extra |= {
             "py_callstack": stack,
