@@ -6,6 +6,7 @@ A user's class becomes a node by two methods: ``tree_children() -> dict[str, Any
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from copy import copy
 from dataclasses import fields, is_dataclass
@@ -21,6 +22,17 @@ class TreeNode(Protocol):
 
     def tree_rebuild(self, children: dict[str, Any]) -> Self:
         """Return a new object that holds `children` and is otherwise equal."""
+
+
+def is_tensordict(value: Any) -> bool:
+    """Return whether a value is a `TensorDict` or tensorclass: tensors of one batch size, handled as one value.
+
+    As a batch it is given to a model whole, although a `TensorDict` is a mapping.
+
+    **Source**: `tensordict.is_tensor_collection` (tensordict 0.15).
+    """
+    package = sys.modules.get("tensordict")
+    return package is not None and bool(package.is_tensor_collection(value))
 
 
 def tree_map(func: Callable[[Any], Any], tree: Any) -> Any:
@@ -83,6 +95,8 @@ def _children(tree: Any) -> dict[Any, Any] | None:
         return None  # a class has the methods of its instances, but is not a node
     if isinstance(tree, TreeNode):
         return tree.tree_children()
+    if is_tensordict(tree):
+        return dict(tree.items())
     if is_dataclass(tree):
         return {field.name: getattr(tree, field.name) for field in fields(tree)}
     return None
@@ -95,6 +109,8 @@ def _rebuild(tree: Any, children: dict[Any, Any]) -> Any:
         return type(tree)(**children) if hasattr(tree, "_fields") else type(tree)(children.values())
     if isinstance(tree, TreeNode):
         return tree.tree_rebuild(children)
+    if is_tensordict(tree):
+        return type(tree)(**children, batch_size=tree.batch_size)
     twin = copy(tree)
     for name, child in children.items():
         # A frozen dataclass refuses plain assignment, and its constructor may do more than store.
@@ -108,7 +124,10 @@ def _rebuild_mapping(tree: Any, children: dict[Any, Any]) -> Any:
     if not isinstance(tree, MutableMapping):
         return type(tree)(children)  # immutable ones are made from their items
     # A shallow copy keeps what a subclass carries besides its items (a default factory, attributes).
-    twin, held = copy(tree), dict(tree)
+    twin: Any = copy(tree)
+    held = dict(tree)
+    if is_tensordict(twin):
+        twin.clear_device_()  # else it would move the children there
     for key, child in children.items():
         twin[key] = child
         if child is not held[key] and tree[key] is child:  # the copy shares its items with the original

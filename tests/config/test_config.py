@@ -60,7 +60,11 @@ plain = st.recursive(
     | st.text().filter(lambda text: "{{" not in text)  # `{{ name }}` is filled in when a file is read
     | st.binary()
     | st.frozensets(st.integers()),
-    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers(), inner),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text().filter("_delete_".__ne__) | st.integers(), inner)  # Hypothesis draws names of ours
+    ),
     max_leaves=20,
 )
 keys = st.text(min_size=1).filter(

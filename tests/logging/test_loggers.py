@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from lockstep.logging import MMLogger, open_console, print_log, run_logging, warnings_once
+from lockstep.logging.loggers import MAY_BE_CUT
 
 
 def test_within_a_run_its_handlers_get_everything_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -38,6 +39,20 @@ def test_a_narrow_terminal_breaks_lines_between_values_and_the_file_does_not(tmp
         "  indented, with two  spaces that fit",
     ]
     assert line.partition("\n")[0] in (tmp_path / "log.txt").read_text()
+
+
+def test_the_least_important_values_of_a_line_do_not_begin_another_one(tmp_path: Path):
+    line = "epoch 1/3  loss 1.1125  val/loss 1.098  2,022 samples/s  lr 0.003  0.6 s"
+    console = Console(file=StringIO(), force_terminal=True, width=60, soft_wrap=True)
+    with run_logging(console, tmp_path / "log.txt") as logger:
+        logger.info(line, extra={MAY_BE_CUT: 3})
+        logger.info(line, extra={MAY_BE_CUT: 1})
+    assert console.file.getvalue().splitlines() == [
+        "epoch 1/3  loss 1.1125  val/loss 1.098  2,022 samples/s",
+        "epoch 1/3  loss 1.1125  val/loss 1.098  2,022 samples/s",
+        "  lr 0.003  0.6 s",
+    ]
+    assert (tmp_path / "log.txt").read_text().count(line) == 2
 
 
 def test_a_log_that_cannot_be_written_is_warned_of_once(capsys: pytest.CaptureFixture[str]):

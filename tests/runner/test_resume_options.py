@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from tests.runs import StopAfter
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Runner, Session
@@ -224,6 +226,15 @@ def test_options_are_the_configs_where_their_schedules_are_taken_away(tmp_path):
     assert "-> none, which hold from here on" in log
 
 
+def test_a_schedule_that_follows_a_metric_begins_with_the_configs_rate_in_place_of_another_kind(tmp_path):
+    plateau = {"type": "ReduceOnPlateauLR", "patience": 0, "factor": 0.5}
+    data = {"val_dataloader": {"dataset": TensorDataset(X), "batch_size": 4}, "val_evaluator": Loss()}
+    train(tmp_path, 2, ADAM, SCHEDULES["cosine"], **data)
+    resumed, _, log = train(tmp_path, 5, ADAM, plateau, resume=True, **data)
+    assert resumed.lrs() == [0.1] * 4 + [0.05] * 4 + [0.025] * 4  # the first validation is the one to beat
+    assert "-> ReduceOnPlateauLR(" in log
+
+
 def test_a_rate_with_a_schedule_changes_with_the_config(tmp_path):
     other = {**ADAM, "lr": 0.4}
     straight, _, _ = train(tmp_path / "straight", 4, other, SCHEDULES["warm-up and cosine"])
@@ -276,24 +287,29 @@ def test_schedules_of_a_session_follow_the_script(tmp_path, lr, total):
     assert resumed == pytest.approx(straight[3:], rel=1e-12)
 
 
-def test_a_session_without_its_former_schedule_has_the_rate_of_the_script(tmp_path):
-    def train_by_hand(epochs: int, *schedules: type) -> list[float]:
+@pytest.mark.parametrize("others", [False, True])
+def test_a_session_without_its_former_schedule_has_the_rate_of_the_script(tmp_path, others):
+    def train_by_hand(epochs: int, *schedules: Callable[[Any], Any]) -> list[float]:
         session = Session(tmp_path, resume=True)
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-        schedulers = [kind(optimizer, T_max=2) for kind in schedules]
+        schedulers = [schedule(optimizer) for schedule in schedules]
         loader = DataLoader(TensorDataset(X), batch_size=4)
         model, optim, batches = session.prepare(model, optimizer, loader, schedulers=schedulers)
         for _ in session.epochs(epochs):
             for (x,) in batches:
                 session.step(model(x))
             for schedule in schedulers:
-                schedule.step()
+                schedule.step(*([1.0] if isinstance(schedule, ReduceLROnPlateau) else []))
         assert "is not handed to prepare" not in (session.run.run_dir / "log.txt").read_text()
         return [group["lr"] for group in optim.param_groups]
 
-    assert train_by_hand(2, torch.optim.lr_scheduler.CosineAnnealingLR) == [0.0]
-    assert train_by_hand(3) == [0.2]
+    assert train_by_hand(2, lambda optimizer: CosineAnnealingLR(optimizer, T_max=2)) == [0.0]
+    if others:
+        assert train_by_hand(3, lambda optimizer: ReduceLROnPlateau(optimizer, patience=0)) == [0.2]
+        assert train_by_hand(4, lambda optimizer: ReduceLROnPlateau(optimizer, patience=0)) == pytest.approx([0.02])
+    else:
+        assert train_by_hand(3) == [0.2]
 
 
 def test_another_word_is_refused(tmp_path):

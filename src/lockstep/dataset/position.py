@@ -31,6 +31,7 @@ from lockstep.dataset.sampler import (
 from lockstep.dataset.stream import StreamLoader, end_workers, streams_differ
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError
+from lockstep.tree import is_tensordict
 
 ENDLESS = 2**62
 """Stands for an endless number of samples."""
@@ -107,7 +108,7 @@ def batch_size_of(batch: Any) -> int:
         >>> batch_size_of({"img": torch.ones(3, 8), "label": torch.ones(3)}), batch_size_of([["a", "b"], [1, 2]])
         (3, 2)
     """
-    if isinstance(batch, Mapping | list | tuple):
+    if isinstance(batch, Mapping | list | tuple) and not is_tensordict(batch):
         batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch), None)
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.dim() else 1

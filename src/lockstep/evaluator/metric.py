@@ -24,6 +24,7 @@ from lockstep.logging import read_scalars
 from lockstep.model import OutsideLoss, parse_losses
 from lockstep.model.compiling import kept_outputs
 from lockstep.registry import METRICS
+from lockstep.tree import is_tensordict
 
 _LARGEST_EXPONENT = 700.0
 _logger = logging.getLogger(__name__)
@@ -312,7 +313,7 @@ def per_sample(outputs: Any, size: int) -> list[Any]:
 
 
 def _split(outputs: Any, size: int) -> list[Any] | None:
-    if isinstance(outputs, Tensor):
+    if isinstance(outputs, Tensor) or is_tensordict(outputs):
         return [row.clone() for row in outputs] if outputs.dim() and len(outputs) == size else None
     if isinstance(outputs, Mapping):
         parts = {key: part for key, value in outputs.items() if (part := _split(value, size)) is not None}

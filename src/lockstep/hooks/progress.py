@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from lockstep.evaluator import format_metrics
 from lockstep.logging import start_reading
+from lockstep.logging.loggers import MAY_BE_CUT
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
@@ -26,8 +27,8 @@ class ProgressHook(Hook):
 
     It shows the loss, the time left of the whole training, the samples per second of all ranks, tokens per second and
     MFU if they are recorded, and the latest metrics of a validation, as `val/NAME`. A terminal that is too narrow shows
-    the first of these. Each epoch leaves one line. During an epoch, the loss is that of rank 0, up to the iteration
-    before.
+    the first of these. Each epoch leaves one line, the whole of which is in the log file. During an epoch, the loss is
+    that of rank 0, up to the iteration before.
 
     Args:
         period_seconds: time between two lines if there is no terminal.
@@ -145,7 +146,7 @@ class ProgressHook(Hook):
     def _print_epoch_line(self, runner: Run, metrics: Sequence[str] = ()) -> None:
         if self._epoch_line is not None:
             (before, after), self._epoch_line = self._epoch_line, None
-            runner.logger.info("  ".join([*before, *metrics, *after]))
+            runner.logger.info("  ".join([*before, *metrics, *after]), extra={MAY_BE_CUT: len(after)})
 
     def _training_values(self, runner: TrainRun, losses: Sequence[float]) -> list[str]:
         """Return what is shown beside the bar, the most important first."""

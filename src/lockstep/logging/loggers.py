@@ -20,6 +20,8 @@ from lockstep.output import tolerate_closed_output
 
 _ROOT = "lockstep"
 _USER_LOGGER = f"{_ROOT}.user"
+MAY_BE_CUT = "may_be_cut"
+"""The key in a message's `extra` by which a terminal that is too narrow leaves out the last values of a line."""
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red", logging.CRITICAL: "bold red"}
 
 
@@ -117,27 +119,39 @@ class _ConsoleHandler(logging.Handler):
             prefix = f"{record.levelname.lower()}: " if style else ""
             text = prefix + printable(mask_text(record.getMessage(), self._secrets))
             if self._console.is_terminal:
-                text = broken_between_values(text, self._console.width)
+                text = broken_between_values(text, self._console.width, getattr(record, MAY_BE_CUT, 0))
             self._console.print(Text(text, style=style))
         except Exception:
             self.handleError(record)
 
 
-def broken_between_values(text: str, width: int) -> str:
+def broken_between_values(text: str, width: int, may_be_cut: int = 0) -> str:
     """Break lines that are wider than a terminal where two spaces stand between values, and nowhere else.
+
+    Args:
+        text: the lines.
+        width: columns of the terminal.
+        may_be_cut: how many values at the end of a line are left out where they would begin another line.
 
     Example:
         >>> print(broken_between_values("epoch 1/4  loss 1.25  val/loss 1.5", width=24))
         epoch 1/4  loss 1.25
           val/loss 1.5
+        >>> print(broken_between_values("epoch 1/4  loss 1.25  lr 0.003  0.6 s", width=32, may_be_cut=2))
+        epoch 1/4  loss 1.25  lr 0.003
     """
     lines: list[str] = []
     for line in text.split("\n"):
         first, *rest = re.split(r"(?<=\S)  (?=\S)", line)
         lines.append(first)
-        for value in rest:
+        for left, value in zip(range(len(rest), 0, -1), rest, strict=True):
             longer = f"{lines[-1]}  {value}"
-            lines[-1:] = [longer] if cell_len(longer) <= width else [lines[-1], f"  {value}"]
+            if cell_len(longer) <= width:
+                lines[-1] = longer
+            elif left > may_be_cut:
+                lines.append(f"  {value}")
+            else:
+                break
     return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lockstep.errors import ConfigError
 from lockstep.groups import this_rank
+from lockstep.model.hidden_outputs import hidden_tensors
 from lockstep.tree import tree_leaves
 
 
@@ -62,7 +63,8 @@ def on_backward(module: nn.Module, hook: Callable[[Tensor], None]) -> None:
 
     def watch(_: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            for leaf in [output] if isinstance(output, Tensor) else tree_leaves(output):
+            leaves = [output] if isinstance(output, Tensor) else [*tree_leaves(output), *hidden_tensors(output)]
+            for leaf in leaves:
                 if isinstance(leaf, Tensor) and leaf.requires_grad and not (leaf.is_leaf and leaf in hooked):
                     leaf.register_hook(hook)  # type: ignore[no-untyped-call]
                     if leaf.is_leaf:
@@ -100,7 +102,7 @@ def refuse_second_backward(module: nn.Module, why: str) -> None:
     on_backward(module, refuse)
 
 
-def never_compiled(hook: Callable[..., None]) -> Callable[..., None]:
+def never_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Return a hook that is excluded from compilation."""
-    disabled: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    disabled: Callable[..., Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return disabled

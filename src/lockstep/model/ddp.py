@@ -31,6 +31,7 @@ from lockstep.model.autograd_graph import (
     nodes_of,
     reaches_none,
 )
+from lockstep.model.hidden_outputs import hidden_tensors
 from lockstep.model.wrapper import ModelWrapper, note_no_backward
 from lockstep.model.written import AVERAGED, OWN_STEP, DriftCheck, refuse_max_norm
 from lockstep.registry import MODEL_WRAPPERS
@@ -117,7 +118,7 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         self._trains_itself = steps.defines_step(module, "train_step")
         self._expects_gradients = False
         self._synced_backwards = self._changes = 0
-        self._has_averaged = False
+        self._has_averaged = self._hides_outputs = False
         self._begin_drift_check()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -153,13 +154,21 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
             self._follow_trainability()
             self._expects_gradients = self.require_backward_grad_sync
         try:
-            if self._will_meet and torch.is_grad_enabled():
-                with self._meeting():
-                    return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
-            return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+            with self._meeting() if self._will_meet and torch.is_grad_enabled() else nullcontext():
+                output = super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             with backend_errors_translated(self.process_group):
                 self._explain(error)
+        searches = (self.find_unused_parameters or self.static_graph) and torch.is_grad_enabled()
+        if searches and hidden_tensors(output):
+            if self.static_graph:
+                raise ConfigError(
+                    "`static_graph` must be False for a model whose outputs torch does not find, because it would not "
+                    f"average the gradients of the first step, but {type(self.module).__name__} returns a "
+                    f"{type(output).__name__} ({self._comm.this_rank}). Return a tensor, dict, list, tuple or dataclass"
+                )
+            self._hides_outputs = True
+        return output
 
     @contextmanager
     def _meeting(self) -> Iterator[None]:
@@ -215,8 +224,9 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
             self._will_meet, self._has_met = not self._has_met, True
         if syncs and reaches_none(loss, self._ids):
             self._contribute_nothing()
-        elif syncs and self._trains_itself:
+        elif syncs and (self._trains_itself or self._hides_outputs):
             self.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
+            self._hides_outputs = False
         if loss.requires_grad:
             loss.register_hook(self.clock.follow)  # type: ignore[no-untyped-call]
         with waiting(self._comm) if syncs and self.device_type == "cpu" else nullcontext():

@@ -12,6 +12,7 @@ from lockstep.device import get_device
 from lockstep.errors import ConfigError, wrong_type
 from lockstep.groups import this_rank
 from lockstep.model import steps
+from lockstep.tree import is_tensordict
 
 TARGETS = ("labels", "label", "targets", "target", "gt_label", "y")
 """The keys of a batch that may hold the targets; the first key present is used."""
@@ -119,20 +120,25 @@ class OutsideLoss:
         """Return what the module gets, and what the loss gets in addition to the outputs."""
         inputs, target = batch, batch
         if isinstance(batch, Mapping):
-            inputs, target = self._split_mapping(core, batch)
+            key = self._target_key(batch)
+            target = None if key is None else batch[key]
+            inputs = batch if is_tensordict(batch) else self._named_inputs(core, batch, key)
         elif isinstance(batch, list | tuple) and batch:
             inputs, target = batch[:-1] or batch, batch[-1]
             if not self.needs_targets and not _takes(core, *inputs):  # the batch is without targets
                 inputs = batch
         return inputs, batch if self.gets_batch else target
 
-    def _split_mapping(self, core: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    def _target_key(self, batch: Mapping[str, Any]) -> str | None:
         key = next((name for name in TARGETS if name in batch), None)
         if key is None and not self.gets_batch and self.needs_targets:
             raise ConfigError(
                 f"`loss` must find its targets under one of the keys {', '.join(TARGETS)}, but the batch has "
-                f"{', '.join(map(str, batch))}. Rename one, or give a function loss(outputs, batch)"
+                f"{', '.join(map(str, batch.keys()))}. Rename one, or give a function loss(outputs, batch)"
             )
+        return key
+
+    def _named_inputs(self, core: nn.Module, batch: Mapping[str, Any], key: str | None) -> dict[str, Any]:
         takes = inspect.signature(core.forward).parameters.values()
         takes_others = any(each.kind is each.VAR_KEYWORD for each in takes)
         named = {each.name for each in takes}
@@ -144,7 +150,7 @@ class OutsideLoss:
                 f"{', '.join(map(str, batch))}, and its parameters are ({', '.join(named)}) ({this_rank()}). Rename "
                 "one or the other, or let the dataset return tuples (inputs, targets), which are passed by position"
             )
-        return kept, None if key is None else batch[key]
+        return kept
 
 
 def outside_loss(core: nn.Module) -> OutsideLoss | None:

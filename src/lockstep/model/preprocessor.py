@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.registry import MODELS
-from lockstep.tree import TreeNode, map_children
+from lockstep.tree import TreeNode, is_tensordict, map_children
 
 
 @MODELS.register_module()
@@ -60,7 +60,7 @@ def move_to_device(data: Any, device: torch.device, non_blocking: bool = True) -
     """Return `data` with its tensors, and whatever else has a `.to` method, on `device`.
 
     Dicts, lists, tuples, named tuples, dataclasses and `TreeNode`s are rebuilt with their own type, the last two unless
-    they have a `.to`. Other leaves, such as names of files, are returned unchanged.
+    they have a `.to`, as a `TensorDict` has. Other leaves, such as names of files, are returned unchanged.
 
     Args:
         data: a batch.
@@ -81,7 +81,7 @@ def _moved(data: Any, device: torch.device, non_blocking: bool) -> Any:
         return type(data)(data)
     if isinstance(data, str | bytes | int | float | type | None):
         return data
-    if isinstance(data, Mapping | list | tuple):
+    if isinstance(data, Mapping | list | tuple) and not is_tensordict(data):
         return map_children(lambda value: _moved(value, device, non_blocking), data)
     if not hasattr(data, "to"):
         is_node = is_dataclass(data) or isinstance(data, TreeNode)

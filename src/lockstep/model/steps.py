@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lockstep.groups import this_rank
 from lockstep.model.preprocessor import move_to_device
+from lockstep.tree import is_tensordict
 
 Mode: TypeAlias = Literal["tensor", "loss", "predict"]
 ParseLosses: TypeAlias = Callable[[Any], tuple[Tensor, dict[str, Tensor]]]
@@ -82,7 +83,7 @@ def call_forward(model: nn.Module, core: nn.Module, batch: Any, mode: Mode) -> A
     try:
         if isinstance(batch, list | tuple):
             return model(*batch, **kwargs)
-        if isinstance(batch, Mapping):
+        if isinstance(batch, Mapping) and not is_tensordict(batch):
             return model(**batch, **kwargs)
         return model(batch, **kwargs)
     except TypeError as error:
@@ -199,14 +200,14 @@ def _describe(value: Any) -> str:
 
 def _misfit(core: nn.Module, batch: Any, kwargs: Mapping[str, Any]) -> str | None:
     """Return the error message for a batch that the `forward` of `core` does not accept; None if it does."""
-    named = batch if isinstance(batch, Mapping) else {}
-    args = [] if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else [batch]
+    named = batch if isinstance(batch, Mapping) and not is_tensordict(batch) else None
+    args = [] if named is not None else batch if isinstance(batch, list | tuple) else [batch]
     signature = inspect.signature(type(core).forward)
     try:
-        signature.bind(core, *args, **named, **kwargs)
+        signature.bind(core, *args, **(named or {}), **kwargs)
     except TypeError as error:
         places = "1 entry" if len(args) == 1 else f"{len(args)} entries"
-        given = f"the keys {', '.join(map(str, batch)) or '(none)'}" if isinstance(batch, Mapping) else places
+        given = places if named is None else f"the keys {', '.join(map(str, named)) or '(none)'}"
         return (
             f"`forward` of {type(core).__name__} must take the batch, which has {given}, but its parameters are "
             f"{signature}: {error}. A tuple is passed by position, a dict by its keys. A model trains in one of three "

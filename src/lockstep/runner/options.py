@@ -91,14 +91,13 @@ class ResumedOptions:
         elif len(self.states) != len(run.param_schedulers):
             self.has_new_schedules = True
         self.takes_config = run.args.resume_options == "config"
-        kinds = [type(scheduler) for scheduler in run.param_schedulers]
-        self.follows_metric = any(issubclass(kind, ReduceOnPlateauLR | ReduceLROnPlateau) for kind in kinds)
+        # Reductions that followed metrics can't be computed again, because the metrics are not saved.
+        self.follows_metric = any(map(_follows_metric, run.param_schedulers)) and any(map(_has_followed, self.states))
         scheduled = set(run.begun_with["scheduled"])
         if self.has_new_schedules and self.states:  # also what schedules had set that there are no longer
             scheduled |= set((self.begun_with or {}).get("scheduled", ["lr"]))
         is_stale = self.has_new_schedules or any(scheduled & changed.keys() for changed in self.changed)
         self.has_other_groups = any(map(_other_groups, run.param_schedulers, self.states))
-        # A schedule that follows a metric can't be replayed, because the metrics are not saved.
         self.can_replay = not self.follows_metric and (self.takes_config or not any(self.changed))
         # Without a saved state, the optimizer has the values with which the schedules begin.
         self.replays = (
@@ -120,8 +119,11 @@ class ResumedOptions:
                 f"`param_scheduler` must have {saved} schedulers to resume from {self.origin}, but has {present}. Give "
                 "resume_options='config' for the schedules that the config has now"
             )
-        for index, scheduler in enumerate(run.param_schedulers):
+        schedulers: list[Any] = list(run.param_schedulers)  # a Session has the user's own
+        for index, scheduler in enumerate(schedulers):
             state = states[index] if saved == present else None
+            if state is not None and isinstance(scheduler, ReduceLROnPlateau) and not _has_followed(state):
+                continue  # it begins in place of another schedule
             if isinstance(scheduler, ParamScheduler):
                 done = self.meta["epoch"] if scheduler.by_epoch else self.meta["iter"]
                 initial, key = scheduler.state_dict(), scheduler.count_key
@@ -298,7 +300,16 @@ def _scheduled(scheduler: Any) -> Iterable[str]:
 
 
 def _can_replay(scheduler: Any) -> bool:
-    return isinstance(scheduler, ParamScheduler | LRScheduler)
+    return isinstance(scheduler, ParamScheduler | LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
+
+
+def _follows_metric(scheduler: Any) -> bool:
+    return isinstance(scheduler, ReduceOnPlateauLR | ReduceLROnPlateau)
+
+
+def _has_followed(state: Mapping[str, Any]) -> bool:
+    """Return whether a state is one of a schedule that follows a metric: lockstep's own or torch's."""
+    return bool({"bad", "num_bad_epochs"} & state.keys())
 
 
 def _other_groups(scheduler: Any, state: Mapping[str, Any]) -> int:

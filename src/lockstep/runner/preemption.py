@@ -134,7 +134,7 @@ class Agreement:
         with suppress(Exception):
             store = side_store()
             store.set(self._key("asked", self._rank, self._round), "")
-            self._thread.join(1.0)
+            self._thread.join(_SECONDS_TO_MEET)
             if self._rank == 0:
                 store.set(self._closed, "")
 
@@ -144,7 +144,7 @@ class Agreement:
     def _listen(self) -> None:
         store = self._store
         with suppress(Exception):
-            while True:
+            while not self._closing.is_set():
                 asked = self._key("asked", self._rank, self._round)
                 store.wait([asked], _FOR_EVER)
                 reason = store.get(asked).decode()
@@ -153,7 +153,7 @@ class Agreement:
                     return
                 if self._agree(reason, store):
                     return
-                self._round += 1
+                self._round += 1  # before it looks whether the training has ended: `_close` does so the other way round
 
     def _agree(self, reason: str, store: Any) -> bool:
         """Let this rank wait before its next point, learn after which one all ranks stop, and return whether they do.

@@ -21,6 +21,7 @@ from lockstep.groups import this_rank
 from lockstep.model.autograd_graph import backward_pass, never_compiled, nodes_of, on_backward
 from lockstep.model.call_order import CallOrder
 from lockstep.model.fsdp.units import is_unit, sites_by_unit
+from lockstep.model.hidden_outputs import without_shown
 from lockstep.model.parts import parameter_at
 from lockstep.model.written import LostWrites
 from lockstep.tree import tree_leaves
@@ -115,12 +116,14 @@ class Consistency:
         Raises:
             CollectiveMismatchError: on every rank, if the passes reach different units or, without `find_unused`,
                 different parameters.
-            ConfigError: on every rank, if a parameter was written where the change is lost; see `LostWrites`.
+            ConfigError: on every rank, if a parameter was written where the change is lost, see `LostWrites`; or if
+                torch has reduced no gradients of a unit that the pass reaches.
         """
+        reached: Collection[str] = ()
         if self._window_is_due is None:
             self._window_is_due = self._order.samples("backward") or self._find_unused
         if self._window_is_due and self._order.has_peers:
-            self._compare_graphs(loss, reduces)
+            reached = self._compare_graphs(loss, reduces)
         elif self._window_is_due and (lost := self._writes.resolve()):
             self._refuse_writes(lost)
         if reduces:
@@ -131,6 +134,22 @@ class Consistency:
             yield
         finally:
             self._is_prepared = False
+        if reduces:
+            self._require_reduced(reached)
+
+    def _require_reduced(self, reached: Collection[str]) -> None:
+        """Refuse a unit that is still gathered after a pass that has reached it: its gradients are on this rank alone.
+
+        So it is where a loss depends only on tensors that torch does not find in the unit's output (2.13).
+        """
+        for unit, sites in self._sites.items():
+            for site, name in sites.items():
+                if name in reached and not isinstance(parameter_at(site), DTensor):
+                    raise ConfigError(
+                        f"`{self._units[unit] or type(unit).__name__}` must return the tensors that the loss depends "
+                        f"on where FSDP finds them, because it has reduced no gradient of `{name}` ({this_rank()}). "
+                        "Return a tensor, or a dict, list, tuple or dataclass of tensors"
+                    )
 
     def _require_preparation(self, _: Tensor) -> None:
         if not self._is_prepared:
@@ -140,7 +159,8 @@ class Consistency:
                 "`with model.backward_context(loss, syncs=True): loss.backward()`"
             )
 
-    def _compare_graphs(self, loss: Tensor, reduces: bool) -> None:
+    def _compare_graphs(self, loss: Tensor, reduces: bool) -> Collection[str]:
+        """Compare what the pass will reach, and return the names of the parameters. **Collective**: every rank."""
         units, params = self._reached_from(loss)
         self._window |= params
         # A pass that reduces nothing only gathers units.
@@ -154,6 +174,7 @@ class Consistency:
             self._refuse_graphs(of_units, of_params)
         if reduces and self._find_unused:
             self._contribute_zeros()
+        return params
 
     def _contribute_zeros(self) -> None:
         """Give this rank zero gradients to reduce for parameters that get a gradient only on other ranks."""
@@ -211,12 +232,12 @@ class Consistency:
         if self._order.is_sampled and self._frees and module is not self._module:
             self._refuse_own(module, output)
 
-    def _after_unit(self, module: nn.Module, args: Any, output: Any) -> None:
-        if backward_pass() != -1 or module not in self._running:
-            return
-        del self._running[self._running.index(module) :]
-        if not self._running:
-            self._order.end(failed=sys.exception() is not self._handled)
+    def _after_unit(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if backward_pass() == -1 and module in self._running:
+            del self._running[self._running.index(module) :]
+            if not self._running:
+                self._order.end(failed=sys.exception() is not self._handled)
+        return without_shown(output)
 
     def _refuse_own(self, module: nn.Module, output: Any) -> None:
         """Refuse a parameter, or a view of one, as output: its memory is about to be freed (torch 2.13: SIGSEGV)."""

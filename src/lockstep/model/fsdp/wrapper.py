@@ -32,6 +32,7 @@ from lockstep.model.fsdp.parameters import (
     ReplicatedParameters,
 )
 from lockstep.model.fsdp.units import choose_units, cut_by_dtype, directly_callable_parts, is_unit
+from lockstep.model.hidden_outputs import show_hidden
 from lockstep.model.norm import BATCH_NORMS
 from lockstep.model.parts import broadcast_from_first, refuse_sparse_gradients
 from lockstep.model.shards import reshard
@@ -348,6 +349,7 @@ def _shard(
                     parameter.data = parameter.data.to(materializer.device)
                     scalars.append(parameter)
                     ignored_params.add(parameter)
+            unit.register_forward_hook(never_compiled(show_hidden))  # to FSDP's own hook; `Consistency` takes it back
             shard(unit, mp_policy=precisions[unit], ignored_params=ignored_params or None)
     return scalars
 
