@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,18 @@ def test_a_full_disk_is_a_warning_once(tmp_path: Path, caplog: pytest.LogCapture
         sink.close()
     (record,) = caplog.records
     assert "metrics.jsonl: [Errno 28] No space left on device. The run goes on without them" in record.getMessage()
+
+
+def test_a_file_that_is_removed_is_a_warning_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    sink = JsonLinesSink(tmp_path / "run" / "metrics.jsonl")
+    sink.path.parent.mkdir()
+    sink.write({"loss": 1.0})
+    shutil.rmtree(sink.path.parent)
+    for _ in range(2):
+        sink.write({"loss": 1.0})
+    sink.close()
+    assert len(caplog.messages) == 1
+    assert "metrics.jsonl: it has been removed. The run goes on without them" in caplog.text
 
 
 def test_records_are_written_again_when_there_is_room(tmp_path: Path):

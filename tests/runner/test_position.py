@@ -280,6 +280,7 @@ def test_a_cosine_over_the_run_goes_on_at_the_same_part_and_a_warm_up_counts_on(
     assert first.rates | {i: second.rates[i] for i in range(6, 12)} == {i: whole.rates[i] for i in range(12)}
     log = log_of(tmp_path)
     assert "the global batch has 4 samples now, and had 2" in log
+    assert "jump" not in log
     assert "epoch 1 ends after iteration 9, and the run after 21. CosineAnnealingLR goes on at the same part" in log
     state = read_meta(next(tmp_path.glob("*/iter_21")))["param_schedulers"]
     assert [one["count"] for one in state] == [21, 18]  # 18 is the length of a run on two ranks
@@ -300,6 +301,7 @@ def test_a_cosine_of_torch_goes_on_at_the_same_part_as_lockstep_s_own(tmp_path: 
         rates[kind] = [second.rates[i] for i in sorted(second.rates)]
         log = log_of(work_dir)
         assert "CosineAnnealingLR goes on at the same part" in log
+        assert "CosineAnnealingLR begins after iteration 4 whatever the global batch is" in log
         assert "on their way" not in log
         assert "rises again" not in log
     own, of_torch = rates.values()

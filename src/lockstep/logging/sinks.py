@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,8 @@ class JsonLinesSink:
             self._file.write(f"{line}\n")
             if flush:
                 self._file.flush()
+                if os.fstat(self._file.fileno()).st_nlink == 0:
+                    raise FileNotFoundError("it has been removed")
 
     def close(self) -> None:
         """Close the file; another record opens it again."""

@@ -393,16 +393,17 @@ def _compare_data(
             "which some of what was seen comes again",
             order.total, order.unit, position["total"], directory, position["epoch"] + 1,
         )  # fmt: skip
-    if position["global_batch"] not in (None, order.global_batch):
+    is_new = position["global_batch"] not in (None, order.global_batch)
+    if is_new:
         _logger.info(
             "the global batch has %d %s now, and had %d", order.global_batch, order.unit, position["global_batch"]
         )
     if loop.max_epochs is not None and loop.epoch_length and loop.epoch_end is not None:
         left = loop.epoch_end - loop.iter
-        _shift_schedules(run, (loop.epoch + 1) * loop.epoch_length - left, options)
+        _shift_schedules(run, (loop.epoch + 1) * loop.epoch_length - left, options, warns=is_new)
 
 
-def _shift_schedules(run: TrainRun, regular: int, options: ResumedOptions) -> None:
+def _shift_schedules(run: TrainRun, regular: int, options: ResumedOptions, *, warns: bool) -> None:
     """Let the schedules that span the run go on at the same part of it, if it has another number of iterations now.
 
     Args:
@@ -410,6 +411,7 @@ def _shift_schedules(run: TrainRun, regular: int, options: ResumedOptions) -> No
         regular: how many iterations there would be now in a run that always had its present global batch.
         options: restores the schedules. Those of torch's, whose states have lengths, are then computed from the
             beginning.
+        warns: whether to warn of a schedule that does not begin at the same part of the run as before.
     """
     loop = run.train_loop
     if regular == loop.iter:
@@ -428,6 +430,13 @@ def _shift_schedules(run: TrainRun, regular: int, options: ResumedOptions) -> No
             scheduler.load_state_dict({**scheduler.state_dict(), "count": regular})
             options.replays |= is_of_torch
             shifted.append(scheduler.title)
+            if warns and scheduler.begin > 0 and not in_epochs:
+                _logger.warning(
+                    "%s begins after iteration %d whatever the global batch is, which is another part of the run now: "
+                    "its values jump. Say in epochs where schedules begin and end, with by_epoch=True and "
+                    "convert_to_iter_based=True, and they go on where they were",
+                    scheduler.title, scheduler.begin,
+                )  # fmt: skip
     _logger.info(
         "with this global batch, epoch %d ends after iteration %d%s. %s; a schedule that counts "
         "iterations and has an end of its own goes on with iteration %d",
