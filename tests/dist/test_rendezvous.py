@@ -290,6 +290,15 @@ def test_a_process_of_a_rank_that_goes_on_already_is_an_error(free_port: int, tm
         time.sleep(0.01)
 
 
+@ranks(2, fresh=True)
+def test_ranks_of_other_world_sizes_are_told(free_port: int) -> None:
+    become_rank(seat(), 2 + seat(), MASTER_PORT=str(free_port))
+    # Rank 0 serves the store: if it comes last, and ends first, rank 1 may learn only that.
+    message = r"WORLD_SIZE must be the same on all ranks, but is [23] on rank [01], and [23] on|rank 0, .* has ended"
+    with pytest.raises((TopologyError, PeerError), match=message):
+        init_dist("pytorch", timeout=30)
+
+
 @contextmanager
 def logged(name: str) -> Iterator[list[str]]:
     """Collect the messages of a logger."""

@@ -74,12 +74,12 @@ def await_all(store: Store, topology: Topology, timeout: timedelta) -> None:
 
     A rank whose process was started again while the others wait is counted once.
 
-    **Cost**: three requests to the store, and some two for each second of waiting.
+    **Cost**: four requests to the store, and some two for each second of waiting.
 
     Raises:
         CollectiveTimeoutError: some rank has not come in time. Rank 0 finds out which, and the others hear it.
         PeerError: who serves the store has ended.
-        TopologyError: all have come, another process as this rank.
+        TopologyError: all have come, another process as this rank; or another rank has another WORLD_SIZE.
     """
     due = _SECONDS_TO_SAY
     try:
@@ -89,7 +89,9 @@ def await_all(store: Store, topology: Topology, timeout: timedelta) -> None:
                 return
             if passed >= due:
                 due *= 2
+                _refuse_other_sizes(store, topology)
                 _say(passed, f"{_late(store, topology)} to start", topology, f", at {_place(store, topology)}")
+        _refuse_other_sizes(store, topology)
         late = _late(store, topology)
     except TorchDistError as error:
         who = "the launcher's store" if topology.agent_store else "rank 0, which serves the store at which they meet,"
@@ -103,15 +105,36 @@ def await_all(store: Store, topology: Topology, timeout: timedelta) -> None:
 
 
 def _come(store: Store, topology: Topology) -> None:
-    """Say in the store that this rank has come; raise an error if another process goes on as this rank already."""
+    """Say in the store that this rank has come; raise an error if another process goes on as this rank already.
+
+    So it does if ranks that came before have another WORLD_SIZE, and says so to them.
+    """
+    own = agreed = str(topology.world_size)
+    if not topology.agent_store:  # an agent may start all again, in other numbers, at the same store
+        agreed = store.compare_set("world_size", "", own).decode()
+    if agreed != own:
+        store.set("disagrees", f"{own} on rank {topology.rank}")
+        raise _other_size(topology, f"{agreed} on ranks that came before")
     if store.add(f"came/{topology.rank}", 1) == 1:
         if store.add("come", 1) == topology.world_size:
             store.set("all_came", "")
-    elif store.check(["all_came"]) and not topology.agent_store:  # an agent may start all again at the same store
+    elif store.check(["all_came"]) and not topology.agent_store:
         raise TopologyError(
             f"each process must have a rank of its own, but another one has come as rank {topology.rank} of "
             f"{topology.world_size} already. Give each process its own RANK, and each job its own MASTER_PORT"
         )
+
+
+def _refuse_other_sizes(store: Store, topology: Topology) -> None:
+    if store.check(["disagrees"]):
+        raise _other_size(topology, store.get("disagrees").decode())
+
+
+def _other_size(topology: Topology, other: str) -> TopologyError:
+    return TopologyError(
+        f"WORLD_SIZE must be the same on all ranks, but is {topology.world_size} on rank {topology.rank}, and {other}. "
+        "Give all ranks the number of processes of the whole job"
+    )
 
 
 def _late(store: Store, topology: Topology) -> str:
