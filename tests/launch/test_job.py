@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from lockstep.launch import JobSpec
+from lockstep.launch.job import loopback_of
 
 
 def test_an_endpoint_is_host_and_port():
@@ -37,3 +40,17 @@ def test_an_endpoint_is_host_and_port():
 def test_what_does_not_fit_is_refused(arguments, says):
     with pytest.raises(ValueError, match=says):
         JobSpec(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "told"),
+    [
+        ("node0", "127.0.1.1", "127.0.1.1"),  # as Debian's installer writes it
+        ("node0", "10.0.0.5", None),
+        ("localhost", "127.0.0.1", None),
+        ("127.0.0.1", "127.0.0.1", None),
+    ],
+)
+def test_a_name_of_a_machine_that_is_a_loopback_address_here_is_known(host, address, told, monkeypatch):
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 1, 6, "", (address, 0))])
+    assert loopback_of(host) == told

@@ -153,6 +153,15 @@ def test_interrupting_a_node_that_waits_ends_it(scripts, rdzv, loading):
     assert "terminate called" not in job.stderr.read()
 
 
+def test_node_0_tells_of_a_name_that_others_do_not_reach(node, monkeypatch):
+    monkeypatch.setattr(rendezvous, "loopback_of", lambda host: "127.0.1.1")
+    said = []
+    with pytest.raises(RendezvousTimeoutError):
+        node(0, seconds=0.1, say=said.append).next_rendezvous()
+    assert "127.0.1.1 on this machine" in said[0]
+    assert "which no other machine reaches. Give --rdzv" in said[0]
+
+
 def test_missing_nodes_are_named(node):
     with pytest.raises(RendezvousTimeoutError, match=r"node 1, 2 did not come within 0 s; start it"):
         node(0, nnodes=3, seconds=0.3).next_rendezvous()

@@ -9,6 +9,7 @@ import socket
 import struct
 from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
@@ -106,6 +107,15 @@ def listener(host: str, port: int) -> socket.socket:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
         return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=family == socket.AF_INET6)
+
+
+def loopback_of(host: str) -> str | None:
+    """Return the loopback address for which the name of a machine stands here; None for another one, and localhost."""
+    with suppress(OSError):
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        if host not in (address, "localhost", "localhost.localdomain") and ip_address(address).is_loopback:
+            return address
+    return None
 
 
 def answers(host: str, port: int, timeout_seconds: float) -> bool:

@@ -16,7 +16,7 @@ from datetime import timedelta
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from torch.distributed.elastic import rendezvous
 
-from lockstep.launch.job import JobSpec, answers, listener
+from lockstep.launch.job import JobSpec, answers, listener, loopback_of
 
 _POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 5.0  # then print what is missing
@@ -159,6 +159,11 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
     def _open(self, deadline: float) -> TCPStore:
         """Open the agents' store: node 0 serves it, and the other nodes connect to it."""
         if self._job.node_rank == 0:
+            if (address := loopback_of(self._host)) is not None:
+                self._say(
+                    f"{self._host} is {address} on this machine, as its /etc/hosts may say, which no other machine "
+                    "reaches. Give --rdzv a name or an address of node 0 in the network between the nodes"
+                )
             try:
                 return self._serve(self._port)
             except OSError as error:
