@@ -353,12 +353,12 @@ def listed(names: Iterable[object], most: int = 5) -> str:
     return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return ranks as written in a message, three neighbours or more as a range.
+def ranks_in_words(ranks: Sequence[int], noun: str = "rank") -> str:
+    """Return ranks, or other numbers, as written in a message, three neighbours or more as a range.
 
     Example:
-        >>> ranks_in_words([3]), ranks_in_words([1, 2]), ranks_in_words([0, 1, 2, 5])
-        ('rank 3', 'ranks 1, 2', 'ranks 0-2, 5')
+        >>> ranks_in_words([3]), ranks_in_words([1, 2]), ranks_in_words([0, 1, 2, 5], "node")
+        ('rank 3', 'ranks 1, 2', 'nodes 0-2, 5')
     """
     spans: list[list[int]] = []
     for rank in ranks:
@@ -367,7 +367,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
         else:
             spans.append([rank])
     shown = [f"{span[0]}-{span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans]
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(shown)}"
+    return f"{noun}{'s' * (len(ranks) > 1)} {', '.join(shown)}"
 
 
 def did_you_mean(word: str, names: Iterable[str], otherwise: str | None = None) -> str:

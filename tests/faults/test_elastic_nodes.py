@@ -95,7 +95,7 @@ def check_a_node_is_lost_and_comes_back(nodes: Nodes, folder: Path) -> None:
     nodes.await_that(lambda: "the job goes on without this node until its ranks start again" in nodes.said(1))
     nodes.kill_a_rank(0)
     assert (nodes.end(0), nodes.end(1)) == (0, 0), nodes.said(0) + nodes.said(1)
-    assert "2 of at most 2 nodes take part: node 0, 1" in nodes.said(0)
+    assert "2 of at most 2 nodes take part: nodes 0, 1" in nodes.said(0)
     lines = kept(folder)
     assert {(line["attempt"], line["ranks"]) for line in lines} == {(0, 4), (1, 2), (2, 4)}
     assert every_sample_once(lines, EPOCHS)

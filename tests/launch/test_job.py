@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from lockstep.launch import JobSpec
+from lockstep.launch.job import loopback_of, quotas
 
 
 def test_an_endpoint_is_host_and_port():
@@ -37,3 +40,38 @@ def test_an_endpoint_is_host_and_port():
 def test_what_does_not_fit_is_refused(arguments, says):
     with pytest.raises(ValueError, match=says):
         JobSpec(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "told"),
+    [
+        ("node0", "127.0.1.1", "127.0.1.1"),  # as Debian's installer writes it
+        ("node0", "10.0.0.5", None),
+        ("localhost", "127.0.0.1", None),
+        ("127.0.0.1", "127.0.0.1", None),
+    ],
+)
+def test_a_name_of_a_machine_that_is_a_loopback_address_here_is_known(host, address, told, monkeypatch):
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 1, 6, "", (address, 0))])
+    assert loopback_of(host) == told
+
+
+@pytest.mark.parametrize(
+    ("listed", "files", "found"),
+    [
+        ("0::/", {"cpu.max": "150000 100000"}, [1.5]),  # of a container
+        ("0::/", {"cpu.max": "max 100000"}, []),
+        ("0::/a.slice/b.scope", {"a.slice/cpu.max": "200000 100000", "a.slice/b.scope/cpu.max": "max 100000"}, [2.0]),
+        ("3:cpu,cpuacct:/", {"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "50000\n"}, [4.0]),
+        ("3:cpu:/docker/1", {"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, [0.5]),
+        ("3:cpuset:/\n4:cpu:/", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, []),
+    ],
+)
+def test_the_quotas_of_control_groups_and_of_those_around_them_count(tmp_path, listed, files, found):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    groups = tmp_path / "groups"
+    groups.write_text(listed)
+    assert list(quotas(groups, tmp_path)) == found
+    assert list(quotas(tmp_path / "none", tmp_path)) == []

@@ -153,8 +153,17 @@ def test_interrupting_a_node_that_waits_ends_it(scripts, rdzv, loading):
     assert "terminate called" not in job.stderr.read()
 
 
+def test_node_0_tells_of_a_name_that_others_do_not_reach(node, monkeypatch):
+    monkeypatch.setattr(rendezvous, "loopback_of", lambda host: "127.0.1.1")
+    said = []
+    with pytest.raises(RendezvousTimeoutError):
+        node(0, seconds=0.1, say=said.append).next_rendezvous()
+    assert "127.0.1.1 on this machine" in said[0]
+    assert "which no other machine reaches. Give --rdzv" in said[0]
+
+
 def test_missing_nodes_are_named(node):
-    with pytest.raises(RendezvousTimeoutError, match=r"node 1, 2 did not come within 0 s; start it"):
+    with pytest.raises(RendezvousTimeoutError, match=r"nodes 1, 2 did not come within 0 s; start it"):
         node(0, nnodes=3, seconds=0.3).next_rendezvous()
 
 
@@ -295,7 +304,7 @@ def test_the_first_node_does_not_wait_for_one_that_is_lost_at_the_end(node, leas
     second.shutdown()  # as if it were lost
     waits.join(30)
     assert not waits.is_alive()
-    assert said[-1:] == ["node 1 is lost after its ranks' last collective: this node ends without it"]
+    assert said[-1:] == ["this node ends without node 1, lost since the last collective"]
 
 
 def places(infos):
@@ -325,7 +334,7 @@ def test_nodes_are_left_out_and_taken_in_again(node):
 
 @pytest.mark.usefixtures("soon")
 def test_too_few_nodes_are_named(node):
-    with pytest.raises(RendezvousTimeoutError, match="node 1, 2 did not come"):
+    with pytest.raises(RendezvousTimeoutError, match="nodes 1, 2 did not come"):
         node(0, nnodes=3, seconds=2.0, least=2).next_rendezvous()
 
 

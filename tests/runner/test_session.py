@@ -679,6 +679,18 @@ def test_a_scheduler_that_is_never_stepped_is_told_once(tmp_path, epochs, steps)
     assert log.count("no step of StepLR since the training began: call scheduler.step()") == (not steps)
 
 
+def test_of_two_schedulers_of_a_class_the_one_that_is_never_stepped_is_told(tmp_path):
+    with session_of(tmp_path, log_level="WARNING") as session:
+        optimizer = torch.optim.SGD((model := network()).parameters(), lr=0.1)
+        schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, size) for size in (1, 2)]
+        model, _, batches = session.prepare(model, optimizer, loader(), schedulers=schedulers)
+        for _ in session.epochs(1):
+            for x, y in batches:
+                session.step(F.cross_entropy(model(x), y))
+            schedulers[1].step()
+    assert "no step of StepLR since" in (session.run.run_dir / "log.txt").read_text()
+
+
 def test_what_has_been_prepared_already_is_refused(tmp_path):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -7,10 +7,15 @@ import os
 import signal
 import socket
 import struct
+<<<<<<< HEAD
 from collections.abc import Mapping
+=======
+from collections.abc import Iterator
+>>>>>>> w-read
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from ipaddress import ip_address
+from pathlib import Path, PurePosixPath
 
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
@@ -84,14 +89,30 @@ class JobSpec:
 
 
 def usable_cores() -> float:
-    """Return how many cores this process may use at a time: by its affinity and its control group (Linux)."""
+    """Return how many cores this process may use at a time: by its affinity and its control groups (Linux)."""
     own = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    for file in (Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")):
-        with suppress(OSError, ValueError):
-            quota, period = [*file.read_text(encoding="utf-8").split(), "100000"][:2]
-            if quota not in ("max", "-1"):
-                return min(own, int(quota) / int(period))
-    return own
+    return min([own, *quotas(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
+
+
+def quotas(groups: Path, root: Path) -> Iterator[float]:
+    """Yield the cores that control groups leave a process: its own, and those that they lie in.
+
+    Args:
+        groups: lists them, as cgroups(7) says.
+        root: where they are mounted. A container may see its own there, and in `groups` the path that its host sees.
+    """
+    with suppress(OSError):
+        for line in groups.read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            files = ("cpu/{}/cpu.cfs_quota_us", "cpu/{}/cpu.cfs_period_us") if controllers else ("{}/cpu.max",)
+            for place in (PurePosixPath(path), *PurePosixPath(path).parents):
+                with suppress(OSError, ValueError):  # there is none, or it is "max"
+                    texts = [(root / file.format(f".{place}")).read_text(encoding="utf-8") for file in files]
+                    quota, period = map(int, " ".join(texts).split())
+                    if quota > 0:
+                        yield quota / period
 
 
 def threads_in(text: str) -> int | None:
@@ -129,6 +150,15 @@ def listener(host: str, port: int) -> socket.socket:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
         return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=family == socket.AF_INET6)
+
+
+def loopback_of(host: str) -> str | None:
+    """Return the loopback address for which the name of a machine stands here; None for another one, and localhost."""
+    with suppress(OSError):
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        if host not in (address, "localhost", "localhost.localdomain") and ip_address(address).is_loopback:
+            return address
+    return None
 
 
 def answers(host: str, port: int, timeout_seconds: float) -> bool:

@@ -16,7 +16,8 @@ from datetime import timedelta
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from torch.distributed.elastic import rendezvous
 
-from lockstep.launch.job import JobSpec, answers, listener
+from lockstep.errors import ranks_in_words
+from lockstep.launch.job import JobSpec, answers, listener, loopback_of
 
 _POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 5.0  # then print what is missing
@@ -159,6 +160,11 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
     def _open(self, deadline: float) -> TCPStore:
         """Open the agents' store: node 0 serves it, and the other nodes connect to it."""
         if self._job.node_rank == 0:
+            if (address := loopback_of(self._host)) is not None:
+                self._say(
+                    f"{self._host} is {address} on this machine, as its /etc/hosts may say, which no other machine "
+                    "reaches. Give --rdzv a name or an address of node 0 in the network between the nodes"
+                )
             try:
                 return self._serve(self._port)
             except OSError as error:
@@ -281,7 +287,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
                 raise JobEndedError("the job has ended without this node")
             if ended and not (is_first and self._job.nnodes - len(ended) >= self._least):
                 raise rendezvous.RendezvousClosedError(f"node {ended[0]} has finished already and cannot start again")
-            return f"node {', '.join(map(str, nodes))}" if nodes else ""
+            return ranks_in_words(nodes, "node") if nodes else ""
 
         self._wait(missing, deadline)
         if self._job.node_rank == 0:
@@ -309,8 +315,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         tokens = {node: attempt.get(f"node_{node}").decode() for node in here}
         attempt.set(_MEMBERS, json.dumps((self._ranks_store.port, tokens)))
         if set(here) != set(self._members):
-            names = ", ".join(map(str, here))
-            self._say(f"{len(here)} of at most {self._job.nnodes} nodes take part: node {names}")
+            self._say(f"{len(here)} of at most {self._job.nnodes} nodes take part: {ranks_in_words(here, 'node')}")
 
     def _acknowledge_closed(self) -> tuple[int, int] | None:
         """Return which node has given up, if any, and its exit code; let node 0 know that it may leave."""
@@ -331,10 +336,10 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
             return ""
         alive = left & self._heartbeats.alive(sorted(left), _SECONDS_UNTIL_LOST_AT_THE_END)
         if not alive:
-            names = ", ".join(map(str, sorted(left)))
-            self._say(f"node {names} is lost after its ranks' last collective: this node ends without it")
+            lost = ranks_in_words(sorted(left), "node")
+            self._say(f"this node ends without {lost}, lost since the last collective")
             return ""
-        return f"node {', '.join(map(str, sorted(alive)))} to end"
+        return f"{ranks_in_words(sorted(alive), 'node')} to end"
 
     def _poll(self, over: Callable[[], object], seconds: float) -> None:
         deadline = time.monotonic() + seconds

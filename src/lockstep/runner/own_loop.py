@@ -94,25 +94,25 @@ class OwnLoop(TrainLoop):
                 self._end_epoch()
             if self.epoch in (first + 2, count):
                 self._warn_of_rest(begun_at)
-                begun_at = {}
+                begun_at = set()
             if self.epoch == before:
                 raise _wrong_passes(f"epoch {before} has not begun to")
         self._end_training()
         run.call_hook("after_train")
         run.call_hook("after_run")
 
-    def _schedules_at(self) -> dict[str, int]:
-        """Return how often each schedule of the user's has been stepped, by its name."""
-        counts = ((type(one).__name__, getattr(one, "last_epoch", None)) for one in self.runner.param_schedulers)
-        return {name: count for name, count in counts if isinstance(count, int)}
+    def _schedules_at(self) -> set[tuple[int, str, int]]:
+        """Return the place, the name, and the count of steps of each schedule of the user's."""
+        schedules = [(type(one).__name__, getattr(one, "last_epoch", None)) for one in self.runner.param_schedulers]
+        return {(place, name, count) for place, (name, count) in enumerate(schedules) if isinstance(count, int)}
 
-    def _warn_of_rest(self, begun_at: Mapping[str, int]) -> None:
+    def _warn_of_rest(self, begun_at: set[tuple[int, str, int]]) -> None:
         """Warn of schedules that are where they were when the training began."""
-        if resting := begun_at.items() & self._schedules_at().items():
+        if resting := begun_at & self._schedules_at():
             self.runner.logger.warning(
                 "no step of %s since the training began: call scheduler.step(), after each epoch or each "
                 "session.step(), as the schedule counts. The learning rates stay as they are",
-                listed(sorted(name for name, _ in resting)),
+                listed(name for _, name, _ in sorted(resting)),
             )
 
     def iterations(self, count: int) -> Iterator[Any]:
