@@ -16,6 +16,7 @@ from lockstep.launch.job import FUNCTION, NUMA_MODES, JobSpec, interface_towards
 from lockstep.launch.notices import loading_torch, say
 from lockstep.location import make_folder
 from lockstep.output import tolerate_closed_output
+from lockstep.topology import infer_launcher, topology_if_known
 
 _FILES, _FEWEST_FILES = 1024, 64  # that may be open at a time: what most systems allow, and what two ranks need
 
@@ -81,6 +82,7 @@ def launch(
     logs = None if log_dir is None else os.fspath(log_dir)
     if logs is not None:
         make_folder(Path(logs), "--log-dir")
+    _warn_of_several(job)
     starting = f"starting {counted(job.nproc, 'rank')}"
     if job.nnodes > 1:
         most = "" if job.least_nnodes is None else "at most "
@@ -111,6 +113,18 @@ def launch(
         trains=trains,
         numa=numa,
     )
+
+
+def _warn_of_several(job: JobSpec) -> None:
+    """Warn, once, where srun or mpirun has started this command several times, but as that of one node."""
+    by, found = infer_launcher(os.environ), topology_if_known(os.environ)
+    if job.nnodes == 1 and by in ("slurm", "mpi") and found.world_size > 1 and found.rank == 0:
+        name = {"slurm": "srun", "mpi": "mpirun"}[by]
+        say(
+            f"warning: {name} has started this command {found.world_size} times, and each starts a job of its own. For "
+            "one job, start it once on each node, with --nnodes, --node-rank and --rdzv; or let "
+            f"{name} start the ranks, without `lockstep launch`"
+        )
 
 
 def _allow_files() -> None:
