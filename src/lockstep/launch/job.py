@@ -7,11 +7,7 @@ import os
 import signal
 import socket
 import struct
-<<<<<<< HEAD
-from collections.abc import Mapping
-=======
-from collections.abc import Iterator
->>>>>>> w-read
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
