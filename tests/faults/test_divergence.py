@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -318,3 +319,8 @@ def test_one_rank_has_nothing_to_compare(tmp_path: Path):
 def test_a_wrong_interval_is_refused():
     with pytest.raises(ConfigError, match="`interval` must be an int of at least 1, but is 0"):
         ReplicaCheckHook(interval=0)
+
+
+def test_a_strategy_that_lays_out_parameters_in_its_own_way_is_refused():
+    with pytest.raises(ConfigError, match=r"a subclass of NativeStrategy, such as .* but the strategy is object"):
+        ReplicaCheckHook().before_train(SimpleNamespace(strategy=object()))

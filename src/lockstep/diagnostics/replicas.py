@@ -115,8 +115,9 @@ class ReplicaCheckHook(Hook):
         """Refuse what can't be checked, then check what training starts from."""
         if not isinstance(runner.strategy, NativeStrategy):
             raise ConfigError(
-                "ReplicaCheckHook must be used with the strategies 'single', 'ddp' or 'fsdp', because an engine lays "
-                f"out the parameters in its own way, but the strategy is {type(runner.strategy).__name__}"
+                "ReplicaCheckHook must be used with a subclass of NativeStrategy, such as 'single', 'ddp' or 'fsdp', "
+                "because an engine lays out the parameters in its own way, but the strategy is "
+                f"{type(runner.strategy).__name__}"
             )
         self._equal_after = None
         self._check(runner, runner.iter)
