@@ -1,4 +1,4 @@
-"""Every error that lockstep raises, in one tree.
+"""The errors that lockstep raises, in one tree.
 
 ```
 LockstepError
@@ -13,6 +13,9 @@ LockstepError
     ├── DivergenceError                  replicas of a model are no longer equal; names the tensor and the ranks
     └── CollectiveTimeoutError (TimeoutError)   a rank did not arrive in time
 ```
+
+Some modules raise subclasses of their own: of these errors, as `BuildError` in `lockstep.registry`, or of torch's, as
+the agents' rendezvous in `lockstep.launch`.
 
 `Preempted` is no error: a signal asked the training to stop, and it has.
 

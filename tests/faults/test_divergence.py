@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep.dist import all_gather_object, get_rank, get_world_size
+from lockstep.diagnostics import replicas
+from lockstep.dist import all_gather_object, broadcast_object, get_rank, get_world_size
 from lockstep.errors import ConfigError, DivergenceError
 from lockstep.hooks import EMAHook, Hook, ReplicaCheckHook
 from lockstep.model import BaseModel
@@ -279,6 +281,35 @@ def test_unequal_amounts_of_data_and_synchronised_norms_are_no_fault(tmp_path: P
     assert runner.iter == 8
 
 
+@ranks(3)
+@pytest.mark.parametrize("lacks", [False, True])
+def test_names_are_sent_only_by_one_of_the_ranks_that_have_the_same(lacks):
+    sent: list[int] = []
+
+    def counting(call):
+        def counted(obj, src=None):
+            if src in (None, get_rank()):
+                sent.append(len(pickle.dumps(obj)))
+            return call(obj) if src is None else call(obj, src)
+
+        return counted
+
+    digests = {(f"layers.{number}.attention.weight", ""): ["float32 [8, 8] 1"] for number in range(2800)}
+    changed, last = ("layers.7.attention.weight", ""), ("layers.2799.attention.weight", "")
+    if get_rank() == 2:
+        digests[changed] = ["float32 [8, 8] 2"]
+        if lacks:
+            del digests[last]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(replicas, "all_gather_object", counting(all_gather_object))
+        monkeypatch.setattr(replicas, "broadcast_object", counting(broadcast_object), raising=False)
+        found = replicas._differences(digests)
+    expected = [(changed, [0, 1], [2], [])] + [(last, [0, 1], [2], [2])] * lacks
+    assert [(each.key, each.usual, each.unusual, each.lacking) for each in found] == expected
+    if not lacks or get_rank() == 1:
+        assert sum(sent) < 8 * 2800 + 500
+
+
 def test_one_rank_has_nothing_to_compare(tmp_path: Path):
     runner = make_runner(tmp_path, None, [ReplicaCheckHook(interval=1)], 3)
     runner.train()
@@ -288,3 +319,8 @@ def test_one_rank_has_nothing_to_compare(tmp_path: Path):
 def test_a_wrong_interval_is_refused():
     with pytest.raises(ConfigError, match="`interval` must be an int of at least 1, but is 0"):
         ReplicaCheckHook(interval=0)
+
+
+def test_a_strategy_that_lays_out_parameters_in_its_own_way_is_refused():
+    with pytest.raises(ConfigError, match=r"a subclass of NativeStrategy, such as .* but the strategy is object"):
+        ReplicaCheckHook().before_train(SimpleNamespace(strategy=object()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
 
 import pytest
+from torch.distributed import Store
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -165,6 +167,39 @@ def test_node_0_tells_of_a_name_that_others_do_not_reach(node, monkeypatch):
 def test_missing_nodes_are_named(node):
     with pytest.raises(RendezvousTimeoutError, match=r"nodes 1, 2 did not come within 0 s; start it"):
         node(0, nnodes=3, seconds=0.3).next_rendezvous()
+
+
+def test_a_node_that_waits_names_the_others_that_are_missing(node, soon):
+    said = []
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(node(0, nnodes=4, seconds=2.0).next_rendezvous)
+        with pytest.raises(RendezvousTimeoutError, match=r"nodes 2, 3 did not come within 1 s"):
+            node(1, nnodes=4, seconds=1.0, say=said.append).next_rendezvous()
+        assert said[0].startswith("waiting for nodes 2, 3 (")
+        with pytest.raises(RendezvousTimeoutError):
+            first.result()
+
+
+def test_a_node_that_waits_does_not_ask_for_each_of_the_others(node, monkeypatch):
+    first, second = node(0, nnodes=100), node(1, nnodes=100, seconds=60.0)
+    first._store = first._open(time.monotonic() + 10.0)
+    second._store = second._open(time.monotonic() + 10.0)
+    keys, looks = [], itertools.count()
+    check = Store.check
+
+    def counting(store, asked):
+        keys.append(asked)
+        return check(store, asked)
+
+    def look(seconds):
+        if next(looks) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Store, "check", counting)
+    monkeypatch.setattr(rendezvous.time, "sleep", look)
+    with pytest.raises(KeyboardInterrupt):
+        second.next_rendezvous()
+    assert 5 <= len(keys) < 30  # it has looked 5 times
 
 
 def test_a_missing_first_node_is_named(node, rdzv):

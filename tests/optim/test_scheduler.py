@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from functools import partial
 
 import pytest
@@ -158,7 +160,7 @@ def test_stepping_before_the_optimizer_does_not_warn():
             "`StepLR`: unknown argument `step`: did you mean `step_size`",
         ),
         ({"type": "StepLR", "step_size": 2, "begin": 3, "end": 3}, ConfigError, "less than `end`.*3 and 3"),
-        ({"type": "StepLR", "step_size": 0}, ConfigError, "StepLR: `step_size` must be above 0, but is 0"),
+        ({"type": "StepLR", "step_size": 0}, ConfigError, "StepLR: `step_size` must be a number above 0, but is 0"),
         (
             {"type": "ExponentialMomentum", "gamma": 0.5, "param_name": "beta"},
             ConfigError,
@@ -177,6 +179,43 @@ def test_stepping_before_the_optimizer_does_not_warn():
 def test_wrong_configs_are_refused_at_once(cfg, error, says):
     with pytest.raises(error, match=says):
         build(sgd(), [cfg], epochs=9, iters=90)
+
+
+@pytest.mark.parametrize("convert", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "arguments", "says"),
+    [
+        ("ConstantLR", {"factor": -0.5}, "`factor` must be a number of at least 0"),
+        ("ConstantLR", {"total_iters": 0}, "`total_iters` must be a number above 0"),
+        ("ConstantLR", {"end": math.nan}, "less than `end`"),
+        ("LinearLR", {"end_factor": "1"}, "`end_factor` must be a number of at least 0"),
+        ("LinearLR", {"total_iters": -1}, "`total_iters` must be a number above 0"),
+        ("StepLR", {"step_size": 2, "gamma": -0.1}, "`gamma` must be a number of at least 0"),
+        ("StepLR", {"step_size": [2]}, "`step_size` must be a number above 0"),
+        ("MultiStepLR", {"milestones": 5}, "`milestones` must be a list of numbers of at least 0"),
+        ("MultiStepLR", {"milestones": [2], "gamma": math.nan}, "`gamma` must be a number of at least 0"),
+        ("MultiStepLR", {"milestones": [-2]}, "`milestones` must be a list of numbers of at least 0"),
+        ("ExponentialLR", {"gamma": -1}, "`gamma` must be a number of at least 0"),
+        ("ExponentialLR", {"gamma": "0.9"}, "`gamma` must be a number of at least 0"),
+        ("CosineAnnealingLR", {"eta_min": -1.0}, "`eta_min` must be a number of at least 0"),
+        ("CosineAnnealingLR", {"T_max": [9]}, "`T_max` must be a number above 0"),
+        ("PolyLR", {"power": math.nan}, "`power` must be a number of at least 0"),
+        ("PolyLR", {"power": -1}, "`power` must be a number of at least 0"),
+        ("PolyLR", {"eta_min_ratio": -0.1}, "`eta_min_ratio` must be a number of at least 0"),
+        ("CosineRestartLR", {"periods": 5}, "`periods` must be a list of numbers of at least 0"),
+        ("CosineRestartLR", {"periods": [5], "restart_weights": [-1]}, "`restart_weights` must be a list of numbers"),
+        ("OneCycleLR", {"eta_max": 1.0, "div_factor": 0}, "`div_factor` must be a number above 0"),
+        ("OneCycleLR", {"eta_max": 1.0, "final_div_factor": -1}, "`final_div_factor` must be a number above 0"),
+        ("OneCycleLR", {"eta_max": 1.0, "pct_start": "x"}, "`pct_start` must be a number of at least 0"),
+        ("OneCycleLR", {"eta_max": [-1.0]}, "`eta_max` must be a number of at least 0, or a list of numbers"),
+        ("ReduceOnPlateauLR", {"factor": "x"}, "`factor` must be a number of at least 0"),
+        ("ReduceOnPlateauLR", {"patience": -1}, "`patience` must be a number of at least 0"),
+        ("ReduceOnPlateauLR", {"min_value": -0.1}, "`min_value` must be a number of at least 0, or a list of"),
+    ],
+)
+def test_arguments_that_would_train_wrongly_or_fail_later_are_refused(kind, arguments, says, convert):
+    with pytest.raises(ConfigError, match=re.escape(f"{kind}: ") + ".*" + re.escape(says)):
+        build(sgd(), [{"type": kind, **arguments, "convert_to_iter_based": convert}], epochs=9, iters=90)
 
 
 def test_epochs_are_not_counted_where_the_training_counts_none():

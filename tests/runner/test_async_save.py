@@ -260,6 +260,19 @@ def test_ranks_that_write_slowly_are_waited_for_longer_than_a_collective_is(monk
     writes.join()
 
 
+def test_a_rank_that_comes_when_rank_0_has_given_up_is_told(monkeypatch):
+    monkeypatch.setattr(background, "_MOST_WAITED", timedelta(seconds=0.1))
+    monkeypatch.setattr(background, "_LOOK", timedelta(seconds=0.1))
+    store = torch.distributed.HashStore()
+    store.set_timeout(timedelta(seconds=0.1))
+    main, other = (background.StoreExchange(store, "x", rank, 2) for rank in range(2))
+    with pytest.raises(TimeoutError, match="rank 1 did not say"):
+        main.gather("soon")
+    other.gather("late")
+    with pytest.raises(DistError, match=r"rank 0 has given up: .*rank 1 did not say what it has written"):
+        other.scatter(None)
+
+
 def test_what_is_read_from_the_store_runs_no_code(tmp_path):
     class Runs:
         def __reduce__(self):

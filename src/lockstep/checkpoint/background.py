@@ -26,7 +26,7 @@ from lockstep.checkpoint.saving import Plan, Planner, write_and_publish
 from lockstep.checkpoint.together import Failure, on_all
 from lockstep.device import can_pin_memory
 from lockstep.dist import get_dist_info
-from lockstep.errors import CollectiveTimeoutError, LockstepError, listed
+from lockstep.errors import CollectiveTimeoutError, DistError, LockstepError, error_in_words, listed
 from lockstep.location import Location
 from lockstep.watch.watch import side_store
 
@@ -187,6 +187,8 @@ class StoreExchange:
     def gather(self, value: Any) -> list[Any] | None:
         """Return the values of all ranks on rank 0, None on the others.
 
+        If rank 0 can't, it replies so, because a rank that comes later would wait in `scatter` for as long again.
+
         Raises:
             CollectiveTimeoutError: some ranks were not heard of for an hour, or the store's timeout if it is longer.
         """
@@ -194,22 +196,35 @@ class StoreExchange:
             self._put(f"{self._prefix}/result/{self._rank}", value)
             return None
         keys = {rank: f"{self._prefix}/result/{rank}" for rank in range(1, self._world_size)}
-        self._await(keys)
-        return [value, *map(self._take, keys.values())]
+        try:
+            self._await(keys)
+            return [value, *map(self._take, keys.values())]
+        except BaseException as error:
+            with suppress(torch.distributed.DistError):  # the store is gone, and so are the ranks
+                for rank in keys:
+                    self._reply(rank, None, error_in_words(error))
+            raise
 
     def scatter(self, values: Sequence[Any] | None) -> Any:
         """Return this rank's entry of the values that rank 0 gives.
 
         Raises:
             CollectiveTimeoutError: rank 0 was not heard of for an hour, or the store's timeout if it is longer.
+            DistError: rank 0 had no values of all ranks.
         """
         if values is None:
             key = f"{self._prefix}/reply/{self._rank}"
             self._await({0: key})
-            return self._take(key)
+            value, failure = self._take(key)
+            if failure is not None:
+                raise DistError(f"rank 0 has given up: {failure} (rank {self._rank})")
+            return value
         for rank in range(1, self._world_size):
-            self._put(f"{self._prefix}/reply/{rank}", values[rank])
+            self._reply(rank, values[rank])
         return values[0]
+
+    def _reply(self, rank: int, value: Any, failure: str | None = None) -> None:
+        self._put(f"{self._prefix}/reply/{rank}", (value, failure))
 
     def _await(self, keys: Mapping[int, str]) -> None:
         if not keys:

@@ -15,7 +15,7 @@ from torch.distributed import get_process_group_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.device import get_device
-from lockstep.dist import all_gather_object
+from lockstep.dist import all_gather_object, broadcast_object
 from lockstep.errors import ConfigError, DivergenceError, counted, listed, ranks_in_words, require_count
 from lockstep.model import ModelWrapper
 from lockstep.model.averaged import BaseAveragedModel
@@ -29,6 +29,7 @@ from lockstep.runner.run import TrainRun
 from lockstep.strategy.native import NativeStrategy
 from lockstep.tree import tree_items
 
+_DIGEST_BYTES = 8
 _Key: TypeAlias = tuple[str, str]  # the name of what is held, and which part of it
 
 
@@ -93,7 +94,7 @@ class ReplicaCheckHook(Hook):
     exchange of 256 bytes between the hosts.
     On two ranks of one CPU core each a check takes at most as long as a training step with AdamW, even a step on one
     sample: at the default interval 0.1 to 0.5 % of the time (`python -m benchmarks.divergence`). If replicas differ,
-    the digest of each tensor is sent as well.
+    8 bytes for each tensor are sent as well.
 
     Raises:
         ConfigError: an argument is wrong; or an engine (DeepSpeed, ColossalAI) holds the parameters.
@@ -114,8 +115,9 @@ class ReplicaCheckHook(Hook):
         """Refuse what can't be checked, then check what training starts from."""
         if not isinstance(runner.strategy, NativeStrategy):
             raise ConfigError(
-                "ReplicaCheckHook must be used with the strategies 'single', 'ddp' or 'fsdp', because an engine lays "
-                f"out the parameters in its own way, but the strategy is {type(runner.strategy).__name__}"
+                "ReplicaCheckHook must be used with a subclass of NativeStrategy, such as 'single', 'ddp' or 'fsdp', "
+                "because an engine lays out the parameters in its own way, but the strategy is "
+                f"{type(runner.strategy).__name__}"
             )
         self._equal_after = None
         self._check(runner, runner.iter)
@@ -132,11 +134,10 @@ class ReplicaCheckHook(Hook):
     def _check(self, runner: TrainRun, iteration: int) -> None:
         if runner.world_size == 1 or self._equal_after == iteration:
             return
-        digests = _digests(held_by(runner, self.ignore))
-        if not _differ(digests):
+        found = _differences(_digests(held_by(runner, self.ignore)))
+        if not found:
             self._equal_after = iteration
             return
-        found = _differences(digests)
         message = _message(found, runner.world_size, iteration, self._equal_after)
         raise DivergenceError(message, name=found[0].key[0], ranks=found[0].unusual, iteration=iteration)
 
@@ -158,34 +159,41 @@ def _digests(held: Sequence[Held]) -> dict[_Key, list[str]]:
     return digests
 
 
-def _differ(digests: Mapping[_Key, list[str]]) -> bool:
-    """Return whether any two ranks that hold the same parts have different digests. **Collective**: every rank."""
+def _differences(digests: Mapping[_Key, list[str]]) -> list[_Difference]:
+    """Return what differs between ranks that hold the same parts, in order. **Collective**: every rank.
+
+    **Cost**: one exchange of 8 bytes for each part; if one differs, two further ones, of 8 bytes, and of 8 bytes for
+    each of its values. Names are sent only if they differ: by the first of the ranks that have the same.
+    """
     by_part: dict[str, list[Any]] = {}
     for (name, part), shown in sorted(digests.items()):
         by_part.setdefault(part, []).append((name, shown))
-    seen: dict[str, bytes] = {}
-    gathered = all_gather_object({part: _hashed(repr(each)) for part, each in by_part.items()})
-    return any(seen.setdefault(part, each) != each for own in gathered for part, each in own.items())
-
-
-def _differences(digests: Mapping[_Key, list[str]]) -> list[_Difference]:
-    """Return what differs, in order. **Collective**: every rank."""
-    own = {key: _hashed(repr(shown)) for key, shown in digests.items()}
-    everywhere: list[dict[_Key, bytes]] = all_gather_object(own)
-    members: dict[str, list[int]] = {}  # the ranks that hold each part
-    for rank, digest_by_key in enumerate(everywhere):
-        for part in {part for _, part in digest_by_key}:
-            members.setdefault(part, []).append(rank)
+    members: dict[str, dict[int, bytes]] = {}  # the ranks that hold each part
+    for rank, own in enumerate(all_gather_object({part: _hashed(repr(each)) for part, each in by_part.items()})):
+        for part, digest in own.items():
+            members.setdefault(part, {})[rank] = digest
+    unequal = {part: ranks for part, ranks in members.items() if len({*ranks.values()}) > 1}
+    if not unequal:
+        return []
+    keys = [key for key in digests if key[1] in unequal]
+    kinds = all_gather_object(_hashed(repr(keys)))  # equal on ranks that have the same keys
+    keys_of = {kinds[0]: keys}
+    if len({*kinds}) > 1:
+        keys_of = {kind: broadcast_object(keys, kinds.index(kind)) for kind in dict.fromkeys(kinds)}
+    places = {kind: {key: place for place, key in enumerate(each)} for kind, each in keys_of.items()}
+    everywhere = all_gather_object(b"".join(_hashed(repr(digests[key])) for key in keys))
     found = []
     # In the order of the first rank that has it; a rank lacks it if it has other tensors of the same part.
-    for key in dict.fromkeys(key for each in everywhere for key in each):
-        by_digest: dict[bytes | None, list[int]] = {}
-        for rank in members[key[1]]:
-            by_digest.setdefault(everywhere[rank].get(key), []).append(rank)
+    for key in dict.fromkeys(key for each in keys_of.values() for key in each):
+        by_digest: dict[bytes, list[int]] = {}
+        for rank in unequal[key[1]]:
+            place = places[kinds[rank]].get(key)
+            digest = b"" if place is None else everywhere[rank][place * _DIGEST_BYTES : (place + 1) * _DIGEST_BYTES]
+            by_digest.setdefault(digest, []).append(rank)
         if len(by_digest) > 1:
             usual = max(by_digest.values(), key=len)  # of several, the one with the lowest rank
             unusual = sorted(rank for ranks in by_digest.values() if ranks is not usual for rank in ranks)
-            found.append(_Difference(key, usual, unusual, by_digest.get(None, [])))
+            found.append(_Difference(key, usual, unusual, by_digest.get(b"", [])))
     return found
 
 
@@ -210,7 +218,7 @@ def _message(found: Sequence[_Difference], world_size: int, iteration: int, equa
 
 
 def _hashed(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
 
 
 def _quoted(name: str, part: str) -> str:

@@ -22,7 +22,8 @@ def loading_torch(text: str | None = None) -> Iterator[None]:
     """Print a line before a block that imports torch, and let Ctrl-C interrupt only after the block.
 
     A `KeyboardInterrupt` inside torch's C++ initialization is lost or aborts the process (torch 2.13). A second Ctrl-C
-    does not wait. If torch has been imported already, this does nothing.
+    does not wait. If torch has been imported already, this does nothing; outside the main thread, or where SIGINT has
+    another handler than Python's, it only prints the line.
 
     Args:
         text: the line; None prints none.

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import TypeVar
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from torch.distributed.elastic import rendezvous
@@ -19,6 +20,7 @@ from torch.distributed.elastic import rendezvous
 from lockstep.errors import ranks_in_words
 from lockstep.launch.job import JobSpec, answers, listener, loopback_of
 
+_T = TypeVar("_T")
 _POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 5.0  # then print what is missing
 _SECONDS_TO_READ = 1.0
@@ -275,37 +277,48 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         store, since = self._store, time.monotonic()
         assert store is not None
 
-        def missing() -> str:
+        is_first = self._job.node_rank == 0
+
+        def missing() -> list[int]:
             nodes = self._awaited(attempt, since)
             if nodes and self.attempt == 0 and store.check([_DISAGREES]):  # later, it is a stranger to a job that runs
                 self._refuse_number(store)
             if nodes and (closed := self._acknowledge_closed()):
                 raise NodeFailedError(*closed)
-            is_first = self._job.node_rank == 0
-            ended = [node for node in (nodes if is_first else [0]) if nodes and store.check([f"done_{node}"])]
+            ended = [node for node in nodes if store.check([f"done_{node}"])]
             if ended and is_late:
                 raise JobEndedError("the job has ended without this node")
             if ended and not (is_first and self._job.nnodes - len(ended) >= self._least):
                 raise rendezvous.RendezvousClosedError(f"node {ended[0]} has finished already and cannot start again")
-            return ranks_in_words(nodes, "node") if nodes else ""
+            return nodes
 
-        self._wait(missing, deadline)
-        if self._job.node_rank == 0:
+        def in_words(nodes: list[int]) -> str:
+            return ranks_in_words(nodes if is_first else self._absent(attempt) or [0], "node")
+
+        self._wait(missing, deadline, in_words)
+        if is_first:
             self._begin(attempt)
 
     def _awaited(self, attempt: PrefixStore, since: float) -> list[int]:
-        """Return the nodes that this one awaits in an attempt, to which it came at `since`."""
-        nodes = range(self._job.nnodes)
-        absent = [node for node in nodes if not attempt.check([f"node_{node}"])]
+        """Return the nodes that this one awaits in an attempt, to which it came at `since`: node 0 awaits the others.
+
+        All nodes ask node 0's store every `_POLL_SECONDS`, so that none but node 0 asks it for each of them.
+        """
         if self._job.node_rank != 0:
-            return [] if attempt.check([_MEMBERS]) else absent or [0]
+            return [] if attempt.check([_MEMBERS]) else [0]
         assert self._heartbeats is not None
+        nodes = range(self._job.nnodes)
         alive = self._heartbeats.alive(nodes, _SECONDS_UNTIL_LOST)
-        self._here = here = alive - set(absent)
+        self._here = here = alive - set(self._absent(attempt))
         may_be_starting = self.attempt == 0 and time.monotonic() < since + _SECONDS_FOR_MORE
         if len(here) < self._least or may_be_starting:
             return [node for node in nodes if node not in here]
         return sorted(alive - here)
+
+    def _absent(self, attempt: PrefixStore) -> list[int]:
+        """Return the nodes that have not come to an attempt."""
+        keys = [f"node_{node}" for node in range(self._job.nnodes)]
+        return [] if attempt.check(keys) else [node for node, key in enumerate(keys) if not attempt.check([key])]
 
     def _begin(self, attempt: PrefixStore) -> None:
         """On node 0: begin an attempt, with a new store for the ranks, and say which nodes take part."""
@@ -346,7 +359,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         while not over() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
 
-    def _wait(self, missing: Callable[[], str], deadline: float) -> None:
+    def _wait(self, missing: Callable[[], _T], deadline: float, in_words: Callable[[_T], str] = str) -> None:
         """Wait in small steps, which Ctrl-C interrupts, until nothing is missing; print now and again what is."""
         begun, due = time.monotonic(), _PATIENCE_SECONDS
         while what := missing():
@@ -359,13 +372,13 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
                         "again with --nnodes MIN:MAX, which goes on without nodes that are lost"
                     )
                 raise rendezvous.RendezvousTimeoutError(
-                    f"{what} did not come within {deadline - begun:.0f} s; {remedy}"
+                    f"{in_words(what)} did not come within {deadline - begun:.0f} s; {remedy}"
                 )
             if now > begun + due:
                 due *= 2
                 limit = "" if math.isinf(deadline) else f" of {deadline - begun:.0f} s"
                 where = f", --rdzv {self._job.rdzv}" if self._job.rdzv else ""
-                self._say(f"waiting for {what} ({now - begun:.0f} s{limit}{where})")
+                self._say(f"waiting for {in_words(what)} ({now - begun:.0f} s{limit}{where})")
             time.sleep(_POLL_SECONDS)
 
     @property

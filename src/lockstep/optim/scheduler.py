@@ -6,8 +6,9 @@ import inspect
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import torch
@@ -80,7 +81,7 @@ class ParamScheduler(ABC):
         if self.verbose:
             _logger.warning("%s: `verbose` does nothing: the values are in every record of a run", self.title)
         self.end = None if self.end is None or math.isinf(self.end) else self.end
-        if self.begin < 0 or (self.end is not None and self.end <= self.begin):
+        if not self.begin >= 0 or (self.end is not None and not self.end > self.begin):  # so that NaN is refused, too
             raise ConfigError(
                 f"{self.title}: `begin` must be at least 0 and less than `end`, "
                 f"but they are {self.begin} and {self.end}"
@@ -191,9 +192,28 @@ class ParamScheduler(ABC):
             if self.end is None:
                 raise ConfigError(f"{self.title}: `{name}` or `end` must be given, but neither is")
             return window_length(name, self.begin, int(self.end))
-        if not isinstance(given, Sequence) and not given > 0:
-            raise ConfigError(f"{self.title}: `{name}` must be above 0, but is {given!r}")
+        if name in _LENGTHS or not isinstance(given, Sequence):
+            self._require(name, above_0=True)
         return given
+
+    def _require(self, *names: str, above_0: bool = False) -> None:
+        """Refuse arguments that are not numbers of at least 0, or above 0."""
+        for name in names:
+            given = getattr(self, name)
+            if not is_in_range(given, above_0):
+                bound = "above 0" if above_0 else "of at least 0"
+                raise ConfigError(f"{self.title}: `{name}` must be a number {bound}, but is {given!r}")
+
+    def _require_list(self, *names: str, or_one: bool = False) -> None:
+        """Refuse arguments that are not lists of numbers of at least 0, or, with `or_one`, one such number."""
+        for name in names:
+            given = getattr(self, name)
+            is_list = isinstance(given, Iterable) and all(map(is_in_range, given))
+            if not is_list and not (or_one and is_in_range(given)):
+                or_number = "a number of at least 0, or " if or_one else ""
+                raise ConfigError(
+                    f"{self.title}: `{name}` must be {or_number}a list of numbers of at least 0, but is {given!r}"
+                )
 
     def _by_group(self, name: str) -> list[float]:
         """Return an argument as a list with one number per parameter group; it may be given as one number."""
@@ -250,6 +270,11 @@ def number_in(value: float | Tensor | None) -> float:
         number = float(value)
         _held[value] = value._version, number
     return float(number)
+
+
+def is_in_range(value: object, above_0: bool = False) -> bool:
+    """Return whether a value is a number of at least 0, or above 0; NaN is none."""
+    return isinstance(value, Real) and (float(value) > 0 if above_0 else float(value) >= 0)
 
 
 def _is_number(value: object) -> bool:
@@ -333,6 +358,7 @@ class FloorScheduler(FormulaScheduler):
     def __post_init__(self) -> None:
         if self.eta_min is not None and self.eta_min_ratio is not None:
             raise ConfigError(f"{self.title}: either `eta_min` or `eta_min_ratio` may be given, but both are")
+        self._require(*(name for name in ("eta_min", "eta_min_ratio") if getattr(self, name) is not None))
         super().__post_init__()
 
     def floor(self) -> tuple[float, float]:

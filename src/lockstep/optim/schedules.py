@@ -8,7 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from lockstep.errors import ConfigError, did_you_mean, require_one_of
-from lockstep.optim.scheduler import WINDOW, FloorScheduler, FormulaScheduler, ParamScheduler, for_momentum, for_rates
+from lockstep.optim.scheduler import (
+    WINDOW,
+    FloorScheduler,
+    FormulaScheduler,
+    ParamScheduler,
+    for_momentum,
+    for_rates,
+    is_in_range,
+)
 
 
 @for_rates
@@ -23,6 +31,10 @@ class ConstantLR(FormulaScheduler):
 
     factor: float = 1 / 3
     total_iters: int = WINDOW
+
+    def __post_init__(self) -> None:
+        self._require("factor")
+        super().__post_init__()
 
     def multiplier(self, t: int) -> float:
         """Return `factor`, then 1."""
@@ -48,6 +60,7 @@ class LinearLR(FormulaScheduler):
     total_iters: int = WINDOW
 
     def __post_init__(self) -> None:
+        self._require("start_factor", "end_factor")
         if not 0 < self.start_factor <= 1 or not 0 <= self.end_factor <= 1:
             raise ConfigError(
                 f"{self.title}: `start_factor` must be above 0 and, like `end_factor`, at most 1, but they are "
@@ -75,6 +88,11 @@ class StepLR(FormulaScheduler):
     step_size: int
     gamma: float = 0.1
 
+    def __post_init__(self) -> None:
+        self._require("gamma")
+        self._require("step_size", above_0=True)
+        super().__post_init__()
+
     def multiplier(self, t: int) -> float:
         """Return the power of `gamma`."""
         return float(self.gamma ** (t // self.step_size))
@@ -94,6 +112,8 @@ class MultiStepLR(FormulaScheduler):
     gamma: float = 0.1
 
     def __post_init__(self) -> None:
+        self._require("gamma")
+        self._require_list("milestones")
         self.milestones = sorted(self.milestones)
         super().__post_init__()
 
@@ -113,11 +133,15 @@ class ExponentialLR(FormulaScheduler):
 
     gamma: float
 
+    def __post_init__(self) -> None:
+        self._require("gamma")
+        super().__post_init__()
+
     @classmethod
     def stretched(cls, arguments: Mapping[str, Any], epoch_length: int) -> dict[str, Any]:
         """Return the arguments, converted to batches: the factors of one epoch's batches multiply to `gamma`."""
         stretched = super().stretched(arguments, epoch_length)
-        if "gamma" in stretched:
+        if is_in_range(stretched.get("gamma")):  # what is not is refused when the schedule is made
             stretched["gamma"] **= 1 / epoch_length
         return stretched
 
@@ -161,6 +185,10 @@ class PolyLR(FloorScheduler):
     power: float = 1.0
     total_iters: int = WINDOW
 
+    def __post_init__(self) -> None:
+        self._require("power")
+        super().__post_init__()
+
     def multiplier(self, t: int) -> float:
         """Return the height of the polynomial."""
         return float((1 - min(t, self.total_iters) / self.total_iters) ** self.power)
@@ -184,8 +212,10 @@ class CosineRestartLR(FloorScheduler):
     restart_weights: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
+        self._require_list("periods")
         if self.restart_weights is None:
             self.restart_weights = [1.0] * len(self.periods)
+        self._require_list("restart_weights")
         if not self.periods or len(self.periods) != len(self.restart_weights) or min(self.periods) < 1:
             raise ConfigError(
                 f"{self.title}: `periods` must be numbers of at least 1, with as many `restart_weights`, but they are "
@@ -236,6 +266,8 @@ class OneCycleLR(FormulaScheduler):
     def __post_init__(self) -> None:
         if (self.eta_max is None) == (self.max_lr is None):
             raise ConfigError(f"{self.title}: `eta_max` must be given, or `max_lr`, which is its name in torch")
+        self._require("pct_start")
+        self._require("div_factor", "final_div_factor", above_0=True)
         if self.anneal_strategy not in ("cos", "linear") or not 0 <= self.pct_start <= 1:
             raise ConfigError(
                 f"{self.title}: `anneal_strategy` must be 'cos' or 'linear' and `pct_start` between 0 and 1, but they "
@@ -243,6 +275,7 @@ class OneCycleLR(FormulaScheduler):
             )
         self.eta_max = self.max_lr if self.eta_max is None else self.eta_max
         self.max_lr = None
+        self._require_list("eta_max", or_one=True)
         super().__post_init__()
 
     def first_values(self) -> list[float]:
@@ -323,6 +356,8 @@ class ReduceOnPlateauLR(ParamScheduler):
     def __post_init__(self) -> None:
         require_one_of("rule", self.rule, ("less", "greater"))
         require_one_of("threshold_rule", self.threshold_rule, ("rel", "abs"))
+        self._require("factor", "patience", "threshold", "cooldown", "eps")
+        self._require_list("min_value", or_one=True)
         if not 0 <= self.factor < 1:
             raise ConfigError(f"{self.title}: `factor` must be at least 0 and less than 1, but is {self.factor}")
         self._best: float | None = None
