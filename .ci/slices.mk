@@ -13,13 +13,18 @@ SLICE_CHECKPOINTS := tests/checkpoint/test_saving.py tests/checkpoint/test_attac
 	tests/runner/test_position.py::test_the_rest_of_an_epoch_is_dealt_anew \
 	tests/weights/test_export.py::test_each_form_holds_what_was_trained tests/weights/test_loading.py
 
-# Units of FSDP and ranks that use different ones, dtypes, tensor parallelism, a compiled model, states of optimizers.
+# Units of FSDP and ranks that use different ones, dtypes, tensor parallelism, a compiled model, states of optimizers; of
+# the bodies of the GPU tests one of each kind.
 SLICE_LAYOUTS := tests/model/fsdp/test_wrapper.py::test_no_sync_reduces_nothing_until_the_window_ends \
 	tests/model/fsdp/test_consistency.py::test_ranks_that_use_different_layers_of_one_shape_are_refused \
 	tests/model/fsdp/test_consistency.py::test_a_parameter_without_gradient_on_every_rank_has_none_and_others_get_zeros \
 	tests/strategy/test_fsdp.py::test_a_checkpoint_of_one_strategy_is_loaded_by_another \
 	tests/strategy/test_fsdp_dtypes.py::test_units_are_cut_by_dtype_and_scalars_stay_whole \
 	tests/strategy/test_fsdp_refusals.py tests/strategy/test_optimizer_trial.py \
+	"tests/gpu/test_bodies.py::test_a_collective_gives_what_it_should[all_reduce, sum-2]" \
+	"tests/gpu/test_bodies.py::test_losses_are_those_of_a_plain_loop_on_the_cpu[fsdp-accumulating-2]" \
+	"tests/gpu/test_bodies.py::test_a_run_goes_on_as_if_it_had_not_stopped[fsdp-None-async]" \
+	"tests/gpu/test_bodies.py::test_a_rank_that_goes_wrong_is_named_on_all_others[another op]" \
 	tests/strategy/test_tensor_parallel.py::test_a_checkpoint_is_loaded_under_any_layout \
 	tests/strategy/test_compile.py::test_a_model_that_its_user_has_compiled_has_no_other_names \
 	tests/strategy/test_optim_state.py::test_ranks_go_on_as_if_they_had_not_stopped \

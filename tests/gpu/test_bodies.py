@@ -27,6 +27,8 @@ from .conftest import NO_DEVICE
 
 ROOT = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.layouts
+
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", [*collectives.CASES, *collectives.WAITING])
