@@ -91,7 +91,8 @@ def test_each_sample_of_each_epoch_is_augmented_anew(kind: str, workers: int, tm
     loader = None
     if kind == "seeded loader":  # as torch's page on reproducibility has it
         seeded = torch.Generator().manual_seed(0)
-        loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=workers, generator=seeded)
+        context = {"multiprocessing_context": "fork"} if workers else {}  # others import torch in each worker
+        loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=workers, generator=seeded, **context)
     seen = train(tmp_path, None, workers, epochs=3, train_dataloader=loader)
     made = [value for rank in seen for batch in rank["made"] for (value,) in batch]
     assert len(set(made)) == len(made) == 48
