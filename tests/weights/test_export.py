@@ -297,6 +297,16 @@ def test_a_former_export_is_replaced_on_demand_and_nothing_of_it_is_left(tmp_pat
         assert content(out / "model.safetensors").keys() == {"words.weight", "head.bias", "mask", "count"}
 
 
+@ranks(1)
+def test_an_empty_folder_is_filled_at_once(tmp_path: Path) -> None:
+    runner = train(tmp_path / "work", "single")
+    (tmp_path / "saved").mkdir()
+    before = (tmp_path / "saved").stat().st_ino
+    runner.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved").stat().st_ino != before  # another folder, with all files, has got its name
+    assert content(tmp_path / "saved" / "model.safetensors")
+
+
 @ranks(2)
 def test_a_rank_that_cannot_write_tells_the_others(tmp_path: Path) -> None:
     runner = train(tmp_path / "work", "fsdp")

@@ -246,9 +246,9 @@ def check_new(out: Location, *, file: bool, overwrite: bool | None = None) -> No
 class SafetensorsWriter:
     """Writes tensors one by one into one or several files, and then what belongs beside them.
 
-    On a disk all is written into a hidden folder beside OUT, which gets its name at the end. Behind a URL the files
-    appear one by one, the JSON files last. A failure is kept until `finish`, so that a rank that writes can go on
-    taking part in collectives.
+    On a disk all is written into a hidden folder beside OUT, which gets its name at the end. In a folder that is
+    overwritten, and behind a URL, the files appear one by one, the JSON files last. A failure is kept until `finish`,
+    so that a rank that writes can go on taking part in collectives.
 
     Args:
         out: the folder; or, with `single`, the file.
@@ -352,7 +352,9 @@ class SafetensorsWriter:
 
     def _publish(self) -> None:
         if self._draft is not None and isinstance(self.out, Path):
-            if not self.single and not self.out.exists():
+            if not self.single and not (self.out.exists() and any(self.out.iterdir())):
+                if self.out.exists():
+                    self.out.rmdir()
                 self._draft.rename(self.out)
                 return
             for written in self._written:
