@@ -154,7 +154,8 @@ class PretrainedOptions(TypedDict, total=False):
         dtype: convert floating-point weights to it.
         prefix: write only the part of the model with this name, its weights without the prefix.
         ema: beside EMAHook, False for the trained weights; by default the averaged ones, as in a checkpoint.
-        overwrite: replace the weights that a folder holds, and files of the same names; others stay.
+        overwrite: replace the weights that a folder holds, and files of the same names, one by one; others stay. Who is
+            killed meanwhile leaves some of each.
     """
 
     max_shard_size: int | str
