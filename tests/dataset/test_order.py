@@ -68,8 +68,8 @@ def distances(pairs: list[tuple[NDArray[np.int64], NDArray[np.int64]]], size: in
 
 def inversions(order: NDArray[np.int64]) -> int:
     """Count the pairs of positions whose samples are in the opposite order."""
-    if len(order) < 2:
-        return 0
+    if len(order) <= 64:
+        return int(np.triu(order[:, None] > order).sum())
     first, second = np.split(order, [len(order) // 2])
     between = len(first) - np.searchsorted(np.sort(first), second)
     return inversions(first) + inversions(second) + int(between.sum())

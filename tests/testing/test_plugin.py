@@ -305,6 +305,7 @@ def test_a_session_without_tests_has_too_few_as_well(pytester: pytest.Pytester) 
     result.stdout.fnmatch_lines(["rank tests: only 0 passed, but --min-rank-tests asks for 1"])
 
 
+@pytest.mark.jobs
 def test_ranks_of_tests_that_run_two_at_a_time_are_counted(pytester: pytest.Pytester) -> None:
     body = HEAD + "@ranks(2)\ndef test_it():\n    assert all_gather_object(get_rank()) == [0, 1]\n"
     pytester.makepyfile(test_one=body, test_two=body)
