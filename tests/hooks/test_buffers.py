@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,52 @@ def test_means_of_buffers_that_tensor_parallelism_has_replicated():
     count = DTensor.from_local(torch.tensor(5 + get_rank()), mesh, [Replicate()], run_check=False)
     average_buffers([scale, count])
     assert (scale.to_local().item(), count.to_local().item()) == (1.5, 5)
+
+
+def log_of(work_dir: Path) -> str:
+    return next(work_dir.glob("*/log.txt")).read_text()
+
+
+class Positions(Net):
+    """Has a table of positions, of which it extends the table when a sample of this rank needs more of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(0), persistent=False)
+
+    def forward(self, x, y, mode: str = "tensor"):
+        if get_rank() + 2 > len(self.table):
+            self.table = torch.arange(get_rank() + 2.0)
+        return super().forward(x + self.table[1], y, mode)
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_buffer_of_other_shapes_stays_as_it_is(strategy: str, tmp_path: Path):
+    ema = {"type": "EMAHook", "momentum": 0.5, "update_buffers": True}
+    runner = make_runner(tmp_path, [ema], Predicted(), Positions, strategy=strategy)
+    runner.train()
+    assert unwrap_model(runner.model).table.tolist() == list(range(get_rank() + 2))
+    assert "these buffers" not in log_of(tmp_path)
+
+
+class Codebook(Net):
+    """Follows the mean of its inputs, of this rank's alone or of all ranks'."""
+
+    def __init__(self, together: bool) -> None:
+        super().__init__()
+        self.together = together
+        self.register_buffer("code", torch.zeros(3))
+
+    def forward(self, x, y, mode: str = "tensor"):
+        if self.training:
+            self.code.lerp_(torch.stack(all_gather_object(x.mean(0))).mean(0) if self.together else x.mean(0), 0.5)
+        return super().forward(x, y, mode)
+
+
+@ranks(2)
+@pytest.mark.parametrize("together", [True, False])
+def test_buffers_that_each_rank_updates_by_itself_are_warned_of(together: bool, tmp_path: Path):
+    runner = make_runner(tmp_path, [], None, partial(Codebook, together))
+    runner.train()
+    assert log_of(tmp_path).count("with its own samples: code. They") == (not together)

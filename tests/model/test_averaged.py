@@ -172,7 +172,7 @@ def test_rules_of_ones_own_are_used():
         (lambda: MomentumAnnealingEMA(net(), gamma=0), "`gamma` must be above 0, but is 0"),
         (
             lambda: ExponentialMovingAverage(net()).update_parameters(nn.Linear(3, 2)),
-            "`model` must be the Sequential that is averaged, with 4 parameters and 3 buffers .* is a Linear with 2 ",
+            "the Sequential that is averaged, with 4 parameters of its shapes and 3 buffers, .* is a Linear with 2 ",
         ),
     ],
 )

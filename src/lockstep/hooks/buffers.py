@@ -6,14 +6,19 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.dist import all_reduce_params, broadcast_tree
-from lockstep.model.shards import own_shard
+from lockstep.dist.agreement import differing
+from lockstep.errors import listed
+from lockstep.model import unwrap_model
+from lockstep.model.norm import BATCH_NORMS, INSTANCE_NORMS
+from lockstep.model.shards import digests, own_shard
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
 
+_ITERATIONS = 3  # after which buffers are compared
 _WITHOUT_FLOAT64 = ("mps", "npu")  # in torch or in its collectives
 
 
@@ -24,20 +29,68 @@ class SyncBuffersHook(Hook):
     During an epoch, the running statistics of BatchNorm depend on each rank's own samples, but all ranks must validate
     and save the same model. All floating buffers are averaged, and the others are copied from rank 0. Buffers that are
     equal on all ranks, such as a table of frequencies, stay as they are, bit for bit; on devices without float64 they
-    may be rounded.
+    may be rounded. A buffer that has another shape on another rank, such as a table that the model extends for longer
+    inputs, stays as it is on each.
 
-    **Cost**: one all_reduce of float64, for complex buffers another one, and one broadcast_tree.
+    After three iterations, floating buffers are compared, except those of normalisations. Where they differ, their mean
+    may not be what the model needs, and a warning names them.
+
+    **Cost**: one exchange between the hosts, one all_reduce of float64, for complex buffers another one, and one
+    broadcast_tree. The comparison, once in a training: one reading of the buffers, one host read, and one exchange.
     """
+
+    _iterations = 0
+
+    def before_train(self, runner: TrainRun) -> None:
+        """Begin to count iterations."""
+        self._iterations = 0
+
+    def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """Compare what each rank may have updated with its own samples."""
+        self._iterations += 1
+        if self._iterations == _ITERATIONS and runner.distributed:
+            _warn_of_own_updates(runner)
 
     def before_val_epoch(self, runner: Run) -> None:
         """Average before validating."""
-        average_buffers(runner.model.buffers())
+        average_buffers(alike_on_all(unwrap_model(runner.model)).values())
 
     before_test_epoch = before_val_epoch
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Average before saving; the checkpoint refers to these tensors."""
         self.before_val_epoch(runner)
+
+
+def alike_on_all(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that have one shape and dtype on all ranks, by name. **Collective**: every rank."""
+    buffers = dict(model.named_buffers())
+    by_rank = differing({name: (buffer.shape, buffer.dtype) for name, buffer in buffers.items()})
+    if by_rank is None:
+        return buffers
+    return {name: buffers[name] for name, form in by_rank[0].items() if all(one.get(name) == form for one in by_rank)}
+
+
+def _warn_of_own_updates(run: TrainRun) -> None:
+    """Warn of buffers that are not the same on all ranks. **Collective**: every rank."""
+    norms = [part for part in run.model.modules() if isinstance(part, BATCH_NORMS + INSTANCE_NORMS)]
+    of_norms = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+    compared = {
+        name: buffer
+        for name, buffer in alike_on_all(unwrap_model(run.model)).items()
+        if buffer.is_floating_point() and buffer.layout is torch.strided and id(buffer) not in of_norms
+    }
+    by_rank = differing(digests(list(compared.values())).tolist() if compared else [])
+    if by_rank is None:
+        return
+    columns = zip(compared, zip(*by_rank, strict=True), strict=True)
+    run.logger.warning(
+        "these buffers are not the same on all ranks, each of which updates them with its own samples: %s. They are "
+        "averaged before each validation and checkpoint, which may not be what the model needs. Let their layer use "
+        "the samples of all ranks: many do if the process group exists when they are built, so call "
+        "lockstep.dist.init_dist() before; or give `ddp` broadcast_buffers=True, which takes those of rank 0",
+        listed(name for name, column in columns if len(set(column)) > 1),
+    )  # fmt: skip
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.values import is_count
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.hooks.buffers import average_buffers
+from lockstep.hooks.buffers import alike_on_all, average_buffers
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.averaged import BaseAveragedModel
 from lockstep.model.parts import INSIDE_WRAPPERS
@@ -212,7 +212,7 @@ class EMAHook(Hook):
 
     def _sync_buffers(self) -> None:
         if self.ema_model.update_buffers:
-            average_buffers(self.ema_model.module.buffers())
+            average_buffers(alike_on_all(self.ema_model.module).values())
 
     def _weights(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield name, average and value of each tensor that is averaged, tied ones under each of their names."""

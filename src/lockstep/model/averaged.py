@@ -110,18 +110,22 @@ class BaseAveragedModel(nn.Module, ABC):
         """Return the tensors that are averaged and those that are copied, here and in `model`."""
         parameters, buffers = _tensors_of(self.module)
         their_parameters, their_buffers = _tensors_of(model)
-        if [x.shape for x in parameters + buffers] != [x.shape for x in their_parameters + their_buffers]:
+        is_same = [x.shape for x in parameters] == [x.shape for x in their_parameters]
+        if not is_same or len(buffers) != len(their_buffers):
             raise ValueError(
                 f"`model` must be the {type(self.module).__name__} that is averaged, with {len(parameters)} "
-                f"parameters and {len(buffers)} buffers of its shapes, but is a {type(model).__name__} with "
+                f"parameters of its shapes and {len(buffers)} buffers, but is a {type(model).__name__} with "
                 f"{len(their_parameters)} and {len(their_buffers)}"
             )
         averaged, copied = _Pairs(), _Pairs()
         for pair in zip(parameters, their_parameters, strict=True):
             is_number = pair[0].is_floating_point() or pair[0].is_complex()  # not so quantized weights
             (averaged if is_number else copied).append(pair)
-        for pair in zip(buffers, their_buffers, strict=True):
-            (averaged if self.update_buffers and pair[0].is_floating_point() else copied).append(pair)
+        for own, theirs in zip(buffers, their_buffers, strict=True):
+            is_alike = own.shape == theirs.shape
+            if not is_alike:  # a table that the model extends for longer inputs
+                own.resize_(theirs.shape)
+            (averaged if is_alike and self.update_buffers and own.is_floating_point() else copied).append((own, theirs))
         return averaged, copied
 
     def _average(self, averaged: list[Tensor], source: list[Tensor], steps: int) -> None:
