@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint import read_meta
 from lockstep.dist import get_rank
+from lockstep.errors import ConfigError
 from lockstep.hooks import Hook
 from lockstep.runner import Runner, load_checkpoint
 from lockstep.testing import ranks
@@ -184,3 +185,17 @@ def test_the_log_of_each_rank_says_why_a_run_has_failed(tmp_path: Path) -> None:
     log = next(tmp_path.glob(f"*/{name}")).read_text()
     assert "ValueError: no such thing" in log
     assert "hunter2" not in log
+
+
+class Unsaveable(Net):
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"act": torch.nn.functional.gelu}  # as neuralop's models keep the arguments of their constructor
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_state_that_cannot_be_saved_is_told_before_the_training(strategy: str, tmp_path: Path):
+    model = Unsaveable()
+    with pytest.raises(ConfigError, match=r"`model\._extra_state\.act` must be a tensor"):
+        trained(model, tmp_path, 1, strategy=strategy)
+    assert not model.names

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.checkpoint import is_checkpoint, remove
+from lockstep.checkpoint.values import encode
 from lockstep.errors import ConfigError, require_one_of
 from lockstep.hooks.arguments import RULES, check_metrics, rule_of, unknown_metric
 from lockstep.location import Location, locate
@@ -136,8 +137,10 @@ class CheckpointHook(Hook):
         check_metrics("save_best", names, runner)
         for name in names:
             self._rule(name)
-        if self.save_optimizer and isinstance(runner.strategy, NativeStrategy):
-            runner.strategy.optim_state()
+        if isinstance(runner.strategy, NativeStrategy):  # an engine's states are dear
+            encode(runner.strategy.model_state(), ("model",), {})
+            if self.save_optimizer:
+                runner.strategy.optim_state()
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Keep the metrics until every hook has seen them, so that the checkpoint includes this validation."""
