@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
 from hashlib import blake2b
@@ -104,11 +104,6 @@ class Calls:
         failure: the error that says why this group can't be used further; None if it can.
         has_failed: whether a call has raised an error of which other ranks may not know.
     """
-
-    __slots__ = (
-        "_kinds", "_recent", "_seen", "began", "device_index", "digest", "event", "failure", "has_failed", "inside",
-        "number", "resets", "running", "since", "waiting",
-    )  # fmt: skip
 
     def __init__(self) -> None:
         self.resets = -1
@@ -279,11 +274,8 @@ def first_difference(records: Sequence[Record]) -> int | None:
 
 def unlike_most(values: Mapping[int, Hashable]) -> list[int]:
     """Return the keys of the values that differ from most of them, or from the first one if there is no majority."""
-    keys_of: dict[Hashable, list[int]] = {}
-    for key, value in values.items():
-        keys_of.setdefault(value, []).append(key)
-    usual = max(keys_of.values(), key=len)  # of several, the first
-    return sorted(set(values) - set(usual))
+    [(usual, _)] = Counter(values.values()).most_common(1)  # of several, the first
+    return sorted(key for key, value in values.items() if value != usual)
 
 
 def grouped(lines: Mapping[int, str]) -> str:
@@ -301,11 +293,8 @@ def fingerprint(what: _Key) -> int:
 
 
 def _site(code: CodeType, instruction: int) -> str:
-    line = code.co_firstlineno
-    for start, end, number in code.co_lines():
-        if start <= instruction < end and number is not None:
-            line = number
-    return f"{short_path(code.co_filename)}:{line}"
+    lines = (line for start, end, line in code.co_lines() if start <= instruction < end and line is not None)
+    return f"{short_path(code.co_filename)}:{next(lines, code.co_firstlineno)}"
 
 
 def short_path(file: str) -> str:

@@ -284,12 +284,9 @@ def scatter(
     if is_mixed:
         wires = [wire.to(comm.comm_device) for wire in wires]
     if comm.rank == src:
-        handle = transfer([], [(wire, rank) for rank, wire in enumerate(wires) if rank != src], comm)
-        own = wires[src]
-        if tensor.untyped_storage().data_ptr() in {wire.untyped_storage().data_ptr() for wire in wires}:
-            handle = Handle([handle], comm, lambda: copy_into(tensor, own))  # once nothing is sent from there
-        else:
-            copy_into(tensor, own)
+        sending = transfer([], [(wire, rank) for rank, wire in enumerate(wires) if rank != src], comm)
+        # Once nothing is sent from there: `tensor` may share memory with what the others get.
+        handle = Handle([sending], comm, lambda: copy_into(tensor, wires[src]))
     else:
         stays = comm.is_alone or (comm.carries(tensor) and not is_mixed)
         received = place_for(tensor, tensor.device if stays else comm.comm_device)
