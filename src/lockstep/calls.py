@@ -73,17 +73,16 @@ class _CallKind:
         fingerprint: 64 bits of `what`, and of the function of lockstep that makes the call, if it is not the caller.
     """
 
-    __slots__ = ("_code", "_detail", "_instruction", "_user", "fingerprint", "what")
+    __slots__ = ("_code", "_instruction", "_user", "fingerprint", "what")
 
-    def __init__(self, code: CodeType, instruction: int, what: _Key, detail: str, user: str | None) -> None:
-        self._code, self._instruction, self._detail = code, instruction, detail
+    def __init__(self, code: CodeType, instruction: int, what: _Key, user: str | None) -> None:
+        self._code, self._instruction = code, instruction
         self.what, self._user, self.fingerprint = what, user, fingerprint((*what, user))
 
     def described(self) -> Call:
         """Return it as text."""
         name, *arguments = self.what
-        text = f"{name}{self._detail}" if self._detail else f"{name}({', '.join(map(_described, arguments))})"
-        text += f" in {self._user}" if self._user else ""
+        text = f"{name}({', '.join(map(_described, arguments))})" + (f" in {self._user}" if self._user else "")
         return Call(text, _site(self._code, self._instruction), self.fingerprint)
 
 
@@ -130,13 +129,12 @@ class Calls:
             self.has_failed = True
             raise copy(self.failure)
 
-    def add(self, name: str, arguments: tuple[object, ...], detail: str = "") -> bool:
+    def add(self, name: str, arguments: tuple[object, ...]) -> bool:
         """Record a call, and return whether it is the first of its kind in this group, as it is then on every rank.
 
         Args:
             name: name of the function.
             arguments: what must be the same on all ranks; of tensors, this is dtype and shape.
-            detail: what may differ between ranks.
         """
         function = sys._getframe(2)  # after `check_call`
         frame = function.f_back or function  # called by no Python code, such as atexit
@@ -154,13 +152,13 @@ class Calls:
             frame = frame.f_back
         # The hash of a code object takes long; a kind keeps the object, so that no other gets its id.
         what = (name, *[(x.dtype, x.shape) if isinstance(x, Tensor) else x for x in arguments])
-        key: _Key = (id(frame.f_code), frame.f_lasti, detail, user, what)
+        key: _Key = (id(frame.f_code), frame.f_lasti, user, what)
         kind = self._kinds.get(key)
         is_new = False
         if kind is None:
             if len(self._kinds) >= 4 * _KEPT:
                 self._kinds.clear()
-            kind = self._kinds[key] = _CallKind(frame.f_code, frame.f_lasti, what, detail, user)
+            kind = self._kinds[key] = _CallKind(frame.f_code, frame.f_lasti, what, user)
             is_new = kind.fingerprint not in self._seen and len(self._seen) < _MOST_FINGERPRINTS
             if is_new:
                 self._seen.add(kind.fingerprint)

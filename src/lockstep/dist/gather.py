@@ -221,7 +221,7 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
     require_only_on(dst, "gather_list", gather_list, comm)
     if comm.rank == dst and outputs is NOT_GIVEN:
         raise TypeError(f"`async_op` needs the form gather(tensor, gather_list, dst) ({comm.this_rank})")
-    _require_form("data", data, outputs, comm, "gather_list")
+    _require_form(data, outputs, comm, "gather_list")
     check_call("gather", comm, dst, async_op=True)
     return _start_gather(comm.to_wire(data), dst, comm, outputs)
 
@@ -297,7 +297,7 @@ def scatter(
 def _all_gather(data: Tensor, comm: Comm, uneven: bool) -> list[Tensor]:
     if uneven:
         check_call("all_gather", comm, compares=False)
-        wire, headers = _exchange_headers("data", data, comm)
+        wire, headers = _exchange_headers(data, comm)
         alike = all(header[:2] == headers[0][:2] for header in headers)
     else:
         require_tensor("data", data)
@@ -313,7 +313,7 @@ def _all_gather(data: Tensor, comm: Comm, uneven: bool) -> list[Tensor]:
 
 def _all_gather_into(outputs: Sequence[Tensor], data: Any, comm: Comm, uneven: bool, async_op: bool) -> Handle:
     if async_op or not uneven:
-        _require_form("data", data, outputs, comm)
+        _require_form(data, outputs, comm)
         require_alike(f"tensor_list[{comm.rank}]", outputs[comm.rank], "`tensor`", data, comm)
         if not uneven:
             for rank, output in enumerate(outputs):
@@ -322,7 +322,7 @@ def _all_gather_into(outputs: Sequence[Tensor], data: Any, comm: Comm, uneven: b
         wire = comm.to_wire(data)
     else:
         check_call("all_gather", comm, compares=False)
-        wire, _ = _exchange_headers("data", data, comm, outputs)
+        wire, _ = _exchange_headers(data, comm, outputs)
     return gather_into(outputs, wire, comm, async_op)
 
 
@@ -342,7 +342,7 @@ def _all_gather_with_grads(data: Any, comm: Comm, uneven: bool) -> list[Tensor]:
 
 def _gather(data: Any, dst: int, comm: Comm, outputs: Sequence[Tensor]) -> list[Tensor]:
     """Return every rank's tensor on `dst`, in `outputs` if given; nothing elsewhere."""
-    wire, headers = _exchange_headers("data", data, comm, outputs, "gather_list")
+    wire, headers = _exchange_headers(data, comm, outputs, "gather_list")
     parts = [] if outputs is NOT_GIVEN else list(outputs)
     if comm.rank == dst and outputs is NOT_GIVEN:
         parts = [torch.empty(x.shape, dtype=x.dtype, device=wire.device) for x in headers]
@@ -364,12 +364,10 @@ def _start_gather(wire: Tensor, dst: int, comm: Comm, outputs: Sequence[Tensor])
     return Handle([handle], comm, lambda: copy_all(places, [x for x, _ in arriving]))
 
 
-def _require_form(
-    name: str, data: object, outputs: Sequence[Tensor], comm: Comm, list_name: str = "tensor_list"
-) -> None:
+def _require_form(data: object, outputs: Sequence[Tensor], comm: Comm, list_name: str = "tensor_list") -> None:
     """Raise unless `data` is a tensor and `outputs`, if given, holds one tensor for each rank."""
     if outputs is NOT_GIVEN:
-        require_tensor(name, data)
+        require_tensor("data", data)
         return
     if not isinstance(data, Tensor):
         raise TypeError(
@@ -381,11 +379,11 @@ def _require_form(
 
 
 def _exchange_headers(
-    name: str, data: Any, comm: Comm, outputs: Sequence[Tensor] = NOT_GIVEN, list_name: str = "tensor_list"
+    data: Any, comm: Comm, outputs: Sequence[Tensor] = NOT_GIVEN, list_name: str = "tensor_list"
 ) -> tuple[Tensor, list[Header]]:
     """Return the tensor to send, and every rank's header, once all ranks can take part and their lists fit."""
     with report_failure(comm):  # also where a device has no memory left
-        _require_form(name, data, outputs, comm, list_name)
+        _require_form(data, outputs, comm, list_name)
         wire = comm.to_wire(data)
         encoded = encode(header_of(wire, wire.is_cpu, None if outputs is NOT_GIVEN else outputs))
     headers = [decode(one)[0] for one in exchange(comm, encoded)]
