@@ -287,7 +287,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "none": (lambda: dist.all_reduce(), r"all_reduce\(\) missing 1 required argument: 'data'"),
     "none ": (lambda: dist.all_gather_object(), r"all_gather_object\(\) missing 1 required argument: 'data'"),
     "none  ": (lambda: dist.init_local_group(), r"init_local_group\(\) missing 1 required argument: 'node_rank'"),
-    "none   ": (lambda: dist.collect_results([1]), r"collect_results\(\) missing 1 required positional argument: 'size'"),
+    "none   ": (
+        lambda: dist.collect_results([1]),
+        r"collect_results\(\) missing 1 required positional argument: 'size'",
+    ),
     "misspelt": (lambda: dist.all_reduce(tensr=ONE), r"all_reduce\(\) got an unexpected keyword argument 'tensr'"),
     "misspelt ": (lambda: dist.collect_results(result=[1], size=1), "unexpected keyword argument 'result'"),
 }

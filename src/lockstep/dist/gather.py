@@ -141,7 +141,7 @@ def all_gather(  # type: ignore[misc]  # the overloads share their places, not t
     if isinstance(data, Tensor):
         if async_op:
             raise TypeError("`async_op` needs the form all_gather(tensor_list, tensor)")
-        comm = resolve(_group_argument(tensor, group))
+        comm = resolve(group if tensor is None else cast(GroupLike, tensor))  # which checks it
         own, outputs = data, NOT_GIVEN
     else:
         comm = resolve(tensor if isinstance(tensor, ProcessGroup | DeviceMesh) else group)
@@ -204,8 +204,9 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
         True
     """
     if isinstance(gather_list, Integral):
-        third = None if isinstance(dst, int) and dst == 0 else dst  # the group, if one was given in that place
-        gather_list, dst, group = None, gather_list, _group_argument(third, group)
+        if not (isinstance(dst, int) and dst == 0):  # the group, in the third place
+            group = cast(GroupLike, dst)
+        gather_list, dst = None, gather_list
     comm = resolve(group)
     data = either("data", data, "tensor", tensor)
     dst = require_rank("dst", dst, comm)
@@ -395,11 +396,6 @@ def _exchange_headers(
     if not all(header.on_cpu == wire.is_cpu for header in headers):
         wire = wire.to(comm.comm_device)  # some have theirs on a device, and some on the CPU
     return wire, headers
-
-
-def _group_argument(second: object, group: GroupLike) -> GroupLike:
-    """Return the group of the short form, which may be given in the place after the data."""
-    return group if second is None else cast(GroupLike, second)  # resolve() checks it
 
 
 def _require_scatter_arguments(tensor: Tensor, scatter_list: Sequence[Tensor] | None, src: int, comm: Comm) -> None:
