@@ -19,8 +19,6 @@ from lockstep.dist.gradients import (
     apply_with_gradients,
     describe,
     fill_in_graph,
-    require_blocking,
-    require_fillable,
     require_linear,
     warn_of_lost_gradients,
 )
@@ -299,9 +297,8 @@ def _combine_here(output: Tensor, travelling: Sequence[Tensor], plan: Reduction,
 def _all_reduce_with_grads(data: Tensor, op: object, comm: Comm, async_op: bool) -> Tensor:
     check_call("all_reduce", comm, "sync_grads", compares=False)
     with report_failure(comm):
-        require_blocking(async_op, comm)
         name, plan = _planned("data", data, op, is_filled=False)
-        require_linear(name, comm)
+        require_linear(comm, async_op, name)
 
     def total(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         result = inputs[0].clone(memory_format=torch.contiguous_format)
@@ -317,11 +314,9 @@ def _reduce_scatter_with_grads(
 ) -> Tensor:
     check_call("reduce_scatter", comm, "sync_grads", compares=False)
     with report_failure(comm):
-        require_blocking(async_op, comm)
         name, plan = _planned("output", output, op)
-        require_linear(name, comm)
         _require_entries(output, input_list, comm)
-        require_fillable("output", [output], comm)
+        require_linear(comm, async_op, name, "output", [output])
     like = [(x.shape, x.device) for x in input_list]
 
     def scatter(inputs: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -187,12 +187,10 @@ def destroy_dist() -> None:
 
 
 @overload
-def init_local_group(group_size: int, /) -> None: ...
-@overload
-def init_local_group(*, group_size: int) -> None: ...
+def init_local_group(group_size: int) -> None: ...
 @overload
 def init_local_group(node_rank: int, num_gpus_per_node: int) -> None: ...
-def init_local_group(
+def init_local_group(  # type: ignore[misc]  # the overloads share places, not names
     node_rank: int = NOT_GIVEN, num_gpus_per_node: int | None = None, *, group_size: int = NOT_GIVEN
 ) -> None:
     """Make one group for each block of consecutive ranks, normally those of a node.
