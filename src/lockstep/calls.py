@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
 from hashlib import blake2b
@@ -73,17 +73,16 @@ class _CallKind:
         fingerprint: 64 bits of `what`, and of the function of lockstep that makes the call, if it is not the caller.
     """
 
-    __slots__ = ("_code", "_detail", "_instruction", "_user", "fingerprint", "what")
+    __slots__ = ("_code", "_instruction", "_user", "fingerprint", "what")
 
-    def __init__(self, code: CodeType, instruction: int, what: _Key, detail: str, user: str | None) -> None:
-        self._code, self._instruction, self._detail = code, instruction, detail
+    def __init__(self, code: CodeType, instruction: int, what: _Key, user: str | None) -> None:
+        self._code, self._instruction = code, instruction
         self.what, self._user, self.fingerprint = what, user, fingerprint((*what, user))
 
     def described(self) -> Call:
         """Return it as text."""
         name, *arguments = self.what
-        text = f"{name}{self._detail}" if self._detail else f"{name}({', '.join(map(_described, arguments))})"
-        text += f" in {self._user}" if self._user else ""
+        text = f"{name}({', '.join(map(_described, arguments))})" + (f" in {self._user}" if self._user else "")
         return Call(text, _site(self._code, self._instruction), self.fingerprint)
 
 
@@ -104,11 +103,6 @@ class Calls:
         failure: the error that says why this group can't be used further; None if it can.
         has_failed: whether a call has raised an error of which other ranks may not know.
     """
-
-    __slots__ = (
-        "_kinds", "_recent", "_seen", "began", "device_index", "digest", "event", "failure", "has_failed", "inside",
-        "number", "resets", "running", "since", "waiting",
-    )  # fmt: skip
 
     def __init__(self) -> None:
         self.resets = -1
@@ -135,13 +129,12 @@ class Calls:
             self.has_failed = True
             raise copy(self.failure)
 
-    def add(self, name: str, arguments: tuple[object, ...], detail: str = "") -> bool:
+    def add(self, name: str, arguments: tuple[object, ...]) -> bool:
         """Record a call, and return whether it is the first of its kind in this group, as it is then on every rank.
 
         Args:
             name: name of the function.
             arguments: what must be the same on all ranks; of tensors, this is dtype and shape.
-            detail: what may differ between ranks.
         """
         function = sys._getframe(2)  # after `check_call`
         frame = function.f_back or function  # called by no Python code, such as atexit
@@ -159,13 +152,13 @@ class Calls:
             frame = frame.f_back
         # The hash of a code object takes long; a kind keeps the object, so that no other gets its id.
         what = (name, *[(x.dtype, x.shape) if isinstance(x, Tensor) else x for x in arguments])
-        key: _Key = (id(frame.f_code), frame.f_lasti, detail, user, what)
+        key: _Key = (id(frame.f_code), frame.f_lasti, user, what)
         kind = self._kinds.get(key)
         is_new = False
         if kind is None:
             if len(self._kinds) >= 4 * _KEPT:
                 self._kinds.clear()
-            kind = self._kinds[key] = _CallKind(frame.f_code, frame.f_lasti, what, detail, user)
+            kind = self._kinds[key] = _CallKind(frame.f_code, frame.f_lasti, what, user)
             is_new = kind.fingerprint not in self._seen and len(self._seen) < _MOST_FINGERPRINTS
             if is_new:
                 self._seen.add(kind.fingerprint)
@@ -279,11 +272,8 @@ def first_difference(records: Sequence[Record]) -> int | None:
 
 def unlike_most(values: Mapping[int, Hashable]) -> list[int]:
     """Return the keys of the values that differ from most of them, or from the first one if there is no majority."""
-    keys_of: dict[Hashable, list[int]] = {}
-    for key, value in values.items():
-        keys_of.setdefault(value, []).append(key)
-    usual = max(keys_of.values(), key=len)  # of several, the first
-    return sorted(set(values) - set(usual))
+    [(usual, _)] = Counter(values.values()).most_common(1)  # of several, the first
+    return sorted(key for key, value in values.items() if value != usual)
 
 
 def grouped(lines: Mapping[int, str]) -> str:
@@ -301,11 +291,8 @@ def fingerprint(what: _Key) -> int:
 
 
 def _site(code: CodeType, instruction: int) -> str:
-    line = code.co_firstlineno
-    for start, end, number in code.co_lines():
-        if start <= instruction < end and number is not None:
-            line = number
-    return f"{short_path(code.co_filename)}:{line}"
+    lines = (line for start, end, line in code.co_lines() if start <= instruction < end and line is not None)
+    return f"{short_path(code.co_filename)}:{next(lines, code.co_firstlineno)}"
 
 
 def short_path(file: str) -> str:

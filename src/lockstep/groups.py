@@ -359,20 +359,15 @@ def _process_group_of(group: object) -> ProcessGroup:
             remedy = f"Name one: mesh[{names[0]!r}]" if names else "Give it mesh_dim_names, and name one: mesh[name]"
             axes = ", ".join(names) if names else "without names"
             raise ValueError(f"`group` must be a mesh with one axis, but has {group.ndim} ({axes}). {remedy}")
-        if group.get_coordinate() is None:
-            raise ValueError(_not_a_member_message())
-        return group.get_group()
+        if group.get_coordinate() is not None:
+            return group.get_group()
     # torch.distributed.new_group hands this number to processes that are not in the group.
-    if isinstance(group, int) and group == GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(_not_a_member_message())
-    raise TypeError(
-        f"`group` must be None, a ProcessGroup or a one-axis DeviceMesh, but is {group!r} ({type(group).__name__})"
-    )
-
-
-def _not_a_member_message() -> str:
+    elif not (isinstance(group, int) and group == GroupMember.NON_GROUP_MEMBER):
+        raise TypeError(
+            f"`group` must be None, a ProcessGroup or a one-axis DeviceMesh, but is {group!r} ({type(group).__name__})"
+        )
     world = f"rank {torch_dist.get_rank()} of {torch_dist.get_world_size()}"
-    return (
+    raise ValueError(
         f"`group` must contain the calling process, but {world} is not in it. "
         "Call collectives of a group on its members only"
     )

@@ -235,7 +235,7 @@ CALLS: dict[str, tuple[Callable[[], Any], Any]] = {
         None,
     ),
     "collect_results(results=)": (lambda: dist.collect_results(results=[1, 2], size=1, device="gpu"), [1]),
-    "collect_results(result_part=)": (lambda: dist.collect_results(result_part=[1], size=1, tmpdir=None), [1]),
+    "collect_results(tmpdir=)": (lambda: dist.collect_results([1], size=1, tmpdir=None), [1]),
     "collect_results_cpu(result_part=)": (lambda: dist.collect_results_cpu(result_part=[1], size=1), [1]),
     "collect_results_cpu(part, size, tmpdir)": (lambda: dist.collect_results_cpu([1], 1, None), [1]),
     "collect_results_gpu(result_part=)": (lambda: dist.collect_results_gpu(result_part=[1], size=1), [1]),
@@ -287,7 +287,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "none": (lambda: dist.all_reduce(), r"all_reduce\(\) missing 1 required argument: 'data'"),
     "none ": (lambda: dist.all_gather_object(), r"all_gather_object\(\) missing 1 required argument: 'data'"),
     "none  ": (lambda: dist.init_local_group(), r"init_local_group\(\) missing 1 required argument: 'node_rank'"),
-    "none   ": (lambda: dist.collect_results([1]), r"collect_results\(\) missing 1 required argument: 'size'"),
+    "none   ": (
+        lambda: dist.collect_results([1]),
+        r"collect_results\(\) missing 1 required positional argument: 'size'",
+    ),
     "misspelt": (lambda: dist.all_reduce(tensr=ONE), r"all_reduce\(\) got an unexpected keyword argument 'tensr'"),
     "misspelt ": (lambda: dist.collect_results(result=[1], size=1), "unexpected keyword argument 'result'"),
 }

@@ -18,8 +18,7 @@ from lockstep.dist.gradients import (
     LinearMap,
     apply_with_gradients,
     fill_in_graph,
-    require_blocking,
-    require_fillable,
+    require_linear,
     warn_of_lost_gradients,
 )
 from lockstep.dist.validate import NOT_GIVEN, No, Yes, either, require_list, require_rank, require_tensor
@@ -169,9 +168,8 @@ def _all_to_all_with_grads(
     # `report_failure` compares the ranks' calls, so that this need not. "sync_grads" tells this call from one without.
     check_call("all_to_all", comm, "sync_grads", compares=False)
     with report_failure(comm):
-        require_blocking(async_op, comm)
         _check_all_to_all(outputs, inputs, comm)
-        require_fillable("output_tensor_list", outputs, comm)
+        require_linear(comm, async_op, name="output_tensor_list", outputs=outputs)
 
     def all_to_all_like(like: Sequence[Tensor]) -> Apply:
         shapes = [(x.shape, x.dtype, x.device) for x in like]

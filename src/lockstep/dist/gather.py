@@ -141,7 +141,7 @@ def all_gather(  # type: ignore[misc]  # the overloads share their places, not t
     if isinstance(data, Tensor):
         if async_op:
             raise TypeError("`async_op` needs the form all_gather(tensor_list, tensor)")
-        comm = resolve(_group_argument(tensor, group))
+        comm = resolve(group if tensor is None else cast(GroupLike, tensor))  # which checks it
         own, outputs = data, NOT_GIVEN
     else:
         comm = resolve(tensor if isinstance(tensor, ProcessGroup | DeviceMesh) else group)
@@ -204,8 +204,9 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
         True
     """
     if isinstance(gather_list, Integral):
-        third = None if isinstance(dst, int) and dst == 0 else dst  # the group, if one was given in that place
-        gather_list, dst, group = None, gather_list, _group_argument(third, group)
+        if not (isinstance(dst, int) and dst == 0):  # the group, in the third place
+            group = cast(GroupLike, dst)
+        gather_list, dst = None, gather_list
     comm = resolve(group)
     data = either("data", data, "tensor", tensor)
     dst = require_rank("dst", dst, comm)
@@ -221,7 +222,7 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
     require_only_on(dst, "gather_list", gather_list, comm)
     if comm.rank == dst and outputs is NOT_GIVEN:
         raise TypeError(f"`async_op` needs the form gather(tensor, gather_list, dst) ({comm.this_rank})")
-    _require_form("data", data, outputs, comm, "gather_list")
+    _require_form(data, outputs, comm, "gather_list")
     check_call("gather", comm, dst, async_op=True)
     return _start_gather(comm.to_wire(data), dst, comm, outputs)
 
@@ -284,12 +285,9 @@ def scatter(
     if is_mixed:
         wires = [wire.to(comm.comm_device) for wire in wires]
     if comm.rank == src:
-        handle = transfer([], [(wire, rank) for rank, wire in enumerate(wires) if rank != src], comm)
-        own = wires[src]
-        if tensor.untyped_storage().data_ptr() in {wire.untyped_storage().data_ptr() for wire in wires}:
-            handle = Handle([handle], comm, lambda: copy_into(tensor, own))  # once nothing is sent from there
-        else:
-            copy_into(tensor, own)
+        sending = transfer([], [(wire, rank) for rank, wire in enumerate(wires) if rank != src], comm)
+        # Once nothing is sent from there: `tensor` may share memory with what the others get.
+        handle = Handle([sending], comm, lambda: copy_into(tensor, wires[src]))
     else:
         stays = comm.is_alone or (comm.carries(tensor) and not is_mixed)
         received = place_for(tensor, tensor.device if stays else comm.comm_device)
@@ -300,7 +298,7 @@ def scatter(
 def _all_gather(data: Tensor, comm: Comm, uneven: bool) -> list[Tensor]:
     if uneven:
         check_call("all_gather", comm, compares=False)
-        wire, headers = _exchange_headers("data", data, comm)
+        wire, headers = _exchange_headers(data, comm)
         alike = all(header[:2] == headers[0][:2] for header in headers)
     else:
         require_tensor("data", data)
@@ -316,7 +314,7 @@ def _all_gather(data: Tensor, comm: Comm, uneven: bool) -> list[Tensor]:
 
 def _all_gather_into(outputs: Sequence[Tensor], data: Any, comm: Comm, uneven: bool, async_op: bool) -> Handle:
     if async_op or not uneven:
-        _require_form("data", data, outputs, comm)
+        _require_form(data, outputs, comm)
         require_alike(f"tensor_list[{comm.rank}]", outputs[comm.rank], "`tensor`", data, comm)
         if not uneven:
             for rank, output in enumerate(outputs):
@@ -325,7 +323,7 @@ def _all_gather_into(outputs: Sequence[Tensor], data: Any, comm: Comm, uneven: b
         wire = comm.to_wire(data)
     else:
         check_call("all_gather", comm, compares=False)
-        wire, _ = _exchange_headers("data", data, comm, outputs)
+        wire, _ = _exchange_headers(data, comm, outputs)
     return gather_into(outputs, wire, comm, async_op)
 
 
@@ -345,7 +343,7 @@ def _all_gather_with_grads(data: Any, comm: Comm, uneven: bool) -> list[Tensor]:
 
 def _gather(data: Any, dst: int, comm: Comm, outputs: Sequence[Tensor]) -> list[Tensor]:
     """Return every rank's tensor on `dst`, in `outputs` if given; nothing elsewhere."""
-    wire, headers = _exchange_headers("data", data, comm, outputs, "gather_list")
+    wire, headers = _exchange_headers(data, comm, outputs, "gather_list")
     parts = [] if outputs is NOT_GIVEN else list(outputs)
     if comm.rank == dst and outputs is NOT_GIVEN:
         parts = [torch.empty(x.shape, dtype=x.dtype, device=wire.device) for x in headers]
@@ -367,12 +365,10 @@ def _start_gather(wire: Tensor, dst: int, comm: Comm, outputs: Sequence[Tensor])
     return Handle([handle], comm, lambda: copy_all(places, [x for x, _ in arriving]))
 
 
-def _require_form(
-    name: str, data: object, outputs: Sequence[Tensor], comm: Comm, list_name: str = "tensor_list"
-) -> None:
+def _require_form(data: object, outputs: Sequence[Tensor], comm: Comm, list_name: str = "tensor_list") -> None:
     """Raise unless `data` is a tensor and `outputs`, if given, holds one tensor for each rank."""
     if outputs is NOT_GIVEN:
-        require_tensor(name, data)
+        require_tensor("data", data)
         return
     if not isinstance(data, Tensor):
         raise TypeError(
@@ -384,11 +380,11 @@ def _require_form(
 
 
 def _exchange_headers(
-    name: str, data: Any, comm: Comm, outputs: Sequence[Tensor] = NOT_GIVEN, list_name: str = "tensor_list"
+    data: Any, comm: Comm, outputs: Sequence[Tensor] = NOT_GIVEN, list_name: str = "tensor_list"
 ) -> tuple[Tensor, list[Header]]:
     """Return the tensor to send, and every rank's header, once all ranks can take part and their lists fit."""
     with report_failure(comm):  # also where a device has no memory left
-        _require_form(name, data, outputs, comm, list_name)
+        _require_form(data, outputs, comm, list_name)
         wire = comm.to_wire(data)
         encoded = encode(header_of(wire, wire.is_cpu, None if outputs is NOT_GIVEN else outputs))
     headers = [decode(one)[0] for one in exchange(comm, encoded)]
@@ -400,11 +396,6 @@ def _exchange_headers(
     if not all(header.on_cpu == wire.is_cpu for header in headers):
         wire = wire.to(comm.comm_device)  # some have theirs on a device, and some on the CPU
     return wire, headers
-
-
-def _group_argument(second: object, group: GroupLike) -> GroupLike:
-    """Return the group of the short form, which may be given in the place after the data."""
-    return group if second is None else cast(GroupLike, second)  # resolve() checks it
 
 
 def _require_scatter_arguments(tensor: Tensor, scatter_list: Sequence[Tensor] | None, src: int, comm: Comm) -> None:

@@ -121,23 +121,23 @@ def describe(tensors: Sequence[Tensor]) -> str:
     return ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in tensors)
 
 
-def require_linear(op: str, comm: Comm) -> None:
-    """Raise ValueError unless gradients can flow through reduction `op`."""
+def require_linear(comm: Comm, async_op: bool, op: str = "sum", name: str = "", outputs: Sequence[Tensor] = ()) -> None:
+    """Raise an error unless gradients can flow through a call.
+
+    Args:
+        comm: the group.
+        async_op: must be False.
+        op: the reduction, which must be a sum or a mean.
+        name: of the argument `outputs`.
+        outputs: the tensors to fill; none may be a leaf that requires grad, which autograd does not allow to be filled.
+    """
+    if async_op:
+        raise TypeError(f"`async_op` must be False with sync_grads, but is {async_op!r} ({comm.this_rank})")
     if op not in ("sum", "mean"):
         raise ValueError(
             f"`op` must be sum or mean with sync_grads, but is {op!r} ({comm.this_rank}). Leave sync_grads out, and "
             "hand in a detached tensor"
         )
-
-
-def require_blocking(async_op: bool, comm: Comm) -> None:
-    """Raise TypeError if a handle is requested together with gradients."""
-    if async_op:
-        raise TypeError(f"`async_op` must be False with sync_grads, but is {async_op!r} ({comm.this_rank})")
-
-
-def require_fillable(name: str, outputs: Sequence[Tensor], comm: Comm) -> None:
-    """Raise ValueError if an output is a leaf that requires grad, which autograd does not allow to be filled."""
     if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in outputs):
         raise ValueError(
             f"`{name}` must not require grad with sync_grads, as it gets the graph of what fills it, but does "

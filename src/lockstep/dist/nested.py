@@ -31,7 +31,6 @@ from lockstep.tree import tree_items, tree_map
 T = TypeVar("T")
 D = TypeVar("D", bound=MutableMapping[Any, Any])
 
-_ALONE_MIN_BYTES = 2**20
 _MIB = 2**20
 _CPU = torch.device("cpu")
 _DIGEST_BYTES = 32
@@ -196,7 +195,7 @@ def all_reduce_params(
     if any(x.requires_grad and not x.is_leaf for x in tensors):
         warn_of_lost_gradients("all_reduce_params", GRADIENT_STAYS_LOCAL)
     limit_bytes = sys.maxsize if bucket_size_mb <= 0 else int(bucket_size_mb * _MIB)
-    alone_from = min(_ALONE_MIN_BYTES, limit_bytes) if coalesce else 0
+    alone_from = min(_MIB, limit_bytes) if coalesce else 0
     buckets = _buckets([x for x in tensors if x.nbytes < alone_from], limit_bytes)
     flats = [_joined(bucket) for bucket in buckets]
     alone = [x for x in tensors if x.nbytes >= alone_from]

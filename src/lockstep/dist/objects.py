@@ -82,20 +82,14 @@ def all_gather_object(  # type: ignore[misc]  # the overloads share places, not 
     return None
 
 
-@overload
-def gather_object(data: T = ..., dst: int = ..., group: GroupLike = ..., *, obj: T = ...) -> list[T] | None: ...
-@overload
 def gather_object(
-    data: T = ..., object_gather_list: list[Any] | None = ..., dst: int = ..., group: GroupLike = ..., *, obj: T = ...
-) -> list[T] | None: ...
-def gather_object(  # type: ignore[misc]  # the overloads share places, not names
-    data: Any = NOT_GIVEN,
+    data: T = NOT_GIVEN,
     object_gather_list: Any = None,
     dst: Any = 0,
     group: GroupLike = None,
     *,
-    obj: Any = NOT_GIVEN,
-) -> list[Any] | None:
+    obj: T = NOT_GIVEN,
+) -> list[T] | None:
     """Give rank `dst` every rank's object, as ``gather_object(obj, dst) -> list`` or ``gather_object(obj, list, dst)``.
 
     Args:

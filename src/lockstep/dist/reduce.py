@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -18,8 +19,6 @@ from lockstep.dist.gradients import (
     apply_with_gradients,
     describe,
     fill_in_graph,
-    require_blocking,
-    require_fillable,
     require_linear,
     warn_of_lost_gradients,
 )
@@ -110,7 +109,8 @@ def all_reduce(
     name, plan = _planned("data", data, op)
     if data.requires_grad and not data.is_leaf:
         warn_of_lost_gradients("all_reduce", GRADIENT_STAYS_LOCAL, has_sync_grads=True)
-    return _reduce_to(data, None, name, plan, comm, async_op)
+    check_call("all_reduce", comm, data, name, async_op=async_op)
+    return wait_unless_async(start_reduction(data, None, plan, comm, async_op), async_op)
 
 
 @overload
@@ -159,37 +159,17 @@ def reduce(
     dst = require_rank("dst", dst, comm)
     if data.requires_grad and not data.is_leaf:
         warn_of_lost_gradients("reduce", GRADIENT_STAYS_LOCAL)
-    return _reduce_to(data, dst, name, plan, comm, async_op)
-
-
-def _reduce_to(
-    data: Tensor, dst: int | None, name: OpName, plan: Reduction, comm: Comm, async_op: bool
-) -> Handle | None:
-    """Reduce into rank `dst`'s data, or into every rank's if `dst` is None."""
-    if dst is None:
-        check_call("all_reduce", comm, data, name, async_op=async_op)
-    else:
-        check_call("reduce", comm, data, name, dst, async_op=async_op)
+    check_call("reduce", comm, data, name, dst, async_op=async_op)
     return wait_unless_async(start_reduction(data, dst, plan, comm, async_op), async_op)
 
 
 def start_reduction(data: Tensor, dst: int | None, plan: Reduction, comm: Comm, async_op: bool) -> Handle:
-    """Do what `_reduce_to` does, after the check; without `async_op`, this may block."""
+    """Reduce into rank `dst`'s data, or into every rank's if `dst` is None; without `async_op`, this may block."""
     if comm.pg is None:
         _alone(data, plan)
         return Handle((), comm)
-
-    def run(travelling: Tensor, wire_op: OpName) -> Handle:
-        options: dict[str, Any] = {"op": TORCH_OPS[wire_op], "async_op": async_op}
-        if dst is None:
-            work = start(torch_dist.all_reduce, comm, travelling.device, travelling, **options)
-        else:
-            work = start(torch_dist.reduce, comm, travelling.device, travelling, group_dst=dst, **options)
-        return Handle([work], comm)
-
-    if _is_plain(data, plan, comm):
-        return run(data, plan.wire_op)
-    return _reduce(data, plan, comm, run, keeps=dst in (None, comm.rank))
+    collective = torch_dist.all_reduce if dst is None else partial(torch_dist.reduce, group_dst=dst)
+    return _reduce(data, plan, comm, collective, async_op, keeps=dst in (None, comm.rank))
 
 
 @overload
@@ -286,13 +266,10 @@ def _reduce_scatter(
     if not is_even or plan.wire_op in comm.missing_ops or (async_op and device.type == "cpu"):
         return _combine_here(output, travelling, plan, comm, async_op)
 
-    def run(received: Tensor, wire_op: OpName) -> Handle:
-        options = {"op": TORCH_OPS[wire_op], "async_op": async_op}
-        return Handle([start(torch_dist.reduce_scatter, comm, device, received, travelling, **options)], comm)
+    def scatter_from(received: Tensor, **options: Any) -> Any:
+        return torch_dist.reduce_scatter(received, travelling, **options)
 
-    if _is_plain(output, plan, comm):
-        return run(output, plan.wire_op)
-    return _reduce(output, plan, comm, run, keeps=True)
+    return _reduce(output, plan, comm, scatter_from, async_op)
 
 
 def _combine_here(output: Tensor, travelling: Sequence[Tensor], plan: Reduction, comm: Comm, async_op: bool) -> Handle:
@@ -320,13 +297,13 @@ def _combine_here(output: Tensor, travelling: Sequence[Tensor], plan: Reduction,
 def _all_reduce_with_grads(data: Tensor, op: object, comm: Comm, async_op: bool) -> Tensor:
     check_call("all_reduce", comm, "sync_grads", compares=False)
     with report_failure(comm):
-        require_blocking(async_op, comm)
         name, plan = _planned("data", data, op, is_filled=False)
-        require_linear(name, comm)
+        require_linear(comm, async_op, name)
 
     def total(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         result = inputs[0].clone(memory_format=torch.contiguous_format)
-        _reduce_to(result, None, name, plan, comm, async_op=False)
+        check_call("all_reduce", comm, result, name)
+        start_reduction(result, None, plan, comm, async_op=False).wait()
         return [result]
 
     return apply_with_gradients(f"all_reduce({describe([data])}, {name})", LinearMap(total, total, comm), [data])[0]
@@ -337,11 +314,9 @@ def _reduce_scatter_with_grads(
 ) -> Tensor:
     check_call("reduce_scatter", comm, "sync_grads", compares=False)
     with report_failure(comm):
-        require_blocking(async_op, comm)
         name, plan = _planned("output", output, op)
-        require_linear(name, comm)
         _require_entries(output, input_list, comm)
-        require_fillable("output", [output], comm)
+        require_linear(comm, async_op, name, "output", [output])
     like = [(x.shape, x.device) for x in input_list]
 
     def scatter(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -372,15 +347,22 @@ def _reduce(
     data: Tensor,
     plan: Reduction,
     comm: Comm,
-    run: Callable[[Tensor, OpName], Handle],
+    collective: Callable[..., Any],
+    async_op: bool,
     *,
-    keeps: bool,
+    keeps: bool = True,
 ) -> Handle:
     """Encode, run the collective, and return a handle that finishes it; `keeps`: write the result back to `data`.
 
     An operation that the backend lacks is computed here: bitwise ones from the tensors of all ranks, the mean from the
     sum.
     """
+
+    def run(travelling: Tensor, wire_op: OpName) -> Any:
+        return start(collective, comm, travelling.device, travelling, op=TORCH_OPS[wire_op], async_op=async_op)
+
+    if _is_plain(data, plan, comm):
+        return Handle([run(data, plan.wire_op)], comm)
     wire = comm.to_wire(data)
     travelling = wire if plan.encode is None else plan.encode(wire)
     is_missing = plan.wire_op in comm.missing_ops

@@ -229,9 +229,8 @@ def _find_store(host: str, port: int, topology: Topology, timeout: timedelta, pr
         if passed >= due:
             due *= 2
             _say(passed, f"{who} at {_address(host, port)} to start, {search.trouble}", topology)
-    who = "no launcher" if prefix is None else "rank 0"
-    serves = f"{who} serves {'a' if prefix is None else 'no'} store at {_address(host, port)}"
-    raise _nobody_there(topology, timeout, f"{serves}, {search.trouble}")
+    serves = "no launcher serves a store" if prefix is None else "rank 0 serves no store"
+    raise _nobody_there(topology, timeout, f"{serves} at {_address(host, port)}, {search.trouble}")
 
 
 class _Search:
@@ -247,7 +246,7 @@ class _Search:
         self._host, self._port, self._world_size = host, port, world_size
         self._store: TCPStore | None = None
         self._attempt: threading.Thread | None = None
-        self._has_failed, self._next, self._pause = False, 0.0, _LONGEST_PAUSE / 8
+        self._next, self._pause = 0.0, _LONGEST_PAUSE / 8
         self.trouble = ""
 
     def find(self, prefix: str | None) -> Store | None:
@@ -267,7 +266,6 @@ class _Search:
         if not self._attempt.is_alive():
             self._attempt = self._store = None
             self._next, self._pause = time.monotonic() + self._pause, 4 * self._pause
-            self._has_failed = True
         return None
 
     def _connect(self) -> None:
@@ -278,13 +276,7 @@ class _Search:
     def _may_be_store(self) -> bool:
         """Return whether something listens that may be a store; where none is, torch would write many lines."""
         try:
-            with socket.create_connection((self._host, self._port), timeout=_SECONDS_TO_CONNECT) as probe:
-                if self._has_failed:
-                    probe.settimeout(_LONGEST_PAUSE)
-                    with suppress(TimeoutError):  # a store says nothing before it is asked
-                        probe.recv(1)
-                        self.trouble = _OTHER_PROGRAM
-                        return False
+            socket.create_connection((self._host, self._port), timeout=_SECONDS_TO_CONNECT).close()
         except ConnectionRefusedError:
             self.trouble = "where nobody listens"
         except OSError as error:

@@ -21,13 +21,11 @@ _ABSENT: Final = object()
 
 
 def collect_results(
-    results: Sequence[T] = NOT_GIVEN,
-    size: int = NOT_GIVEN,
+    results: Sequence[T],
+    size: int,
     device: str = "cpu",
     tmpdir: str | Path | None = None,
     indices: Sequence[int] | None = None,
-    *,
-    result_part: Sequence[T] = NOT_GIVEN,
 ) -> list[T] | None:
     """Return all ranks' results in the order of the dataset on rank 0, None elsewhere.
 
@@ -37,7 +35,6 @@ def collect_results(
         device: accepted for compatibility; it has no effect, because the group determines the device.
         tmpdir: accepted for compatibility, like `device`; the hosts need no shared disk.
         indices: for each result, the index of its sample in the dataset.
-        result_part: an alias for `results`.
 
     Without `indices` the parts are assumed to be interleaved as samplers assign them (rank 0's first, rank 1's first,
     ...), and results beyond `size` are dropped as padding. With `indices`, results are ordered by index; if padding
@@ -60,10 +57,7 @@ def collect_results(
         >>> collect_results(part, size=3) == (["a", "b", "c"] if get_rank() == 0 else None)
         True
     """
-    results = either("results", results, "result_part", result_part)
     comm = resolve()
-    if size is NOT_GIVEN:
-        raise TypeError("collect_results() missing 1 required argument: 'size'")
     if not is_int(size) or size < 0:
         raise ValueError(f"`size` must be the number of samples, an int >= 0, but is {size!r}")
     size = int(size)

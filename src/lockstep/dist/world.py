@@ -25,7 +25,7 @@ from lockstep.dist.consistency import CheckMode, check_collectives, check_mode
 from lockstep.dist.rendezvous import await_all, is_one_node, meet
 from lockstep.dist.validate import NOT_GIVEN, either, is_int
 from lockstep.engines import adopt_group, load_engine
-from lockstep.errors import DistError, PeerError, Preempted, TopologyError, counted
+from lockstep.errors import DistError, PeerError, TopologyError, counted
 from lockstep.topology import LauncherName, Topology, environ, read_topology
 from lockstep.watch.ending import end_watch, raised_error
 from lockstep.watch.interrupt import end_process, groups_in_error, leave_process
@@ -165,16 +165,32 @@ def destroy_dist() -> None:
     process can't join another group, and ends with exit code 1. At exit, the error goes to `sys.excepthook`, and the
     exit code is 1.
     """
-    _destroy()
+    global _is_stuck
+    _is_stuck = False
+    if groups.is_forked():  # the connections are those of the rank that has forked
+        atexit.unregister(_destroy_at_exit)
+        return
+    difference = end_watch()
+    _is_stuck = torch_dist.is_initialized() and bool(groups_in_error())
+    has_raised = raised_error() is not None or any(calls.has_failed for _, calls in groups.recorded_groups())
+    if _is_stuck and difference is None and not has_raised:
+        text = "the backend of a device has met an error, and what it has computed since is wrong"
+        difference = PeerError(f"{text} ({groups.resolve().this_rank})", rank=None, cause="")
+    with _undo:
+        if not _is_stuck:
+            atexit.unregister(_destroy_at_exit)
+            groups.forget_groups()
+            if torch_dist.is_initialized():
+                _end_group()
+    if difference is not None:
+        raise difference
 
 
 @overload
-def init_local_group(group_size: int, /) -> None: ...
-@overload
-def init_local_group(*, group_size: int) -> None: ...
+def init_local_group(group_size: int) -> None: ...
 @overload
 def init_local_group(node_rank: int, num_gpus_per_node: int) -> None: ...
-def init_local_group(
+def init_local_group(  # type: ignore[misc]  # the overloads share places, not names
     node_rank: int = NOT_GIVEN, num_gpus_per_node: int | None = None, *, group_size: int = NOT_GIVEN
 ) -> None:
     """Make one group for each block of consecutive ranks, normally those of a node.
@@ -193,12 +209,10 @@ def init_local_group(
         (0, 1)
     """
     comm = groups.resolve()
-    if num_gpus_per_node is None:
-        size = either("node_rank", node_rank, "group_size", group_size)
-    elif group_size is NOT_GIVEN:
-        node_rank, size = either("node_rank", node_rank, "group_size", group_size), num_gpus_per_node
-    else:
+    if num_gpus_per_node is not None and group_size is not NOT_GIVEN:
         raise TypeError("init_local_group() takes `node_rank` and `num_gpus_per_node`, or `group_size` alone")
+    first = either("node_rank", node_rank, "group_size", group_size)
+    size = first if num_gpus_per_node is None else num_gpus_per_node
     if not is_int(size):
         raise TypeError(f"the size of a local group must be an int, but is {size!r} ({comm.this_rank})")
     if size < 1 or comm.size % size:
@@ -333,49 +347,21 @@ def _allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _destroy(*, ends_at_once: bool = False) -> None:
-    """Do what `destroy_dist` does; `ends_at_once`: the process then ends without the interpreter's shutdown."""
-    global _is_stuck
-    _is_stuck = False
-    if groups.is_forked():  # the connections are those of the rank that has forked
-        atexit.unregister(_destroy_at_exit)
-        return
-    difference = end_watch()
-    _is_stuck = torch_dist.is_initialized() and bool(groups_in_error())
-    has_raised = raised_error() is not None or any(calls.has_failed for _, calls in groups.recorded_groups())
-    if _is_stuck and difference is None and not has_raised:
-        text = "the backend of a device has met an error, and what it has computed since is wrong"
-        difference = PeerError(f"{text} ({groups.resolve().this_rank})", rank=None, cause="")
-    with _undo:
-        if not _is_stuck:
-            atexit.unregister(_destroy_at_exit)
-            groups.forget_groups()
-            if torch_dist.is_initialized():
-                _end_group(ends_at_once)
-    if difference is not None:
-        raise difference
-
-
 def _destroy_at_exit() -> None:
     """End the group at exit; Python ignores what a function raises there."""
-    # There is an exception only if `launch.worker.end_soon` calls this. It ends the process by `os._exit` afterwards.
-    cause = sys.exception()
-    is_preempted = isinstance(cause, SystemExit) and cause.code == Preempted.EXIT_CODE
     try:
-        _destroy(ends_at_once=is_preempted)
+        destroy_dist()
     except DistError as error:
         end_process(error)
-    if _is_stuck and cause is None:
+    # There is an exception only if `launch.worker.end_soon` calls this. It ends the process by `os._exit` afterwards.
+    if _is_stuck and sys.exception() is None:
         _logger.warning("the backend of the device has lost a rank, so this process ends without waiting for torch")
         leave_process()
 
 
-def _end_group(ends_at_once: bool) -> None:
-    held = ref(groups.resolve().pg)
-    groups.forget_groups()
+def _end_group() -> None:
+    held = ref(torch_dist.GroupMember.WORLD)
     torch_dist.destroy_process_group()
-    if ends_at_once:
-        return
     if held() is not None:
         gc.collect()  # wrapped modules refer to their group in reference cycles
     if held() is not None:

@@ -42,6 +42,7 @@ class WatchOfRank:
     Attributes:
         board: where ranks ask each other.
         error: with which this rank ends.
+        looked_after: the last calls of this rank when it looked for others; None if it did not.
         cut_off_since: when the store has not answered, by the monotonic clock; None while it answers.
         stopping: set when the thread is to end.
     """
@@ -52,21 +53,12 @@ class WatchOfRank:
         self.rank, self.size, self.store = rank, size, store
         self.error = ""
         self.cut_off_since: float | None = None
-        self._looked_after: list[tuple[int, int]] | None = None
+        self.looked_after: list[tuple[int, int]] | None = None
         self._to_interrupt: list[tuple[Comm, Calls]] = []  # groups of which another thread has learnt that they fail
         self.stopping = threading.Event()
         self._since = time.monotonic()  # when the main thread has come to where it is
         self._aborted: Calls | None = None  # of a group whose call ran on a device
         self.board = Board(store, rank, size, self.state)
-
-    @property
-    def looks_for_others(self) -> bool:
-        """Whether a collective has failed here, because of another rank, and none was called since: it is not late."""
-        return self._looked_after == _calls_made()
-
-    def look_for_others(self) -> None:
-        """Note that this rank looks for others in the last of its calls."""
-        self._looked_after = _calls_made()
 
     @property
     def is_cut_off(self) -> bool:
@@ -95,7 +87,8 @@ class WatchOfRank:
             "still": time.monotonic() - self._since,
             "ended": ended,
             "error": self.error,
-            "looks": self.looks_for_others,
+            # A collective has failed here, because of another rank, and none was called since: it is not late.
+            "looks": self.looked_after == _calls_made(),
         }
 
     def hear(self) -> DistError | None:
@@ -190,7 +183,7 @@ class AbsentSearch:
         Where the network is gone, it is silent for a quarter of an hour.
         """
         watch = self.watch
-        watch.look_for_others()
+        watch.looked_after = _calls_made()
         found: Future[list[Absent]] = Future()
 
         def find() -> None:

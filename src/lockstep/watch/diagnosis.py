@@ -89,11 +89,9 @@ def described(comm: Comm, records: Mapping[int, Record], ended: Collection[int])
 
 def described_if_different(comm: Comm, records: Mapping[int, Record]) -> CollectiveMismatchError | None:
     """Return how the calls of ranks differ, or None if they are the same, or not known to differ."""
-    if len(records) < 2 or len({record.resets for record in records.values()}) > 1:
-        return None
-    if any(record.has_failed for record in records.values()):
-        return None
-    if len({record.number for record in records.values()}) == len({record.digest for record in records.values()}) == 1:
+    is_known = len({record.resets for record in records.values()}) == 1
+    is_same = len({(record.number, record.digest) for record in records.values()}) == 1
+    if is_same or not is_known or any(record.has_failed for record in records.values()):
         return None
     return described(comm, records, records)
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from lockstep.errors import CollectiveMismatchError, DistError, error_in_words
-from lockstep.groups import known_groups, recorded_groups
+from lockstep.groups import recorded_groups
 from lockstep.watch.board import Board, pauses
 from lockstep.watch.diagnosis import described_if_different, records_of
-from lockstep.watch.interrupt import interrupt
+from lockstep.watch.interrupt import interrupt_all
 from lockstep.watch.watch import Watch, take_watch
 
 _SECONDS_TO_END = 2.0  # and three ticks: a rank that waits in a call hears meanwhile that this one has ended
@@ -35,7 +35,7 @@ def end_watch() -> DistError | None:
                 return _compare_for_the_last_time(watch)
         if raised_error() is None:
             return _failure_of_devices(watch)
-        _interrupt_all()
+        interrupt_all()
         return None
     finally:
         watch.stop()
@@ -44,12 +44,6 @@ def end_watch() -> DistError | None:
 def raised_error() -> BaseException | None:
     """Return the error with which this process ends, or that is being handled."""
     return sys.exception() or getattr(sys, "last_value", None)
-
-
-def _interrupt_all() -> None:
-    """End what this rank has begun and others never join: the end of a group waits for that, until the timeout."""
-    for comm in known_groups():
-        interrupt(comm)
 
 
 def _failure_of_devices(watch: Watch) -> DistError | None:
@@ -76,7 +70,7 @@ def _compare_for_the_last_time(watch: Watch) -> DistError | None:
     watch.stop()
     watch.board.end({**watch.state(ended=True), "failed": has_failed or failure is not None})
     if error is not None:
-        _interrupt_all()
+        interrupt_all()
     try:
         if has_failed or failure is not None:
             return None if has_failed else failure

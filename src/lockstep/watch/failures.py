@@ -9,10 +9,10 @@ from copy import copy
 import torch
 
 from lockstep.errors import PEER_IS_GONE, DistError, message_of
-from lockstep.groups import Comm, GroupLike, failure_of_any, known_groups, resolve
+from lockstep.groups import Comm, GroupLike, failure_of_any, resolve
 from lockstep.watch.absent import AbsentSearch
 from lockstep.watch.diagnosis import Absent, absence
-from lockstep.watch.interrupt import interrupt
+from lockstep.watch.interrupt import interrupt_all
 from lockstep.watch.watch import current_watch
 
 # The backends' messages (torch 2.13) for a connection that timed out, and for a call that was ended from here.
@@ -72,6 +72,5 @@ def backend_errors_translated(group: GroupLike = None) -> Iterator[None]:
         translated = translate_error(error, comm, is_called_by_torch=True)
         # torch has queued further calls, which would wait for the timeout: here when the process ends, and on the ranks
         # that gloo's ring does not connect with the one that is gone.
-        for one in known_groups():
-            interrupt(one)
+        interrupt_all()
         raise translated from error

@@ -16,7 +16,7 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from lockstep.errors import PEER_IS_GONE
-from lockstep.groups import Comm, control_groups
+from lockstep.groups import Comm, control_groups, known_groups
 
 _SECONDS_TO_ABORT = 2.0  # how long torch's `abort` is waited for
 _TAG = 0x10C7  # of a receive for which no rank sends anything
@@ -48,6 +48,12 @@ def interrupt(comm: Comm) -> None:
         aborting = threading.Thread(target=_abort, args=(pg,), name="lockstep-abort", daemon=True)
         aborting.start()
         aborting.join(_SECONDS_TO_ABORT)
+
+
+def interrupt_all() -> None:
+    """End what this rank has begun and others never join: the end of a group waits for that, until the timeout."""
+    for comm in known_groups():
+        interrupt(comm)
 
 
 def _abort(pg: ProcessGroup) -> None:
