@@ -21,7 +21,7 @@ from lockstep.model import ModelWrapper, outside_loss, predict_step, step_of, un
 from lockstep.model.compiling import begin_compiled_step, kept_outputs
 from lockstep.registry import LOOPS
 from lockstep.runner.arguments import named_loaders
-from lockstep.runner.run import Run
+from lockstep.runner.run import Run, TrainRun
 from lockstep.runner.seeds import part_ranks, random_state_kept
 from lockstep.runner.uneven_inputs import Batch, EvenBatches
 
@@ -138,16 +138,18 @@ class EvalLoop:
         runner.call_hook(f"before_{mode}_epoch")
         runner.model.eval()
         self.metrics, counter = {}, count()
+        # A stop waits for the update that completes a window: its gradients are not saved.
+        may_stop = not (isinstance(runner, TrainRun) and runner.optim_wrapper.has_open_window)
         for one in self.sets:
             if len(self.sets) > 1:  # an evaluator may be that of another set, too
                 one.evaluator.set_dataset_meta(getattr(one.dataset, "metainfo", None))
             one.evaluator.reset()
             autocast = nullcontext() if self._dtype is None else torch.autocast(get_device(), dtype=self._dtype)
             kept = random_state_kept() if self.keeps_random_state else nullcontext()  # each set draws as if alone
-            with kept, autocast, runner.agreement.evaluation():
+            with kept, autocast, runner.agreement.evaluation() if may_stop else nullcontext():
                 if runner.iter == 0:  # else the training has done so
                     part_ranks(runner.args.randomness, runner.seed, runner.data_shard.rank)
-                self._predict(one.dataloader, one.evaluator, counter)
+                self._predict(one.dataloader, one.evaluator, counter, may_stop)
             self.metrics |= one.evaluate()
         self.at_iter = runner.iter
         runner.last_evaluation = self
@@ -155,12 +157,13 @@ class EvalLoop:
         runner.call_hook(f"after_{mode}")
         return self.metrics
 
-    def _predict(self, dataloader: Any, evaluator: Evaluator, counter: Iterator[int]) -> None:
+    def _predict(self, dataloader: Any, evaluator: Evaluator, counter: Iterator[int], may_stop: bool) -> None:
         """Pass a prediction for each batch to an evaluator; `counter` numbers the batches of all sets."""
         runner, mode = self.runner, self.mode
         step = step_of(runner.model, f"{mode}_step", predict_step)
         for batch, batch_idx in zip(self._batches(dataloader), counter, strict=False):
-            runner.agreement.stop_if_asked()
+            if may_stop:
+                runner.agreement.stop_if_asked()
             data_batch = batch.data
             if batch.is_own:
                 runner.call_hook(f"before_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch)

@@ -188,12 +188,13 @@ class OwnLoop(TrainLoop):
         model = self.runner.model
         context = model.evaluation_context() if isinstance(model, ModelWrapper) else nullcontext()
         set_epoch(loader, 0)
-        may_stop = not self._is_stepping  # in the midst of an iteration nothing can be saved
         run = self.runner
+        # In the midst of an iteration or of an accumulation window, what has been computed can't be saved.
+        may_stop = not self._is_stepping and not run.optim_wrapper.has_open_window
         with run.saving.at_stop(), random_state_kept(), run.evaluated(), self._weights_to_evaluate(), context:
             for batch in EvenBatches(loader).iterate():
                 if may_stop:
-                    self.runner.agreement.stop_if_asked()
+                    run.agreement.stop_if_asked()
                 self.counts = batch.is_own
                 self._samples_to_gather = round(batch.mean_samples * run.data_shard.size)
                 moved = self.runner.to_device(batch.data)
