@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -98,9 +99,10 @@ def _norm(parts: list[Tensor], sharding: Sharding | None, norm_type: float, fore
     # A rank may hold no element of a short parameter, and an empty tensor has no maximum.
     present = [part for part in parts if part.numel()]
     norm = get_total_norm(present, norm_type, foreach=foreach) if present else parts[0].new_zeros(())
+    # One dtype on every rank, whatever it holds; and a square may overflow float16.
+    norm = norm.to(reduce(torch.promote_types, (part.dtype for part in parts), torch.float32))
     infinite = math.isinf(norm_type)
     if not infinite:
-        norm = norm.to(torch.promote_types(norm.dtype, torch.float32))  # a square may overflow float16
         norm = norm**norm_type
     for axis in axes:
         all_reduce(norm, "max" if infinite else "sum", group=mesh.get_group(axis))
