@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler
+
+from lockstep import Runner
 from lockstep.dist import barrier, get_rank
+from lockstep.errors import Preempted
+from lockstep.hooks import Hook
 from lockstep.runner.preemption import Agreement
-from lockstep.testing import run_ranks
+from lockstep.testing import ranks, run_ranks
+from lockstep.watch.watch import side_store
 
 
 def ask_at_the_end() -> bool:
@@ -28,3 +41,74 @@ def ask_at_the_end() -> bool:
 
 def test_a_rank_that_asks_while_its_training_ends_leaves_no_thread():
     assert run_ranks(2, ask_at_the_end) == [False, False]
+
+
+def stops_in_the_second_training() -> int:
+    """Rank 0 leaves a validation of the first training early; return how many points a rank passes in the second."""
+    agreement = Agreement()
+    with agreement.opened(), suppress(Preempted), agreement.evaluation():
+        if get_rank() == 0:
+            raise Preempted("in the midst")
+    barrier()
+    passed = 0
+    with agreement.opened(), suppress(Preempted):
+        if get_rank() == 1:
+            agreement.ask("a save has failed")
+        while passed < 100:
+            agreement.stop_if_asked()
+            barrier()
+            passed += 1
+            time.sleep(0.02)
+    return passed
+
+
+def test_a_second_training_of_a_run_stops_on_all_ranks_after_one_that_was_stopped_in_a_validation():
+    first, second = run_ranks(2, stops_in_the_second_training)
+    assert first == second < 100
+
+
+class InOrder(Sampler[int]):
+    """A sampler of a user's own, of which the ranks compare what they have drawn when they have gone through it."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+class Doubles(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float().unsqueeze(1))
+
+
+class AsksWhenTheOtherHasDone(Hook):
+    """Asks for a stop on rank 0, which has three batches, when rank 1 has done with its two."""
+
+    def before_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        if runner.rank == 0 and batch_idx == 1:
+            side_store().wait(["rank 1 has done"])
+            time.sleep(0.3)
+            runner.agreement.ask("the machine is taken away")
+            while runner.agreement._reason is None:
+                time.sleep(0.001)
+            runner.agreement._is_agreed.wait()
+
+    def after_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        if runner.rank == 1 and batch_idx == 1:
+            side_store().set("rank 1 has done", "")
+
+
+@ranks(2)
+def test_a_stop_in_a_validation_in_which_one_rank_has_done_comes_on_both(tmp_path: Path):
+    numbers = torch.arange(5)
+    runner = Runner(
+        Doubles(), tmp_path, loss=lambda output, target: output.mean(), train_cfg={"max_epochs": 2},
+        train_dataloader=DataLoader([(x, x) for x in numbers], batch_size=1),
+        val_dataloader=DataLoader([(x, x) for x in numbers], batch_size=1, sampler=InOrder()),
+        optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.1}}, custom_hooks=[AsksWhenTheOtherHasDone()],
+        visualizer=[],
+    )  # fmt: skip
+    with pytest.raises(Preempted):
+        runner.train()
+    assert runner.run.iter == 3

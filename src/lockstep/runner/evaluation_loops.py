@@ -148,6 +148,7 @@ class EvalLoop:
                 if runner.iter == 0:  # else the training has done so
                     part_ranks(runner.args.randomness, runner.seed, runner.data_shard.rank)
                 self._predict(one.dataloader, one.evaluator, counter)
+            check_alike(one.dataloader)  # not above, where a rank that has done would wait for one that stops
             self.metrics |= one.evaluate()
         self.at_iter = runner.iter
         runner.last_evaluation = self
@@ -174,7 +175,6 @@ class EvalLoop:
                 evaluator.begin_batch(int(batch.samples), batch.indices)
                 evaluator.process(data_samples=outputs, data_batch=data_batch)
             runner.call_hook(f"after_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
-        check_alike(dataloader)
 
     def _batches(self, dataloader: Any) -> Iterator[Batch]:
         """Yield this rank's batches, and stand-ins if the model's forward pass needs all ranks; see `EvenBatches`."""

@@ -92,6 +92,7 @@ class Agreement:
         """
         self._rank, self._world_size = get_dist_info()
         self._closing, self._round = threading.Event(), 0
+        self.point = 0  # a training that was stopped in a validation has left the ranks at unlike points
         if self._world_size > 1:
             type(self)._count += 1
             self._prefix = f"agreement_{self._count}"
