@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from lockstep import Runner
 from lockstep.dist import barrier, get_rank
-from lockstep.errors import Preempted
+from lockstep.errors import DistError, Preempted
 from lockstep.hooks import Hook
 from lockstep.runner.preemption import Agreement
 from lockstep.testing import ranks, run_ranks
@@ -25,16 +26,24 @@ from lockstep.watch.watch import side_store
 
 def ask_at_the_end() -> bool:
     """Rank 1 asks for a stop, and its training ends before the others have answered; return whether a thread stays."""
-    agreement = Agreement()
-    if get_rank() == 1:
-        with agreement.opened():
-            agreement.ask("a save has failed")
-            while agreement._reason is None:
-                time.sleep(0.001)
-    barrier()
-    if get_rank() == 0:
-        with agreement.opened():
-            pass
+    agreement, may_listen, listen = Agreement(), threading.Event(), Agreement._listen
+
+    def listen_late(self: Agreement) -> None:
+        may_listen.wait()
+        listen(self)
+
+    with patch.object(Agreement, "_listen", listen_late):
+        if get_rank() == 1:
+            may_listen.set()
+            with agreement.opened():
+                agreement.ask("a save has failed")
+                while agreement._reason is None:
+                    time.sleep(0.001)
+            barrier()
+        else:
+            with agreement.opened():
+                barrier()
+                may_listen.set()
     barrier()
     return any(thread.name == "lockstep-agreement" for thread in threading.enumerate())
 
@@ -65,6 +74,18 @@ def stops_in_the_second_training() -> int:
 def test_a_second_training_of_a_run_stops_on_all_ranks_after_one_that_was_stopped_in_a_validation():
     first, second = run_ranks(2, stops_in_the_second_training)
     assert first == second < 100
+
+
+@ranks(2)
+def test_no_rank_counts_on_a_store_that_another_one_lacks():
+    """A background save, which needs one, is a collective."""
+    no_store = DistError("the ranks have no store that can be shared")
+    agreement, lacks = Agreement(), nullcontext()
+    if get_rank() == 1:
+        lacks = patch("lockstep.runner.preemption.side_store", side_effect=no_store)
+    with lacks, pytest.raises(DistError, match=r"rank 1: .*no store that can be shared"), agreement.opened():
+        pass
+    assert not agreement.is_open
 
 
 class InOrder(Sampler[int]):
