@@ -243,8 +243,8 @@ HOLDING_OBJECTS: dict[str, Callable[[], Any]] = {
 @ranks(2)
 @pytest.mark.parametrize("kind", HOLDING_OBJECTS)
 def test_samples_that_hold_objects_are_not_compared_by_their_addresses(kind):
-    samples = [HOLDING_OBJECTS[kind]() for _ in range(8)]
-    assert len(build_dataloader(DataLoader(samples, collate_fn=list), seed=0)) == 4
+    samples = [HOLDING_OBJECTS[kind]() for _ in range(8 + get_rank())]  # so that addresses differ
+    assert len(build_dataloader(DataLoader(samples[get_rank() :], collate_fn=list), seed=0)) == 4
 
 
 @ranks(2)
