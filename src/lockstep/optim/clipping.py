@@ -29,9 +29,10 @@ def clip_by_norm(
 ) -> Tensor:
     """Scale the gradients down to a total norm of at most `max_norm`, and return the norm before clipping.
 
-    The norm is that of all gradients together and is the same on every rank. For sharded gradients, torch's own
-    function returns the norm only as a `DTensor`, refuses a mixture of sharded and whole gradients, and for
-    `norm_type=inf` hangs if a rank holds no element of a parameter (torch 2.13).
+    The norm is that of all gradients together. It is the same on every rank if whole gradients are, which FSDP does not
+    see to for its `ignored_modules`. For sharded gradients, torch's own function returns the norm only as a `DTensor`,
+    refuses a mixture of sharded and whole gradients, and for `norm_type=inf` hangs if a rank holds no element of a
+    parameter (torch 2.13).
 
     Args:
         params: parameters; those without a gradient are skipped.
