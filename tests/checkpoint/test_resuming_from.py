@@ -106,6 +106,19 @@ def test_the_newest_whole_one_is_found_and_faults_are_named(part: str, damage: s
     assert first.is_dir()
 
 
+@ranks(4)
+def test_each_rank_looks_only_at_files_that_it_reads_and_the_first_one_at_all(tmp_path: Path):
+    state = {"model": {}, "ranks": {str(get_rank()): {"x": torch.full((1000,), float(get_rank()))}}}
+    save_state(tmp_path / "run" / "epoch_1", state, {**RESUMABLE, "world_size": 4}, last_of=tmp_path)
+    seen, lstat = set(), Path.lstat
+    with patch.object(Path, "lstat", lambda path: seen.add(path.name) or lstat(path)):
+        stored, _ = find_resumption(None, [tmp_path])
+    assert stored is not None
+    files = all_gather_object(len(seen.intersection(stored.manifest.files)))
+    assert files[0] == 4
+    assert max(files[1:]) <= 2
+
+
 def test_weights_come_from_a_whole_checkpoint_in_a_runs_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     first, second, _ = saved(tmp_path)
     assert find_checkpoint(first.parent) == second

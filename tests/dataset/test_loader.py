@@ -233,6 +233,20 @@ def test_a_random_split_that_is_the_same_on_all_ranks_is_split():
     assert len(build_dataloader(DataLoader(train), seed=0)) == 4
 
 
+HOLDING_OBJECTS: dict[str, Callable[[], Any]] = {
+    "tuple": lambda: (3, object()),
+    "array": lambda: np.array([object()]),
+    "dict": lambda: {"x": [1, object()]},
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", HOLDING_OBJECTS)
+def test_samples_that_hold_objects_are_not_compared_by_their_addresses(kind):
+    samples = [HOLDING_OBJECTS[kind]() for _ in range(8 + get_rank())]  # so that addresses differ
+    assert len(build_dataloader(DataLoader(samples[get_rank() :], collate_fn=list), seed=0)) == 4
+
+
 @ranks(2)
 def test_what_is_dealt_out_is_told():
     with logged() as messages:

@@ -208,6 +208,10 @@ def optimizer(**arguments):
         ),
         ({"optim_wrapper": {}}, "`optim_wrapper` must have the key `optimizer`, but has only []"),
         (
+            {"optim_wrapper": {"clip_grad": {"max_norm": 1}}},
+            "`optim_wrapper` must have the key `optimizer`, but has only ['clip_grad']",
+        ),
+        (
             {"optim_wrapper": {**optimizer(), "acumulative_counts": 2}},
             "`optim_wrapper.acumulative_counts` = 2 is not an argument of the optim wrapper `OptimWrapper`: did you "
             "mean `accumulative_counts`?",

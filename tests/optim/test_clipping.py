@@ -103,6 +103,17 @@ def test_half_precision_shards_have_a_norm_whose_square_would_overflow():
 
 
 @ranks(2)
+@pytest.mark.parametrize(("short", "norm_type"), [(torch.float32, math.inf), (torch.float64, 2.0)])
+def test_ranks_without_an_element_of_the_widest_dtype_have_the_same_norm(short, norm_type):
+    mesh = mesh_of((2,))
+    rows = distribute_tensor(torch.full((4,), 2.0, dtype=torch.bfloat16), mesh, [Shard(0)])
+    row = distribute_tensor(torch.full((1,), 3.0, dtype=short), mesh, [Shard(0)])  # rank 1 holds nothing of it
+    norm = gradient_norm([rows, row], norm_type)
+    assert norm.dtype == short
+    assert norm.item() == pytest.approx(3 if math.isinf(norm_type) else 5, rel=1e-2)
+
+
+@ranks(2)
 def test_a_norm_that_is_not_finite_is_refused_on_every_rank():
     sharded = net_with_gradients(mesh_of((2,)), share=True)
     if get_rank() == 1:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
-from lockstep.strategy import SingleDeviceStrategy
+from lockstep.dist import get_world_size
+from lockstep.errors import ConfigError
+from lockstep.strategy import DDPStrategy, SingleDeviceStrategy
+from lockstep.testing import ranks
 
 SGD = {"optimizer": {"type": "SGD", "lr": 0.1}}
 
@@ -22,3 +26,15 @@ def test_a_model_is_compiled():
     assert model._compiled_call_impl is not None
     assert wrapper is None
     assert model(torch.ones(3, 2)).shape == (3, 1)
+
+
+@ranks(1, 2)
+def test_ddp_refuses_to_train_what_it_can_not_wrap():
+    model = nn.Linear(2, 1).requires_grad_(False)
+    assert DDPStrategy().prepare(model) == (model, None)  # to evaluate it
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if get_world_size() == 1:
+        assert DDPStrategy().prepare(model, optimizer)[0] is model
+        return
+    with pytest.raises(ConfigError, match="gradients of what is unfrozen later would not be averaged"):
+        DDPStrategy().prepare(model, optimizer)

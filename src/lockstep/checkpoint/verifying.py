@@ -47,8 +47,17 @@ def check(directory: Location) -> Manifest:
     """
     require_checkpoint(directory)
     manifest = read_manifest(directory)
-    require_plain_files(directory, {name: file.size for name, file in manifest.files.items()})
+    check_files(directory, manifest)
     return manifest
+
+
+def check_files(directory: Location, manifest: Manifest) -> None:
+    """Check that the files of a checkpoint with this manifest are there in their sizes.
+
+    Raises:
+        ConfigError: one is not; the message names it.
+    """
+    require_plain_files(directory, {name: file.size for name, file in manifest.files.items()})
 
 
 def fault_found_by(examine: Callable[[Location], object], directory: Location) -> str | None:

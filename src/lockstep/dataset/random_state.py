@@ -20,7 +20,7 @@ def random_state() -> dict[str, Any]:
     """Return the state of every random generator of this process: Python's, numpy's, torch's, the accelerator's.
 
     Returns:
-        Nested dicts of tensors and JSON values; about 8 kB.
+        Nested dicts of tensors and JSON values; about 15 kB.
     """
     state = portable(generator_states())
     if get_device() != "cpu":
@@ -104,6 +104,6 @@ def sync_random_state(group: GroupLike) -> None:
     activation that all ranks hold in full; of an activation that is split between them, each rank drops from its own
     part by the same pattern. Samples that are augmented in this process are the same, too.
 
-    **Collective**: every rank of the group. **Cost**: about 10 kB.
+    **Collective**: every rank of the group. **Cost**: about 16 kB.
     """
     set_random_state(broadcast_object(random_state(), src=0, group=group))

@@ -112,12 +112,14 @@ def _plain_values(sampler: Any) -> dict[str, list[str]]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value is a number, a tensor, an array or a container of these."""
+    """Return whether a value is a number, a tensor, an array or a container of these, as its beginning shows."""
     if isinstance(value, Mapping):
         return all(_is_plain(item) for item in value.values())
     if isinstance(value, list | tuple):
-        return not value or _is_plain(value[0])
-    return isinstance(value, int | float | range | Tensor | np.ndarray | np.generic)
+        return all(map(_is_plain, value[:_MOST_COMPARED]))
+    if isinstance(value, np.ndarray):
+        return not value.dtype.hasobject  # in whose place its memory has addresses
+    return isinstance(value, int | float | range | Tensor | np.generic)
 
 
 def _digest(value: Any) -> str:
@@ -139,7 +141,7 @@ def _bytes_of(value: Any) -> Iterator[bytes | memoryview]:
     elif isinstance(value, np.ndarray | np.generic):
         yield repr((value.dtype.str, value.shape)).encode()
         yield value.tobytes()
-    elif isinstance(value, list | tuple) and value and not isinstance(value[0], int | float):
+    elif isinstance(value, list | tuple) and not all(isinstance(item, int | float) for item in value[:_MOST_COMPARED]):
         for item in value:
             yield _digest(item).encode()
     elif isinstance(value, list | tuple):

@@ -44,6 +44,7 @@ _OPTIM_WRAPPER = Kind(
     supplied=frozenset({"optimizer"}),
     own=frozenset({"constructor", "paramwise_cfg"}),
 )
+_DICTS_OF_A_WRAPPER = {"clip_grad", "paramwise_cfg"}
 _CONSTRUCTOR = "DefaultOptimWrapperConstructor"
 # The length of a schedule may be missing: it defaults to the length of its window.
 _LENGTHS = frozenset({"T_max", "total_iters", "total_steps"})
@@ -115,7 +116,7 @@ def _optim_wrapper(key: str, cfg: object) -> Iterator[Fault]:
         return
     if "paramwise_cfg" in cfg:
         yield from _paramwise(f"{key}.paramwise_cfg", cfg["paramwise_cfg"])
-    if _is_by_name(cfg, "optimizer"):
+    if _is_by_name(cfg, "optimizer") and not cfg.keys() & _DICTS_OF_A_WRAPPER:
         for name, part in cfg.items():
             yield from _optim_wrapper(f"{key}.{name}", part)
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -28,9 +29,10 @@ def clip_by_norm(
 ) -> Tensor:
     """Scale the gradients down to a total norm of at most `max_norm`, and return the norm before clipping.
 
-    The norm is that of all gradients together and is the same on every rank. For sharded gradients, torch's own
-    function returns the norm only as a `DTensor`, refuses a mixture of sharded and whole gradients, and for
-    `norm_type=inf` hangs if a rank holds no element of a parameter (torch 2.13).
+    The norm is that of all gradients together. It is the same on every rank if whole gradients are, which FSDP does not
+    see to for its `ignored_modules`. For sharded gradients, torch's own function returns the norm only as a `DTensor`,
+    refuses a mixture of sharded and whole gradients, and for `norm_type=inf` hangs if a rank holds no element of a
+    parameter (torch 2.13).
 
     Args:
         params: parameters; those without a gradient are skipped.
@@ -98,9 +100,10 @@ def _norm(parts: list[Tensor], sharding: Sharding | None, norm_type: float, fore
     # A rank may hold no element of a short parameter, and an empty tensor has no maximum.
     present = [part for part in parts if part.numel()]
     norm = get_total_norm(present, norm_type, foreach=foreach) if present else parts[0].new_zeros(())
+    # One dtype on every rank, whatever it holds; and a square may overflow float16.
+    norm = norm.to(reduce(torch.promote_types, (part.dtype for part in parts), torch.float32))
     infinite = math.isinf(norm_type)
     if not infinite:
-        norm = norm.to(torch.promote_types(norm.dtype, torch.float32))  # a square may overflow float16
         norm = norm**norm_type
     for axis in axes:
         all_reduce(norm, "max" if infinite else "sum", group=mesh.get_group(axis))

@@ -58,6 +58,7 @@ class Saving:
         self._planner = Planner()
         self._background = BackgroundSaver(self._planner)
         self._pending: Save | None = None  # in the background
+        self._has_warned = False
         self.saved_iter = 0
 
     def save(self, save: Save, *, async_save: bool) -> None:
@@ -65,6 +66,8 @@ class Saving:
         self.finish()
         run = self._run
         last_of = _root_of(run, save.directory) if save.is_last else None
+        if save.has_optimizer and run.optim_wrapper.has_open_window and save.iteration != run.max_iters:
+            self._warn_of_open_window(save)
         with run.evaluated():
             state, meta = self._state(save)
             with self._ending(save):
@@ -74,6 +77,17 @@ class Saving:
                     self._pending = save
                 else:
                     save_state(save.directory, state, meta, last_of, self._planner)
+
+    def _warn_of_open_window(self, save: Save) -> None:
+        """Say, once, that gradients that wait for their update are not saved."""
+        if not self._has_warned:
+            _logger.warning(
+                "%s is saved inside an accumulation window: a run that resumes from it, or from another one like it, "
+                "loses the gradients of the backward passes since the last update. Save after as many iterations as "
+                "are a multiple of `accumulative_counts`, by CheckpointHook(by_epoch=False, interval=...)",
+                save.directory.name,
+            )  # fmt: skip
+        self._has_warned = True
 
     def collect(self) -> None:
         """Do what was to be done when the save in the background was complete, if it is. No collective."""

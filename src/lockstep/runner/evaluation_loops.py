@@ -138,18 +138,17 @@ class EvalLoop:
         runner.call_hook(f"before_{mode}_epoch")
         runner.model.eval()
         self.metrics, counter = {}, count()
-        # A stop waits for the update that completes a window: its gradients are not saved.
-        may_stop = not (isinstance(runner, TrainRun) and runner.optim_wrapper.has_open_window)
         for one in self.sets:
             if len(self.sets) > 1:  # an evaluator may be that of another set, too
                 one.evaluator.set_dataset_meta(getattr(one.dataset, "metainfo", None))
             one.evaluator.reset()
             autocast = nullcontext() if self._dtype is None else torch.autocast(get_device(), dtype=self._dtype)
             kept = random_state_kept() if self.keeps_random_state else nullcontext()  # each set draws as if alone
-            with kept, autocast, runner.agreement.evaluation() if may_stop else nullcontext():
+            with kept, autocast, runner.agreement.evaluation() if self._may_stop else nullcontext():
                 if runner.iter == 0:  # else the training has done so
                     part_ranks(runner.args.randomness, runner.seed, runner.data_shard.rank)
-                self._predict(one.dataloader, one.evaluator, counter, may_stop)
+                self._predict(one.dataloader, one.evaluator, counter)
+            check_alike(one.dataloader)  # not above, where a rank that has done would wait for one that stops
             self.metrics |= one.evaluate()
         self.at_iter = runner.iter
         runner.last_evaluation = self
@@ -157,13 +156,11 @@ class EvalLoop:
         runner.call_hook(f"after_{mode}")
         return self.metrics
 
-    def _predict(self, dataloader: Any, evaluator: Evaluator, counter: Iterator[int], may_stop: bool) -> None:
+    def _predict(self, dataloader: Any, evaluator: Evaluator, counter: Iterator[int]) -> None:
         """Pass a prediction for each batch to an evaluator; `counter` numbers the batches of all sets."""
         runner, mode = self.runner, self.mode
         step = step_of(runner.model, f"{mode}_step", predict_step)
         for batch, batch_idx in zip(self._batches(dataloader), counter, strict=False):
-            if may_stop:
-                runner.agreement.stop_if_asked()
             data_batch = batch.data
             if batch.is_own:
                 runner.call_hook(f"before_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch)
@@ -177,14 +174,23 @@ class EvalLoop:
                 evaluator.begin_batch(int(batch.samples), batch.indices)
                 evaluator.process(data_samples=outputs, data_batch=data_batch)
             runner.call_hook(f"after_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
-        check_alike(dataloader)
+
+    @property
+    def _may_stop(self) -> bool:
+        """Whether a stop may come now. It waits for the update of an open window, whose gradients are not saved."""
+        return not (isinstance(self.runner, TrainRun) and self.runner.optim_wrapper.has_open_window)
 
     def _batches(self, dataloader: Any) -> Iterator[Batch]:
         """Yield this rank's batches, and stand-ins if the model's forward pass needs all ranks; see `EvenBatches`."""
-        model = self.runner.model
+        model, may_stop = self.runner.model, self._may_stop
         if self.runner.world_size > 1 and isinstance(model, ModelWrapper) and model.forward_is_collective:
-            return EvenBatches(dataloader).iterate()
-        return _own_batches(CountedBatches(dataloader))
+            batches = EvenBatches(dataloader).iterate()
+        else:
+            batches = _own_batches(CountedBatches(dataloader))
+        for batch in batches:
+            if may_stop:
+                self.runner.agreement.stop_if_asked()
+            yield batch
 
 
 @LOOPS.register_module()

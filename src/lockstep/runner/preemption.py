@@ -23,6 +23,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any
 
+from lockstep.checkpoint.together import on_all
 from lockstep.dist import get_dist_info
 from lockstep.errors import ConfigError, Preempted, did_you_mean
 from lockstep.launch.worker import FAILING_FILE
@@ -88,15 +89,16 @@ class Agreement:
         **Collective**: every rank. **Cost**: a thread that sleeps, and a connection to the store.
 
         Raises:
-            DistError: the ranks have no store that they can share.
+            DistError: on every rank, if some rank has no store that it can share.
         """
         self._rank, self._world_size = get_dist_info()
         self._closing, self._round = threading.Event(), 0
+        self.point = 0  # a training that was stopped in a validation has left the ranks at unlike points
         if self._world_size > 1:
             type(self)._count += 1
             self._prefix = f"agreement_{self._count}"
             self._closed = f"{self._prefix}/closed"  # set once rank 0 has left, and answers no more requests
-            self._store = side_store()
+            self._store = on_all("the ranks can't agree on a stop", side_store)
             self._thread = threading.Thread(target=self._listen, name="lockstep-agreement", daemon=True)
             self._thread.start()
         self.is_open = True

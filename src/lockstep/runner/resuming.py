@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lockstep.checkpoint import candidates, load_state, place_of, remove_dead_drafts, written_at
 from lockstep.checkpoint.files import DAMAGED, is_there
-from lockstep.checkpoint.loading import AS_SAVED, OPTIMIZER, Stored
+from lockstep.checkpoint.loading import AS_SAVED, OPTIMIZER, Stored, open_checkpoint
 from lockstep.checkpoint.together import on_all
-from lockstep.checkpoint.verifying import check, check_resumable, verify_share
+from lockstep.checkpoint.verifying import check_files, check_resumable, verify_share
 from lockstep.dataset.position import Position
 from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.dist import all_gather_object, get_dist_info, get_rank, run_on_main
@@ -169,16 +169,16 @@ def _newest(
 def _opened(directory: Location) -> tuple[Stored | None, str | None]:
     """Return a checkpoint of which all bytes have their checksums, or what is wrong, the same on every rank.
 
-    **Collective**: every rank; each reads the manifest, and a part of the rest.
+    **Collective**: every rank; each reads the manifest, and a part of the rest. Rank 0 looks at each file.
     """
     rank, world_size = get_dist_info()
     stored, fault = None, None
     try:
-        manifest = check(directory)
-        verify_share(directory, manifest, rank, world_size)
+        stored = open_checkpoint(directory)
         if rank == 0:
-            check_resumable(directory, manifest)
-        stored = Stored(directory, manifest)
+            check_files(directory, stored.manifest)
+            check_resumable(directory, stored.manifest)
+        verify_share(directory, stored.manifest, rank, world_size)
     except (ConfigError, OSError) as error:
         fault = str(error)
     fault = next((one for one in all_gather_object(fault) if one is not None), None)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lockstep.device import get_device
 from lockstep.dist import get_rank, get_world_size, is_distributed
 from lockstep.errors import ConfigError
+from lockstep.groups import this_rank
 from lockstep.model import is_model_wrapper, unwrap_model
 from lockstep.optim import OptimWrapper, build_optim_wrapper
 from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
@@ -175,6 +176,21 @@ class DDPStrategy(NativeStrategy):
 
     def __init__(self, model_wrapper: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._wrapper = {"type": _WRAPPER, "broadcast_buffers": False, **(model_wrapper or {}), **kwargs}
+
+    def parallelize(self, model: nn.Module, optim_wrapper: OptimLike | None = None) -> Prepared:
+        """Wrap the model, then build its optimizer.
+
+        Raises:
+            ConfigError: several ranks are to train a model that has nothing to train yet, which DDP can't wrap.
+        """
+        prepared, wrapper = super().parallelize(model, optim_wrapper)
+        if optim_wrapper is not None and get_world_size() > 1 and not is_model_wrapper(prepared):
+            raise ConfigError(
+                f"the model must have parameters that require a gradient when DDP wraps it, but {type(model).__name__} "
+                f"has none ({this_rank()}), and gradients of what is unfrozen later would not be averaged over ranks. "
+                "Freeze what trains later only then, as in `before_train` of a hook"
+            )
+        return prepared, wrapper
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap the model, if there is a process group, and something to train."""

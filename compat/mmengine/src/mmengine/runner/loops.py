@@ -220,7 +220,6 @@ class _OpenEvalLoop(EvalLoop):
             return
         runner = self.runner
         for fetched, batch_idx in zip(self._batches(dataloader), counter, strict=False):
-            runner.agreement.stop_if_asked()
             if fetched.is_own:
                 self.run_iter(batch_idx, fetched.data)
             else:  # the other ranks need this rank's forward pass
