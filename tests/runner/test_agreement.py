@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
-from lockstep import Runner
+from lockstep import Runner, Session
 from lockstep.dist import barrier, get_rank, get_world_size
 from lockstep.errors import DistError, Preempted
 from lockstep.hooks import Hook
@@ -178,3 +178,28 @@ def test_a_stop_before_a_validation_in_an_open_window_comes_after_its_update(
     log = (runner.run_dir / "log.txt").read_text()
     assert "epoch_1 is saved inside an accumulation window" in log
     assert log.count("is saved inside") == 1
+
+
+@ranks(1, 2)
+def test_a_stop_in_an_evaluation_of_a_session_comes_after_the_update_of_an_open_window(tmp_path: Path):
+    session = Session(tmp_path, accumulative_counts=3)
+    data = DataLoader([torch.tensor(float(x)) for x in range(4 * session.world_size)], batch_size=1)
+    plain = Doubles()
+    model, _, loader = session.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1), data)
+    evaluation = session.prepare_evaluation(data)
+    done = 0
+
+    def train() -> None:
+        nonlocal done
+        for epoch in session.epochs(3):
+            for x in loader:
+                session.step(model(x).mean())
+                done += 1
+            for number, x in enumerate(evaluation):
+                model(x)
+                if (epoch, number) == (0, 1):
+                    Asks(done, "").ask(session.run)
+
+    with pytest.raises(Preempted):
+        train()
+    assert done == 6
