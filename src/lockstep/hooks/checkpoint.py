@@ -36,7 +36,7 @@ class CheckpointHook(Hook):
     and `best_score_NAME`.
 
     Args:
-        interval: number of epochs, or iterations, from one checkpoint to the next; -1 for only the last one. By default
+        interval: number of epochs, or iterations, between two checkpoints; -1 or 0 for only the last one. By default
             1 epoch; or, by iterations, as many as from one validation to the next, or 1000 in a loop by epochs.
         by_epoch: count epochs, else iterations; by default as the loop does.
         save_optimizer: save the optimizer's state; a run that resumes without it starts with a new optimizer state.
