@@ -329,7 +329,7 @@ def _compare(module: nn.Module, mesh: DeviceMesh, ignored: Iterable[nn.Module]) 
         trained = [name for name, own in left_out.items() if own.requires_grad]
         if trained and get_rank() == 0:
             _logger.warning(
-                "gradients of `ignored_modules` are not averaged, so that each rank trains %s on its own batches alone, "
+                "gradients of `ignored_modules` are not averaged, so each rank trains %s on its own batches alone, "
                 "and clips by a norm of its own. Freeze them by requires_grad_(False), or do not ignore their modules",
                 listed(trained, most=4),
             )
