@@ -293,6 +293,17 @@ def test_ignored_modules_stay_as_they_are():
     assert norm.grad_norm.isfinite()
 
 
+@ranks(1, 2)
+def test_ignored_modules_that_each_rank_would_train_alone_are_told():
+    for is_frozen in (True, False):
+        net = seeded()
+        net.blocks[1].requires_grad_(not is_frozen)
+        with warned() as messages:
+            MMFullyShardedDataParallel(net, ignored_modules=[net.blocks[1]])
+        is_told = not is_frozen and get_world_size() > 1 and get_rank() == 0
+        assert ["not averaged" in message for message in messages] == [True] * is_told
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

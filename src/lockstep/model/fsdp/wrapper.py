@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.dist import get_rank
 from lockstep.dist.consistency import check_call
-from lockstep.errors import ConfigError, did_you_mean, message_of, wrong_type
+from lockstep.errors import ConfigError, did_you_mean, listed, message_of, wrong_type
 from lockstep.groups import Comm, resolve, this_rank
 from lockstep.model import steps
 from lockstep.model.autograd_graph import never_compiled, refuse_second_backward
@@ -44,6 +45,7 @@ from lockstep.model.written import refuse_max_norm
 from lockstep.registry import MODEL_WRAPPERS
 from lockstep.transport.handles import note_running
 
+_logger = logging.getLogger("lockstep.model.fsdp")
 _DTENSOR = str(Path(torch.distributed.tensor.__file__).parent)
 
 
@@ -321,9 +323,16 @@ def _check_module(module: Any) -> None:
 def _compare(module: nn.Module, mesh: DeviceMesh, ignored: Iterable[nn.Module]) -> None:
     """Refuse a module that has other parameters on other ranks of a mesh. **Collective**: every rank of the mesh."""
     inside = {own for part in ignored for own in part.parameters()}
-    left_out = {name for name, own in module.named_parameters() if own in inside}
+    left_out = {name: own for name, own in module.named_parameters() if own in inside}
     axes = [axis for axis in reversed(range(mesh.ndim)) if mesh.size(axis) > 1]
     if axes:
+        trained = [name for name, own in left_out.items() if own.requires_grad]
+        if trained and get_rank() == 0:
+            _logger.warning(
+                "gradients of `ignored_modules` are not averaged, so each rank trains %s on its own batches alone, "
+                "and clips by a norm of its own. Freeze them by requires_grad_(False), or do not ignore their modules",
+                listed(trained, most=4),
+            )
         groups = map(mesh.get_group, axes)
         require_same_parameters(module, mesh.mesh.flatten().tolist(), *groups, left_out=left_out)
 
