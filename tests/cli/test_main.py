@@ -52,7 +52,6 @@ def test_help_does_not_import_torch(words, tmp_path):
         (["launch", "none.py", "--nproc", "2"], 1, "the script `none.py` does not exist"),
         (["launch", "lien.py", "--nproc", "2"], 1, "the script `lien.py` does not exist: did you mean `line.py`?"),
         (["launch", ".", "--nproc", "2"], 1, "SCRIPT must be a file, but `.` is a folder"),
-        (["launch", "-m", "no_such.module", "--nproc", "2"], 1, "there is no module `no_such` in the current folder"),
         (["launch", "line.py", "--log-dir", "toy.py"], 1, "`--log-dir` must be a folder that can be created"),
         (["test", "line.py", "--checkpoint", "none.pth"], 1, "none.pth does not exist"),
     ],
@@ -80,7 +79,6 @@ def test_the_doctor_finds_that_ranks_can_meet(lockstep):
     assert code == 0
     assert f"lockstep      │ {__version__}" in out
     assert "gloo" in out
-    assert "works (127.0.0.1" in out
     assert "none: lockstep starts its own ranks" in out
 
 
