@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -153,17 +152,6 @@ def test_a_draft_belongs_to_the_process_that_made_it(tmp_path: Path):
     os.utime(abandoned, (1, 1))
     assert sorted(remove_dead_drafts([tmp_path, tmp_path / "nowhere"])) == sorted([dead, again, abandoned])
     assert {path.name for path in mine.parent.iterdir()} == {mine.name, elsewhere.name, "mine.draft"}
-
-
-def test_too_little_space_is_warned_of_once_and_may_be_enough(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    usage, planner = shutil.disk_usage(tmp_path)._replace(free=1000), saving_module.Planner()
-    with patch.object(saving_module.shutil, "disk_usage", lambda path: usage):
-        for name in ("epoch_1", "epoch_2"):
-            save_state(tmp_path / "run" / name, {"w": torch.zeros(1000)}, {}, planner=planner)
-            verify(tmp_path / "run" / name)
-    (record,) = caplog.records
-    assert "4,000 bytes are needed for a checkpoint, but the disk of " in record.getMessage()
-    assert " says that 1,000 are free." in record.getMessage()
 
 
 @ranks(2)

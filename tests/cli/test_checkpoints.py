@@ -99,7 +99,7 @@ def test_the_only_whole_one_is_not_removed_for_damaged_ones(work_dir: Path):
     assert "fault: " in shown
     assert f"{RUN}/epoch_2  " in shown
     assert "  damaged\n" in shown
-    assert "It is the last one, and is kept" in shown
+    assert "It is the last one, and is not removed" in shown
     # epoch_3 is the last one, and stays for whoever wants to look at it.
     assert sorted(path.name for path in (work_dir / RUN).glob("epoch_*")) == ["epoch_1", "epoch_3"]
     (work_dir / RUN / "epoch_1" / "manifest.json").unlink()
@@ -138,7 +138,7 @@ def test_the_last_one_is_kept_where_the_folder_of_its_run_was_renamed(work_dir: 
     code, shown = called("prune", work_dir / folder, "--keep", 1, "--yes")
     assert code == 1
     assert f"fault: {data} " in shown
-    assert "It is the last one, and is kept" in shown
+    assert "It is the last one, and is not removed" in shown
     names = {path.name for path in (work_dir / "baseline").iterdir()}
     assert names == {"best_accuracy_epoch_1", "epoch_2", "epoch_3"}
 
@@ -147,7 +147,7 @@ def test_a_last_one_that_is_gone_is_said(work_dir: Path):
     shutil.rmtree(work_dir / RUN / "epoch_3")
     code, shown = called("prune", work_dir, "--keep", 1, "--yes")
     assert code == 1
-    assert "epoch_3 is the last one, but is not there: it was removed, or renamed\n" in shown
+    assert "epoch_3 does not exist. It is the last one" in shown
     assert {path.name for path in (work_dir / RUN).glob("epoch*")} == {"epoch_2"}
 
 

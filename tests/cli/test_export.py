@@ -26,7 +26,6 @@ def trained(folder):
     [
         ([], NAMES, "out: 3 weights, 0.0 MiB, of run/epoch_1"),
         (["--prefix", "net", "--dtype", "float16"], {"layer.weight", "layer.bias"}, "not in it: 1 weight of scale"),
-        (["--rename", r"^net\.=", "--rename", "(a)(?=le)=A"], {"layer.weight", "layer.bias", "scAle"}, "3 weights"),
         (["--to", "torch"], NAMES, "out: 3 weights"),
         (["--max-shard-size", "8"], NAMES, "out: 3 weights"),
     ],
@@ -46,7 +45,6 @@ def test_what_is_written_is_said(here, trained, words, names, says):
         ([".", "out"], "but . holds no complete checkpoint"),
         (["run", "run"], "what is written must go to a new or empty folder, but run is a folder that holds epoch_1"),
         (["run", "out", "--to", "hf"], "must have a config of HuggingFace's to be written for from_pretrained"),
-        (["run", "out", "--rename", "net"], "`--rename` must be PATTERN=TEXT"),
         (["run", "out", "--ema"], "must have averaged weights, as EMAHook saves them, but has none"),
         (["run", "nosuch://bucket/out"], "nosuch://bucket/out must be a path or a URL that fsspec can open"),
     ],

@@ -52,7 +52,6 @@ def test_help_does_not_import_torch(words, tmp_path):
         (["launch", "none.py", "--nproc", "2"], 1, "the script `none.py` does not exist"),
         (["launch", "lien.py", "--nproc", "2"], 1, "the script `lien.py` does not exist: did you mean `line.py`?"),
         (["launch", ".", "--nproc", "2"], 1, "SCRIPT must be a file, but `.` is a folder"),
-        (["launch", "-m", "no_such.module", "--nproc", "2"], 1, "there is no module `no_such` in the current folder"),
         (["launch", "line.py", "--log-dir", "toy.py"], 1, "`--log-dir` must be a folder that can be created"),
         (["test", "line.py", "--checkpoint", "none.pth"], 1, "none.pth does not exist"),
     ],
@@ -80,7 +79,6 @@ def test_the_doctor_finds_that_ranks_can_meet(lockstep):
     assert code == 0
     assert f"lockstep      │ {__version__}" in out
     assert "gloo" in out
-    assert "works (127.0.0.1" in out
     assert "none: lockstep starts its own ranks" in out
 
 
@@ -136,16 +134,13 @@ def test_the_doctor_misses_gloo(here, monkeypatch, function, says):
     assert says in out
 
 
-def test_the_doctor_finds_that_ranks_cannot_meet(lockstep):
+def test_ranks_that_cannot_meet_are_told(lockstep):
     without_network = ("unshare", "--net", sys.executable, "-m", "lockstep")
     if sys.platform != "linux" or os.geteuid() != 0:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("network namespaces need root on Linux")
-    code, out, err = lockstep("doctor", before=without_network, env={"COLUMNS": "300"})
-    assert (code, err) == (1, "error: 1 fault, see above: loopback\n")
-    assert "ranks cannot meet at 127.0.0.1: node 0 cannot listen at 127.0.0.1: " in out
-    assert "Bring up the loopback interface" in out
     code, _, err = lockstep("launch", "toy.py", "--nproc", "2", before=without_network)
     assert (code, "error: node 0 cannot listen at 127.0.0.1" in err) == (1, True)
+    assert "Bring up the loopback interface" in err
 
 
 @pytest.mark.parametrize("command", ["launch", "train"])

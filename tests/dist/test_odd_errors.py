@@ -127,10 +127,10 @@ def test_a_step_of_a_checkpoint_fails_on_all_ranks() -> None:
 
 @ranks(2)
 def test_an_error_of_the_operating_system_keeps_its_class_and_file_on_all_ranks() -> None:
-    for kind, given in ((PermissionError, (errno.EACCES, "no", "/a", None, "/b")), (BrokenPipeError, ("gone",))):
+    for kind, given in ((PermissionError, (errno.EACCES, "no", "/a")), (OSError, ("gone",))):
         with pytest.raises(kind, match=r"reading: rank 1: (no|gone)") as caught:
             on_all("reading", partial(raise_, kind(*given)) if get_rank() == 1 else int)
-        assert (caught.value.filename, caught.value.filename2) == (("/a", "/b") if len(given) > 1 else (None, None))
+        assert caught.value.filename == ("/a" if len(given) > 1 else None)
         assert caught.value.errno == (errno.EACCES if len(given) > 1 else None)
 
 

@@ -49,7 +49,7 @@ def test_a_class_or_function_registers_under_its_own_name(models, entry):
 
 
 def test_every_way_of_registering(models):
-    models.register_module(Net)
+    models.register_module()(Net)
     models.register_module("A")(Net)
     models.register_module(["B", "C"])(Net)
     models.register_module(name="D")(Net)
@@ -379,7 +379,7 @@ class Faulty:
 def optimizers():
     registry = Registry("optimizer", scope="zoo")
     for entry in (Optimizer, Wrapper, Faulty):
-        registry.register_module(entry)
+        registry.register_module()(entry)
     return registry
 
 

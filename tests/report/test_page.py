@@ -86,7 +86,7 @@ def test_the_page_shows_everything_that_is_recorded(tmp_path: Path):
     terms = dict(zip(page.texts["dt"], page.texts["dd"][-len(page.texts["dt"]) :], strict=True))
     assert terms["seed"] == "3"
     assert terms["torch"] == "2.13.0"
-    assert terms["ranks 0-1"] == "node1, cpu (A fast one), 1 thread"
+    assert terms["ranks 0, 1"] == "node1, cpu (A fast one), 1 thread"
     assert page.texts["code"] == ["work_dir = 'runs'  # here\nlr = 1e-3\n"]
 
 

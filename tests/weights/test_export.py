@@ -22,7 +22,8 @@ from lockstep.location import Location, locate
 from lockstep.runner import Runner, Session
 from lockstep.testing import ranks, run_ranks
 from lockstep.weights import export_checkpoint, open_source
-from lockstep.weights.export import save_pretrained
+from lockstep.weights.export import save_pretrained, select_weights
+from lockstep.weights.safetensors_file import TensorInfo
 
 WORDS = torch.arange(12) % 5
 EMA = {"type": "EMAHook", "momentum": 0.5}
@@ -95,16 +96,13 @@ def test_parts_names_and_dtypes(tmp_path: Path) -> None:
         "weight": (torch.bfloat16, (5, 4)), "bias": (torch.bfloat16, (5,)),
     }  # fmt: skip
     assert done.left_out == ["mask", "count"]  # words.weight is head.weight
-    rules = [("^head", "fc"), (r"(\w+)\.weight", r"\1.w")]
-    export_checkpoint(work, tmp_path / "renamed", revise_keys=rules)
-    assert content(tmp_path / "renamed").keys() == {"words.w", "fc.bias", "mask", "count"}
-    for rules, says in (
-        ([("^.*$", "x")], "two of .* would be called `x`"),
-        ([("(", "x")], "`revise_keys` must be regular expressions"),
-        ([("a", r"\3")], "`revise_keys` must be regular expressions"),
-    ):
-        with pytest.raises(ConfigError, match=says):
-            export_checkpoint(work, tmp_path / "none", revise_keys=rules)
+
+
+def test_names_of_a_description_that_two_weights_would_have() -> None:
+    stored = {name: TensorInfo((1,), torch.float32) for name in "ab"}
+    adapter = {"prefix": "", "stem": "adapter_model", "files": {}, "names": {"a": "x", "b": "x"}}
+    with pytest.raises(ConfigError, match="two of net would be called `x`"):
+        select_weights(stored, {"pretrained": [adapter]}, "hf", what="net")
 
 
 def test_averaged_and_trained_weights(tmp_path: Path) -> None:

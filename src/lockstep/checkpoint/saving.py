@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,7 +41,7 @@ from lockstep.checkpoint.together import Exchange, run_then_complete
 from lockstep.checkpoint.values import encode, merge
 from lockstep.dist import get_dist_info, is_main_process
 from lockstep.errors import ConfigError
-from lockstep.location import Location, RemotePath
+from lockstep.location import Location
 from lockstep.transport.moving import bytes_of
 from lockstep.version import __version__
 
@@ -153,7 +152,6 @@ class Planner:
         self._written = b""  # which of its pieces this rank writes, as bits
         self._own_keys: Sequence[str] = ()  # the sections whose values come from it
         self._tensors: Mapping[str, StoredTensor] = {}  # on rank 0
-        self._has_warned = False  # of too little space
 
     def plan(
         self, directory: Location, state: Mapping[str, Any], meta: Mapping[str, Any], last_of: Location | None = None
@@ -215,27 +213,12 @@ class Planner:
         draft = make_draft(directory)
         try:
             outline = Outline(directory, draft, last_of, offers[0].meta, reduce(merge, values, {}), self._tensors)
-            self._warn_of_too_little_space(draft)
         except BaseException:
             draft.discard()
             raise
         return [
             (draft.folder / f"rank_{rank}{draft.ending}", outline if rank == 0 else None) for rank in range(len(offers))
         ]
-
-    def _warn_of_too_little_space(self, draft: Draft) -> None:
-        """Warn, once; a file system that compresses, or that lies on a server, may have space for more than it says."""
-        needed = sum(tensor.size for tensor in self._tensors.values())
-        if self._has_warned or isinstance(draft.folder, RemotePath):
-            return
-        if needed > (free := shutil.disk_usage(draft.folder).free):
-            self._has_warned = True
-            _logger.warning(
-                "%s bytes are needed for a checkpoint, but the disk of %s says that %s are free. If it becomes full, "
-                "the save fails: remove checkpoints (`lockstep checkpoints prune WORK_DIR --keep N`), keep fewer "
-                "(`max_keep_ckpts`), or write elsewhere (`out_dir`)",
-                f"{needed:,}", draft.folder.parent, f"{free:,}",
-            )  # fmt: skip
 
 
 def write_and_publish(plan: Plan, exchange: Exchange | None = None) -> None:

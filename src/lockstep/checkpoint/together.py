@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from lockstep.location import Location, disk_remedy
 
 T = TypeVar("T")
 U = TypeVar("U")
+_KINDS = {kind.__name__: kind for kind in (CheckpointError, ConfigError, OSError)}  # that other ranks raise as they are
 
 
 class Failure(NamedTuple):
@@ -27,9 +27,8 @@ class Failure(NamedTuple):
         rank: the rank.
         kind: name of the error's class; "" for any that all ranks raise as a DistError.
         text: its message.
-        number: `errno`, if the operating system has given one.
+        number: `errno` of an OSError, if the operating system has given one, which also says its class.
         file: `filename` of such an error.
-        other_file: its `filename2`.
     """
 
     rank: int
@@ -37,36 +36,28 @@ class Failure(NamedTuple):
     text: str
     number: int | None = None
     file: str | None = None
-    other_file: str | None = None
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """Return why this rank failed."""
-        rank = get_rank()
-        if isinstance(error, ConfigError):
-            kind = CheckpointError if isinstance(error, CheckpointError) else ConfigError
-            return cls(rank, kind.__name__, message_of(error))
-        if not isinstance(error, OSError) or isinstance(error, DistError):  # such as CollectiveTimeoutError
-            return cls(rank, "", error_in_words(error))
-        kinds = (kind for kind in type(error).__mro__ if issubclass(kind, OSError) and kind.__module__ == "builtins")
-        name = next(kinds).__name__
-        if not isinstance(error.errno, int):
-            return cls(rank, name, message_of(error))
-        files = (None if file is None else str(file) for file in (error.filename, error.filename2))
-        return cls(rank, name, str(error.strerror), error.errno, *files)
+        kinds = () if isinstance(error, DistError) else _KINDS.values()  # CollectiveTimeoutError is an OSError, too
+        kind = next((kind.__name__ for kind in kinds if isinstance(error, kind)), "")
+        if isinstance(error, OSError) and kind and isinstance(error.errno, int):
+            file = None if error.filename is None else str(error.filename)
+            return cls(get_rank(), kind, str(error.strerror), error.errno, file)
+        return cls(get_rank(), kind, message_of(error) if kind else error_in_words(error))
 
     def raised(self, what: str) -> Exception:
         """Return the error to raise on every rank; `what` begins the message if that does not say it itself."""
-        kinds = {kind.__name__: kind for kind in (CheckpointError, ConfigError)}
         text = f"{what}: rank {self.rank}: {self.text}"
         error: Exception = DistError(text)
-        if self.kind in kinds:
-            where = f" (rank {self.rank} of {get_world_size()})" if get_world_size() > 1 else ""
-            error = kinds[self.kind](self.text + where)
-        elif self.number is not None:
-            error = getattr(builtins, self.kind)(self.number, text, self.file, None, self.other_file)
+        if self.number is not None:
+            error = OSError(self.number, text, self.file)
+        elif self.kind == "OSError":
+            error = OSError(text)
         elif self.kind:
-            error = getattr(builtins, self.kind)(text)
+            where = f" (rank {self.rank} of {get_world_size()})" if get_world_size() > 1 else ""
+            error = _KINDS[self.kind](self.text + where)
         return caused_by(error, [self.rank])
 
 
@@ -116,7 +107,7 @@ def run_then_complete(
 
     Raises:
         ConfigError: a step on any rank raised one.
-        OSError: the same, of the same class, with its number and files.
+        OSError: the same, with its number and file.
         DistError: a step on any rank raised anything else.
         BaseException: on the rank where it was raised, such as KeyboardInterrupt; on the others, DistError.
     """

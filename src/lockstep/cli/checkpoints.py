@@ -167,10 +167,8 @@ def prune(
     if not whole:
         raise ConfigError(f"{directory} must hold a whole checkpoint to be pruned, but holds none")
     kept = {*whole, last}
-    if last is not None and not is_there(last):
-        faults.append(f"{last} is the last one, but is not there: it was removed, or renamed")
-    elif last is not None and last not in whole and (fault := fault_found_by(verify, last)) is not None:
-        faults.append(f"{fault}. It is the last one, and is kept")
+    if last is not None and last not in whole and (fault := fault_found_by(verify, last)) is not None:
+        faults.append(f"{fault}. It is the last one, and is not removed")
     for fault in faults:
         print(printable(f"fault: {fault}", lines=False))
     to_remove = [path for path in regular if path not in kept]

@@ -39,11 +39,10 @@ def apply_options(cfg: Config, options: Sequence[str]) -> None:
     The user has typed them: unlike a YAML file, they may name import paths and `custom_imports`, which are imported.
 
     Raises:
-        ConfigError: a top-level key is neither in the config nor an argument of Runner, so nothing would read it; the
-            message also lists what else is wrong with the changed config.
+        ConfigError: a top-level key is neither in the config nor an argument of Runner, so nothing would read it.
     """
-    changes, strays = parse_options(options), []
-    for dotted in list(changes):
+    changes = parse_options(options)
+    for dotted in changes:
         key = dotted.partition(".")[0]
         if key in cfg:
             continue
@@ -52,15 +51,10 @@ def apply_options(cfg: Config, options: Sequence[str]) -> None:
 
         if key not in (known := {*signature(Runner).parameters, *CONFIG_KEYS}):
             hint = did_you_mean(key, {*cfg, *known})
-            strays.append(f"the config has no key `{key}` for the option `{dotted}`{hint}")
-            del changes[dotted]
+            raise ConfigError(f"the config has no key `{key}` for the option `{dotted}`{hint}")
     cfg.merge_from_dict(changes)
     if any(dotted.partition(".")[0] == "custom_imports" for dotted in changes):
         import_custom(cfg)
-    if strays:
-        from lockstep.lint import check_config
-
-        check_config(cfg, needed=(), others=strays)
 
 
 def print_config(config: ConfigPath, cfg_options: CfgOptions = None, trust_config: TrustConfig = False) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from lockstep.errors import ConfigError, counted
+from lockstep.errors import counted
 from lockstep.launch.notices import loading_torch
 
 _MIB = 2**20
@@ -41,10 +41,6 @@ class Export:
     prefix: Annotated[
         str | None, typer.Option(metavar="NAME", help="Only the part of the model with this name, without the name.")
     ] = None
-    rename: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN=TEXT", help="Replace a regular expression in the names of weights; repeatable."),
-    ] = None
     ema: Annotated[
         bool | None,
         typer.Option(
@@ -60,7 +56,6 @@ class Export:
 
     def run(self) -> None:
         """Write the weights, and print what has been written."""
-        rules = [_rule(text) for text in self.rename or ()]
         with loading_torch("loading torch"):
             from lockstep.weights import describe_left_out, export_checkpoint  # imports torch
         done = export_checkpoint(
@@ -71,18 +66,9 @@ class Export:
             max_shard_size=self.max_shard_size,
             dtype=self.dtype,
             prefix=self.prefix,
-            revise_keys=rules,
             ema=self.ema,
             files_from=self.files_from,
         )
         if done.left_out:
             print(f"not in it: {describe_left_out(done.left_out)}")
         print(f"{done.out}: {counted(done.tensors, 'weight')}, {done.nbytes / _MIB:.1f} MiB, of {done.checkpoint}")
-
-
-def _rule(text: str) -> tuple[str, str]:
-    """Return a pattern and its replacement; the last equals sign is between them."""
-    pattern, equals, replacement = text.rpartition("=")
-    if not equals:
-        raise ConfigError(f"`--rename` must be PATTERN=TEXT, as '^backbone\\.=', but is {text!r}")
-    return pattern, replacement

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -95,34 +93,21 @@ class Launch(RankOptions):
     def run(self) -> None:
         """Start the ranks, and return when they have ended."""
         job = self.job_spec()
-        _check_target(self.script[0], self.module)
+        if not self.module:
+            _require_script(self.script[0])
         words = ["-m", *self.script] if self.module else self.script
         launch(words, job, log_dir=self.log_dir, **self.of_launch())
 
 
-def _check_target(name: str, module: bool) -> None:
-    """Raise a `LaunchError` if there is no such script or module."""
-    if not module:
-        path = Path(name)
-        if path.is_dir():
-            raise LaunchError(f"SCRIPT must be a file, but `{name}` is a folder. To run a module, use -m")
-        if not path.is_file():
-            near = nearest(path.name, (one.name for one in path.parent.glob("*")))
-            hint = f": did you mean `{path.with_name(near)}`?" if near else ". To run a module, use -m"
-            raise LaunchError(f"the script `{name}` does not exist{hint}")
-        return
-    package = name.partition(".")[0]
-    path_before = [*sys.path]
-    sys.path.insert(0, os.getcwd())  # as for `python -m`
-    try:
-        known = find_spec(package) is not None
-    finally:
-        sys.path[:] = path_before
-    if not known:
-        raise LaunchError(
-            f"there is no module `{package}` in the current folder and on the import path of {sys.executable}. Install "
-            "it, or run a script by its file name, without -m"
-        )
+def _require_script(name: str) -> None:
+    """Raise a `LaunchError` if there is no such script."""
+    path = Path(name)
+    if path.is_dir():
+        raise LaunchError(f"SCRIPT must be a file, but `{name}` is a folder. To run a module, use -m")
+    if not path.is_file():
+        near = nearest(path.name, (one.name for one in path.parent.glob("*")))
+        hint = f": did you mean `{path.with_name(near)}`?" if near else ". To run a module, use -m"
+        raise LaunchError(f"the script `{name}` does not exist{hint}")
 
 
 def report(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from importlib.util import find_spec
 
 from lockstep.calls import short_path
@@ -20,7 +20,7 @@ _KNOWN = {**ARGUMENTS, **CONFIG_KEYS}
 _UNKNOWN_KEY_REMEDY = ". Remove it, or begin its name with an underscore if it is for somebody else"
 
 
-def check_config(cfg: Config, needed: Collection[str] = ("model",), others: Sequence[str] = ()) -> None:
+def check_config(cfg: Config, needed: Collection[str] = ("model",)) -> None:
     """Check that a Runner can be built from a config, as far as that is possible without building anything.
 
     It imports the types that the config names, and reports what their signatures and annotations rule out.
@@ -28,7 +28,6 @@ def check_config(cfg: Config, needed: Collection[str] = ("model",), others: Sequ
     Args:
         cfg: the config.
         needed: keys that the config must have.
-        others: sentences of further faults, to be listed first.
 
     Raises:
         ConfigError: something is wrong; the message lists every fault with file, line, key and value, and the name that
@@ -41,8 +40,7 @@ def check_config(cfg: Config, needed: Collection[str] = ("model",), others: Sequ
           `optim_wrapper.optimizer.lerning_rate` = 1 is not an argument of the optimizer `SGD`: did you mean `lr`?
           `model` must be given
     """
-    found = [f"{_where(cfg, fault.key)}{fault.sentence(cfg)}" for fault in find_faults(cfg, needed)]
-    if lines := [f"  {fault}" for fault in (*others, *found)]:
+    if lines := [f"  {_where(cfg, fault.key)}{fault.sentence(cfg)}" for fault in find_faults(cfg, needed)]:
         title = f"{short_path(cfg.filename or 'the config')} has {counted(len(lines), 'fault')}:"
         raise ConfigError("\n".join([title, *lines, *_unimported_scope(cfg.get("default_scope"))]))
 

@@ -28,7 +28,7 @@ _STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red", logging.CRITICA
 def open_console(*, prints: bool) -> Console:
     """Return a console on standard output; without `prints`, it shows nothing."""
     tolerate_closed_output()
-    return _EncodedConsole(quiet=not prints, highlight=False, soft_wrap=True)
+    return Console(quiet=not prints, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -95,14 +95,6 @@ def warnings_once(*, shows_distributed: bool) -> Iterator[None]:
         yield
     finally:
         warnings.showwarning = before
-
-
-class _EncodedConsole(Console):
-    """A console that draws in ASCII if standard output is encoded in ASCII; rich would assume UTF-8."""
-
-    @property
-    def encoding(self) -> str:
-        return (getattr(self.file, "encoding", None) or "utf-8").lower()
 
 
 class _ConsoleHandler(logging.Handler):

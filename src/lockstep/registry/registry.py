@@ -119,14 +119,12 @@ class Registry:
         return f"Registry({self.name!r}, scope={self.scope!r}, entries={len(self)})"
 
     @overload
-    def register_module(self, name: EntryT) -> EntryT: ...
-    @overload
     def register_module(self, name: Names = None, force: bool = False, *, module: EntryT) -> EntryT: ...
     @overload
     def register_module(
         self, name: Names = None, force: bool = False, module: None = None
     ) -> Callable[[EntryT], EntryT]: ...
-    def register_module(self, name: Any = None, force: bool = False, module: Entry | None = None) -> Any:
+    def register_module(self, name: Names = None, force: bool = False, module: Entry | None = None) -> Any:
         """Register a class or function, as a decorator or by a call.
 
         Args:
@@ -150,10 +148,8 @@ class Registry:
             >>> list(HOOKS)
             ['Say', 'Shout', 'make_hook']
         """
-        if callable(name):  # @registry.register_module without parentheses
-            return self._register(name, None, force)
         if name is not None and not isinstance(name, str | list | tuple):
-            raise TypeError(f"`name` must be a str, a list of str or None, but is {type(name).__name__}")
+            raise TypeError(f"`name` must be a str, a list of str or None, but is {name!r}. Write @register_module()")
         if module is not None:
             return self._register(module, name, force)
         return lambda entry: self._register(entry, name, force)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from html import escape
-from itertools import groupby
 from statistics import median
 from typing import Any
 
+from lockstep.errors import ranks_in_words
 from lockstep.report.best import best
 from lockstep.report.contents import metric_names, points_of
 from lockstep.report.figures import Point, shown, unit_html
@@ -161,14 +161,12 @@ def _memory(mib: float) -> tuple[str, str]:
 
 
 def _ranks(ranks: Iterable[Any]) -> list[tuple[str, str]]:
-    """Return a line for each group of consecutive ranks with the same description."""
-    described = [(rank, _describe(facts)) for rank, facts in enumerate(ranks) if isinstance(facts, dict)]
-    lines = []
-    for text, group in groupby(described, key=lambda item: item[1]):
-        members = [rank for rank, _ in group]
-        several = len(members) > 1
-        lines.append((f"ranks {members[0]}-{members[-1]}" if several else f"rank {members[0]}", text))
-    return lines
+    """Return a line for all ranks with the same description."""
+    alike: dict[str, list[int]] = {}
+    for rank, facts in enumerate(ranks):
+        if isinstance(facts, dict):
+            alike.setdefault(_describe(facts), []).append(rank)
+    return [(ranks_in_words(members), text) for text, members in alike.items()]
 
 
 def _describe(facts: dict[str, Any]) -> str:

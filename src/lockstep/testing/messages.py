@@ -9,7 +9,7 @@ import ast
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
@@ -17,8 +17,6 @@ from pathlib import Path
 from textwrap import indent
 from types import CodeType, ModuleType
 from typing import Any, Literal, TypeAlias
-
-from lockstep.errors import ranks_in_words
 
 # `@ranks` puts a wrapper into the module; this attribute of the wrapper holds the body itself.
 BODY_ATTRIBUTE = "rank_body"
@@ -157,10 +155,9 @@ class RankReport:
         rank: its rank.
         kind: ``"died"``, ``"raised"``, ``"leaked"`` or ``"hung"``.
         summary: what happened, in one line.
-        detail: the traceback, the live stack or the list of leaks.
+        detail: the traceback, the live stack or further leaks.
         output: what the rank wrote to stdout and stderr.
         consequence: whether it failed only because another rank had failed.
-        leaks: what it left behind, if it leaked.
     """
 
     rank: int
@@ -169,12 +166,6 @@ class RankReport:
     detail: str = ""
     output: str = ""
     consequence: bool = False
-    leaks: tuple[str, ...] = ()
-
-    @classmethod
-    def of_leaks(cls, rank: int, leaks: Sequence[str]) -> RankReport:
-        """Return the report of a rank that left something behind."""
-        return cls(rank, "leaked", leaks[0], "\n".join(f"- {leak}" for leak in leaks), leaks=tuple(leaks))
 
 
 class RankFailure(AssertionError):  # noqa: N818 - reads as what it is; not every failure of a test is an error
@@ -190,32 +181,17 @@ class RankFailure(AssertionError):  # noqa: N818 - reads as what it is; not ever
 
     @classmethod
     def of(cls, title: str, reports: Iterable[RankReport]) -> RankFailure:
-        """Return a failure with ordered reports: the first cause in the first line, then what each rank did.
-
-        A leak is told once, with the ranks that left it.
-        """
-        ordered = sorted(reports, key=lambda one: (_CAUSES_FIRST.index(one.kind), one.consequence, one.rank))
-        first = ordered[0]
-        leaks: dict[str, list[int]] = {}
-        for report in ordered:
-            for leak in report.leaks:
-                leaks.setdefault(leak, []).append(report.rank)
-        headline = f"rank {first.rank} {first.kind}: {first.summary}"
-        others = [f"rank {report.rank} {report.kind}" for report in ordered[1:]]
-        if first.kind == "leaked":
-            headline = f"{ranks_in_words([report.rank for report in ordered if report.leaks])} leaked"
-            others = [other for other in others if not other.endswith("leaked")]
+        """Return a failure with ordered reports: the first cause in the first line, then what each rank did."""
+        first, *others = sorted(reports, key=lambda one: (_CAUSES_FIRST.index(one.kind), one.consequence, one.rank))
+        lines = [f"{title}: rank {first.rank} {first.kind}: {first.summary}"]
         if others:
-            headline += f" (and {', '.join(others)})"
-        lines = [f"{title}: {headline}"]
-        for report in ordered:
-            if report.kind != "leaked":
-                lines += ["", f"--- rank {report.rank} {report.kind}: {report.summary}"]
-                lines += [report.detail.rstrip()] if report.detail else []
+            lines[0] += f" (and {', '.join(f'rank {report.rank} {report.kind}' for report in others)})"
+        for report in (first, *others):
+            lines += ["", f"--- rank {report.rank} {report.kind}: {report.summary}"]
+            lines += [report.detail.rstrip()] if report.detail else []
             if report.output:
                 lines += [f"--- rank {report.rank} wrote:", indent(report.output.rstrip(), "  ")]
-        lines += [f"- {leak} ({ranks_in_words(ranks)})" for leak, ranks in leaks.items()]
-        return cls("\n".join(lines), ordered)
+        return cls("\n".join(lines), (first, *others))
 
 
 # The module from which users import it, so that pytest prints that name.

@@ -133,7 +133,7 @@ class _Rank:
             if get_default_group() is not self._default_group:
                 leaks.append("destroyed the default process group, which belongs to the pool")
         if leaks:
-            return RankReport.of_leaks(self._seat.rank, leaks)
+            return RankReport(self._seat.rank, "leaked", leaks[0], "\n".join(leaks[1:]))
         if request.regroup or not self._seat.join:
             self.leave()
         if request.regroup and self._seat.join:

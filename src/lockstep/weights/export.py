@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -76,7 +75,6 @@ def export_checkpoint(
     max_shard_size: int | str = MAX_SHARD_SIZE,
     dtype: str | None = None,
     prefix: str | None = None,
-    revise_keys: Sequence[tuple[str, str]] = (),
     ema: bool | None = None,
     files_from: str | Path | None = None,
 ) -> Exported:
@@ -94,7 +92,6 @@ def export_checkpoint(
         max_shard_size: the most bytes of a file, for folders.
         dtype: convert floating-point weights to it: `"float32"`, `"float16"`, `"bfloat16"` or `"float64"`.
         prefix: write only the weights under this name, without it.
-        revise_keys: patterns in names, and their replacements.
         ema: of a run with EMAHook, True for the averaged weights and False for the trained ones; by default those of
             the checkpoint's model, which are the averaged ones if there are some.
         files_from: a folder of HuggingFace's, whose config, if the checkpoint has none, and tokenizer are copied.
@@ -127,9 +124,7 @@ def export_checkpoint(
             "files": {"config.json": config},
         }
         description = {**description, "pretrained": [entry]}
-    chosen = select_weights(
-        weights.infos, description, to, what=str(weights.path), prefix=prefix, revise_keys=revise_keys, dtype=dtype
-    )
+    chosen = select_weights(weights.infos, description, to, what=str(weights.path), prefix=prefix, dtype=dtype)
     if to == "torch":
         _write_torch(place, chosen, weights)
     else:
@@ -238,7 +233,6 @@ def select_weights(
     *,
     what: str,
     prefix: str | None = None,
-    revise_keys: Sequence[tuple[str, str]] = (),
     dtype: str | torch.dtype | None = None,
 ) -> Selection:
     """Choose the weights to write, their names, their dtypes, and the files beside them.
@@ -250,7 +244,6 @@ def select_weights(
             under each name; `"pretrained"`, as `"hf"` if the model has a HuggingFace config, else as `"safetensors"`.
         what: the checkpoint or model that has the weights, for messages.
         prefix: write only the weights under this name, without it.
-        revise_keys: patterns in names, and their replacements.
         dtype: convert floating-point weights to it.
 
     Raises:
@@ -275,8 +268,6 @@ def select_weights(
         if (form != "torch" and first_names[name] != name) or (names is not None and name not in names):
             continue
         written = name.removeprefix(prefix) if names is None else names[name]
-        for pattern, replacement in revise_keys:
-            written = _replaced(pattern, replacement, written)
         if written in origins:
             raise ConfigError(f"each weight must keep a name of its own, but two of {what} would be called `{written}`")
         origins[written] = first_names[name] if form == "torch" else name
@@ -413,16 +404,6 @@ def _first_of_tied(names: Sequence[str], tied: Sequence[Sequence[str]]) -> dict[
         for name in present:
             first_names[name] = present[0]
     return first_names
-
-
-def _replaced(pattern: str, replacement: str, name: str) -> str:
-    try:
-        return re.sub(pattern, replacement, name)
-    except (re.error, IndexError) as error:
-        raise ConfigError(
-            f"`revise_keys` must be regular expressions and their replacements, but {pattern!r} -> {replacement!r} is "
-            f"not: {error}"
-        ) from error
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

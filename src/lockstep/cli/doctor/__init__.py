@@ -152,7 +152,6 @@ def _own_findings(env: Mapping[str, str]) -> list[Finding]:
 def _torch_findings(env: Mapping[str, str]) -> list[Finding]:
     """Return what this process finds by torch."""
     try:
-        alone = [] if topology_if_known(env).world_size > 1 else [machine.loopback(env)]
-        return [machine.accelerators(env), machine.backends(env), *alone]
+        return [machine.accelerators(env), machine.backends(env)]
     except ImportError as error:
         return [Finding("torch", f"cannot be imported: {error}", "fault", "Install it from pytorch.org.")]

@@ -12,7 +12,6 @@ import resource
 import socket
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -21,7 +20,6 @@ from typing import Any, NamedTuple
 
 from lockstep.cli.doctor.finding import Finding, Status, summarise
 from lockstep.errors import TopologyError, counted
-from lockstep.launch import JobSpec
 from lockstep.launch.job import (
     LOOPBACK,
     address_of,
@@ -42,7 +40,6 @@ _SHM = Path("/dev/shm")
 _SHM_PER_RANK = 256 * 2**20  # what the workers of a data loader soon need, and NCCL
 _MIB = 2**20
 _FEW_FILES, _TOO_FEW_FILES = 1024, 128
-_FEW_PROCESSES, _TOO_FEW_PROCESSES = 1024, 64
 _IFF_UP, _IFF_LOOPBACK = 0x1, 0x8  # in /sys/class/net/NAME/flags
 _PATIENCE_SECONDS = 2.0
 
@@ -129,26 +126,19 @@ def shared_memory(env: Mapping[str, str]) -> Finding:
 
 
 def limits(env: Mapping[str, str]) -> Finding:
-    """Check the limits of open files, processes and locked memory."""
+    """Check the limits of open files and of locked memory."""
     ranks = topology_if_known(env).world_size
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)  # `init_dist` raises the soft limit to the hard one
     memory, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     others: list[tuple[Status, str, str]] = []
     if _below(files, _FEW_FILES + 2 * ranks):
         status: Status = "fault" if _below(files, _TOO_FEW_FILES + 2 * ranks) else "warning"
         says = f"only {files} files may be open; each connection to a rank and each tensor of a worker needs one"
         others.append((status, says, "Ask the administrator for more (limits.conf, `docker run --ulimit`)."))
-    if _below(processes, _FEW_PROCESSES) and os.geteuid() != 0:
-        status = "fault" if _below(processes, _TOO_FEW_PROCESSES) else "warning"
-        says = f"only {processes} processes and threads of this user may run"
-        others.append(
-            (status, says, "Say `ulimit -u 4096`, or ask the administrator (limits.conf, pids of a container).")
-        )
     if _below(memory, 2**62) and any(Path("/sys/class/infiniband").glob("*")):
         says = f"only {memory // 1024} KiB may be locked, but InfiniBand needs all that it sends from"
         others.append(("warning", says, "Say `ulimit -l unlimited`; for Slurm, PropagateResourceLimits=NONE."))
-    shown = {"nofile": files, "nproc": processes, "memlock_bytes": memory}
+    shown = {"nofile": files, "memlock_bytes": memory}
     facts = {name: None if value == resource.RLIM_INFINITY else value for name, value in shown.items()}
     said = ", ".join(f"{name} {'unlimited' if value is None else value}" for name, value in facts.items())
     return summarise("limits", said, others, facts)
@@ -229,18 +219,11 @@ def host(env: Mapping[str, str]) -> Finding:
 
 
 def addresses_of(name: str) -> list[str]:
-    """Return the addresses to which a name resolves; none if there is no answer within seconds."""
-    found: list[str] = []
-
-    def resolve() -> None:
-        with suppress(OSError, UnicodeError):
-            answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-            found.extend(dict.fromkeys(str(answer[4][0]) for answer in answers))
-
-    asked = threading.Thread(target=resolve, daemon=True)
-    asked.start()
-    asked.join(_PATIENCE_SECONDS)
-    return [*found]
+    """Return the addresses to which a name resolves."""
+    with suppress(OSError, UnicodeError):
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        return list(dict.fromkeys(str(address[0]) for *_, address in found))
+    return []
 
 
 def interfaces(env: Mapping[str, str]) -> Finding:
@@ -344,25 +327,6 @@ def backends(env: Mapping[str, str]) -> Finding:
         return Finding("backends", ", ".join(found), facts=facts)
     lacks = "lockstep needs gloo, with which this torch is not built"
     return Finding("backends", f"{', '.join(found) or 'none'}: {lacks}", "fault", remedy, facts)
-
-
-def loopback(env: Mapping[str, str]) -> Finding:
-    """Connect to a store on this machine as the ranks of a job do."""
-    from torch.distributed import TCPStore
-    from torch.distributed.elastic.rendezvous import RendezvousError
-
-    from lockstep.launch.rendezvous import NodesRendezvous
-
-    rendezvous = NodesRendezvous(JobSpec(rdzv_timeout_seconds=5.0), say=print)
-    try:
-        meeting = rendezvous.next_rendezvous().bootstrap_store_info
-        assert meeting is not None
-        TCPStore(LOOPBACK, meeting.master_port, is_master=False, wait_for_workers=False).set("hello", "")
-    except (OSError, RuntimeError, RendezvousError) as error:
-        return Finding("loopback", f"ranks cannot meet at {LOOPBACK}: {error}", "fault")
-    finally:
-        rendezvous.shutdown()
-    return Finding("loopback", f"works ({LOOPBACK}, interface {interface_towards(LOOPBACK) or 'not known'})")
 
 
 def device_of_rank() -> dict[str, str]:

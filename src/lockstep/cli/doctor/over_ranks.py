@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,7 +55,6 @@ def _facts() -> dict[str, Any]:
     }
     return {
         "host": platform.node(),
-        "machine": _machine(),
         "versions": {
             "lockstep": __version__,
             "python": platform.python_version(),
@@ -69,13 +66,6 @@ def _facts() -> dict[str, Any]:
         "usable": usable_cores(),
         "threads": torch.get_num_threads(),
     }
-
-
-def _machine() -> str:
-    """Return what tells this machine or container from others of its name; empty where the system does not say."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8") + os.readlink("/proc/self/ns/cgroup")
-    return ""
 
 
 def _of_ranks(found: Sequence[Sequence[Mapping[str, Any]]]) -> list[Finding]:
@@ -120,8 +110,8 @@ def _threads(facts: Sequence[Mapping[str, Any]]) -> Finding:
     """Check on each host that the threads of its ranks have a core each."""
     others: list[tuple[Status, str, str]] = []
     shown = []
-    for host, machine in dict.fromkeys((each["host"], each["machine"]) for each in facts):
-        here = [each for each in facts if (each["host"], each["machine"]) == (host, machine)]
+    for host in dict.fromkeys(each["host"] for each in facts):
+        here = [each for each in facts if each["host"] == host]
         cores: float = len(set().union(*(each["cores"] for each in here))) or here[0]["usable"]
         # What a rank may use of its own cores is a quota, which they share.
         cores = min([cores, *(each["usable"] for each in here if each["usable"] < len(each["cores"]))])
