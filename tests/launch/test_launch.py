@@ -104,6 +104,16 @@ def test_a_launch_that_srun_has_started_several_times_is_told(scripts):
         assert err.count("warning: srun has started this command 2 times, and each starts a job of its own") == count
 
 
+def test_too_few_open_files_are_said_before_any_rank_starts(scripts):
+    script = scripts.write("import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])")
+    before = ("sh", "-c", 'ulimit -n 20 && exec "$@"', "sh")
+    code, out, err = scripts.run("--nproc", "1", script, before=before)
+    assert (code, out) == (1, "")
+    assert "error: `ulimit -n`, the number of open files, must be at least 64 for a job, but is 20, and can't" in err
+    before = ("sh", "-c", 'ulimit -S -n 40 && exec "$@"', "sh")  # which this process may raise itself
+    assert scripts.run("--nproc", "1", script, before=before)[:2] == (0, "1024\n")
+
+
 @require("unshare", root=True, able_to=("unshare", "--mount", "true"))
 def test_ranks_have_the_cores_that_a_container_was_given(scripts):
     give = "mount -t tmpfs tmpfs /sys/fs/cgroup && echo 100000 100000 > /sys/fs/cgroup/cpu.max"

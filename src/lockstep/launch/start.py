@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 import pickle
+import resource
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ from lockstep.launch.notices import loading_torch, say
 from lockstep.location import make_folder
 from lockstep.output import tolerate_closed_output
 from lockstep.topology import infer_launcher, topology_if_known
+
+_FILES, _FEWEST_FILES = 1024, 64  # that may be open at a time: what most systems allow, and what two ranks need
 
 
 def launch(
@@ -54,7 +57,7 @@ def launch(
     Raises:
         ValueError: `max_restarts` is negative, or `command` is empty.
         ConfigError: `numa` is not known, `log_dir` cannot be created, or OMP_NUM_THREADS or GLOO_SOCKET_IFNAME, which
-            the ranks inherit, is none.
+            the ranks inherit, is none; or the system allows too few open files.
         LaunchError: cloudpickle is missing for a function, or can't pickle it; a rank failed (the message names it and
             shows its traceback, `exit_code` is its exit code), numactl or a GPU is missing for `numa`, not all nodes
             joined in time, or a signal stopped the ranks and this process ignores it; or a signal stopped the ranks
@@ -72,6 +75,7 @@ def launch(
             )
     if faults := variable_faults(os.environ):
         raise ConfigError("; ".join(faults))
+    _allow_files()
     if callable(command):
         payload, command = _packed(command), [FUNCTION]
     tolerate_closed_output()
@@ -121,6 +125,20 @@ def _warn_of_several(job: JobSpec) -> None:
             "one job, start it once on each node, with --nnodes, --node-rank and --rdzv; or let "
             f"{name} start the ranks, without `lockstep launch`"
         )
+
+
+def _allow_files() -> None:
+    """Allow this process and its ranks the open files that they need; torch does not say that there are too few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= _FILES:
+        return
+    allowed = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    if allowed < _FEWEST_FILES:
+        raise ConfigError(
+            f"`ulimit -n`, the number of open files, must be at least {_FEWEST_FILES} for a job, but is {allowed}, and "
+            f"can't be raised here. Allow {_FILES} or more: in the shell or service that starts this"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def _packed(function: Callable[[], object]) -> str:
