@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import wraps
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 
 from lockstep.errors import listed, require_count
 from lockstep.testing import pool
-from lockstep.testing.messages import BODY_ATTRIBUTE
+from lockstep.testing.messages import BODY_ATTRIBUTE, RankFailure
 from lockstep.testing.pool import DEFAULT_TIMEOUT_SECONDS, run_body
 
 SIZE_PARAMETER = "n_ranks"
@@ -69,6 +69,20 @@ class RankTests:
             self._outcomes = {item.nodeid: (size, "not run") for item in session.items if (size := _size_of(item))}
             if self._outcomes:
                 pool.start_importing()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Fail a rank test unless its body has passed on all of its ranks."""
+        __tracebackhide__ = True
+        before = pool.ranks_passed()
+        result = yield
+        size, done = _size_of(item), pool.ranks_passed() - before
+        if size and (done == 0 or done % size):
+            raise RankFailure(
+                f"{item.name} must pass on {size} ranks, but its body passed on {done}. "
+                "Another plugin keeps it from running"
+            )
+        return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count the outcome of one phase of one test."""

@@ -103,10 +103,18 @@ def run_body(
     task = Task(address, _pickled(address, args, kwargs), dict(os.environ), os.getcwd(), list(sys.path), warnings)
     title = f"{address.qualname} on {counted(size, 'rank')}"
     try:
-        return (_run_fresh if fresh else _run_pooled)(size, task, timeout, title)
+        values = (_run_fresh if fresh else _run_pooled)(size, task, timeout, title)
     except RankFailure as failure:
         # The relevant tracebacks are in the message; those of this package would only hide it.
         raise failure.with_traceback(None) from None
+    global _ranks_passed
+    _ranks_passed += size
+    return values
+
+
+def ranks_passed() -> int:
+    """Return the total number of ranks on which bodies have passed in this process."""
+    return _ranks_passed
 
 
 def close_pools() -> None:
@@ -188,6 +196,7 @@ class Pool:
 
 
 _alive: dict[int, Pool] = {}  # the pools of this process, by size, least recently used first
+_ranks_passed = 0
 atexit.register(close_pools)
 
 
