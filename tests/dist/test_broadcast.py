@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from lockstep.dist import all_to_all, barrier, broadcast, get_dist_info, get_rank
 from lockstep.testing import ranks
@@ -139,6 +141,26 @@ def test_all_to_all_may_fill_what_it_sends() -> None:
         flat = torch.arange(3.0).repeat_interleave(numel) + 10 * get_rank()
         all_to_all(flat.chunk(3)[::-1], flat.chunk(3), async_op=True).wait()
         assert [x.unique().tolist() for x in flat.chunk(3)[::-1]] == [[10.0 * other + get_rank()] for other in range(3)]
+
+
+@ranks(2)
+def test_memory_that_is_copied_from_is_said_to_be_read_on_the_present_stream() -> None:
+    """Who waits may do so on another stream than that on which the memory was allocated, which could reuse it."""
+    read: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        read.append(tensor)
+        return tensor
+
+    with patch("lockstep.dist.broadcast.used_on_current_stream", note):
+        data = torch.arange(6.0).view(2, 3).t()  # not contiguous
+        broadcast(data, src=0)
+        assert [x.shape for x in read] == [data.shape] * get_rank()
+        read.clear()
+        outputs = [torch.zeros(2, dtype=torch.bool) for _ in range(2)]  # sent as bytes
+        all_to_all(outputs, [torch.ones(2, dtype=torch.bool)] * 2)
+        assert [x.numel() for x in read] == [4]
+    assert torch.stack(outputs).all()
 
 
 @ranks(2)

@@ -126,3 +126,12 @@ def test_without_gradients_there_is_nothing():
     assert clip_by_norm(nn.Linear(1, 1).parameters(), 1.0) == 0
     with pytest.raises(ValueError, match="`norm_type` must be above 0, but is 0"):
         clip_by_norm([], 1.0, 0)
+
+
+@ranks(2)
+def test_values_of_a_gradient_of_which_ranks_hold_parts_of_a_sum_are_those_of_the_sum():
+    mesh = init_device_mesh("cpu", (2,))
+    weight = nn.Parameter(DTensor.from_local(torch.zeros(3), mesh, [Replicate()]))
+    weight.grad = DTensor.from_local(torch.tensor([1.0, 0.2, -3.0]), mesh, [Partial()])
+    clip_by_value([weight], 1.0)
+    assert weight.grad.full_tensor().tolist() == pytest.approx([1.0, 0.4, -1.0])

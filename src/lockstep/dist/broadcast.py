@@ -79,7 +79,7 @@ def broadcast(
     work = start(torch_dist.broadcast, comm, wire.device, as_native(wire), group_src=src, async_op=async_op)
     handle = Handle([work], comm)
     if wire.data_ptr() != data.data_ptr() and comm.rank != src:
-        handle = Handle([handle], comm, lambda: copy_into(data, wire))
+        handle = Handle([handle], comm, lambda: copy_into(data, used_on_current_stream(wire)))
     return wait_unless_async(handle, async_op)
 
 
@@ -202,10 +202,11 @@ def _start_all_to_all(
     work = start(torch_dist.all_to_all_single, comm, device, received, sent, sizes_out, sizes, async_op=async_op)
 
     def finish() -> None:
+        used_on_current_stream(received)
         for output, part in zip(outputs, torch.split_with_sizes(received, sizes_out), strict=True):
             if part.dtype != output.dtype:
                 part = part.clone().view(output.dtype)  # a slice of bytes may not be aligned for the wider dtype
-            copy_into(output, used_on_current_stream(part))
+            copy_into(output, part)
 
     return Handle([work], comm, finish)
 

@@ -63,7 +63,13 @@ def clip_by_norm(
 
 @torch.no_grad()
 def clip_by_value(params: Iterable[Tensor], clip_value: float, foreach: bool | None = None) -> None:
-    """Clamp every element of the gradients to between `-clip_value` and `clip_value`. Nothing is sent."""
+    """Clamp every element of the gradients to between `-clip_value` and `clip_value`.
+
+    **Cost**: nothing is sent, but for gradients that tensor parallelism has left as parts of a sum, which are added up.
+    """
+    params = [param for param in params if param.grad is not None]
+    for param in params:
+        param.grad = _summed(param.grad)
     for alike in _by_mesh(params):
         clip_grad_value_(alike, clip_value, foreach)
 
@@ -114,14 +120,20 @@ def _own_part(gradient: Any) -> tuple[Sharding | None, Tensor]:
     """Return how a gradient is sharded (None if it is whole), and the part that this rank holds."""
     if not is_dtensor(gradient):
         return None, gradient
-    if any(placement.is_partial() for placement in gradient.placements):
-        from torch.distributed.tensor import Replicate
-
-        gradient = gradient.redistribute(
-            placements=[Replicate() if placement.is_partial() else placement for placement in gradient.placements]
-        )
+    gradient = _summed(gradient)
     axes = tuple(axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
     return (gradient.device_mesh, axes), gradient.to_local()
+
+
+def _summed(gradient: Any) -> Any:
+    """Return a gradient; where ranks hold parts of a sum, the sum."""
+    if not is_dtensor(gradient) or not any(placement.is_partial() for placement in gradient.placements):
+        return gradient
+    from torch.distributed.tensor import Replicate
+
+    return gradient.redistribute(
+        placements=[Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+    )
 
 
 def _by_mesh(params: Iterable[Tensor]) -> list[list[Tensor]]:
