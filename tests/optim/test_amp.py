@@ -258,7 +258,6 @@ def test_the_default_on_the_cpu_is_bfloat16_without_a_scale():
         ({"loss_scale": True}, TypeError, "'dynamic', a number or a dict"),
         ({"loss_scale": 0}, ValueError, "above 0, but is 0"),
         ({"loss_scale": {"initial_scale": 4}}, ValueError, "'initial_scale': did you mean `init_scale`"),
-        ({"loss_scale": {"growth_factor": 1.0}}, ValueError, "growth_factor above 1"),
         (
             {"clip_grad": {"max_norm": 1, "error_if_nonfinite": True}},
             ValueError,

@@ -594,11 +594,3 @@ class OfLightning:
 def test_a_data_module_of_lightnings_is_told_to_hand_in_its_loaders(tmp_path):
     with pytest.raises(TypeError, match=r"Hand in its loaders: .* what train_dataloader\(\) returns"):
         Runner(nn.Linear(2, 1), tmp_path, train_dataloader=OfLightning()).train()
-
-
-@pytest.mark.parametrize(("interval", "by_epoch"), [("step", False), ("epoch", True)])
-def test_a_schedule_as_lightning_has_it_is_told_how_it_is_given(tmp_path, interval, by_epoch):
-    model = nn.Linear(2, 1)
-    given = {"scheduler": lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=0.1), 3), "interval": interval}
-    with pytest.raises(ConfigError, match=rf"as in dict\(type='StepLR', \.\.\., by_epoch={by_epoch}\)"):
-        train(tmp_path, model, param_scheduler=given)

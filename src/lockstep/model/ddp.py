@@ -18,7 +18,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.device import Moment, moment
-from lockstep.dist import all_gather_object, get_rank, get_world_size
+from lockstep.dist import all_gather_object
 from lockstep.dist.consistency import check_call
 from lockstep.errors import ConfigError, listed, message_of
 from lockstep.groups import resolve
@@ -249,8 +249,7 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         """
         averaged = self._averaged()
         if not self.find_unused_parameters:
-            rank, size = get_rank(self.process_group), get_world_size(self.process_group)
-            raise ConfigError(_unused([name for name, _ in averaged], rank, size))
+            raise ConfigError(_unused([name for name, _ in averaged], self._comm.rank, self._comm.size))
         nothing = averaged[0][1].flatten()[:1].sum() * 0
         self.reducer.prepare_for_backward([nothing])
         nothing.backward()  # type: ignore[no-untyped-call]
@@ -289,7 +288,7 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
 
     def _check_all_reached(self, loss: Tensor) -> None:
         """Refuse a loss that does not depend on all parameters: DDP would wait for their gradients forever."""
-        if self.find_unused_parameters or self.static_graph or get_world_size(self.process_group) == 1:
+        if self.find_unused_parameters or self.static_graph or self._comm.size == 1:
             return
         by_rank = all_gather_object(self._unreached(loss), group=self.process_group)
         rank = next((rank for rank, names in enumerate(by_rank) if names), None)
@@ -315,8 +314,7 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
             raise error
         averaged = self._averaged()
         unused = [averaged[int(index)][0] for index in found.group(1).split()]
-        rank, size = get_rank(self.process_group), get_world_size(self.process_group)
-        raise ConfigError(_unused(unused, rank, size)) from error
+        raise ConfigError(_unused(unused, self._comm.rank, self._comm.size)) from error
 
     def replicated(self) -> list[tuple[str, nn.Parameter]]:
         """Return the module's parameters that are equal on all ranks, with their names.
@@ -341,7 +339,7 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
             _logger.warning(
                 "the loss does not depend on %d parameters, which get no gradient (rank %d of %d): %s. Freeze them "
                 "with requires_grad_(False), or pass find_unused_parameters=True",
-                len(names), get_rank(self.process_group), get_world_size(self.process_group), ", ".join(names),
+                len(names), self._comm.rank, self._comm.size, ", ".join(names),
             )  # fmt: skip
 
 

@@ -81,12 +81,10 @@ def _is_looked_into(value: Any) -> bool:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) or is_tensordict(value):
         yield from value.values()
     elif isinstance(value, list | tuple | set | frozenset):
         yield from value
-    elif is_tensordict(value):
-        yield from value.values()
     elif is_dataclass(value):
         yield from (getattr(value, field.name) for field in fields(value))
     else:

@@ -186,11 +186,6 @@ def _checked_scale(loss_scale: Any) -> dict[str, Any]:
         return {}
     if isinstance(loss_scale, Mapping):
         require_known("loss_scale", loss_scale, _SCALER_KEYS)
-        if loss_scale.get("growth_factor", 2.0) <= 1 or loss_scale.get("backoff_factor", 0.5) >= 1:
-            raise ValueError(
-                "`loss_scale` must have a growth_factor above 1 and a backoff_factor below 1, but is "
-                f"{dict(loss_scale)}. Give a number for a scale that never changes"
-            )
         return dict(loss_scale)
     if isinstance(loss_scale, bool) or not isinstance(loss_scale, int | float):
         raise TypeError(

@@ -174,12 +174,6 @@ def _build_one(optimizer: Optimizer, cfg: Any, max_epochs: int | None, max_iters
             "dict(type=LambdaLR, lr_lambda=..., by_epoch=False) or dict(type=get_linear_schedule_with_warmup, "
             "num_warmup_steps=100, num_training_steps=1000)"
         )
-    if "type" not in cfg and "scheduler" in cfg:  # as Lightning has it
-        name, by_epoch = type(cfg["scheduler"]).__name__, cfg.get("interval") != "step"
-        raise ConfigError(
-            "`param_scheduler` must have the key `type`, but has Lightning's `scheduler`. Give the class and its "
-            f"arguments, without the optimizer, as in dict(type='{name}', ..., by_epoch={by_epoch})"
-        )
     arguments = dict(cfg)
     schedule = arguments.pop("type", None)
     with in_default_scope(arguments.pop(SCOPE, None)):

@@ -46,19 +46,12 @@ class FrozenParamsGuard:
         Raises:
             ConfigError: `requires_grad` of a parameter has changed.
         """
-        changed = [(name, own) for name, own, before in self._before if own.requires_grad != before]
-        if not changed:
-            return
-        kinds = {
-            "unfrozen": [name for name, own in changed if own.requires_grad],
-            "frozen": [name for name, own in changed if not own.requires_grad],
-        }
-        told = " and ".join(f"{len(names)} were {what}: {listed(names)}" for what, names in kinds.items() if names)
-        raise ConfigError(
-            f"`requires_grad` of parameters must stay as it was when training began under {self._engine}, which has "
-            f"laid out what it trains, but {told} ({this_rank()}). Begin with all parameters that are ever "
-            "trained, at lr=0 by paramwise_cfg, or use strategy 'fsdp'"
-        )
+        if changed := [name for name, own, before in self._before if own.requires_grad != before]:
+            raise ConfigError(
+                f"`requires_grad` of parameters must stay as it was when training began under {self._engine}, which "
+                f"has laid out what it trains, but has changed: {listed(changed)} ({this_rank()}). Begin with all "
+                "parameters that are ever trained, at lr=0 by paramwise_cfg, or use strategy 'fsdp'"
+            )
 
 
 def leave_out_frozen(optimizer: Optimizer) -> None:
@@ -273,28 +266,16 @@ class MasterWeights:
             for part, source in zip(torch.split(master, _BLOCK), torch.split(weights, _BLOCK), strict=True):
                 part.copy_(newer(part, source))
 
-    def check_forms(self) -> None:
-        """Refuse parameters whose `data` was replaced by another shape or dtype.
-
-        Raises:
-            ConfigError: the `data` of a parameter was replaced by a tensor of another shape or dtype.
-        """
-        for name, parameter, home in self._homes:
-            self._check_form(name, parameter, home)
-
     def _bring_home(self, name: str, parameter: nn.Parameter, home: Tensor) -> None:
         """Copy a parameter whose `data` was replaced into the engine's memory, which the parameter uses again."""
-        self._check_form(name, parameter, home)
-        home.copy_(parameter.data)
-        parameter.data = home
-
-    def _check_form(self, name: str, parameter: nn.Parameter, home: Tensor) -> None:
         if parameter.shape != home.shape or parameter.dtype != home.dtype:
             raise ConfigError(
                 f"`{name}.data` must keep its shape and dtype under {self._engine}, which has laid it out in a buffer, "
                 f"but was replaced by {tuple(parameter.shape)} in {parameter.dtype} where {tuple(home.shape)} in "
                 f"{home.dtype} had been ({this_rank()}). Use strategy 'ddp'"
             )
+        home.copy_(parameter.data)
+        parameter.data = home
 
 
 def newer(master: Tensor, weights: Tensor) -> Tensor:

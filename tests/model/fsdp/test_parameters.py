@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -178,14 +177,6 @@ def test_a_hook_over_several_parameters_is_refused():
     with pytest.raises(ConfigError, match=r"`inner\.weight` must have no hook of register_multi_grad_hook"):
         MMFullyShardedDataParallel(net)
     assert unwrap_model(net) is net
-
-
-@ranks(1, 2)
-def test_a_copy_of_a_sharded_model_is_refused_with_what_to_use_instead():
-    model = MMFullyShardedDataParallel(Net())
-    for part in (model, model.module):
-        with pytest.raises(ConfigError, match=r"Net must not be copied .*ModelEma .*use EMAHook or"):
-            copy.deepcopy(part)
 
 
 class OwnRoutes(nn.Module):

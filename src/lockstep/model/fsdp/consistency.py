@@ -76,9 +76,8 @@ class Consistency:
         )
         self._sites = sites_by_unit(module)
         self._writes = LostWrites(self._sites)
-        self._gathered: dict[
-            Tensor, str
-        ] = {}  # gathered parameters of the units that have been called, and their names
+        # Gathered parameters of the units that have been called, and their names.
+        self._gathered: dict[Tensor, str] = {}
         self._known_units: set[nn.Module] = set()  # units whose gathered parameters are in there
         whole = set(replicated)
         self._replicated = {own: name for name, own in module.named_parameters() if own in whole}

@@ -70,7 +70,7 @@ class Materializer:
 
     @torch.no_grad()
     def _fill_meta_tensors(self, unit: nn.Module) -> None:
-        waiting = [module for module in unit.modules() if any(tensor.is_meta for tensor in _own_tensors(module))]
+        waiting = [module for module in unit.modules() if any(tensor.is_meta for _, tensor in _named_tensors(module))]
         if not waiting:
             return
         owners = owners_of_parameters(unit)
@@ -128,10 +128,6 @@ def _reset(module: nn.Module, device: torch.device) -> None:
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
-
-
-def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
-    return chain(module.parameters(recurse=False), module.buffers(recurse=False))
 
 
 # Attributes and methods that give the same for the shard and the original.

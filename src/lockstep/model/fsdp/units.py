@@ -1,10 +1,10 @@
 """Choosing the units of a model: the parts that FSDP gathers and frees together.
 
 A policy is one of: a class of modules or its name, or several of them; a function of a module that says whether it is a
-unit; one of torch's policies (`ModuleWrapPolicy`, and functions of `module, recurse, nonwrapped_numel`, whose last
-argument may have its torch 1 name, `unwrapped_params`); an object with `choose(model)`, which gets the whole model; a
-name in `FSDP_WRAP_POLICIES`, or a dict with such a `type` and its options. FSDP needs units whose parameters have one
-dtype: parts with another dtype become separate units, see `cut_by_dtype`.
+unit; one of torch's policies (`ModuleWrapPolicy`, and functions of `module, recurse, nonwrapped_numel`); an object with
+`choose(model)`, which gets the whole model; a name in `FSDP_WRAP_POLICIES`, or a dict with such a `type` and its
+options. FSDP needs units whose parameters have one dtype: parts with another dtype become separate units, see
+`cut_by_dtype`.
 """
 
 from __future__ import annotations
@@ -118,22 +118,20 @@ def _ask_by_recursion(
     policy: Callable[..., bool], model: nn.Module, left_out: Collection[nn.Module]
 ) -> list[nn.Module]:
     """Apply one of torch's older policies: on the way down it says whether to recurse, on the way up what is a unit."""
-    known = inspect.signature(policy).parameters
-    numel = "unwrapped_params" if "unwrapped_params" in known else "nonwrapped_numel"
     units: list[nn.Module] = []
     seen = {model, *left_out}
 
     def visit(module: nn.Module) -> int:
         """Return how many elements of `module` belong to units: those inside it, or `module` itself."""
         total = _numel([module])
-        if not policy(module=module, recurse=True, **{numel: total}):
+        if not policy(module=module, recurse=True, nonwrapped_numel=total):
             return 0
         taken = 0
         for child in module.children():
             if child not in seen:
                 seen.add(child)
                 taken += visit(child)
-        if not policy(module=module, recurse=False, **{numel: total - taken}):
+        if not policy(module=module, recurse=False, nonwrapped_numel=total - taken):
             return taken
         units.append(module)
         return total

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,13 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.dist import get_rank
 from lockstep.dist.consistency import check_call
+<<<<<<< HEAD
 from lockstep.errors import ConfigError, did_you_mean, listed, message_of, wrong_type
 from lockstep.groups import Comm, resolve, this_rank
+=======
+from lockstep.errors import ConfigError, did_you_mean, message_of, wrong_type
+from lockstep.groups import Comm, resolve
+>>>>>>> w-cut3
 from lockstep.model import steps
 from lockstep.model.autograd_graph import never_compiled, refuse_second_backward
 from lockstep.model.fsdp import arguments
@@ -33,7 +38,7 @@ from lockstep.model.fsdp.parameters import (
     Originals,
     ReplicatedParameters,
 )
-from lockstep.model.fsdp.units import choose_units, cut_by_dtype, directly_callable_parts, is_unit
+from lockstep.model.fsdp.units import choose_units, cut_by_dtype, directly_callable_parts
 from lockstep.model.hidden_outputs import show_hidden
 from lockstep.model.norm import BATCH_NORMS
 from lockstep.model.parts import broadcast_from_first, refuse_sparse_gradients, require_same_parameters
@@ -181,9 +186,6 @@ class MMFullyShardedDataParallel(ModelWrapper):
         originals = Originals(module)
         scalars = _shard(module, precisions, ignored, materializer, parallel, shard)
         originals.hand_over(module)
-        for unit in filter(is_unit, module.modules()):
-            kind: Any = type(unit)
-            kind.__deepcopy__ = _refuse_copy  # torch's own raises a bare AssertionError
         broadcast_from_first(scalars, *whole.get_all_groups())
         self.module = module
         self.process_group = whole.get_group() if whole.ndim == 1 else None
@@ -295,15 +297,6 @@ class MMFullyShardedDataParallel(ModelWrapper):
         assert isinstance(self.module, FSDPModule)
         self._syncs_gradients = syncs
         self.module.set_requires_gradient_sync(syncs)
-
-
-def _refuse_copy(module: nn.Module, memo: Any) -> NoReturn:
-    kind = type(module).__name__.removeprefix("FSDP")
-    raise ConfigError(
-        f"{kind} must not be copied once FSDP has sharded it ({this_rank()}). For an average of its weights, as timm's "
-        "ModelEma keeps it in a copy, use EMAHook or lockstep.model.ExponentialMovingAverage; for its weights, use its "
-        "state_dict()"
-    )
 
 
 def _refuse(kwargs: Mapping[str, Any], wrapper: type) -> None:

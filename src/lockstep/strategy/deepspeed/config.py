@@ -74,11 +74,6 @@ def read_config(config: str | Path | Mapping[str, Any] | None, arguments: Mappin
     return merged
 
 
-def stage_of(config: Mapping[str, Any]) -> int:
-    """Return the ZeRO stage of a config."""
-    return int(config["zero_optimization"]["stage"])
-
-
 def is_on(config: Mapping[str, Any], section: str) -> bool:
     """Return whether a section such as `bf16` is present and enabled."""
     return bool((config.get(section) or {}).get("enabled", False))

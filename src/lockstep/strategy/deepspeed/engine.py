@@ -115,22 +115,16 @@ class MMDeepSpeedEngineWrapper(EngineModelWrapper):
 
         Raises:
             ConfigError: at stage 3, the model uses a parameter outside of the module that holds it, where it is not
-                gathered, or writes one, or calls a module with other weights, or the ranks call different layers;
-                checked in the first passes and every fiftieth.
+                gathered, or writes one, or the ranks call different layers; checked in the first passes and every
+                fiftieth.
         """
         is_checked = self._is_checked.is_due()
-        with self._local_rank_known(), nullcontext() if self._order is None else self._order.compared():
-            try:
-                with all_entered(self._forward_checks if is_checked else ()):
-                    return super().forward(*args, **kwargs)
-            except AttributeError as error:
-                if "no attribute 'ds_" not in message_of(error):  # of a tensor that has taken a parameter's place
-                    raise
-                raise ConfigError(
-                    f"`forward` of {type(self.module).__name__} must call its modules with their own weights at ZeRO "
-                    f"stage 3, which gathers these, but calls one with others ({this_rank()}), as "
-                    "torch.func.functional_call does. Use stage=2, or strategy 'fsdp'"
-                ) from error
+        with (
+            self._local_rank_known(),
+            nullcontext() if self._order is None else self._order.compared(),
+            all_entered(self._forward_checks if is_checked else ()),
+        ):
+            return super().forward(*args, **kwargs)
 
     @contextmanager
     def step_context(self, optim_wrapper: Any) -> Iterator[None]:

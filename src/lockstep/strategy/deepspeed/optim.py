@@ -118,11 +118,7 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
         ends = self.should_sync()
         self.engine.set_gradient_accumulation_boundary(ends)
         loss = self._reconciled(loss, ends=ends)
-        try:
-            self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
-        except Exception:
-            self._masters.check_forms()  # of other shapes and dtypes, DeepSpeed fails with errors of its own
-            raise
+        self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
         self._went_back = self._holds = True
         self._is_summed |= ends
         if not ends:

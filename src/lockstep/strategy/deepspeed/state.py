@@ -110,14 +110,10 @@ class DeepSpeedState(EngineState):
                     else:
                         self._write_moment(parameter, torch.full(_shape(parameter), fill, device="cpu"), key)
 
-    def _has_master(self, parameter: nn.Parameter) -> bool:
-        """Return whether the optimizer holds the parameter's master weights."""
-        return parameter.requires_grad
-
     def _canonical(self, value: Any) -> Any:
         if not isinstance(value, nn.Parameter):
             return value
-        if self._has_master(value) and (self._stage == 3 or value.dtype != torch.float32):
+        if value.requires_grad and (self._stage == 3 or value.dtype != torch.float32):
             master = self._utils.safe_get_full_fp32_param(value)
             return shard_rows(master if self._stage == 3 else newer(master, value.detach()))
         if _is_partitioned(value):
@@ -126,14 +122,14 @@ class DeepSpeedState(EngineState):
         return value.detach()
 
     def _load_tensor(self, name: str, parameter: Any, value: Any) -> bool:
-        if not isinstance(parameter, nn.Parameter) or not (self._has_master(parameter) or _is_partitioned(parameter)):
+        if not isinstance(parameter, nn.Parameter) or not (parameter.requires_grad or _is_partitioned(parameter)):
             return False
         check_shape(name, value, _shape(parameter))
         with load_engine("deepspeed").zero.GatheredParameters(parameter, modifier_rank=0):
             parameter.data.copy_(value)
-        if self._has_master(parameter) and self._stage == 3:
+        if parameter.requires_grad and self._stage == 3:
             self._utils.safe_set_local_fp32_param(parameter, _own_piece(value, parameter))
-        elif self._has_master(parameter):
+        elif parameter.requires_grad:
             self._utils.safe_set_full_fp32_param(parameter, value.float())
         return True
 
