@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import Runner
 from lockstep.dist import get_rank
 from lockstep.errors import ConfigError
-from lockstep.evaluator import Evaluator, LossMetric
+from lockstep.evaluator import BaseMetric, Evaluator, LossMetric
 from lockstep.launch.worker import RESUME_SINCE
 from lockstep.model import BaseModel, unwrap_model
 from lockstep.model.shards import gather_full
@@ -388,3 +388,26 @@ def test_what_is_resumed_is_also_validated(checkpoint: bool, tmp_path: Path):
     runner.val(other if checkpoint else None)
     expected = torch.full((2, 4), 5.0) if checkpoint else trained.weight
     torch.testing.assert_close(runner.model.weight, expected, rtol=0, atol=0)
+
+
+class SquaredSum(BaseMetric):
+    """Computes with a matrix product, which autocast would round."""
+
+    def process(self, data_batch, data_samples):
+        ones = torch.ones(3, 3) / 3
+        self.results.append((ones @ ones).sum().item())
+
+    def compute_metrics(self, results):
+        return {"sum": sum(results)}
+
+
+def test_half_precision_is_the_models_and_not_that_of_metrics(tmp_path):
+    seen = []
+    model = Scores()
+    model.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    loader = DataLoader(X, batch_size=13)
+    runner = Runner(
+        model, tmp_path, test_dataloader=loader, test_evaluator=SquaredSum(), test_cfg={"dtype": "bfloat16"}
+    )
+    assert runner.test()["sum"] == (torch.ones(3, 3) / 3 @ (torch.ones(3, 3) / 3)).sum().item()
+    assert seen == [torch.bfloat16]

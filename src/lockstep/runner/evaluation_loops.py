@@ -58,7 +58,7 @@ class EvalLoop:
         runner: the run; its model predicts.
         dataloader: this rank's shard of the data; of several sets, a dict or a list of loaders.
         evaluator: the metrics; for several sets, in the same form as their loaders, or one for all.
-        fp16: let the model compute in half precision, in the operations for which autocast considers it safe.
+        fp16: let the model, not the metrics, compute in half precision, in the operations for which autocast considers it safe.
         dtype: the half precision: `"float16"`, the default on accelerators, or `"bfloat16"`, the default on the CPU.
             Giving it implies `fp16=True`.
 
@@ -142,9 +142,8 @@ class EvalLoop:
             if len(self.sets) > 1:  # an evaluator may be that of another set, too
                 one.evaluator.set_dataset_meta(getattr(one.dataset, "metainfo", None))
             one.evaluator.reset()
-            autocast = nullcontext() if self._dtype is None else torch.autocast(get_device(), dtype=self._dtype)
             kept = random_state_kept() if self.keeps_random_state else nullcontext()  # each set draws as if alone
-            with kept, autocast, runner.agreement.evaluation() if self._may_stop else nullcontext():
+            with kept, runner.agreement.evaluation() if self._may_stop else nullcontext():
                 if runner.iter == 0:  # else the training has done so
                     part_ranks(runner.args.randomness, runner.seed, runner.data_shard.rank)
                 self._predict(one.dataloader, one.evaluator, counter)
@@ -160,16 +159,18 @@ class EvalLoop:
         """Pass a prediction for each batch to an evaluator; `counter` numbers the batches of all sets."""
         runner, mode = self.runner, self.mode
         step = step_of(runner.model, f"{mode}_step", predict_step)
+        autocast = nullcontext() if self._dtype is None else torch.autocast(get_device(), dtype=self._dtype)
         for batch, batch_idx in zip(self._batches(dataloader), counter, strict=False):
             data_batch = batch.data
             if batch.is_own:
                 runner.call_hook(f"before_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch)
             moved = runner.to_device(data_batch)
             begin_compiled_step()
-            if not batch.is_own:
-                step(moved)  # the other ranks need this rank's forward pass
+            with autocast:  # not around metrics and hooks, whose own products would also be in half precision
+                predicted = step(moved)
+            if not batch.is_own:  # the other ranks needed this rank's forward pass
                 continue
-            outputs = kept_outputs(step(moved))
+            outputs = kept_outputs(predicted)
             if runner.data_shard.is_first:
                 evaluator.begin_batch(int(batch.samples), batch.indices)
                 evaluator.process(data_samples=outputs, data_batch=data_batch)
