@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.dist import get_rank
 from lockstep.dist.consistency import check_call
 from lockstep.errors import ConfigError, did_you_mean, listed, message_of, wrong_type
-from lockstep.groups import Comm, resolve, this_rank
+from lockstep.groups import Comm, resolve
 from lockstep.model import steps
 from lockstep.model.autograd_graph import never_compiled, refuse_second_backward
 from lockstep.model.fsdp import arguments
