@@ -174,8 +174,8 @@ def _differences(digests: Mapping[_Key, list[str]]) -> list[_Difference]:
     unequal = {part: ranks for part, ranks in members.items() if len({*ranks.values()}) > 1}
     if not unequal:
         return []
-    own = {key: _hashed(repr(shown)) for key, shown in digests.items() if key[1] in unequal}
-    by_rank = gather_object(own) or []  # on rank 0
+    hashes = {key: _hashed(repr(shown)) for key, shown in digests.items() if key[1] in unequal}
+    by_rank = gather_object(hashes) or []  # on rank 0
     found: list[_Difference] = []
     # In the order of the first rank that has it; a rank lacks it if it has other tensors of the same part.
     for key in dict.fromkeys(key for each in by_rank for key in each):
