@@ -238,7 +238,7 @@ def require_epochs(runner: TrainRun, example: str) -> None:
 POINTS = tuple(name for name in vars(Hook) if name.startswith(("before_", "after_")))
 # Methods that Lightning calls, of a module or of a callback.
 OF_LIGHTNING = re.compile(
-    r"on_(fit|train|validation|test|predict|sanity|save|load|before|after)_\w+|on_exception"
+    r"on_(fit|train|validation|test|predict|sanity|before|after)_\w+|on_(save|load)_checkpoint|on_exception"
     r"|configure_gradient_clipping|lr_scheduler_step|optimizer_(step|zero_grad)"
 )
 # The method for all modes that a point calls if a hook does not override the point.
