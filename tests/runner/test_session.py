@@ -632,6 +632,16 @@ def test_a_stop_that_one_rank_asks_for_ends_all_after_the_epoch(tmp_path):
     assert session.epoch == 1
 
 
+def test_a_scheduler_over_the_wrapper_says_over_what_it_is_made(tmp_path):
+    model = network()
+    session = Session(tmp_path)
+    model, wrapper = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match="is not an Optimizer"), session:
+        torch.optim.lr_scheduler.StepLR(wrapper, 1)
+    log = (session.run_dir / "log.txt").read_text()
+    assert "a scheduler takes your own optimizer" in log
+
+
 @pytest.mark.parametrize("is_made", ["before", "before and handed in", "after"])
 def test_a_scheduler_that_is_not_handed_in_is_told(tmp_path, is_made):
     model = network()
@@ -651,6 +661,34 @@ class OfAccelerate(torch.optim.SGD):
     """Stands for an optimizer that accelerate has prepared."""
 
     __module__ = "accelerate.optimizer"
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize("steps", [False, True])
+def test_a_scheduler_that_is_never_stepped_is_told_once(tmp_path, epochs, steps):
+    with session_of(tmp_path, log_level="WARNING") as session:
+        optimizer = torch.optim.SGD((model := network()).parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        model, _, batches = session.prepare(model, optimizer, loader(), schedulers=scheduler)
+        for _ in session.epochs(epochs):
+            for x, y in batches:
+                session.step(F.cross_entropy(model(x), y))
+            if steps:
+                scheduler.step()
+    log = (session.run.run_dir / "log.txt").read_text()
+    assert log.count("no step of StepLR since the training began: call scheduler.step()") == (not steps)
+
+
+def test_of_two_schedulers_of_a_class_the_one_that_is_never_stepped_is_told(tmp_path):
+    with session_of(tmp_path, log_level="WARNING") as session:
+        optimizer = torch.optim.SGD((model := network()).parameters(), lr=0.1)
+        schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, size) for size in (1, 2)]
+        model, _, batches = session.prepare(model, optimizer, loader(), schedulers=schedulers)
+        for _ in session.epochs(1):
+            for x, y in batches:
+                session.step(F.cross_entropy(model(x), y))
+            schedulers[1].step()
+    assert "no step of StepLR since" in (session.run.run_dir / "log.txt").read_text()
 
 
 def test_what_has_been_prepared_already_is_refused(tmp_path):

@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep.dataset import set_epoch
 from lockstep.device import get_device
 from lockstep.dist.agreement import differing
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, listed
 from lockstep.evaluator.evaluator import plain_value
 from lockstep.logging.meters import require_whole
 from lockstep.model import ModelWrapper, unwrap_model
@@ -86,16 +86,34 @@ class OwnLoop(TrainLoop):
         self._counted = run.optim_wrapper.inner_count
         self._tell_if_complete(self.epoch, count, "epoch")
         run.call_hook("before_train")
+        first, begun_at = self.epoch, self._schedules_at()
         while self.epoch < count and not self._is_stopped():
             before, self._may_begin = self.epoch, True
             yield before
             if self._is_open:
                 self._end_epoch()
+            if self.epoch in (first + 2, count):
+                self._warn_of_rest(begun_at)
+                begun_at = set()
             if self.epoch == before:
                 raise _wrong_passes(f"epoch {before} has not begun to")
         self._end_training()
         run.call_hook("after_train")
         run.call_hook("after_run")
+
+    def _schedules_at(self) -> set[tuple[int, str, int]]:
+        """Return the place, the name, and the count of steps of each schedule of the user's."""
+        schedules = [(type(one).__name__, getattr(one, "last_epoch", None)) for one in self.runner.param_schedulers]
+        return {(place, name, count) for place, (name, count) in enumerate(schedules) if isinstance(count, int)}
+
+    def _warn_of_rest(self, begun_at: set[tuple[int, str, int]]) -> None:
+        """Warn of schedules that are where they were when the training began."""
+        if resting := begun_at & self._schedules_at():
+            self.runner.logger.warning(
+                "no step of %s since the training began: call scheduler.step(), after each epoch or each "
+                "session.step(), as the schedule counts. The learning rates stay as they are",
+                listed(name for _, name, _ in sorted(resting)),
+            )
 
     def iterations(self, count: int) -> Iterator[Any]:
         """Yield this rank's batches until `count` iterations are complete, of as many passes as that takes."""

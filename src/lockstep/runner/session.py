@@ -419,6 +419,12 @@ class Session:
         return self
 
     def __exit__(self, *exception: Any) -> bool | None:
+        _, error, _ = exception
+        if isinstance(error, TypeError) and _OF_A_SCHEDULER in str(error):
+            self.run.logger.error(
+                "a scheduler takes your own optimizer, and not the wrapper that prepare() has returned: make it before "
+                "prepare(), and hand it in, by prepare(..., schedulers=scheduler), so that it is saved and resumed"
+            )
         return self._closing.__exit__(*exception)
 
     def _closed_after(self, loop: Iterator[Any]) -> Iterator[Any]:
@@ -472,6 +478,7 @@ class Parts(nn.ModuleDict):
         raise TypeError(f"call one of the models ({', '.join(self)}), as in model[{next(iter(self))!r}](...)")
 
 
+_OF_A_SCHEDULER = f"{OptimWrapper.__name__} is not an Optimizer"  # what torch says
 _NO_DATA: Mapping[str, Any] = {"dataset": range(1), "sampler": {"type": "InfiniteSampler", "shuffle": False}}
 _OF_A_RUNNER = {
     "cfg", "data_preprocessor", "loss", "model", "optim_wrapper", "param_scheduler", "train_cfg", "train_dataloader",
