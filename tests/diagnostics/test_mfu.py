@@ -144,11 +144,12 @@ def test_counting_does_not_change_training(tmp_path: Path, compile_):
 
 
 @pytest.mark.parametrize("most", [1, 2, 16])
-def test_shapes_beyond_the_most_follow_in_proportion(tmp_path: Path, most):
+def test_shapes_beyond_the_most_follow_in_proportion(tmp_path: Path, monkeypatch, most):
+    monkeypatch.setattr(mfu, "_MOST_SHAPES", most)
     lengths = [2, 5, 3, 9, 2, 7]
     batches = [(torch.ones(4, length, 3), torch.ones(4, length, 1)) for length in lengths]
     loader = DataLoader(batches, batch_size=None)
-    runner, flops = train(tmp_path, MFUHook(1e9, max_shapes=most), train_dataloader=loader, train_cfg={"max_epochs": 2})
+    runner, flops = train(tmp_path, MFUHook(1e9), train_dataloader=loader, train_cfg={"max_epochs": 2})
     assert flops == pytest.approx([4 * length * PER_SAMPLE for length in lengths] * 2)
     log = (runner.run_dir / "log.txt").read_text()
     assert log.count(f"batches have more than {most} shapes") == (most < 5)
@@ -312,7 +313,6 @@ def test_a_penalty_on_gradients_can_be_counted(tmp_path: Path):
         ({"peak_flops": True}, "but is True"),
         ({"flops_of": 6e9, "peak_flops": 1e9}, "`flops_of` must be a function of a batch or None, but is 6000000000"),
         ({"flops_of": len}, "`peak_flops` must be a number of FLOP/s where `flops_of` is given, but is None"),
-        ({"max_shapes": 0}, "`max_shapes` must be an int of at least 1, but is 0"),
     ],
 )
 def test_wrong_options_are_refused(options, says):

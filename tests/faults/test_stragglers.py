@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import GradBucket, ProcessGroup
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.futures import Future
 from torch.utils.data import Dataset
 
 from lockstep.dist import get_rank, get_world_size
@@ -25,7 +22,7 @@ from .runs import make_model, make_runner
 SECONDS = 0.08
 ROUNDS = int(os.environ.get("LOCKSTEP_FAULTS_ROUNDS", "1"))  # as often, each beginning at another iteration
 STEPS = int(os.environ.get("LOCKSTEP_FAULTS_ITERS", "100"))
-PARTS = {"data": "data", "forward": "compute", "backward": "compute", "hook": "communication"}
+PARTS = {"data": "data", "forward": "compute", "backward": "compute"}
 
 
 class Fault(Hook):
@@ -87,19 +84,10 @@ class Model(nn.Module):
         return _Pause.apply(self.layers(x), self.fault)
 
 
-def comm_hook_of(fault: Fault):
-    def hook(group: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
-        fault.pause("hook")
-        return allreduce_hook(group, bucket)
-
-    hook.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}  # in this module they are strings
-    return hook
-
-
 def train(folder: Path, fault: Fault, iters: int, strategy: Any = None, **changes: Any) -> list[dict[str, Any]]:
     """Train, and return what rank 0 has recorded of stragglers."""
     runner = make_runner(
-        folder, strategy or {"type": "ddp", "comm_hook": comm_hook_of(fault)}, [fault], iters,
+        folder, strategy or "ddp", [fault], iters,
         **{"model": Model(fault), "train_dataloader": {"dataset": Data(fault), "batch_size": 4}, **changes},
     )  # fmt: skip
     runner.train()

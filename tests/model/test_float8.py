@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
+from lockstep.model import float8
 from lockstep.model.float8 import Float8
 from lockstep.strategy import build_strategy
 from lockstep.testing import ranks
@@ -86,6 +87,11 @@ def test_subclasses_and_what_is_on_a_layer_stay():
     assert seen == ["called"]
 
 
-def test_what_torchao_does_not_have_is_refused():
+def test_what_no_device_or_torchao_has_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"`recipe` must be 'tensorwise', 'rowwise' or 'row.*but is 'row-wise'"):
         Float8("row-wise")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(float8, "get_device", lambda: "cuda")
+    with pytest.raises(ConfigError, match=r"compute capability 8\.9 or later, but this one has 8\.0 \(rank 0"):
+        Float8()(Net())
+    assert type(Float8(emulate=True)(Net()).head) is not nn.Linear

@@ -169,7 +169,7 @@ def test_stepping_before_the_optimizer_does_not_warn():
         ({"type": lr_scheduler.ReduceLROnPlateau}, ConfigError, r"dict\(type='ReduceOnPlateauLR'"),
         ({"type": "CosineAnnealingLR", "eta_min": 1, "eta_min_ratio": 1}, ConfigError, "either `eta_min` or"),
         ({"type": "CosineRestartLR", "periods": [1], "restart_weights": []}, ConfigError, "as many `restart_weights`"),
-        ({"type": "OneCycleLR"}, ConfigError, "missing argument `eta_max`"),
+        ({"type": "OneCycleLR"}, ConfigError, "`eta_max` must be given"),
         ({"type": "OneCycleLR", "eta_max": [1.0, 2.0]}, ConfigError, "one number, or 1, one for each.*but has 2"),
         ({"type": "OneCycleLR", "eta_max": 1.0, "anneal_strategy": "cosine"}, ConfigError, "'cos' or 'linear'"),
         ({"type": "LinearLR", "start_factor": 0}, ConfigError, "`start_factor` must be above 0"),

@@ -135,9 +135,9 @@ def test_one_cycle(total, pct_start, three_phase, anneal, div, final):
     assert mine.param_groups[0]["momentum"] == 0.8
 
 
-def test_one_cycle_stays_at_its_end():
+def test_one_cycle_stays_at_its_end_and_knows_torchs_argument():
     optimizer = sgd()
-    scheduler = OneCycleLR(optimizer, 1.0, end=10)
+    scheduler = OneCycleLR(optimizer, max_lr=1.0, end=10)
     assert repr(scheduler).startswith("OneCycleLR(epochs 0..10, eta_max=1.0, total_steps=10, ")
     values = course(optimizer, scheduler, 14)
     assert values[9] == pytest.approx([1 / 25e4] * 2)

@@ -21,7 +21,6 @@ from lockstep.model import MMDistributedDataParallel
 from lockstep.registry import RUNNERS
 from lockstep.runner import FlexibleRunner, Runner
 from lockstep.runner.arguments import RunnerArguments
-from lockstep.runner.build import default_hooks
 from lockstep.strategy import DDPStrategy, SingleDeviceStrategy
 from lockstep.testing import ranks
 
@@ -396,19 +395,6 @@ def test_what_does_not_fit_is_refused_on_every_rank_before_training(tmp_path: Pa
     with pytest.raises(error, match=says):
         complete(tmp_path, **changes).train()
     assert all_gather_object(1) == [1, 1]
-
-
-def test_a_second_hook_of_the_type_of_a_default_one_is_told(caplog):
-    misspelt = {"chekpoint": {"type": "CheckpointHook", "interval": 1}}
-    assert [hook["type"] for hook in default_hooks(misspelt)].count("CheckpointHook") == 2
-    assert "Name it `checkpoint`" in caplog.text
-    caplog.clear()
-    default_hooks({**misspelt, "checkpoint": {"interval": 2}})
-    assert "Name it `checkpoint`" in caplog.text
-    caplog.clear()
-    default_hooks({"each_iteration": misspelt["chekpoint"], "checkpoint": {"interval": 2}})  # on purpose
-    default_hooks({"own": {"type": "EMAHook"}})
-    assert not caplog.records
 
 
 @ranks(2)

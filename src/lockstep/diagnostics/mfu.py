@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.module_tracker import ModuleTracker
 
 from lockstep.device import get_device
-from lockstep.errors import ConfigError, require_count
+from lockstep.errors import ConfigError
 from lockstep.model import unwrap_model
 from lockstep.model.autograd_graph import backward_pass
 from lockstep.model.shards import is_dtensor
@@ -30,6 +30,7 @@ from lockstep.runner.run import Run, TrainRun
 from lockstep.tree import tree_leaves
 
 _Shapes: TypeAlias = tuple[torch.Size, ...]
+_MOST_SHAPES = 16  # of batches that are counted; a further one costs in proportion to its number of elements
 _aten = torch.ops.aten
 _FLASH = flop_registry[_aten._scaled_dot_product_flash_attention]
 _FLASH_BACKWARD = flop_registry[_aten._scaled_dot_product_flash_attention_backward]
@@ -81,8 +82,9 @@ class MFUHook(Hook):
     The FLOPs of a step are counted while it runs, the first time that a batch has these shapes; see
     `StepFlops` for what counts. They depend on the model and the batch alone, not on activation
     checkpointing, compilation, accumulation or the strategy. All steps with batches of the same shapes are taken to be
-    alike; give `flops_of` if they are not. After a change of what requires a gradient, counting begins anew with the
-    next epoch.
+    alike; give `flops_of` if they are not. Where batches have more than 16 shapes, a further one takes the FLOPs of the
+    counted one that is nearest in its number of elements, in proportion to that number. After a change of what requires
+    a gradient, counting begins anew with the next epoch.
 
     Args:
         peak_flops: peak FLOP/s of one rank's device in the dtype of the training. By default that of the device's data
@@ -90,8 +92,6 @@ class MFUHook(Hook):
         flops_of: a function that returns the model FLOPs of one batch, forward and backward, instead of counting:
             where ranks split products (tensor and pipeline parallelism), or a kernel has no formula. `peak_flops` must
             then be a number.
-        max_shapes: how many shapes are counted. A batch of yet another shape takes the FLOPs of the counted one that
-            is nearest in its number of elements, in proportion to that number.
 
     **Cost**: a counted step runs each operator through Python, uncompiled, which takes about 30 us more for each. Any
     other step takes some microseconds more.
@@ -109,7 +109,6 @@ class MFUHook(Hook):
         self,
         peak_flops: float | None = None,
         flops_of: Callable[[Any], float] | None = None,
-        max_shapes: int = 16,
     ) -> None:
         given = None if peak_flops is None else _positive(peak_flops)
         if flops_of is not None and not callable(flops_of):
@@ -119,8 +118,6 @@ class MFUHook(Hook):
                 f"`peak_flops` must be a number of FLOP/s where `flops_of` is given, but is {peak_flops!r}: without "
                 "counting, the dtype of the products is not known"
             )
-        require_count("max_shapes", max_shapes)
-        self.max_shapes = max_shapes
         self._flops_of = flops_of
         self._peak = None if given is None else (given, "given")
         self._told: set[str] = set()  # warnings that are given once
@@ -151,7 +148,7 @@ class MFUHook(Hook):
         if self._flops_of is not None:
             return
         self._shapes = _shapes_of(data_batch)
-        if self._shapes not in self._counted and len(self._counted) < self.max_shapes:
+        if self._shapes not in self._counted and len(self._counted) < _MOST_SHAPES:
             self._began = perf_counter()
             self._counting = StepFlops()
             self._counting.__enter__()
@@ -231,7 +228,7 @@ class MFUHook(Hook):
             self._told.add("shapes")
             runner.logger.info(
                 "batches have more than %d shapes: the FLOPs of further ones follow from their number of elements",
-                self.max_shapes,
+                _MOST_SHAPES,
             )
         elements = _elements(self._shapes)
         nearest = min(self._counted, key=lambda shapes: abs(_elements(shapes) - elements))

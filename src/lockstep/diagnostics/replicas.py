@@ -15,8 +15,8 @@ from torch.distributed import get_process_group_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.device import get_device
-from lockstep.dist import all_gather_object, broadcast_object
-from lockstep.errors import ConfigError, DivergenceError, counted, listed, ranks_in_words, require_count
+from lockstep.dist import all_gather_object, broadcast_object, gather_object
+from lockstep.errors import ConfigError, DivergenceError, listed, ranks_in_words, require_count
 from lockstep.model import ModelWrapper
 from lockstep.model.averaged import BaseAveragedModel
 from lockstep.model.norm import BATCH_NORMS, INSTANCE_NORMS, is_synced
@@ -29,7 +29,6 @@ from lockstep.runner.run import TrainRun
 from lockstep.strategy.native import NativeStrategy
 from lockstep.tree import tree_items
 
-_DIGEST_BYTES = 8
 _Key: TypeAlias = tuple[str, str]  # the name of what is held, and which part of it
 
 
@@ -94,7 +93,7 @@ class ReplicaCheckHook(Hook):
     exchange of 256 bytes between the hosts.
     On two ranks of one CPU core each a check takes at most as long as a training step with AdamW, even a step on one
     sample: at the default interval 0.1 to 0.5 % of the time (`python -m benchmarks.divergence`). If replicas differ,
-    8 bytes for each tensor are sent as well.
+    the name of each tensor and 8 bytes are sent to rank 0 as well.
 
     Raises:
         ConfigError: an argument is wrong; or an engine (DeepSpeed, ColossalAI) holds the parameters.
@@ -162,8 +161,8 @@ def _digests(held: Sequence[Held]) -> dict[_Key, list[str]]:
 def _differences(digests: Mapping[_Key, list[str]]) -> list[_Difference]:
     """Return what differs between ranks that hold the same parts, in order. **Collective**: every rank.
 
-    **Cost**: one exchange of 8 bytes for each part; if one differs, two further ones, of 8 bytes, and of 8 bytes for
-    each of its values. Names are sent only if they differ: by the first of the ranks that have the same.
+    **Cost**: one exchange of 8 bytes for each part; if one differs, its names and 8 bytes for each of its values go to
+    rank 0, which sends to all what it finds.
     """
     by_part: dict[str, list[Any]] = {}
     for (name, part), shown in sorted(digests.items()):
@@ -175,26 +174,19 @@ def _differences(digests: Mapping[_Key, list[str]]) -> list[_Difference]:
     unequal = {part: ranks for part, ranks in members.items() if len({*ranks.values()}) > 1}
     if not unequal:
         return []
-    keys = [key for key in digests if key[1] in unequal]
-    kinds = all_gather_object(_hashed(repr(keys)))  # equal on ranks that have the same keys
-    keys_of = {kinds[0]: keys}
-    if len({*kinds}) > 1:
-        keys_of = {kind: broadcast_object(keys, kinds.index(kind)) for kind in dict.fromkeys(kinds)}
-    places = {kind: {key: place for place, key in enumerate(each)} for kind, each in keys_of.items()}
-    everywhere = all_gather_object(b"".join(_hashed(repr(digests[key])) for key in keys))
-    found = []
+    hashes = {key: _hashed(repr(shown)) for key, shown in digests.items() if key[1] in unequal}
+    by_rank = gather_object(hashes) or []  # on rank 0
+    found: list[_Difference] = []
     # In the order of the first rank that has it; a rank lacks it if it has other tensors of the same part.
-    for key in dict.fromkeys(key for each in keys_of.values() for key in each):
+    for key in dict.fromkeys(key for each in by_rank for key in each):
         by_digest: dict[bytes, list[int]] = {}
         for rank in unequal[key[1]]:
-            place = places[kinds[rank]].get(key)
-            digest = b"" if place is None else everywhere[rank][place * _DIGEST_BYTES : (place + 1) * _DIGEST_BYTES]
-            by_digest.setdefault(digest, []).append(rank)
+            by_digest.setdefault(by_rank[rank].get(key, b""), []).append(rank)
         if len(by_digest) > 1:
             usual = max(by_digest.values(), key=len)  # of several, the one with the lowest rank
             unusual = sorted(rank for ranks in by_digest.values() if ranks is not usual for rank in ranks)
             found.append(_Difference(key, usual, unusual, by_digest.get(b"", [])))
-    return found
+    return broadcast_object(found)
 
 
 def _message(found: Sequence[_Difference], world_size: int, iteration: int, equal_after: int | None) -> str:
@@ -202,10 +194,8 @@ def _message(found: Sequence[_Difference], world_size: int, iteration: int, equa
     first = found[0]
     hosts: list[str] = all_gather_object(socket.gethostname())
     on = listed(dict.fromkeys(hosts[rank] for rank in first.unusual))
-    does_not = f"{'does' if len(first.lacking) == 1 else 'do'} not"
-    lacking = f" {ranks_in_words(first.lacking).capitalize()} {does_not} have it." if first.lacking else ""
-    others = [_quoted(*each.key) for each in found[1:]]
-    also = f" So do {counted(len(others), 'further value')}: {listed(others)}." if others else ""
+    lacking = f" It is missing on {ranks_in_words(first.lacking)}." if first.lacking else ""
+    also = f" So do others: {listed(_quoted(*each.key) for each in found[1:])}." if found[1:] else ""
     since = "It did so at the first check." if equal_after is None else f"All was equal after iteration {equal_after}."
     return (
         f"{_quoted(*first.key)} differs between ranks that must hold the same values: "
@@ -218,7 +208,7 @@ def _message(found: Sequence[_Difference], world_size: int, iteration: int, equa
 
 
 def _hashed(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
 def _quoted(name: str, part: str) -> str:

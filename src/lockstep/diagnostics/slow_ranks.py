@@ -26,7 +26,7 @@ from lockstep.model import MMDistributedDataParallel
 from lockstep.model.autograd_graph import on_backward
 from lockstep.model.ddp import ExchangeClock
 
-Part: TypeAlias = Literal["data", "compute", "communication"]
+Part: TypeAlias = Literal["data", "compute"]
 
 # Iterations in one sample; more if a record would have more than `_MOST_SAMPLES`.
 _SAMPLE = 5
@@ -52,14 +52,14 @@ class _Iteration(NamedTuple):
     end: Moment
     waits: list[tuple[Moment, Moment]]
     data: float
-    communication: float
+    communication: float  # the code of a communication hook, which may wait for others
     host: float
     is_host_bound: bool
 
 
-# Of one iteration, when all its moments have passed: its number, and the seconds of its step, data, compute,
-# communication, own work and host; compute is NaN if the wait for others is not known. Last, whether it is host-bound.
-_Times: TypeAlias = tuple[int, float, float, float, float, float, float, bool]
+# Of one iteration, when all its moments have passed: its number, and the seconds of its step, data, compute, own work
+# and host; compute is NaN if the wait for others is not known. Last, whether it is host-bound.
+_Times: TypeAlias = tuple[int, float, float, float, float, float, bool]
 
 
 class Sample(NamedTuple):
@@ -71,10 +71,8 @@ class Sample(NamedTuple):
         step: the median of whole iterations.
         data: the median of the waits for data.
         compute: the median of the step without data, waiting and communication; nan if the wait is not known.
-        communication: the median of the code of a communication hook.
         low_work: data and compute together; a low quantile: four fifths of the iterations took as long.
         high_work: the same; a high quantile: four fifths of the iterations took at most so long.
-        low_communication: communication; the low quantile.
         host: the iteration by the host's clock, which also runs while the host waits for its accelerator; the low
             quantile. 0 on the CPU.
         is_host_bound: whether the accelerator had nothing to do until the host gave it work, in most iterations.
@@ -85,10 +83,8 @@ class Sample(NamedTuple):
     step: float
     data: float
     compute: float
-    communication: float
     low_work: float
     high_work: float
-    low_communication: float
     host: float = 0.0
     is_host_bound: bool = False
 
@@ -155,9 +151,7 @@ class OwnWork:
             step = seconds_between(each.begin, each.end)
             compute = max(step - each.data - wait - each.communication, 0.0)  # `max` returns NaN, its first argument
             work = each.data + (0.0 if math.isnan(compute) else compute)
-            self._completed.append(
-                (each.number, step, each.data, compute, each.communication, work, each.host, each.is_host_bound)
-            )
+            self._completed.append((each.number, step, each.data, compute, work, each.host, each.is_host_bound))
             waited.append(wait)
         samples = []
         while len(self._completed) >= self._size:
@@ -184,11 +178,11 @@ def _clock_of(wrapper: DistributedDataParallel) -> ExchangeClock:
 def _sample(rows: Sequence[_Times]) -> Sample:
     count = len(rows)
     half, few = count // 2, count // _SAMPLE
-    numbers, steps, data, compute, communication, works, host, is_bound = map(sorted, zip(*rows, strict=True))
+    numbers, steps, data, compute, works, host, is_bound = map(sorted, zip(*rows, strict=True))
     median_compute = math.nan if any(map(math.isnan, compute)) else compute[half]
     return Sample(
-        numbers[-1], count, steps[half], data[half], median_compute, communication[half], works[few],
-        works[-1 - few], communication[few], host[few], is_bound[half],
+        numbers[-1], count, steps[half], data[half], median_compute, works[few], works[-1 - few], host[few],
+        is_bound[half],
     )  # fmt: skip
 
 
@@ -354,14 +348,6 @@ class StragglerWatch:
                 is_data = not is_known or sample.data - data >= sample.compute - compute
                 one = _Delay("data", data, lost, remaining) if is_data else _Delay("compute", compute, lost, remaining)
                 found[rank] = one
-        if found:  # a communication hook may wait for the slow rank
-            return found
-        communication = _medians_of_others([sample.communication for sample in samples])
-        for rank, sample in enumerate(samples):
-            lost = sample.low_communication - communication[rank]
-            remaining = communication[rank] + usual[rank] if is_known else sample.step - lost
-            if self._is_much(lost, remaining):
-                found[rank] = _Delay("communication", communication[rank], lost, remaining)
         return found
 
     def _is_much(self, lost: float, usual: float) -> bool:
@@ -380,7 +366,6 @@ def _medians_of_others(values: Sequence[float]) -> list[float]:
 _DESCRIPTIONS: Mapping[Part, str] = {
     "data": "it waits {} for each batch",
     "compute": "its forward and backward passes take {}",
-    "communication": "its communication hook takes {}",
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,8 +26,6 @@ from lockstep.transport.control import GatherHandle
 _PREFIX = "train/"
 # What a hook counts under `amounts/NAME` of the message hub, such as tokens, is recorded as `NAME_per_second`.
 _AMOUNTS = "amounts/"
-# Records that come faster than this are written several at once, which takes less time per record than one at a time.
-_BATCH_SECONDS = 0.5
 # Iterations after which rank 0 reads what the others have sent for a record. Ranks that exchange gradients have sent it
 # by then, so that rank 0 need not wait; see docs/decisions/0009.
 _READ_AFTER = 2
@@ -44,8 +41,6 @@ class _Unwritten(NamedTuple):
         iteration: number of complete iterations, including the one in which the record was made.
         length: number of iterations that the record covers.
         learning_rates: the first learning rate of each optimizer at that time.
-        moment: when it was made, by `perf_counter`.
-        by_rank: the numbers of each rank, once rank 0 has them.
     """
 
     runner: TrainRun
@@ -53,8 +48,6 @@ class _Unwritten(NamedTuple):
     iteration: int
     length: int
     learning_rates: dict[str, float]
-    moment: float
-    by_rank: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass
@@ -104,12 +97,12 @@ class LoggerHook(Hook):
     the total samples per second of all ranks, and whatever other hooks count under `amounts/NAME` of the message hub,
     as `NAME_per_second`; and the peak memory of any rank, where the device keeps count of it. Between records, values
     are only stored: nothing is sent, and no accelerator is synchronised. Rank 0 reads what the others send for a record
-    two iterations later. It writes the record after the first iteration that ends at least half a second later, and
-    always before a validation, a checkpoint and the end of an epoch, and when the run fails.
+    two iterations later, and writes it; at the latest before a validation, a checkpoint and the end of an epoch, and
+    when the run fails.
 
     With each record, the options of the optimizers are compared over ranks: a learning rate that only some ranks have
     changed ends the training. The own work of all ranks is compared, too: a step without the wait for slower ranks. A
-    warning names a rank that keeps the others waiting, and at what: data, computing, or communication. `metrics.jsonl`
+    warning names a rank that keeps the others waiting, and at what: data or computing. `metrics.jsonl`
     gets a line for it, and the visualizer the number of slow ranks.
 
     Args:
@@ -141,7 +134,6 @@ class LoggerHook(Hook):
         self._samples: list[float] = []
         self._last_rates: tuple[int, dict[str, float]] = 0, {}  # of the last iteration of an epoch, and its number
         self._output_names: set[str] = set()
-        self._unwritten: deque[_Unwritten] = deque()
         # The numbers of the last record on their way to rank 0, and after how many iterations they are read there.
         self._gathering: tuple[GatherHandle, _Unwritten, int] | None = None
         # On an accelerator: sends this rank's numbers of the last record, once the next iteration is under way.
@@ -176,8 +168,6 @@ class LoggerHook(Hook):
         self._send()
         if self._gathering is not None and done >= self._gathering[2]:
             self._finish_gathering()
-        if self._unwritten and perf_counter() - self._unwritten[0].moment > _BATCH_SECONDS:
-            self._write_gathered()
         if outputs:
             for name, value in outputs.items():
                 hub.update_scalar(_PREFIX + name, value)
@@ -195,12 +185,12 @@ class LoggerHook(Hook):
 
     def after_train_epoch(self, runner: TrainRun) -> None:
         """Record what is left, and the means of the whole epoch."""
-        self._write_all()
+        self._finish_gathering()
         at, rates = self._last_rates
         rates = rates if at == runner.iter else _first_learning_rates(runner)
         if self._samples and not self.ignore_last:
             self._make_record(runner, runner.iter, rates)
-            self._write_all()
+            self._finish_gathering()
         self._samples = []
         if runner.rank == 0 and self._epoch.parts:
             means = {**self._epoch.means(), **rates}
@@ -208,12 +198,12 @@ class LoggerHook(Hook):
             runner.records.write({"mode": "epoch", "epoch": runner.epoch + 1, "iter": runner.iter, **means})
 
     def before_val_epoch(self, runner: Run) -> None:
-        """Write pending records, which come before those of the validation."""
-        self._write_all()
+        """Write the last record, which comes before those of the validation."""
+        self._finish_gathering()
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
-        """Write pending records, which a run that resumes from this checkpoint would lack."""
-        self._write_all()
+        """Write the last record, which a run that resumes from this checkpoint would lack."""
+        self._finish_gathering()
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Record the metrics of a validation; an iteration-based loop validates between two iterations."""
@@ -230,7 +220,6 @@ class LoggerHook(Hook):
         try:
             with suppress(RuntimeError):  # where the run has failed, the others may be gone
                 self._finish_last_gathering()
-            self._write_gathered()
         finally:
             if self._work is not None:
                 self._work.close()
@@ -238,14 +227,13 @@ class LoggerHook(Hook):
     def _make_record(self, runner: TrainRun, iteration: int, rates: dict[str, float]) -> None:
         """Begin to gather each rank's numbers since the last record; one process computes them later."""
         samples, self._samples = self._samples, []
-        moment = perf_counter()
         scalars = runner.message_hub.log_scalars.items()
         last = {key: buffer.tail(len(samples)) for key, buffer in scalars if key.startswith((_PREFIX, _AMOUNTS))}
         reading = start_reading(chain.from_iterable(last.values()))
         peak_flops = runner.message_hub.get_info("peak_flops", 0.0)
 
         share = runner.data_shard.size / runner.world_size  # ranks that compute on the same samples count them once
-        record = _Unwritten(runner, runner.epoch + 1, iteration, len(samples), rates, moment)
+        record = _Unwritten(runner, runner.epoch + 1, iteration, len(samples), rates)
         self._finish_gathering()
         options = digest_of(optimizer_options(runner, reads_device=False)), rates
         is_on_cpu = get_device() == "cpu"
@@ -270,7 +258,7 @@ class LoggerHook(Hook):
             self._unsent = send  # called after the next iteration, so that the host does not wait for the device now
 
     def _finish_gathering(self, *, checks_options: bool = True) -> None:
-        """Wait until the numbers of the last record are on rank 0, which can then write it."""
+        """Wait until the numbers of the last record are on rank 0, which writes it. **Collective**: every rank."""
         self._send()
         if self._gathering is None:
             return
@@ -278,7 +266,7 @@ class LoggerHook(Hook):
         gathered = handle.wait()
         if gathered is not None:
             by_rank = [json.loads(one) for one in gathered]
-            self._unwritten.append(record._replace(by_rank=by_rank))
+            self._write_training(record, by_rank)
             if checks_options:
                 _check_options([one["options"] for one in by_rank], record.iteration)
             self._report_stragglers(record.runner, by_rank)
@@ -310,18 +298,8 @@ class LoggerHook(Hook):
             runner.records.write({**place, **slow._asdict(), "host": host})
             runner.visualizer.add_scalars({"train/slow_ranks": len(self._watch.slow_ranks)}, step=slow.end)
 
-    def _write_all(self) -> None:
-        """Write all records. **Collective**: all ranks wait until rank 0 has read the last one."""
-        self._finish_gathering()
-        self._write_gathered()
-
-    def _write_gathered(self) -> None:
-        while self._unwritten:
-            record = self._unwritten.popleft()
-            self._write_training(record, flush=not self._unwritten)
-
-    def _write_training(self, record: _Unwritten, *, flush: bool) -> None:
-        runner, ranks, sums, epoch = record.runner, record.by_rank, _Sums(), self._epoch
+    def _write_training(self, record: _Unwritten, ranks: Sequence[Mapping[str, Any]]) -> None:
+        runner, sums, epoch = record.runner, _Sums(), self._epoch
         for numbers in ranks:
             sums.add(numbers["parts"])
         times = [numbers["parts"].get("time", (0.0, 1.0)) for numbers in ranks]
@@ -334,7 +312,7 @@ class LoggerHook(Hook):
         epoch.peak_flops, epoch.memory_mib = sums.peak_flops, max(epoch.memory_mib, sums.memory_mib)
         values = {**sums.means(), **record.learning_rates}
         place = {"epoch": record.epoch, "iter": record.iteration}
-        self._write(runner, "train", place, values, record.iteration, flush)
+        self._write(runner, "train", place, values, record.iteration)
 
     def _parts_of_rank(
         self, last: Mapping[str, list[Scalar]], samples: list[float], read_values: list[float], share: float
@@ -369,10 +347,8 @@ class LoggerHook(Hook):
             step = place["epoch"] if self.log_metric_by_epoch and is_epoch_based else place["iter"]
             self._write(runner, mode, place, metrics, step)
 
-    def _write(
-        self, runner: Run, mode: str, place: dict[str, Any], values: dict[str, Any], step: int, flush: bool = True
-    ) -> None:
-        runner.records.write({"mode": mode, **place, **values}, flush=flush)
+    def _write(self, runner: Run, mode: str, place: dict[str, Any], values: dict[str, Any], step: int) -> None:
+        runner.records.write({"mode": mode, **place, **values})
         if runner.logger.isEnabledFor(logging.DEBUG):
             shown = "  ".join(f"{key} {_shown(value)}" for key, value in values.items())
             runner.logger.debug("%s  epoch %d  iter %d  %s", mode, place["epoch"], place["iter"], shown)

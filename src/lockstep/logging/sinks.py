@@ -30,8 +30,8 @@ class JsonLinesSink:
         self._file: TextIO | None = None
         self._has_warned = False
 
-    def write(self, record: Mapping[str, Any], *, flush: bool = True) -> None:
-        """Append a record; without `flush`, it is readable only after the next record with `flush`."""
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append a record, which others can read at once."""
         try:
             line = _encode(record)
         except (TypeError, ValueError):  # not plain values, which is rare
@@ -40,10 +40,9 @@ class JsonLinesSink:
             if self._file is None:
                 self._file = self.path.open("a", encoding="utf-8")
             self._file.write(f"{line}\n")
-            if flush:
-                self._file.flush()
-                if os.fstat(self._file.fileno()).st_nlink == 0:
-                    raise FileNotFoundError("it has been removed")
+            self._file.flush()
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                raise FileNotFoundError("it has been removed")
 
     def close(self) -> None:
         """Close the file; another record opens it again."""

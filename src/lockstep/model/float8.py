@@ -7,13 +7,16 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 
+import torch
 from torch import nn
 
 from lockstep.device import get_device
 from lockstep.errors import ConfigError, require_one_of
+from lockstep.groups import this_rank
 from lockstep.registry import CONVERTERS
 
 _MULTIPLE = 16  # of both sizes of a matrix, for float8 kernels
+_CAPABILITY = (8, 9)  # of the first CUDA devices that multiply in float8
 
 
 @CONVERTERS.register_module(name=["Float8", "float8"])
@@ -32,7 +35,8 @@ class Float8:
         emulate: round to float8, but multiply in the original dtype; by default on everything but CUDA devices.
 
     Raises:
-        ConfigError: torchao is not installed; or, when called, the model has no such layer.
+        ConfigError: torchao is not installed; or, when called, the model has no such layer, or a CUDA device has no
+            float8.
 
     **Source**: `torchao.float8.convert_to_float8_training` (0.18). Micikevicius et al., FP8 Formats for Deep Learning,
     2022.
@@ -51,6 +55,13 @@ class Float8:
 
     def __call__(self, model: nn.Module) -> nn.Module:
         """Replace the layers of a model."""
+        if not self._emulate and get_device() == "cuda" and torch.cuda.get_device_capability() < _CAPABILITY:
+            major, minor = torch.cuda.get_device_capability()
+            raise ConfigError(
+                f"the converter 'float8' needs a CUDA device of compute capability {_CAPABILITY[0]}.{_CAPABILITY[1]} "
+                f"or later, but this one has {major}.{minor} ({this_rank()}). Leave the converter out, or try it with "
+                "dict(type='Float8', emulate=True)"
+            )
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         replaced: dict[str, nn.Module] = {}

@@ -248,20 +248,24 @@ class OneCycleLR(FormulaScheduler):
         div_factor: the first value is the highest value divided by this.
         final_div_factor: the last value is the first value divided by this.
         three_phase: fall to the first value in as many counts as the rise took, and then to the last value.
+        max_lr: torch's name for `eta_max`.
         **window: arguments of `ParamScheduler`.
 
     **Source**: Smith and Topin, Super-Convergence (2017), as in `torch.optim.lr_scheduler.OneCycleLR`.
     """
 
-    eta_max: float | Sequence[float]
+    eta_max: float | Sequence[float] | None = None
     total_steps: int = WINDOW
     pct_start: float = 0.3
     anneal_strategy: str = "cos"
     div_factor: float = 25.0
     final_div_factor: float = 1e4
     three_phase: bool = False
+    max_lr: float | Sequence[float] | None = None
 
     def __post_init__(self) -> None:
+        if (self.eta_max is None) == (self.max_lr is None):
+            raise ConfigError(f"{self.title}: `eta_max` must be given, or `max_lr`, which is its name in torch")
         self._require("pct_start")
         self._require("div_factor", "final_div_factor", above_0=True)
         if self.anneal_strategy not in ("cos", "linear") or not 0 <= self.pct_start <= 1:
@@ -269,6 +273,8 @@ class OneCycleLR(FormulaScheduler):
                 f"{self.title}: `anneal_strategy` must be 'cos' or 'linear' and `pct_start` between 0 and 1, but they "
                 f"are {self.anneal_strategy!r} and {self.pct_start}"
             )
+        self.eta_max = self.max_lr if self.eta_max is None else self.eta_max
+        self.max_lr = None
         self._require_list("eta_max", or_one=True)
         super().__post_init__()
 

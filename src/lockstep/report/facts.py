@@ -16,7 +16,7 @@ from lockstep.report.records import MODES, Record, RunRecords, number
 
 _TILE_METRICS = 2
 _VERSIONS = ("lockstep", "torch", "cuda", "python", "platform")
-_SLOW_PARTS = {"data": "wait for data", "compute": "forward and backward passes", "communication": "communication hook"}
+_SLOW_PARTS = {"data": "wait for data", "compute": "forward and backward passes"}
 
 
 def tiles_html(run: RunRecords) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.dataset import DataShard, build_dataloader
 from lockstep.dist import get_world_size
-from lockstep.errors import ConfigError, nearest, require_key
+from lockstep.errors import ConfigError, require_key
 from lockstep.evaluator import Evaluator, LossMetric
 from lockstep.model import (
     BaseModule,
@@ -43,7 +43,7 @@ from lockstep.runner.arguments import (
 )
 from lockstep.runner.data_workers import end_workers_at_exit, let_workers_outlive_signals
 from lockstep.runner.evaluation_loops import EvalLoop, TestLoop, ValLoop
-from lockstep.runner.hook import Hook, point_meant
+from lockstep.runner.hook import OF_LIGHTNING, Hook
 from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TrainLoop
 from lockstep.runner.options import record_config, record_first_options, set_option
 from lockstep.runner.run import Run, TrainRun, Workspace
@@ -110,15 +110,14 @@ def _left_of_lightning(args: RunnerArguments, core: nn.Module) -> str:
     counts = {
         "training_step": trains and args.loss is None and not steps.defines_step(core, "train_step"),
         "configure_optimizers": trains and args.optim_wrapper is None,
-        "configure_gradient_clipping": trains and args.optim_wrapper is None,
-        **dict.fromkeys(("lr_scheduler_step", "optimizer_step", "optimizer_zero_grad"), trains),
         "validation_step": validates and args.val_evaluator is None and not steps.defines_step(core, "val_step"),
     }
-    found = []
-    for name in dir(type(core)):
-        is_called = counts.get(name) or (trains and name.startswith("on_") and point_meant(name) is not None)
-        if is_called and not steps.is_stub(getattr(type(core), name)):
-            found.append(name)
+    found = [
+        name
+        for name in dir(type(core))
+        if (counts.get(name) or (trains and OF_LIGHTNING.fullmatch(name)))
+        and not steps.is_stub(getattr(type(core), name))
+    ]
     return f"a Lightning module has: {', '.join(found)}; see docs/side-by-side.md" if found else ""
 
 
@@ -353,25 +352,8 @@ def default_hooks(changes: Mapping[str, Any] | None) -> list[Hook | Mapping[str,
             raise ConfigError(f"`default_hooks[{name!r}]` {says}")
         if isinstance(given, Mapping) and "type" not in given:
             given = {**items[name], **given}
-        elif name not in DEFAULT_HOOKS and (same := _default_of_same_type(name, given, changes)) is not None:
-            _logger.warning(
-                "`default_hooks[%r]` is a further hook beside the default one of its type, `%s`, and both act. Name it "
-                "`%s` to change that one",
-                name, same, same,
-            )  # fmt: skip
         items[name] = given
     return [item for item in items.values() if item is not None]
-
-
-def _default_of_same_type(name: str, given: Any, changes: Mapping[str, Any]) -> str | None:
-    """Return the name of the default hook of the type of `given`, if it is probably the one that is meant.
-
-    So it is if `changes` leave that one as it is, or its name is almost that of the given one.
-    """
-    kind = given.get("type") if isinstance(given, Mapping) else type(given)
-    named = str(getattr(kind, "__name__", kind)).rpartition(".")[2]
-    same = [one for one, hook in DEFAULT_HOOKS.items() if hook["type"] == named]
-    return next((one for one in same if one not in changes or nearest(name, [one])), None)
 
 
 def build_visualizer(visualizer: Any, rank: int) -> Visualizers:

@@ -58,7 +58,8 @@ class EvalLoop:
         runner: the run; its model predicts.
         dataloader: this rank's shard of the data; of several sets, a dict or a list of loaders.
         evaluator: the metrics; for several sets, in the same form as their loaders, or one for all.
-        fp16: let the model, not the metrics, compute in half precision, in the operations for which autocast considers it safe.
+        fp16: let the model, not the metrics, compute in half precision, in the operations for which autocast considers
+            it safe.
         dtype: the half precision: `"float16"`, the default on accelerators, or `"bfloat16"`, the default on the CPU.
             Giving it implies `fp16=True`.
 

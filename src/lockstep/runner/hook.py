@@ -236,12 +236,10 @@ def require_epochs(runner: TrainRun, example: str) -> None:
 
 
 POINTS = tuple(name for name in vars(Hook) if name.startswith(("before_", "after_")))
-_OF_CHECKPOINTS = {
-    **dict.fromkeys(("on_save_checkpoint", "state_dict"), "before_save_checkpoint"),
-    **dict.fromkeys(("on_load_checkpoint", "load_state_dict"), "after_load_checkpoint"),
-}
-_ONLY_LIGHTNINGS = re.compile(
-    r"on_((before|after)_(\w*backward|zero_grad|optimizer_step)|exception|(predict|sanity)_\w+)"
+# Methods that Lightning calls, of a module or of a callback.
+OF_LIGHTNING = re.compile(
+    r"on_(fit|train|validation|test|predict|sanity|before|after)_\w+|on_(save|load)_checkpoint|on_exception"
+    r"|configure_gradient_clipping|lr_scheduler_step|optimizer_(step|zero_grad)"
 )
 # The method for all modes that a point calls if a hook does not override the point.
 _FOR_ALL_MODES = {
@@ -365,23 +363,15 @@ def _require_parameters(hook: Hook) -> None:
 
 def _warn_of_misspelt_points(hook: Hook) -> None:
     for name in dir(type(hook)):
-        if name not in POINTS and (meant := point_meant(name)) is not None:
-            hint = f"did you mean `{meant}`?" if meant else "see docs/side-by-side.md for Lightning's"
-            _logger.warning("`%s` of %s is not a hook point, which only your own `call_hook` calls: %s",
-                            name, type(hook).__name__, hint)  # fmt: skip
-
-
-def point_meant(name: str) -> str | None:
-    """Return the hook point that a method's name means, if it is misspelt, or Lightning's name of a callback.
-
-    It is "" for a callback of Lightning's that has no counterpart, and None for any other name.
-    """
-    meant = re.sub("batch|step", "iter", name).replace("validation_end", "val_epoch_end").replace("validation", "val")
-    if callback := re.fullmatch(r"on_((?:fit|train|val|test)\w*)_(start|end)", meant):
-        meant = f"{'before' if callback[2] == 'start' else 'after'}_{callback[1].replace('fit', 'train')}"
-    if meant.startswith(("before_", "after_")):
-        return next(iter(get_close_matches(meant, POINTS, n=1, cutoff=0.8)), None)
-    return "" if _ONLY_LIGHTNINGS.fullmatch(name) else _OF_CHECKPOINTS.get(name)
+        close = [] if name in POINTS else get_close_matches(name, POINTS, n=1, cutoff=0.8)
+        if close and name.startswith(("before_", "after_")):
+            hint = f"did you mean `{close[0]}`?"
+        elif OF_LIGHTNING.fullmatch(name) or name in ("state_dict", "load_state_dict"):
+            hint = "see docs/side-by-side.md for what Lightning's callbacks are here"
+        else:
+            continue
+        _logger.warning("`%s` of %s is not a hook point, which only your own `call_hook` calls: %s",
+                        name, type(hook).__name__, hint)  # fmt: skip
 
 
 def _priority_of(hook: Hook) -> int:

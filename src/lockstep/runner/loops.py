@@ -136,11 +136,7 @@ class TrainLoop(ABC):
     def _tell_if_complete(self, done: int, wanted: int, noun: str) -> None:
         """Say that a resumed training has `done` as many epochs or iterations as are `wanted`, or more."""
         if done >= wanted and self.iter > 0:
-            has = (
-                f"{done} of {counted(wanted, noun)}"
-                if done == wanted
-                else f"{counted(done, noun)}, of {wanted} asked for"
-            )
+            has = f"{counted(done, noun)}, of {wanted} asked for"
             self.runner.logger.info("nothing is left to train: the resumed training has completed %s", has)
 
     def _begin_training(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lockstep.dist import all_gather_object
+from lockstep.dist.agreement import differing
 from lockstep.errors import CheckpointError, ConfigError, counted, listed
 from lockstep.location import Location
 from lockstep.optim import FormulaScheduler, OptimWrapperDict, ParamScheduler, ReduceOnPlateauLR, TorchScheduler
@@ -344,17 +344,20 @@ def check_same_options(run: TrainRun) -> None:
     """
     if not run.distributed:
         return
-    own = {**optimizer_options(run, reads_device=True), **dict(_schedules(run))}
-    if len(set(all_gather_object(digest_of(own)))) == 1:
-        return
-    by_rank: list[dict[str, str]] = all_gather_object(own)
+    if by_rank := differing({**optimizer_options(run, reads_device=True), **dict(_schedules(run))}):
+        name, values = first_difference(by_rank)
+        raise ConfigError(
+            f"{name} must be the same on all ranks, because each rank updates its own weights by it, but is {values}. "
+            "Set it in the same way on every rank"
+        )
+
+
+def first_difference(by_rank: Sequence[Mapping[str, str]]) -> tuple[str, str]:
+    """Return the name of the first option that is not the same on all ranks, and in words what it is on each."""
     names = dict.fromkeys(name for options in by_rank for name in options)
     name = next(name for name in names if len({options.get(name) for options in by_rank}) > 1)
     values = [f"{options.get(name, 'missing')} on rank {rank}" for rank, options in enumerate(by_rank)]
-    raise ConfigError(
-        f"{name} must be the same on all ranks, because each rank updates its own weights by it, but is "
-        f"{listed(values, most=8)}. Set it in the same way on every rank"
-    )
+    return name, listed(values, most=8)
 
 
 def optimizer_options(run: TrainRun, *, reads_device: bool) -> dict[str, str]:

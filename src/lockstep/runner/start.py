@@ -39,7 +39,7 @@ from lockstep.dist import (
     run_on_main,
 )
 from lockstep.dist.agreement import differing
-from lockstep.errors import ConfigError, DistError, TopologyError, listed, require_known, require_one_of
+from lockstep.errors import ConfigError, DistError, TopologyError, require_known, require_one_of
 from lockstep.evaluator import format_metrics
 from lockstep.location import Location, make_folder
 from lockstep.logging import JsonLinesSink, MessageHub, open_console, run_logging, warnings_once
@@ -51,6 +51,7 @@ from lockstep.registry.signatures import Arguments
 from lockstep.runner import resuming
 from lockstep.runner.arguments import MATMUL_PRECISIONS, RunnerArguments, checked_keys
 from lockstep.runner.data_workers import refuse_script_imported_by_worker
+from lockstep.runner.options import first_difference
 from lockstep.runner.preemption import stopping_at
 from lockstep.runner.run import Run, TrainRun, Workspace
 from lockstep.runner.seeds import set_randomness
@@ -124,10 +125,8 @@ def _check_same_arguments(args: RunnerArguments) -> None:
     own["resume_options"] = repr(args.resume_options)
     if (by_rank := differing(own)) is None:
         return
-    names = dict.fromkeys(name for options in by_rank for name in options)
-    name = next(name for name in names if len({options.get(name) for options in by_rank}) > 1)
-    values = [f"{options.get(name, 'missing')} on rank {rank}" for rank, options in enumerate(by_rank)]
-    given = "is given on some ranks alone" if name == "load_from" else f"is {listed(values, most=8)}"
+    name, values = first_difference(by_rank)
+    given = "is given on some ranks alone" if name == "load_from" else f"is {values}"
     raise ConfigError(
         f"`{name}` must be the same on all ranks, but {given}. Set it in the same way on every rank"
         + (", or leave it out: rank 0 draws one for all" if "seed" in name else "")
@@ -469,17 +468,9 @@ def _describe_rank() -> dict[str, Any]:
     """Return what may differ from rank to rank."""
     kind = get_device()
     if kind == "cpu":
-        device, name = "cpu", _processor()
+        device, name = "cpu", platform.processor() or platform.machine()
     else:
         index = torch.accelerator.current_device_index()
         module = torch.get_device_module(kind)
         device, name = f"{kind}:{index}", str(getattr(module, "get_device_name", lambda _: kind)(index))
     return {"host": platform.node(), "device": device, "device_name": name, "threads": torch.get_num_threads()}
-
-
-def _processor() -> str:
-    """Return the processor's name: from /proc/cpuinfo on Linux, else from Python."""
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return platform.processor() or platform.machine()

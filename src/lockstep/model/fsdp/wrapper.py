@@ -20,13 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.dist import get_rank
 from lockstep.dist.consistency import check_call
-<<<<<<< HEAD
 from lockstep.errors import ConfigError, did_you_mean, listed, message_of, wrong_type
-from lockstep.groups import Comm, resolve, this_rank
-=======
-from lockstep.errors import ConfigError, did_you_mean, message_of, wrong_type
 from lockstep.groups import Comm, resolve
->>>>>>> w-cut3
 from lockstep.model import steps
 from lockstep.model.autograd_graph import never_compiled, refuse_second_backward
 from lockstep.model.fsdp import arguments
