@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import pickle
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
@@ -249,8 +250,7 @@ def test_what_ranks_have_to_say_comes_from_each_and_leaves_nothing():
     assert not store.check(["x/result/1"])
 
 
-def test_ranks_that_write_slowly_are_waited_for_longer_than_a_collective_is(monkeypatch):
-    monkeypatch.setattr(background, "_LOOK", timedelta(seconds=0.1))
+def test_ranks_that_write_slowly_are_waited_for_longer_than_a_collective_is():
     store = torch.distributed.HashStore()
     store.set_timeout(timedelta(seconds=0.1))
     main, other = (background.StoreExchange(store, "x", rank, 2) for rank in range(2))
@@ -262,7 +262,6 @@ def test_ranks_that_write_slowly_are_waited_for_longer_than_a_collective_is(monk
 
 def test_a_rank_that_comes_when_rank_0_has_given_up_is_told(monkeypatch):
     monkeypatch.setattr(background, "_MOST_WAITED", timedelta(seconds=0.1))
-    monkeypatch.setattr(background, "_LOOK", timedelta(seconds=0.1))
     store = torch.distributed.HashStore()
     store.set_timeout(timedelta(seconds=0.1))
     main, other = (background.StoreExchange(store, "x", rank, 2) for rank in range(2))
@@ -312,3 +311,40 @@ def test_a_session_saves_while_it_goes_on(tmp_path):
 
 def test_a_hook_is_told_by_its_arguments():
     assert CheckpointHook(async_save=True).async_save
+
+
+@ranks(2, fresh=True)
+def test_processes_that_have_saved_differently_often_before_save_together(tmp_path):
+    """As those of a pool that outlives jobs, some of which had other ranks."""
+    saver, state = BackgroundSaver(), {"model": {"weight": torch.ones(3)}}
+    if os.environ["RANK"] == "0":
+        saver.start(tmp_path / "alone", state, {})
+        saver.wait()
+    dist.init_dist()
+    with patch.object(background, "_MOST_WAITED", timedelta(seconds=5)):
+        saver.start(tmp_path / "together", state, {})
+        saver.wait()
+    verify(tmp_path / "together")
+
+
+@ranks(2)
+def test_where_one_rank_has_no_store_no_rank_begins_to_save(tmp_path):
+    saver, no_store = BackgroundSaver(), DistError("the ranks have no store that can be shared")
+    lacks = patch.object(background, "side_store", side_effect=no_store) if dist.get_rank() == 1 else nullcontext()
+    with lacks, pytest.raises(DistError, match=r"rank 1: .*no store that can be shared"):
+        saver.start(tmp_path / "one", {"model": {}}, {})
+    saver.wait()
+    assert names_in(tmp_path) == []
+    saver.start(tmp_path / "two", {"model": {"weight": torch.ones(3)}}, {})
+    saver.wait()
+    verify(tmp_path / "two")
+
+
+def test_a_rank_that_waits_for_others_says_nothing_meanwhile(capfd):
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True)
+    main, other = (background.StoreExchange(store, "x", rank, 2) for rank in range(2))
+    writes = threading.Timer(1.5, other.gather, ["late"])
+    writes.start()
+    assert main.gather("soon") == ["soon", "late"]
+    writes.join()
+    assert capfd.readouterr().err == ""

@@ -6,20 +6,16 @@ store at which the ranks met, so that they never come between the collectives of
 
 from __future__ import annotations
 
-import itertools
 import json
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed import DistStoreError
 
 from lockstep.checkpoint.layout import Piece
 from lockstep.checkpoint.saving import Plan, Planner, write_and_publish
@@ -28,7 +24,8 @@ from lockstep.device import can_pin_memory
 from lockstep.dist import get_dist_info
 from lockstep.errors import CollectiveTimeoutError, DistError, LockstepError, error_in_words, listed
 from lockstep.location import Location
-from lockstep.watch.watch import side_store
+from lockstep.watch.board import pauses
+from lockstep.watch.watch import numbered, side_store
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -36,9 +33,8 @@ if TYPE_CHECKING:
 _ALIGNED = 64  # bytes: each copy begins at a multiple of them
 _BLOCK = 2**30  # bytes of memory taken at once: torch rounds what is pinned up to a power of two (2.13)
 _MOST_WAITED = timedelta(hours=1)  # for ranks that still write, which takes much longer than a collective may
-_LOOK = timedelta(seconds=1)  # how long the store is waited for before it is seen that nobody needs the save any more
+_LONGEST_PAUSE = 1.0  # between two looks for them
 _SECONDS_TO_GIVE_UP = 10.0
-_numbers = itertools.count()  # of the saves of this process, the same on every rank
 
 
 class BackgroundSaver:
@@ -93,12 +89,11 @@ class BackgroundSaver:
         """
         assert self._job is None, "wait() comes first"
         rank, world_size = get_dist_info()
-        self._exchange = StoreExchange(
-            side_store() if world_size > 1 else None, f"save_{next(_numbers)}", rank, world_size
-        )
         plan = self._planner.plan(directory, state, meta, last_of)
         try:
-            plan = on_all(plan.failure, partial(self._copied, plan))
+            plan, store = on_all(plan.failure, lambda: (self._copied(plan), side_store() if world_size > 1 else None))
+            prefix = "save" if store is None else numbered("save", store)
+            self._exchange = StoreExchange(store, prefix, rank, world_size)
         except BaseException:
             plan.discard()
             raise
@@ -230,13 +225,13 @@ class StoreExchange:
         if not keys:
             return
         store = self._store
-        deadline = time.monotonic() + max(store.timeout, _MOST_WAITED).total_seconds()
-        while not store.check(list(keys.values())):
-            if self.is_abandoned.is_set() or time.monotonic() > deadline:
-                ranks = listed(rank for rank, key in keys.items() if not store.check([key]))
-                raise CollectiveTimeoutError(f"rank {ranks} did not say what it has written (rank {self._rank})")
-            with suppress(DistStoreError):  # they are not there yet
-                store.wait(list(keys.values()), _LOOK)
+        for _ in pauses(max(store.timeout, _MOST_WAITED).total_seconds(), _LONGEST_PAUSE):
+            if store.check(list(keys.values())):
+                return
+            if self.is_abandoned.is_set():
+                break
+        ranks = listed(rank for rank, key in keys.items() if not store.check([key]))
+        raise CollectiveTimeoutError(f"rank {ranks} did not say what it has written (rank {self._rank})")
 
     def _put(self, key: str, value: Any) -> None:
         self._store.set(key, json.dumps(value))

@@ -28,7 +28,7 @@ from lockstep.dist import get_dist_info
 from lockstep.errors import ConfigError, Preempted, did_you_mean
 from lockstep.launch.worker import FAILING_FILE
 from lockstep.watch.board import pauses
-from lockstep.watch.watch import side_store
+from lockstep.watch.watch import numbered, side_store
 
 _FOR_EVER = timedelta(days=365)
 _SECONDS_TO_AGREE = 60.0
@@ -52,8 +52,6 @@ class Agreement:
         point: the point that this rank has announced last.
         is_open: whether a stop can be asked for.
     """
-
-    _count = 0  # of openings in this process, the same on every rank; keeps their keys apart
 
     def __init__(self) -> None:
         self.point = 0
@@ -95,10 +93,9 @@ class Agreement:
         self._closing, self._round = threading.Event(), 0
         self.point = 0  # a training that was stopped in a validation has left the ranks at unlike points
         if self._world_size > 1:
-            type(self)._count += 1
-            self._prefix = f"agreement_{self._count}"
-            self._closed = f"{self._prefix}/closed"  # set once rank 0 has left, and answers no more requests
             self._store = on_all("the ranks can't agree on a stop", side_store)
+            self._prefix = numbered("agreement", self._store)
+            self._closed = f"{self._prefix}/closed"  # set once rank 0 has left, and answers no more requests
             self._thread = threading.Thread(target=self._listen, name="lockstep-agreement", daemon=True)
             self._thread.start()
         self.is_open = True
@@ -215,19 +212,15 @@ def _tell(reason: str, last: int) -> None:
 
 def ranks_meet() -> bool:
     """Return whether all ranks come here within some seconds. Unlike in a collective, none waits for one that fails."""
-    global _meetings
     _, world_size = get_dist_info()
     if world_size == 1:
         return True
-    _meetings += 1
     with suppress(Exception):  # there is no store, or it is gone
-        store, key = side_store(), f"meeting_{_meetings}"
+        store = side_store()
+        key = numbered("meeting", store)
         store.add(key, 1)
         return any(store.add(key, 0) == world_size for _ in pauses(_SECONDS_TO_MEET, _LONGEST_PAUSE))
     return False
-
-
-_meetings = 0
 
 
 @contextmanager

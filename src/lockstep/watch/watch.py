@@ -66,6 +66,14 @@ def side_store() -> Store:
         raise DistError(f"the ranks have no store that can be shared: {message_of(error)}") from error
 
 
+def numbered(kind: str, store: Store) -> str:
+    """Return what keys begin with that no rank has used yet; the same on all ranks that come here equally often.
+
+    The store counts, since it is as old as its keys: a process may have been a rank of other jobs before.
+    """
+    return f"{kind}_{store.add(f'{kind}/{torch_dist.get_rank()}', 1)}"
+
+
 def start_watch() -> None:
     """Start the thread for the default group, unless it runs."""
     global _watch
