@@ -231,6 +231,18 @@ def test_a_training_that_fails_completes_the_save_in_progress(tmp_path):
     assert [found.name for found in find_checkpoints([tmp_path])] == ["iter_4"]
 
 
+def test_a_save_that_was_given_up_does_not_come_later(tmp_path, monkeypatch):
+    """As over the checkpoints of the next training in this process."""
+    monkeypatch.setattr(background, "_SECONDS_TO_GIVE_UP", 0.05)
+    ended = threading.Event()
+    saver = BackgroundSaver()
+    with slow_writes(0.5):
+        saver.start(tmp_path / "late", {"model": {"weight": torch.ones(3)}}, {}, when_failed=ended.set)
+        saver.abandon()
+        assert ended.wait(30)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_thread_that_is_waited_for_in_vain_gives_up(tmp_path, monkeypatch):
     monkeypatch.setattr(background, "_SECONDS_TO_GIVE_UP", 0.1)
     exchange = background.StoreExchange(torch.distributed.HashStore(), "x", 0, 2)

@@ -193,6 +193,8 @@ class StoreExchange:
         keys = {rank: f"{self._prefix}/result/{rank}" for rank in range(1, self._world_size)}
         try:
             self._await(keys)
+            if self.is_abandoned.is_set():  # another training may have begun, and have saved later
+                raise DistError("the training that has begun this save has failed, and did not wait for it")
             return [value, *map(self._take, keys.values())]
         except BaseException as error:
             with suppress(torch.distributed.DistError):  # the store is gone, and so are the ranks
