@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.dataset import build_dataloader
@@ -155,3 +156,11 @@ def test_of_a_stream_the_batch_alone_is_pinned() -> None:
     assert made.batch["a"][0].is_pinned
     assert not position.is_pinned
     assert made.samples == 1
+
+
+def test_a_packed_sequence_keeps_on_the_cpu_what_torch_needs_there() -> None:
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    moved = move_to_device({"x": packed, "y": [packed]}, torch.device("meta"))
+    for one in (moved["x"], moved["y"][0]):
+        assert isinstance(one, PackedSequence)
+        assert (one.data.device.type, one.batch_sizes.tolist()) == ("meta", [2, 2, 1])

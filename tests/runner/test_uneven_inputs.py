@@ -7,10 +7,12 @@ import sys
 from multiprocessing import active_children
 from pathlib import Path
 from textwrap import dedent
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from lockstep.dataset import DefaultSampler, InfiniteSampler, build_dataloader
@@ -19,7 +21,7 @@ from lockstep.dist import barrier, get_rank, get_world_size
 from lockstep.errors import ConfigError
 from lockstep.evaluator import BaseMetric
 from lockstep.runner import Runner
-from lockstep.runner.uneven_inputs import EvenBatches
+from lockstep.runner.uneven_inputs import EvenBatches, prefetching
 from lockstep.testing import ranks
 
 X = torch.linspace(-1, 1, 20).reshape(10, 2)
@@ -250,3 +252,15 @@ def train_wrongly_sized(folder: Path, **lengths: int) -> None:
         train_cfg={"max_epochs": 1}, optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.1}}, visualizer=[],
         default_hooks={"checkpoint": None}, log_level="ERROR",
     ).train()  # fmt: skip
+
+
+def test_what_no_stream_can_keep_is_moved_without_one(monkeypatch):
+    """torch has `record_stream` of dense tensors alone, and a packed sequence keeps a part on the CPU."""
+    stream, kept = MagicMock(), []
+    monkeypatch.setattr(torch, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, on: kept.append(tensor.layout))
+    batch = {"dense": torch.ones(2), "sparse": torch.eye(2).to_sparse(), "packed": pack_sequence([torch.ones(3)])}
+    moved = prefetching(torch.device("meta"))([batch, "name"])[0]
+    assert {part.device.type for part in (moved["dense"], moved["sparse"], moved["packed"].data)} == {"meta"}
+    assert kept == [torch.strided]

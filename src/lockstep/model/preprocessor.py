@@ -59,8 +59,9 @@ class BaseDataPreprocessor(nn.Module):
 def move_to_device(data: Any, device: torch.device, non_blocking: bool = True) -> Any:
     """Return `data` with its tensors, and whatever else has a `.to` method, on `device`.
 
-    Dicts, lists, tuples, named tuples, dataclasses and `TreeNode`s are rebuilt with their own type, the last two unless
-    they have a `.to`, as a `TensorDict` has. Other leaves, such as names of files, are returned unchanged.
+    Dicts, lists, tuples, named tuples, dataclasses and `TreeNode`s are rebuilt with their own type, unless they have a
+    `.to`, as a `TensorDict` and a `PackedSequence` have; dicts always. Other leaves, such as names of files, are
+    returned unchanged.
 
     Args:
         data: a batch.
@@ -81,13 +82,18 @@ def _moved(data: Any, device: torch.device, non_blocking: bool) -> Any:
         return type(data)(data)
     if isinstance(data, str | bytes | int | float | type | None):
         return data
-    if isinstance(data, Mapping | list | tuple) and not is_tensordict(data):
+    if isinstance(data, Mapping | list | tuple) and not is_tensordict(data) and not has_own_to(data):
         return map_children(lambda value: _moved(value, device, non_blocking), data)
     if not hasattr(data, "to"):
         is_node = is_dataclass(data) or isinstance(data, TreeNode)
         return map_children(lambda value: _moved(value, device, non_blocking), data) if is_node else data
     kind: type = type(data)
     return data.to(device, non_blocking=True) if non_blocking and _takes_non_blocking(kind) else data.to(device)
+
+
+def has_own_to(data: Any) -> bool:
+    """Return whether a tuple or list is moved by its `.to`: a `PackedSequence` keeps a part of it on the CPU."""
+    return isinstance(data, list | tuple) and hasattr(data, "to")
 
 
 @cache

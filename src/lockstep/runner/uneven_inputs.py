@@ -36,8 +36,8 @@ from lockstep.dataset.stream import StreamLoader, checksum_of, refuse_repeats, r
 from lockstep.dist import all_gather_object, broadcast_object, get_rank, get_world_size
 from lockstep.errors import ConfigError
 from lockstep.groups import this_rank
-from lockstep.model.preprocessor import move_to_device
-from lockstep.tree import tree_map
+from lockstep.model.preprocessor import has_own_to, move_to_device
+from lockstep.tree import map_children
 
 _logger = logging.getLogger(__name__)
 _NONE = object()
@@ -303,7 +303,7 @@ def prefetching(device: torch.device) -> Callable[[Any], Any]:
     What the device has been given before goes on; what it is given afterwards waits for the copy. So the batch of a
     step arrives during the step before, as long as no step lets the host wait for the device. No batch is taken from
     the loader earlier than without this: its position, and the random numbers that it draws, stay those of the step.
-    What has a `.to` of its own is copied on the present stream.
+    What has a `.to` of its own, and tensors that are sparse or nested, are copied on the present stream.
 
     Args:
         device: the accelerator.
@@ -315,14 +315,16 @@ def prefetching(device: torch.device) -> Callable[[Any], Any]:
     def prefetch(batch: Any) -> Any:
         copies: list[Tensor] = []
 
-        def copied(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or not leaf.is_cpu:
-                return leaf
-            copies.append(leaf.to(device, non_blocking=True))
+        def copied(node: Any) -> Any:
+            if not isinstance(node, Tensor):
+                return node if has_own_to(node) else map_children(copied, node)
+            if not node.is_cpu or node.layout is not torch.strided:  # the others have no `record_stream` (2.13)
+                return node
+            copies.append(node.to(device, non_blocking=True))
             return copies[-1]
 
         with stream:
-            moved = tree_map(copied, batch)
+            moved = copied(batch)
         present = torch.accelerator.current_stream()
         present.wait_stream(stream)
         for copy in copies:
