@@ -162,6 +162,11 @@ def test_what_is_looked_for_in_logs():
     assert mask_text("sent abcdef-1 and mnopqr-3", found) == "sent *** and mnopqr-3"
 
 
+def test_of_a_secret_that_begins_like_another_nothing_is_left():
+    for secrets in (["hunter2", "hunter2-hunter"], ["hunter2-hunter", "hunter2"]):
+        assert mask_text("sent hunter2-hunter and hunter2", secrets) == "sent *** and ***"
+
+
 def test_words_of_a_command_line():
     words = ["train", "c.py", "--token", "abc", "visualizer.init.api_key=a b", "model.pad_token=<pad>", "--seed", "3"]
     words += ["load_from=s3://me:pw@host/x", "--password=x", "visualizer={'api_key':'x'}", "--use-token", "--resume"]

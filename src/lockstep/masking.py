@@ -123,7 +123,7 @@ def mask_text(text: str, secrets: Iterable[str] = ()) -> str:
         >>> mask_text("s3://me:pass@host/x --api-key=abc num_tokens=7")
         's3://me:***@host/x --api-key=*** num_tokens=7'
     """
-    for secret in secrets:
+    for secret in sorted(secrets, key=len, reverse=True):  # one may be the beginning of another one
         text = text.replace(secret, MASK)
     lowered = text.lower()
     if not any(hint in lowered for hint in _HINTS):
