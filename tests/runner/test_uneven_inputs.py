@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from multiprocessing import active_children
@@ -264,3 +265,23 @@ def test_what_no_stream_can_keep_is_moved_without_one(monkeypatch):
     moved = prefetching(torch.device("meta"))([batch, "name"])[0]
     assert {part.device.type for part in (moved["dense"], moved["sparse"], moved["packed"].data)} == {"meta"}
     assert kept == [torch.strided]
+
+
+@ranks(1, 2)
+def test_a_dataset_that_grows_is_told_of_once():
+    samples, said = list(range(8)), []
+    loader = DataLoader(samples, batch_size=2, sampler=DefaultSampler(samples))
+    batches = EvenBatches(loader)
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("lockstep.runner.uneven_inputs")
+    logger.addHandler(handler)
+    try:
+        for grown in ([], [8, 9], [10]):
+            samples += grown
+            assert sum(batch.mean_samples for batch in batches.iterate()) * get_world_size() == 8
+    finally:
+        logger.removeHandler(handler)
+    assert [text.partition(":")[0] for text in said] == [
+        "the dataset, a list, has 10 samples now, but had 8 when its loader was prepared"
+    ]

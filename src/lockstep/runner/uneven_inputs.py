@@ -31,7 +31,7 @@ from lockstep.dataset.position import (
     loader_state,
 )
 from lockstep.dataset.rank_aware import is_rank_aware, parts_of
-from lockstep.dataset.sampler import HEAD_LENGTH
+from lockstep.dataset.sampler import HEAD_LENGTH, OrderSampler
 from lockstep.dataset.stream import StreamLoader, checksum_of, refuse_repeats, refuse_repeats_by_workers
 from lockstep.dist import all_gather_object, broadcast_object, get_rank, get_world_size
 from lockstep.errors import ConfigError
@@ -123,10 +123,12 @@ class EvenBatches:
         self._checksums: list[int | None] = []  # of the first two batches
         self._stand_in: Any = _NONE
         self._drawn: Drawn | None = None  # in the last pass
+        self._dataset_size = _dataset_size(loader)
         self._all_have_a_batch = False
 
     def iterate(self, begin: Position = BEGINNING) -> Iterator[Batch]:
         """Yield the batches of one pass, beginning at `begin`."""
+        self._tell_if_resized()
         batches = batches_from(self._loader, begin, self._drawn)
         self._drawn = batches.drawn
         order, shares, first = self.global_order, None, begin.batches
@@ -220,6 +222,18 @@ class EvenBatches:
         """Return this rank's own state in the present pass, in JSON values and tensors."""
         needs_none = self.global_order is not None and not self._is_stream
         return {"position": None if needs_none else loader_state(self._loader)}
+
+    def _tell_if_resized(self) -> None:
+        """Warn, once, of a dataset that has grown or shrunk since its sampler has counted it."""
+        size = _dataset_size(self._loader)
+        if size != self._dataset_size and self._dataset_size is not None:
+            _logger.warning(
+                "the dataset, a %s, has %s samples now, but had %d when its loader was prepared: passes go on with as "
+                "many as there were, and what was added is left out. Make another loader and training, or yield the "
+                "samples from an IterableDataset",
+                type(self._loader.dataset).__name__, size, self._dataset_size,
+            )  # fmt: skip
+            self._dataset_size = None
 
     def _look(self, batch: Any) -> None:
         """Find, by the first two batches, ranks and workers that have the same samples, and orders that differ."""
@@ -332,6 +346,11 @@ def prefetching(device: torch.device) -> Callable[[Any], Any]:
         return move_to_device(moved, device)
 
     return prefetch
+
+
+def _dataset_size(loader: Any) -> int | None:
+    """Return the length of a loader's dataset, if its sampler has counted it once for all; else None."""
+    return length_of(getattr(loader, "dataset", None)) if isinstance(drawn_from(loader)[0], OrderSampler) else None
 
 
 def _shard_of(loader: Any) -> int:
