@@ -246,9 +246,23 @@ def inside_wrappers(module: nn.Module) -> nn.Module:
 
     Names of tensors in a model's state lack what these add to them.
     """
+    name = _name_inside(module)
+    return module if name is None else inside_wrappers(module.get_submodule(name))
+
+
+def name_in_state(model: nn.Module, name: str) -> str:
+    """Return the name that a tensor has in a model's state, given its name in the model: without parts of wrappers."""
+    *path, last = name.split(".")
+    kept = list[str]()
+    for part in path:
+        kept += [] if part == _name_inside(model) else [part]
+        model = model.get_submodule(part)
+    return ".".join([*kept, last])
+
+
+def _name_inside(module: nn.Module) -> str | None:
     names = ("module",) if is_model_wrapper(module) else INSIDE_WRAPPERS
-    inner = next((module._modules[name] for name in names if name in module._modules), None)
-    return module if inner is None else inside_wrappers(inner)
+    return next((name for name in names if name in module._modules), None)
 
 
 @cache  # every step calls it; the number of wrappers shows whether another one has been registered
