@@ -200,7 +200,7 @@ PRIVATE: dict[str, Private] = {
     # Modules.
     "_modules": Private(
         lambda: module_holds("_modules"),
-        ("model/averaged.py", "model/norm.py", "optim/constructor.py"),
+        ("model/averaged.py", "model/norm.py", "model/wrapper.py", "optim/constructor.py", "weights/description.py"),
     ),
     "_parameters": Private(
         lambda: module_holds("_parameters"),

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -231,6 +232,19 @@ def test_the_tensor_that_is_gathered_may_be_one_to_fill_for_another_rank() -> No
         gather(data, [other, data] if get_rank() == 0 else None, 0)
         if get_rank() == 0:
             assert [x.unique().tolist() for x in (other, data)] == [[0.0], [1.0]]
+
+
+@ranks(2)
+def test_what_src_keeps_of_a_scatter_is_said_to_be_read_on_the_present_stream() -> None:
+    """Who waits may do so on another stream than that on which the copy was allocated."""
+    rows = torch.arange(4.0).view(2, 2).t()
+    data, read = torch.empty(2), list[Tensor]()
+    with patch("lockstep.transport.moving.used_on_current_stream", lambda x: read.append(x) or x):
+        handle = scatter(data, list(rows) if get_rank() == 0 else None, async_op=True)
+        assert handle is not None
+        handle.wait()
+    assert data.tolist() == rows[get_rank()].tolist()
+    assert [x.tolist() for x in read] == ([data.tolist()] if get_rank() == 0 else [])
 
 
 @ranks(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from torch.utils.data import DataLoader
 
@@ -311,6 +313,19 @@ class Tied(Net):
     def forward(self, x: Tensor, y: Tensor, mode: str = "tensor"):
         loss = super().forward(x, y, mode)
         return loss if mode == "predict" else loss + self.again(x).square().mean()
+
+
+@ranks(1, 2)
+def test_a_part_called_module_keeps_its_name_beside_one_that_is_wrapped(tmp_path: Path):
+    session = Session(tmp_path, log_level="ERROR", custom_hooks=[EMAHook(momentum=0.1)])
+    model = nn.Sequential(OrderedDict(module=nn.Sequential(checkpoint_wrapper(nn.Linear(4, 1)))))
+    data = DataLoader([torch.ones(4)] * 4)
+    model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+    for _ in session.epochs(1):
+        for x in batches:
+            session.step(model(x).sum())
+    saved = load_state(last(tmp_path), {key: {"module.0.weight": torch.empty(1, 4)} for key in ("model", "ema")})
+    assert torch.equal(saved["ema"]["module.0.weight"], model.module[0].weight)
 
 
 def test_tied_weights_stay_tied(tmp_path: Path):

@@ -309,6 +309,20 @@ def test_gradients_that_another_optimizers_loss_has_left_are_told_once(tmp_path,
     assert log_of(tmp_path).count(told) == (not cares)
 
 
+@ranks(2)
+def test_optimizers_may_take_turns_from_iteration_to_iteration(tmp_path):
+    session = Session(tmp_path, log_level="WARNING")
+    parts = {name: nn.Linear(2, 1) for name in "GD"}
+    optimizer = {name: torch.optim.SGD(part.parameters(), lr=0.1) for name, part in parts.items()}
+    model, optimizers, batches = session.prepare(parts, optimizer, loader())
+    for _ in session.epochs(2):
+        for number, (x, _) in enumerate(batches):
+            name = "GD"[number % 2]
+            optimizers[name].update_params(model[name](x).mean())
+    assert session.run.train_loop.iters_without == 0
+    assert [optimizers[name].inner_count for name in "GD"] == [session.iter // 2] * 2
+
+
 def test_values_are_recorded_also_from_a_dict(tmp_path):
     session = Session(tmp_path, log_level="ERROR")
     model = nn.Linear(2, 1)

@@ -22,11 +22,11 @@ INPUTS = torch.randn(8, 6, generator=torch.Generator().manual_seed(4))
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 5) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.inner = nn.Linear(6, 5)
-        self.outer = nn.Linear(5, 4)
+        self.inner = nn.Linear(6, width)
+        self.outer = nn.Linear(width, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.outer(torch.tanh(self.inner(x))).square().mean()
@@ -96,6 +96,17 @@ class DrawsAndMultiplies(Noisy):
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad @ torch.ones(parameter.shape[-1])
+
+
+class ByRow(SGD):
+    """Gives each row of a gradient the length 1, which a shard of whole rows is enough for."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                own, gradient = (getattr(x, "_local_tensor", x) for x in (parameter, parameter.grad))
+                own.sub_(gradient / gradient.norm(dim=-1, keepdim=True) if own.dim() == 2 else gradient, alpha=0.1)
 
 
 class FailsOnOneRank(SGD):
@@ -170,6 +181,14 @@ def test_an_optimizer_that_reads_a_part_for_the_whole_is_refused(is_inside: bool
     optimizer = Own(net.parameters(), scale)
     with pytest.raises(ConfigError, match=r"must update shards as it updates .* (Own|Wrapping) does not: .* by \d+%"):
         FSDPStrategy().prepare(net, Wrapping(optimizer) if is_inside else optimizer)
+
+
+@ranks(2)
+def test_each_sharding_is_tried_for_itself():
+    plan = {"inner": "colwise", "outer": "rowwise"}
+    strategy, net = FSDPStrategy(tensor_parallel={"degree": 2, "plan": plan}), Net(width=6)
+    with pytest.raises(ConfigError, match=r"must update shards as it updates whole .* ByRow does not"):
+        strategy.prepare(net, ByRow(net.parameters(), lr=0.1))
 
 
 @ranks(2)

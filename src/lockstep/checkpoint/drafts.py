@@ -11,7 +11,8 @@ object, is there before the first file and until the end. Files are removed only
 that a manifest names.
 
 A process that is killed leaves its draft or its mark. The name of either, `.NAME.draft.PID.BEGAN.HOST` beside NAME,
-says which process made it, so that others can tell if that has ended. This module does not import torch.
+says which process made it, so that others can tell if that has ended. HOST is a host, or a container on it. This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -37,11 +37,12 @@ from lockstep.checkpoint.files import (
 from lockstep.checkpoint.manifest import OWN_FILES, read_manifest, unused_ending
 from lockstep.errors import ConfigError
 from lockstep.location import Location, RemotePath, unlink_all
+from lockstep.topology.pid_namespace import pid_namespace
 
 DRAFT = re.compile(r"\.(?P<name>.+)\.draft\.(?P<pid>\d+)\.(?P<began>\d+)\.(?P<host>.+)")
 """Names of drafts and marks."""
-# Of a draft whose owner can't be asked, because it is on another host. In a bucket, nothing is to be seen of a file
-# until all of it has been sent, so that a slow save leaves no other trace of life for long.
+# Of a draft whose owner can't be asked, because it is on another host, or in another container. In a bucket, nothing is
+# to be seen of a file until all of it has been sent, so that a slow save leaves no other trace of life for long.
 _SECONDS_UNTIL_ABANDONED = 3600
 _SECONDS_UNTIL_ABANDONED_IN_A_BUCKET = 24 * 3600
 
@@ -161,7 +162,7 @@ def remove(directory: Location) -> None:
 def remove_dead_drafts(roots: Sequence[Location]) -> list[Location]:
     """Remove the drafts in these folders, and in folders in them, whose owners have ended; return them.
 
-    A draft of another host is removed if nothing was written to it for an hour, in a bucket for a day.
+    A draft of another host or container is removed if nothing was written to it for an hour, in a bucket for a day.
     """
     removed = []
     for root in roots:
@@ -225,7 +226,7 @@ def name_of_draft(name: str) -> str:
 
 
 def is_alive(draft: re.Match[str]) -> bool | None:
-    """Return whether the process that made a draft is alive; None if it can't be asked: on another host, or macOS."""
+    """Return whether the process that made a draft is alive; None if it can't be asked: elsewhere, or on macOS."""
     can_be_asked = draft["host"] == _host() and draft["began"] != "0"
     return _start_of(int(draft["pid"])) == draft["began"] if can_be_asked else None
 
@@ -273,7 +274,7 @@ def _names_in(folder: RemotePath) -> list[str]:
 
 
 def _host() -> str:
-    return re.sub(r"[^\w.\-]", "_", socket.gethostname())[:100]
+    return re.sub(r"[^\w.\-]", "_", pid_namespace())[:100]
 
 
 def _start_of(pid: int) -> str | None:

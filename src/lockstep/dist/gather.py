@@ -287,7 +287,7 @@ def scatter(
     if comm.rank == src:
         sending = transfer([], [(wire, rank) for rank, wire in enumerate(wires) if rank != src], comm)
         # Once nothing is sent from there: `tensor` may share memory with what the others get.
-        handle = Handle([sending], comm, lambda: copy_into(tensor, wires[src]))
+        handle = Handle([sending], comm, lambda: copy_all([tensor], [wires[src]]))
     else:
         stays = comm.is_alone or (comm.carries(tensor) and not is_mixed)
         received = place_for(tensor, tensor.device if stays else comm.comm_device)
@@ -342,11 +342,12 @@ def _all_gather_with_grads(data: Any, comm: Comm, uneven: bool) -> list[Tensor]:
 
 
 def _gather(data: Any, dst: int, comm: Comm, outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return every rank's tensor on `dst`, in `outputs` if given; nothing elsewhere."""
+    """Return every rank's tensor on `dst`, unless it fills `outputs`; nothing elsewhere."""
     wire, headers = _exchange_headers(data, comm, outputs, "gather_list")
-    parts = [] if outputs is NOT_GIVEN else list(outputs)
-    if comm.rank == dst and outputs is NOT_GIVEN:
-        parts = [torch.empty(x.shape, dtype=x.dtype, device=wire.device) for x in headers]
+    if comm.rank != dst or outputs is not NOT_GIVEN:
+        _start_gather(wire, dst, comm, outputs).wait()
+        return []
+    parts = [torch.empty(x.shape, dtype=x.dtype, device=wire.device) for x in headers]
     _start_gather(wire, dst, comm, parts).wait()
     return [part if part.device == data.device else part.to(data.device) for part in parts]
 

@@ -14,8 +14,8 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.hooks.buffers import alike_on_all, average_buffers
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.averaged import BaseAveragedModel
-from lockstep.model.parts import INSIDE_WRAPPERS
 from lockstep.model.shards import reshard
+from lockstep.model.wrapper import name_in_state
 from lockstep.registry import HOOKS, MODELS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
@@ -23,7 +23,6 @@ from lockstep.strategy import Strategy
 
 _KEY = "ema"
 _HALF = (torch.bfloat16, torch.float16)
-_WRAPPER_PARTS = frozenset({"module", *INSIDE_WRAPPERS})
 
 
 class _Forgets:
@@ -230,9 +229,7 @@ class EMAHook(Hook):
     def _named_as_in(self, state: dict[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
         """Yield of each weight that is in a model's state its name there, its own name, and the average."""
         for own_name, averaged, trained in self._weights():
-            name = own_name
-            if name not in state:  # names in the state lack the parts that inner wrappers add
-                name = ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
+            name = own_name if own_name in state else name_in_state(self.src_model, own_name)
             if name in state:
                 yield name, own_name, averaged
             elif isinstance(trained, nn.Parameter):

@@ -14,6 +14,7 @@ from lockstep.dist.consistency import check_call
 from lockstep.groups import Comm, this_rank
 from lockstep.model import steps
 from lockstep.model.outside_loss import losses_of, predictions_of
+from lockstep.model.parts import INSIDE_WRAPPERS
 from lockstep.model.steps import ParseLosses, UpdatesParams
 from lockstep.registry import MODEL_WRAPPERS
 from lockstep.watch.failures import backend_errors_translated
@@ -238,6 +239,30 @@ def unwrap_model(model: nn.Module) -> nn.Module:
         assert isinstance(inner, nn.Module)
         model = inner
     return model
+
+
+def inside_wrappers(module: nn.Module) -> nn.Module:
+    """Return the module under any number of wrappers, also torch's for compiling and checkpointing a part of a model.
+
+    Names of tensors in a model's state lack what these add to them.
+    """
+    name = _name_inside(module)
+    return module if name is None else inside_wrappers(module.get_submodule(name))
+
+
+def name_in_state(model: nn.Module, name: str) -> str:
+    """Return the name that a tensor has in a model's state, given its name in the model: without parts of wrappers."""
+    *path, last = name.split(".")
+    kept = list[str]()
+    for part in path:
+        kept += [] if part == _name_inside(model) else [part]
+        model = model.get_submodule(part)
+    return ".".join([*kept, last])
+
+
+def _name_inside(module: nn.Module) -> str | None:
+    names = ("module",) if is_model_wrapper(module) else INSIDE_WRAPPERS
+    return next((name for name in names if name in module._modules), None)
 
 
 @cache  # every step calls it; the number of wrappers shows whether another one has been registered

@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lockstep.errors import ConfigError, did_you_mean, lacks_key, require_known, wrong_type
-from lockstep.model import is_model_wrapper, unwrap_model
-from lockstep.model.parts import INSIDE_WRAPPERS
+from lockstep.model import unwrap_model
+from lockstep.model.wrapper import inside_wrappers
 from lockstep.optim.wrapper import OptimWrapper
 from lockstep.optim.wrapper_dict import OptimWrapperDict
 from lockstep.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS, in_default_scope
@@ -71,7 +71,7 @@ def param_sites(model: nn.Module) -> list[ParamSite]:
 
 
 def _sites(module: nn.Module, prefix: str, parent: str) -> Iterator[ParamSite]:
-    module = _inside(module)
+    module = inside_wrappers(module)
     # torch's own iterators leave out a module that has two names, or have no place for its parent.
     for name, parameter in module._parameters.items():
         if parameter is not None:
@@ -79,12 +79,6 @@ def _sites(module: nn.Module, prefix: str, parent: str) -> Iterator[ParamSite]:
     for name, child in module._modules.items():
         if child is not None:
             yield from _sites(child, f"{prefix}{name}.", type(module).__name__)
-
-
-def _inside(module: nn.Module) -> nn.Module:
-    names = ("module",) if is_model_wrapper(module) else INSIDE_WRAPPERS
-    inner = next((module._modules[name] for name in names if name in module._modules), None)
-    return module if inner is None else _inside(inner)
 
 
 class Paramwise:

@@ -131,8 +131,8 @@ class OptimWrapperDict(OptimWrapper):
 
     @property
     def inner_count(self) -> int:
-        """The largest number of backward passes of any wrapper."""
-        return max(wrapper.inner_count for wrapper in self.values())
+        """Number of backward passes of all wrappers so far."""
+        return sum(wrapper.inner_count for wrapper in self.values())
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

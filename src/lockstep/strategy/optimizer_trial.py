@@ -42,7 +42,7 @@ def check_by_trial(optimizer: Optimizer) -> None:
         optimizer: new, and over the sharded parameters. It is not changed.
 
     **Collective**: every rank. **Cost**: for each group, three updates of one tensor of a few elements for each number
-    of dimensions and dtype; one exchange between the hosts.
+    of dimensions, dtype and sharding; one exchange between the hosts.
 
     Raises:
         ConfigError: on every rank.
@@ -111,7 +111,8 @@ def _updates(optimizer: Optimizer, seed: int, *, sharded: bool) -> list[Tensor]:
         for parameter in group["params"]:
             twin = twins[id(parameter)] = _twin(parameter, generator, sharded)
             if isinstance(parameter, DTensor) and parameter.requires_grad:
-                kinds.setdefault((twin.dim(), twin.dtype, twin.shape if twin.is_complex() else None), twin)
+                layout = parameter.device_mesh, parameter.placements
+                kinds.setdefault((twin.dim(), twin.dtype, layout, twin.shape if twin.is_complex() else None), twin)
         kept.append([*kinds.values()])
         tried += kinds.values()
     copy = _copy(optimizer, twins)

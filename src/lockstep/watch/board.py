@@ -19,6 +19,8 @@ from typing import Any, TypeAlias, cast
 
 from torch.distributed import Store
 
+from lockstep.topology.pid_namespace import pid_namespace
+
 State: TypeAlias = Mapping[str, Any]
 """What a rank does, as `Watch.state` says it."""
 
@@ -49,9 +51,9 @@ class Board:
         self.seconds_to_answer = 1.25 + self.tick
         self.answered = self._asked = -1
         self._state, self._lock = state, Lock()
-        self._host = socket.gethostname()
+        self._namespace = pid_namespace()
         self._who: dict[int, dict[str, Any]] = {}
-        who = json.dumps({"host": self._host, "pid": os.getpid()})
+        who = json.dumps({"host": socket.gethostname(), "namespace": self._namespace, "pid": os.getpid()})
         first = {"asked": "0", "answered": "-1", "state": "null", "who": who}  # other ranks check for the last key
         self.store.multi_set([f"{key}/{rank}" for key in first], list(first.values()))
 
@@ -110,9 +112,9 @@ class Board:
         return f"process {who['pid']} on {who['host']}" if who else "a process that never said where it runs"
 
     def process(self, rank: int) -> str:
-        """Return "gone" or "stopped" for such a process of a rank on this host; "" for any other process."""
+        """Return "gone" or "stopped" for such a process of a rank in this host or container; "" for any other."""
         who = self._who.get(rank)
-        if not who or who["host"] != self._host or not Path("/proc/self/stat").exists():
+        if not who or who["namespace"] != self._namespace or not Path("/proc/self/stat").exists():
             return ""
         try:
             state = Path(f"/proc/{who['pid']}/stat").read_text().rpartition(")")[2].split()[0]
@@ -121,7 +123,7 @@ class Board:
         return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(state, "")
 
     def gone(self, ranks: Iterable[int]) -> list[int]:
-        """Return which ranks are gone from this host."""
+        """Return which ranks are gone from this host, or from this container."""
         return [rank for rank in self._known(ranks) if self.process(rank) == "gone"]
 
     def _known(self, ranks: Iterable[int]) -> list[int]:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError, error_in_words
+from lockstep.model.wrapper import inside_wrappers
 
 _logger = logging.getLogger(__name__)
 
@@ -60,14 +61,11 @@ def tied_names(model: nn.Module) -> list[list[str]]:
         [['words.weight', 'head.weight']]
     """
     names: dict[Tensor, list[str]] = {}
-    tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    for name, tensor in tensors:
-        names.setdefault(tensor, []).append(name)
-    filled = {
-        f"{path}.{name}".lstrip(".")
-        for path, module in model.named_modules()
-        for name in getattr(module, "all_tied_weights_keys", None) or ()
-    }
+    filled = set[str]()
+    for prefix, module in _modules(model):
+        for name, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
+            names.setdefault(tensor, []).append(prefix + name)
+        filled |= {prefix + name for name in getattr(module, "all_tied_weights_keys", None) or ()}
     return [sorted(same, key=filled.__contains__) for same in names.values() if len(same) > 1]
 
 
@@ -79,15 +77,25 @@ def sized_on_loading(model: nn.Module) -> set[str]:
     """
     usual = (nn.Module._load_from_state_dict, nn.BatchNorm1d._load_from_state_dict)
     return {
-        f"{path}.{name}".lstrip(".")
-        for path, module in model.named_modules()
+        prefix + name
+        for prefix, module in _modules(model)
         if type(module)._load_from_state_dict not in usual
         for name, _ in module.named_buffers(recurse=False)
     }
 
 
+def _modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield all modules, under each of their names, with the prefix of their tensors in the model's state."""
+    model = inside_wrappers(model)
+    yield prefix, model
+    for name, child in model._modules.items():  # named_children leaves out a second name
+        if child is not None:
+            yield from _modules(child, f"{prefix}{name}.")
+
+
 def _pretrained_within(module: nn.Module, prefix: str) -> Iterator[tuple[str, Any]]:
     """Yield the outermost models that have a `from_pretrained`, with the prefix of their weights."""
+    module = inside_wrappers(module)
     if _is_peft(module) or _is_transformer(module):
         yield prefix, module
         return

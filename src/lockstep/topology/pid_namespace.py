@@ -1,0 +1,23 @@
+"""Where the number of a process is known: a host, or a container on it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+
+_FIRST_OF_A_HOST = "pid:[4026531836]"  # PROC_PID_INIT_INO of Linux
+
+
+def pid_namespace() -> str:
+    """Return the name of this host; in a container with processes of its own, also the number of their namespace.
+
+    Containers may have the name of their host, as with its network (`docker run --network host`, `hostNetwork` of
+    Kubernetes). Each then numbers its processes from 1, and sees no others.
+    """
+    name = socket.gethostname()
+    with suppress(OSError):  # only Linux has it
+        namespace = os.readlink("/proc/self/ns/pid")
+        if namespace != _FIRST_OF_A_HOST:
+            return f"{name}.{namespace.removeprefix('pid:[').removesuffix(']')}"
+    return name
