@@ -20,7 +20,7 @@ from lockstep.checkpoint import saving as saving_module
 from lockstep.dist import all_gather_object, get_rank, get_world_size, main_process_first
 from lockstep.errors import ConfigError
 from lockstep.hooks import CheckpointHook, Hook
-from lockstep.launch.worker import RESUME_SINCE
+from lockstep.launch.worker import RESUME_SINCE, RUNS_FILE
 from lockstep.registry import HOOKS
 from lockstep.runner import Runner
 from lockstep.runner.resuming import find_resumption
@@ -141,6 +141,18 @@ def test_where_none_is_whole_it_is_an_error(tmp_path: Path):
         pytest.raises(ConfigError, match=r"ranks that start again must find a whole checkpoint of .*epoch_3.*epoch_1"),
     ):
         train(tmp_path, 1)
+
+
+def test_ranks_that_start_again_pass_over_what_another_job_has_saved_in_the_work_dir(tmp_path: Path):
+    runs = tmp_path / "runs"
+    with patch.dict("os.environ", {RUNS_FILE: str(runs), "LOCAL_RANK": "0"}):
+        own = train(tmp_path / "work", 1)
+    train(tmp_path / "work", 2)  # of another job, and newer
+    assert runs.read_text() == f"{own.run_dir.name}\n"
+    with patch.dict("os.environ", {RUNS_FILE: str(runs), "LOCAL_RANK": "0", RESUME_SINCE: "1"}):
+        again = train(tmp_path / "work", 2)
+    assert min(again.losses) == max(own.losses) + 1
+    assert runs.read_text().splitlines() == [own.run_dir.name, again.run_dir.name]
 
 
 @ranks(2)

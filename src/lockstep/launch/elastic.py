@@ -33,7 +33,7 @@ from lockstep.launch.ledger import Ledger, RankRecord, seconds_to_await_cause
 from lockstep.launch.notices import say
 from lockstep.launch.processes import RankProcesses, oom_kills
 from lockstep.launch.rendezvous import JobEndedError, NodeFailedError, NodesRendezvous
-from lockstep.launch.worker import FAILING_FILE, RESUME_SINCE, TRAINED_FILE
+from lockstep.launch.worker import FAILING_FILE, RESUME_SINCE, RUNS_FILE, TRAINED_FILE
 
 _SIGNALS = (signal.SIGINT, *STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # of torch's agent; its default lacks SIGUSR1
@@ -332,7 +332,7 @@ class _RankSetup(DefaultLogsSpecs):
         if payload is not None:
             file = Path(folder, "payload")
             file.write_text(payload, encoding="utf-8")
-            self._additions["LOCKSTEP_PAYLOAD"] = str(file)
+            self._additions |= {"LOCKSTEP_PAYLOAD": str(file), RUNS_FILE: str(Path(folder, "runs"))}
             self._again[RESUME_SINCE] = str(time.time())
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:

@@ -73,6 +73,8 @@ FAILING_FILE = "LOCKSTEP_FAILING_FILE"
 """Variable that names a file: it is there while the agent ends its ranks because one has failed."""
 RESUME_SINCE = "LOCKSTEP_RESUME_SINCE"
 """Variable of ranks of a training that were restarted: when the job began, in seconds since 1970."""
+RUNS_FILE = "LOCKSTEP_RUNS_FILE"
+"""Variable of ranks of a training that may be restarted: a file with the names of the run folders of their job."""
 
 _has_left = False  # whether the script has ended without an error: what is raised after that is raised at exit
 
@@ -129,6 +131,20 @@ def note_trained() -> None:
     with suppress(OSError):  # a full disk must not end a training
         if path := os.environ.get(TRAINED_FILE):
             Path(path).touch()
+
+
+def note_run(name: str) -> None:
+    """Tell ranks that may start again in place of this one that a run folder is one of their job."""
+    if (path := os.environ.get(RUNS_FILE)) and os.environ.get("LOCAL_RANK") == "0":
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{name}\n")
+
+
+def noted_runs() -> set[str]:
+    """Return the names of the run folders that ranks of this job have noted on this node."""
+    with suppress(OSError):  # none has
+        return set(Path(os.environ.get(RUNS_FILE, "")).read_text(encoding="utf-8").splitlines())
+    return set()
 
 
 def end_soon(code: int) -> None:

@@ -22,7 +22,7 @@ from lockstep.dataset.position import Position
 from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.dist import all_gather_object, get_dist_info, get_rank, run_on_main
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, counted
-from lockstep.launch.worker import RESUME_SINCE
+from lockstep.launch.worker import RESUME_SINCE, noted_runs
 from lockstep.location import Location, RemotePath, locate
 from lockstep.model import unwrap_model
 from lockstep.optim import TorchScheduler
@@ -153,7 +153,7 @@ def _newest(
         search = (
             (directory, fault)
             for directory, fault in candidates(folders[0], folders[1:])
-            if directory not in without and (since == 0.0 or written_at(directory) >= since)
+            if directory not in without and (since == 0.0 or _is_of_this_job(directory, since))
         )
         while (candidate := run_on_main(partial(next, search, None))) is not None:
             directory, fault = candidate
@@ -164,6 +164,15 @@ def _newest(
         if run_on_main(partial(all, map(is_there, [*passed]))):
             break  # else another run has removed one, and written a newer one before
     return None, list(passed.values())
+
+
+def _is_of_this_job(directory: Location, since: float) -> bool:
+    """Return whether ranks of this job have saved a checkpoint, as far as this node knows their runs; else by its time.
+
+    Another job may save in the same work_dir.
+    """
+    runs = noted_runs()
+    return directory.parent.name in runs if runs else written_at(directory) >= since
 
 
 def _opened(directory: Location) -> tuple[Stored | None, str | None]:

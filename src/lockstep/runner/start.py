@@ -41,6 +41,7 @@ from lockstep.dist import (
 from lockstep.dist.agreement import differing
 from lockstep.errors import ConfigError, DistError, TopologyError, require_known, require_one_of
 from lockstep.evaluator import format_metrics
+from lockstep.launch.worker import note_run
 from lockstep.location import Location, make_folder
 from lockstep.logging import JsonLinesSink, MessageHub, open_console, run_logging, warnings_once
 from lockstep.logging.loggers import broken_between_values
@@ -92,6 +93,8 @@ def open_workspace(
     )
     work_dir = Path(args.work_dir)
     run_dir = make_run_dir(work_dir, args.experiment_name, folders[1:] if trains else ())
+    if trains:
+        note_run(run_dir.name)
     seed = set_randomness(resuming.randomness_of(args.randomness, stored))
     run_on_main(lambda: save_config(args.cfg, run_dir))
     return Workspace(
@@ -145,6 +148,7 @@ def let_train(space: Workspace, load_from: Weights | None, hooks: Iterable[Any] 
         space.stored, space.skipped = resuming.find_resumption(load_from, folders, asked=False)
         if space.stored is not None:
             space.seed = set_randomness(resuming.randomness_of(args.randomness, space.stored))
+    note_run(space.run_dir.name)
     space.trains = True
 
 
