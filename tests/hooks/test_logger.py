@@ -131,3 +131,35 @@ def written(run_dir: Path) -> list[int]:
     path = run_dir / "metrics.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [record["iter"] for record in records if record["mode"] == "train"]
+
+
+class Intermittent(nn.Module):
+    """Returns the number of its step in every second one, and a value in the first two alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.calls = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        values = {"loss": (self.layer(x) - y).square().mean()}
+        if self.calls % 2 == 0:
+            values["second"] = torch.tensor(float(self.calls))
+        if self.calls <= 2:
+            values["first"] = torch.tensor(float(self.calls))
+        return values
+
+
+@ranks(1, 2)
+def test_a_value_counts_in_the_iterations_that_have_returned_it(tmp_path: Path):
+    cfg = {"max_iters": 12, "by_epoch": False}
+    make_runner(
+        tmp_path, [LoggerHook(interval=4)], kind=Intermittent, default_hooks={"logger": None}, train_cfg=cfg
+    ).train()
+    if get_rank() == 0:
+        lines = map(json.loads, next(tmp_path.glob("*/metrics.jsonl")).read_text().splitlines())
+        records = [line for line in lines if line["mode"] in ("train", "epoch")]
+        assert [(one.get("second"), one.get("first")) for one in records] == [
+            (3.0, 1.5), (7.0, None), (11.0, None), (7.0, 1.5),
+        ]  # fmt: skip

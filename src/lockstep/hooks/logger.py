@@ -130,8 +130,10 @@ class LoggerHook(Hook):
         require_count("interval", self.interval)
         if self.slow_factor is not None and self.slow_factor <= 1:
             raise ConfigError(f"`slow_factor` must be above 1 or None, but is {self.slow_factor}")
-        # Samples of each iteration since the last record, and the names of the values that the model returned.
+        # Samples of each iteration since the last record; of each in which the model has returned a value, by its name;
+        # and the names of all values that it ever returned.
         self._samples: list[float] = []
+        self._returned: dict[str, list[float]] = {}
         self._last_rates: tuple[int, dict[str, float]] = 0, {}  # of the last iteration of an epoch, and its number
         self._output_names: set[str] = set()
         # The numbers of the last record on their way to rank 0, and after how many iterations they are read there.
@@ -171,6 +173,7 @@ class LoggerHook(Hook):
         if outputs:
             for name, value in outputs.items():
                 hub.update_scalar(_PREFIX + name, value)
+                self._returned.setdefault(name, []).append(loop.samples)
             self._output_names.update(outputs)
         norm = runner.optim_wrapper.grad_norm
         if norm is not None:
@@ -191,7 +194,7 @@ class LoggerHook(Hook):
         if self._samples and not self.ignore_last:
             self._make_record(runner, runner.iter, rates)
             self._finish_gathering()
-        self._samples = []
+        self._samples, self._returned = [], {}
         if runner.rank == 0 and self._epoch.parts:
             means = {**self._epoch.means(), **rates}
             runner.message_hub.update_info("epoch_means", means)
@@ -227,8 +230,12 @@ class LoggerHook(Hook):
     def _make_record(self, runner: TrainRun, iteration: int, rates: dict[str, float]) -> None:
         """Begin to gather each rank's numbers since the last record; one process computes them later."""
         samples, self._samples = self._samples, []
-        scalars = runner.message_hub.log_scalars.items()
-        last = {key: buffer.tail(len(samples)) for key, buffer in scalars if key.startswith((_PREFIX, _AMOUNTS))}
+        returned, self._returned = self._returned, {}
+        last = {
+            key: buffer.tail(len(returned.get(name, ()) if name in self._output_names else samples))
+            for key, buffer in runner.message_hub.log_scalars.items()
+            if key.startswith((_PREFIX, _AMOUNTS)) and (name := key.removeprefix(_PREFIX))
+        }
         reading = start_reading(chain.from_iterable(last.values()))
         peak_flops = runner.message_hub.get_info("peak_flops", 0.0)
 
@@ -239,7 +246,7 @@ class LoggerHook(Hook):
         is_on_cpu = get_device() == "cpu"
 
         def send() -> None:
-            parts = self._parts_of_rank(last, samples, reading(), share)
+            parts = self._parts_of_rank(last, samples, returned, reading(), share)
             memory_mib = (peak_memory() or 0) / 2**20
             message = {"parts": parts, "peak_flops": peak_flops, "memory_mib": memory_mib, "options": options}
             if self._work is not None:
@@ -315,26 +322,32 @@ class LoggerHook(Hook):
         self._write(runner, "train", place, values, record.iteration)
 
     def _parts_of_rank(
-        self, last: Mapping[str, list[Scalar]], samples: list[float], read_values: list[float], share: float
+        self,
+        last: Mapping[str, list[Scalar]],
+        samples: list[float],
+        returned: Mapping[str, list[float]],
+        read_values: list[float],
+        share: float,
     ) -> dict[str, tuple[float, float]]:
         """Return the totals and weights of this rank in the iterations since the last record; see `_Sums`.
 
-        Of its amounts, it counts the part `share`.
+        A value that the model has returned in some of them counts in these alone. Of its amounts, it counts the part
+        `share`.
         """
         parts = {_AMOUNTS + "samples": (sum(samples) * share, 0.0)}
         read = iter(read_values)
         for key, values in last.items():
             by_iteration = list(islice(read, len(values)))  # the latest first
-            if key == "train/samples":  # `samples` has them already
+            if key == "train/samples" or not by_iteration:  # `samples` has them already
                 continue
             name, total, count = key.removeprefix(_PREFIX), sum(by_iteration), len(by_iteration)
             if key.startswith(_AMOUNTS):
                 parts[key] = total / count * len(samples) * share, 0.0
             elif name not in self._output_names:
                 parts[name] = total, count
-            elif weight := sum(samples[-count:]):
+            elif weight := sum(returned[name][-count:]):
                 # What the model returned for a batch that counts for nothing may be anything.
-                weighted = zip(reversed(samples), by_iteration, strict=False)
+                weighted = zip(reversed(returned[name]), by_iteration, strict=False)
                 parts[name] = sum(number * value for number, value in weighted if number), weight
         return parts
 
