@@ -236,9 +236,20 @@ def test_two_nodes_of_one_rank_are_told(node):
     with pytest.raises(RendezvousError, match=r"must be different on each node, but is 1 on two of them$"):
         node(1, nnodes=3).next_rendezvous()
     first.shutdown()
-    time.sleep(0.5)
-    with pytest.raises(RendezvousError, match="two of them, or this node's command was started again"):
-        node(1, nnodes=3).next_rendezvous()
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_node_that_is_lost_while_it_waits_may_be_started_again(node):
+    first, second, third = (node(rank, nnodes=3) for rank in range(3))
+    with ThreadPoolExecutor(3) as thread:
+        waiting = [thread.submit(first.next_rendezvous)]
+        lost = node(1, nnodes=3, seconds=0.5)
+        with pytest.raises(RendezvousTimeoutError):
+            lost.next_rendezvous()
+        lost.shutdown()
+        time.sleep(1.5)  # so that node 0 knows of it
+        waiting += [thread.submit(one.next_rendezvous) for one in (second, third)]
+        assert places([one.result(timeout=10) for one in waiting]) == [(0, 3), (1, 3), (2, 3)]
 
 
 def test_a_taken_port_is_told(node, rdzv):

@@ -79,6 +79,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         self._least = job.least_nnodes or job.nnodes
         self._say = say
         self._token = uuid.uuid4().hex  # tells this launcher from one that is started again on the same node
+        self._former = ""  # the token of a launcher that is gone, which was started on this node before
         self._store: TCPStore | None = None
         self._ranks_store: TCPStore | None = None
         self._heartbeats: _Heartbeats | None = None
@@ -229,16 +230,20 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         node = self._job.node_rank
         if self._heartbeats is None:
             self._heartbeats = _Heartbeats(store)
-            if node != 0:
-                self._heartbeats.begin(node, self._token, self._connect())
+            self._former = self._heartbeats.former(node)
         is_late = False
         while True:
             attempt = PrefixStore(f"attempt_{self.attempt}", store)
             claimed = attempt.compare_set(f"node_{node}", "", self._token).decode()
-            if claimed != self._token and not attempt.check([_MEMBERS]):
-                raise rendezvous.RendezvousError(
-                    f"{_same_rank(node)}, or this node's command was started again. Then start it once more"
-                )
+            if not attempt.check([_MEMBERS]):
+                if claimed == self._former:
+                    claimed = attempt.compare_set(f"node_{node}", claimed, self._token).decode()
+                if claimed != self._token:
+                    raise rendezvous.RendezvousError(
+                        f"{_same_rank(node)}, or this node's command was started again. Then start it once more"
+                    )
+                if node != 0:  # only now, as node 0 takes a node for there that has come and is alive
+                    self._heartbeats.begin(node, self._token, self._connect())
             if self._is_member:
                 attempt.set("begun", "")
             if is_late and not attempt.check([_MEMBERS]):
@@ -420,18 +425,26 @@ class _Heartbeats:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._beats: dict[int, tuple[str, float]] = {}  # the last heartbeat of a node, and when it came
+        self._is_begun = False
         self._is_ended = threading.Event()
 
-    def begin(self, node: int, token: str, connection: Store) -> None:
-        """Begin to write as `node`, over a connection to the store for this alone.
+    def former(self, node: int) -> str:
+        """Return the token of a launcher that was started as `node` before, and is gone; "" if there was none.
 
         Raises:
-            RendezvousError: another living node has the same rank.
+            RendezvousError: it is alive: another node has the same rank.
         """
         if before := self._read(node):
             time.sleep(3 * _SECONDS_PER_BEAT)
             if self._read(node) != before:
                 raise rendezvous.RendezvousError(_same_rank(node))
+        return before.partition(" ")[0]
+
+    def begin(self, node: int, token: str, connection: Store) -> None:
+        """Begin to write as `node`, over a connection to the store for this alone, unless that has begun."""
+        if self._is_begun:
+            return
+        self._is_begun = True
 
         def beat() -> None:
             count = 0
