@@ -188,7 +188,7 @@ class DDPStrategy(NativeStrategy):
             raise ConfigError(
                 f"the model must have parameters that require a gradient when DDP wraps it, but {type(model).__name__} "
                 f"has none ({this_rank()}), and gradients of what is unfrozen later would not be averaged over ranks. "
-                "Freeze what trains later only then, as in `before_train` of a hook"
+                "Let what trains later require one until then, and freeze it afterwards, as in `before_train` of a hook"
             )
         return prepared, wrapper
 
