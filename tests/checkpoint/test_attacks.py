@@ -333,7 +333,7 @@ def test_a_file_of_weights_runs_nothing(tmp_path: Path):
     torch.save({"state_dict": {"0.weight": Evil(tmp_path / "mark")}}, tmp_path / "net.pth")
     with pytest.raises(ConfigError, match=r"net\.pth"):
         load_checkpoint(net(), tmp_path / "net.pth")
-    with pytest.raises(ConfigError, match=r"a checkpoint must be a directory .*net.pth"):
+    with pytest.raises(ConfigError, match=r"net\.pth"):
         train(tmp_path / "work", load_from=tmp_path / "net.pth", resume=True)
     assert not (tmp_path / "mark").exists()
 

@@ -155,6 +155,33 @@ def test_ranks_that_start_again_pass_over_what_another_job_has_saved_in_the_work
     assert runs.read_text().splitlines() == [own.run_dir.name, again.run_dir.name]
 
 
+@pytest.mark.parametrize("kind", ["checkpoint", "weights"])
+@ranks(2)
+def test_the_same_command_goes_on_where_a_training_that_began_elsewhere_was_stopped(kind: str, tmp_path: Path):
+    before = train(tmp_path / "before", 1)
+    beginning: Path = before.run_dir / "epoch_1"
+    if kind == "weights":
+        beginning = tmp_path / "weights.pth"
+        with main_process_first():
+            if get_rank() == 0:
+                torch.save(before.run.model.module.state_dict(), beginning)
+    options: dict[str, Any] = {"load_from": beginning, "resume": True, "randomness": {"seed": 5}}
+    whole = train(tmp_path / "whole", 4, **options).losses
+    assert min(whole) == (4 if kind == "checkpoint" else 0)
+    train(tmp_path / "work", 2, randomness={"seed": 5})  # began elsewhere, so that nothing of it is gone on with
+    first = train(tmp_path / "work", 2, **options)
+    rest = train(tmp_path / "work", 4, **options)
+    assert not first.losses.keys() & rest.losses.keys()
+    assert {**first.losses, **rest.losses} == whole
+
+
+def test_a_damaged_checkpoint_is_not_taken_for_weights(tmp_path: Path):
+    first = train(tmp_path / "before", 1)
+    (first.run_dir / "epoch_1" / "manifest.json").unlink()
+    with pytest.raises(ConfigError, match=r"`load_from` must be a checkpoint, .*epoch_1 is a folder without a complete"):
+        train(tmp_path / "work", 1, load_from=first.run_dir / "epoch_1", resume=True)
+
+
 @ranks(2)
 def test_a_rank_reads_the_manifest_once_and_rank_0_once_more_to_choose(tmp_path: Path):
     train(tmp_path, 1)

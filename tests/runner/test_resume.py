@@ -270,7 +270,7 @@ def test_what_does_not_fit_is_said_on_every_rank(tmp_path: Path):
         run(tmp_path, model=Wider(), resume=True, strategy={"type": "ddp", "find_unused_parameters": True})
     with pytest.raises(ConfigError, match=r"must have 2 schedulers to resume.*but has 0"):
         run(tmp_path, resume=True, param_scheduler=None, resume_options="checkpoint")
-    with pytest.raises(ConfigError, match=r"a checkpoint must be a directory with manifest.json.*does not exist"):
+    with pytest.raises(ConfigError, match=r"`load_from` must be a checkpoint, .*nowhere does not exist"):
         run(tmp_path, resume=True, load_from=tmp_path / "nowhere")
     for resume in (True, False):
         with pytest.raises(ConfigError, match=r"does not exist.*\. There is .*/epoch_3\b"):

@@ -35,7 +35,7 @@ def require_checkpoint(directory: Location) -> None:
     if not is_there(directory / MANIFEST_FILE):
         what = "has none" if directory.is_dir() else "does not exist"
         if directory.is_file():
-            what = "is a file. Weights alone are loaded by `load_from` with resume=False"
+            what = "is a file. Weights alone are loaded by `load_from`"
         raise ConfigError(f"a checkpoint must be a directory with {MANIFEST_FILE} in it, but {directory} {what}")
 
 

@@ -30,7 +30,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lockstep.errors import OTHER_FRAMEWORKS, ConfigError, did_you_mean, lacks_key, name_here, nearest, require_known
-from lockstep.location import on_disk
+from lockstep.location import locate, on_disk
+from lockstep.masking import mask_text
 from lockstep.strategy import Strategy
 
 # What an argument may hold in a config. `lockstep.lint` has a check for each.
@@ -147,6 +148,14 @@ class RunnerArguments:
         for name, says in missing_arguments(given):
             raise ConfigError(f"`{name}` {says}")
         object.__setattr__(self, "work_dir", on_disk(self.work_dir))
+
+    @property
+    def beginning(self) -> str | None:
+        """The `load_from`, as checkpoints of a training that began there say it; None without one."""
+        if self.load_from is None:
+            return None
+        place = locate(self.load_from)
+        return mask_text(str(place.absolute() if isinstance(place, Path) else place))
 
     @staticmethod
     def keywords_of(cfg: Mapping[str, Any]) -> dict[str, Any]:

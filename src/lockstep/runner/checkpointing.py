@@ -161,6 +161,7 @@ class Saving:
                 "has_optimizer": save.has_optimizer,
                 "optim_wrapper": run.optim_wrapper.extra_state(),
                 "begun_with": run.begun_with,
+                "load_from": run.args.beginning,
                 "param_schedulers": [scheduler.state_dict() for scheduler in run.param_schedulers],
             },
         }

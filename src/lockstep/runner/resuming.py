@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.checkpoint import candidates, load_state, place_of, remove_dead_drafts, written_at
+from lockstep.checkpoint import candidates, load_state, remove_dead_drafts, written_at
 from lockstep.checkpoint.files import DAMAGED, is_there
 from lockstep.checkpoint.loading import AS_SAVED, OPTIMIZER, Stored, open_checkpoint
+from lockstep.checkpoint.search import readable_manifest
 from lockstep.checkpoint.together import on_all
 from lockstep.checkpoint.verifying import check_files, check_resumable, verify_share
 from lockstep.dataset.position import Position
@@ -33,7 +34,7 @@ from lockstep.runner.build import default_hooks
 from lockstep.runner.options import ResumedOptions
 from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import seed_all
-from lockstep.weights import Weights, find_checkpoint, sized_on_loading
+from lockstep.weights import Weights, check_weights, find_checkpoint, sized_on_loading
 
 _MOST_STEPS = 2**60
 _MOST_UNASKED = 2**28  # bytes
@@ -97,18 +98,21 @@ def clear_drafts(folders: Sequence[Location]) -> None:
 
 
 def find_resumption(
-    load_from: Weights | None, folders: Sequence[Location], *, asked: bool = True
+    load_from: Weights | None, folders: Sequence[Location], *, asked: bool = True, beginning: str | None = None
 ) -> tuple[Stored | None, list[str]]:
     """Return the checkpoint to resume from, open, and what is wrong with those that would have come before it.
 
     In ranks that were restarted it is the last one that this job has saved, asked for or not. Else, if asked for, it is
-    `load_from` if given; else the last one of the work_dir, or the newest one that is whole. Its bytes are compared
-    with their checksums here, before anything of the run is built; each rank reads a part of them.
+    the last one of the work_dir, or the newest one that is whole. With `load_from` it is the newest one of a training
+    that began there, because a job that was stopped is started by the same command again; if there is none, it is
+    `load_from` itself, unless that has weights alone. Its bytes are compared with their checksums here, before anything
+    of the run is built; each rank reads a part of them.
 
     Args:
-        load_from: where the user wants to resume from.
+        load_from: where the training begins.
         folders: the work_dir, and further folders that hold its checkpoints.
         asked: whether the user wants to resume.
+        beginning: `load_from`, as checkpoints of a training that began there say it.
 
     **Collective**: every rank; rank 0 looks.
 
@@ -126,14 +130,33 @@ def find_resumption(
     if not asked:
         return None, []
     if load_from is not None:
-        found, fault = _opened(run_on_main(lambda: find_checkpoint(load_from.path) or load_from.path))
-        if fault is not None:
-            raise CheckpointError(fault + place_of(load_from.path))
-        return found, []
+        found, faults = (None, list[str]()) if beginning is None else _newest(folders, beginning=beginning)
+        return (found, faults) if found is not None else (_beginning_at(load_from), faults)
     found, faults = _newest(folders)
     if found is None and faults:
         raise _none_is_whole("resume=True must find a whole checkpoint", folders, faults)
     return found, faults
+
+
+def _beginning_at(load_from: Weights) -> Stored | None:
+    """Return the checkpoint at which a training begins, open; None if there are weights alone."""
+    found = None
+    directory, fault = run_on_main(partial(_checkpoint_at, load_from.path))
+    if directory is not None:
+        found, fault = _opened(directory)
+    if fault is not None:
+        raise CheckpointError(fault)
+    return found
+
+
+def _checkpoint_at(path: Location) -> tuple[Location | None, str | None]:
+    """Return the checkpoint that a path means; None where it does not, with what is wrong if there are no weights."""
+    try:
+        if (found := find_checkpoint(path)) is None:
+            check_weights(path, "`load_from`")
+    except ConfigError as error:
+        return None, str(error)
+    return found, None
 
 
 def _none_is_whole(wanted: str, folders: Sequence[Location], faults: Sequence[str]) -> CheckpointError:
@@ -145,15 +168,28 @@ def _none_is_whole(wanted: str, folders: Sequence[Location], faults: Sequence[st
 
 
 def _newest(
-    folders: Sequence[Location], *, since: float = 0.0, without: Collection[Location] = ()
+    folders: Sequence[Location],
+    *,
+    since: float = 0.0,
+    beginning: str | None = None,
+    without: Collection[Location] = (),
 ) -> tuple[Stored | None, list[str]]:
-    """Return the last whole checkpoint, and the faults of later ones. **Collective**: every rank; rank 0 looks."""
+    """Return the last whole checkpoint, and the faults of later ones. **Collective**: every rank; rank 0 looks.
+
+    Args:
+        folders: where to look.
+        since: look only at those of this job, which began then.
+        beginning: look only at those of trainings that began there.
+        without: leave these out.
+    """
     for _ in range(_SEARCHES):
         passed: dict[Location, str] = {}
         search = (
             (directory, fault)
             for directory, fault in candidates(folders[0], folders[1:])
-            if directory not in without and (since == 0.0 or _is_of_this_job(directory, since))
+            if directory not in without
+            and (since == 0.0 or _is_of_this_job(directory, since))
+            and (beginning is None or _began_at(directory, beginning))
         )
         while (candidate := run_on_main(partial(next, search, None))) is not None:
             directory, fault = candidate
@@ -173,6 +209,12 @@ def _is_of_this_job(directory: Location, since: float) -> bool:
     """
     runs = noted_runs()
     return directory.parent.name in runs if runs else written_at(directory) >= since
+
+
+def _began_at(directory: Location, beginning: str) -> bool:
+    """Return whether a checkpoint is of a training that began there, or may be, because its manifest is damaged."""
+    manifest = readable_manifest(directory)
+    return manifest is None or manifest.meta.get("load_from") == beginning
 
 
 def _opened(directory: Location) -> tuple[Stored | None, str | None]:
@@ -210,7 +252,8 @@ def resume_run(run: TrainRun) -> None:
     """
     if run.stored is None:
         places = dict.fromkeys([str(run.work_dir), str(run.checkpoint_dir.parent)])
-        _logger.info("no checkpoint to resume from in %s: training begins anew", " or ".join(places))
+        begun = f" of a training that began at {run.args.beginning}" if run.args.beginning else ""
+        _logger.info("no checkpoint to resume from%s in %s: training begins anew", begun, " or ".join(places))
     passed: dict[Location, str] = {}
     _log_passed(run.skipped)
     while (stored := run.stored) is not None:
@@ -223,8 +266,10 @@ def resume_run(run: TrainRun) -> None:
         except CheckpointError as error:
             passed[stored.directory] = str(error)
             other, faults = None, list[str]()
-            if run.args.resume and run.args.load_from is None:
-                other, faults = _newest(checkpoint_folders(run.args, run.hooks), without=passed)
+            beginning = run.args.beginning
+            if run.args.resume and beginning in (None, stored.meta.get("load_from")):  # else the user has named it
+                folders = checkpoint_folders(run.args, run.hooks)
+                other, faults = _newest(folders, beginning=beginning, without=passed)
             if other is None:
                 _log_passed(faults)
                 raise

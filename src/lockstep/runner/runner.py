@@ -90,8 +90,9 @@ class Runner(_AttributesOfRun):
         load_from: a checkpoint, a run's folder or a work_dir, of which the last checkpoint is taken; a folder of
             HuggingFace's; or a file of weights, safetensors or of `torch.save`. All may also be URLs that fsspec can
             open, such as `s3://BUCKET/NAME`.
-        resume: resume from `load_from`, or from the last checkpoint in the work_dir, or in the `out_dir` of
-            CheckpointHook, if there is one.
+        resume: resume from the last checkpoint in the work_dir, or in the `out_dir` of CheckpointHook, if there is one.
+            With `load_from`, from the last one of a training that began there, so that the same command goes on after
+            a stop; if there is none, from `load_from`, or, if that has weights alone, with these.
         resume_options: which options of the optimizer and which schedules hold after resuming: `"config"` for what the
             config says now, where that is not what it said when the checkpoint was saved; `"checkpoint"` for what was
             saved.
@@ -531,7 +532,8 @@ class Runner(_AttributesOfRun):
             weights = Weights(run.stored.directory, strict=True)
         if isinstance(run, TrainRun) and (self.args.resume or run.stored is not None):
             resuming.resume_run(run)
-        elif is_first and weights is not None:  # later runs go on with the model of the one before
+            weights = weights if run.stored is None else None
+        if is_first and weights is not None:  # later runs go on with the model of the one before
             load_weights(run.strategy, unwrap_model(run.model), weights, training=isinstance(run, TrainRun))
             self._has_weights = True
 

@@ -67,7 +67,7 @@ class Session:
         clip_grad: `dict(max_norm=...)` or `dict(type="value", clip_value=...)`; see `OptimWrapper`.
         amp: `"bfloat16"` or `"float16"` for mixed precision: calls of `model` compute under autocast, and return
             float32.
-        resume: resume from `load_from`, or from the last checkpoint in the work_dir if there is one.
+        resume: resume from the last checkpoint in the work_dir if there is one; with `load_from`, see `Runner`.
         load_from: a checkpoint, a folder or a file of weights; see `Runner`.
         **options: further arguments of `Runner`: `launcher`, `env_cfg`, `resume_options`, `randomness`,
             `visualizer`, `default_hooks`, `custom_hooks`, `experiment_name`, `log_level`, `compile`, `default_scope`,

@@ -88,9 +88,9 @@ def open_workspace(
     if trains:
         resuming.check_writable(folders)
     resuming.clear_drafts(folders if trains else folders[:1])  # first of all: they may fill the disk
-    stored, skipped = (
-        resuming.find_resumption(load_from, folders, asked=args.resume) if trains or args.resume else (None, [])
-    )
+    stored, skipped = None, list[str]()
+    if trains or args.resume:
+        stored, skipped = resuming.find_resumption(load_from, folders, asked=args.resume, beginning=args.beginning)
     work_dir = Path(args.work_dir)
     run_dir = make_run_dir(work_dir, args.experiment_name, folders[1:] if trains else ())
     if trains:

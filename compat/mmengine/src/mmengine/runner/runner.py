@@ -437,7 +437,7 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         weights, self._load_from = self._load_from, None
         super()._hook_and_load(run)
         self._load_from = weights
-        if is_new and weights is not None and run.stored is None and not self.args.resume:
+        if is_new and weights is not None and run.stored is None:
             with shown_to_hooks(run, weights) as shown:
                 load_weights(run.strategy, unwrap_model(run.model), shown, training=isinstance(run, TrainRun))
         if is_new and self._file is not None and isinstance(run, TrainRun):
