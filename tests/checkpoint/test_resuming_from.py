@@ -178,7 +178,9 @@ def test_the_same_command_goes_on_where_a_training_that_began_elsewhere_was_stop
 def test_a_damaged_checkpoint_is_not_taken_for_weights(tmp_path: Path):
     first = train(tmp_path / "before", 1)
     (first.run_dir / "epoch_1" / "manifest.json").unlink()
-    with pytest.raises(ConfigError, match=r"`load_from` must be a checkpoint, .*epoch_1 is a folder without a complete"):
+    with pytest.raises(
+        ConfigError, match=r"`load_from` must be a checkpoint, .*epoch_1 is a folder without a complete"
+    ):
         train(tmp_path / "work", 1, load_from=first.run_dir / "epoch_1", resume=True)
 
 

@@ -66,6 +66,7 @@ class OwnLoop(TrainLoop):
         self._has_warned = self._has_warned_of_gather = False
         self._samples_to_gather = 0  # of all ranks' batches in a pass over evaluation data
         self._counts_before: dict[str, Any] = {}  # of an epoch that is complete, but has not ended
+        self._schedules_begun: set[tuple[int, str, int]] = set()  # when this epoch began
         self._to_save: list[tuple[str | None, bool]] = []  # names, and whether in the background
 
     def run(self) -> None:
@@ -100,6 +101,17 @@ class OwnLoop(TrainLoop):
         self._end_training()
         run.call_hook("after_train")
         run.call_hook("after_run")
+
+    def position(self, epoch: int, iteration: int) -> dict[str, Any]:
+        """Return the position in the data; see `TrainLoop.position`.
+
+        After an epoch's batches, where a schedule may still make a step, the epoch has not ended: a training that
+        resumes there goes through the rest of its body.
+        """
+        if self._counts_before and self._schedules_begun & self._schedules_at():
+            before = self._counts_before
+            return self.even_batches.position(before["epoch"], iteration - before["epoch_begin"], before["_begin"])
+        return super().position(epoch, iteration)
 
     def _schedules_at(self) -> set[tuple[int, str, int]]:
         """Return the place, the name, and the count of steps of each schedule of the user's."""
@@ -139,6 +151,7 @@ class OwnLoop(TrainLoop):
         if not self._may_begin:
             raise _wrong_passes("this is one more" if self.max_epochs else "none has begun")
         self._is_open, self._may_begin = True, False
+        self._schedules_begun = self._schedules_at()
         self.runner.call_hook("before_train_epoch")
         self._begin_training()
         with self.runner.saving.at_stop():
