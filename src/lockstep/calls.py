@@ -295,13 +295,13 @@ def _site(code: CodeType, instruction: int) -> str:
     return f"{short_path(code.co_filename)}:{next(lines, code.co_firstlineno)}"
 
 
-def short_path(file: str) -> str:
-    """Return a file's path from the working directory if it lies there, else the whole path."""
+def short_path(path: object) -> str:
+    """Return a path from the working directory if it lies there, else the whole path."""
     try:
         folder = os.getcwd() + os.sep
     except OSError:
-        return file
-    return file.removeprefix(folder)
+        return str(path)
+    return str(path).removeprefix(folder)
 
 
 def _described(argument: object) -> str:

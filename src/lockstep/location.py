@@ -293,6 +293,11 @@ def on_disk(path: str | Path) -> str:
     return text
 
 
+def absolute(location: Location) -> Location:
+    """Return where a location is, wherever the process goes."""
+    return location.absolute() if isinstance(location, Path) else location
+
+
 def require_disk(path: str | Path, argument: str) -> None:
     """Check that a path is no URL.
 

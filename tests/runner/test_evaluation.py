@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from math import exp
 from multiprocessing import active_children
@@ -19,6 +20,7 @@ from lockstep import Runner
 from lockstep.dist import get_rank
 from lockstep.errors import ConfigError
 from lockstep.evaluator import BaseMetric, Evaluator, LossMetric
+from lockstep.hooks import Hook
 from lockstep.launch.worker import RESUME_SINCE
 from lockstep.model import BaseModel, unwrap_model
 from lockstep.model.shards import gather_full
@@ -283,6 +285,34 @@ def test_the_best_checkpoint_is_tested_exported_and_found_again(ema, tmp_path: P
     plain = Scores()
     plain.load_state_dict(torch.load(tmp_path / "best.pth", weights_only=True))
     assert F.cross_entropy(plain(X), Y).item() == pytest.approx(best, abs=1e-6)
+
+
+def test_the_best_checkpoint_of_a_training_is_its_own_where_another_job_trains_in_the_work_dir(tmp_path: Path):
+    data = {"dataset": pairs(), "batch_size": 4}
+    options: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "val_dataloader": data}
+    keeps = {"default_hooks": {"checkpoint": {"save_best": "loss"}}}
+    first, second = (make(Scores(), tmp_path, **options, **keeps) for _ in range(2))
+    first.train()
+    second.train()
+    for runner in (first, second):
+        assert runner.best_checkpoint.parent == runner.run_dir
+    assert make(Scores(), tmp_path, **options).best_checkpoint.parent == second.run_dir
+
+
+@pytest.mark.parametrize("out_dir", [None, "elsewhere"])
+def test_all_of_a_run_is_in_one_folder_wherever_the_script_goes(out_dir, tmp_path: Path, monkeypatch):
+    class Goes(Hook):
+        def after_train_iter(self, runner: Any, **values: Any) -> None:
+            os.chdir(tmp_path)
+
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    keeps = {"default_hooks": {"checkpoint": {"out_dir": out_dir}}}
+    runner = make(Scores(), "work", loss=nn.CrossEntropyLoss(), custom_hooks=[Goes()], **keeps)
+    runner.train()
+    assert [one.name for one in tmp_path.iterdir()] == ["here"]
+    root = tmp_path / "here" / (out_dir or "")
+    assert (root / "work" / runner.run_dir.name / "epoch_2").is_dir()
 
 
 @ranks(2)

@@ -173,20 +173,20 @@ def test_a_best_checkpoint_that_fails_is_not_the_best_where_the_loop_goes_on(tmp
     assert session.best_checkpoint == session.run_dir / "best_accuracy_epoch_3"
 
 
-def rates_of(work_dir: Path, how: str = "", *, steps_first: bool = False, **options):
+def rates_of(work_dir: Path, how: str = "", *, steps: str = "last", **options):
     """Train three epochs, of which the body of the second ends early; return its rates, validations and weights."""
     session = Session(work_dir, randomness={"seed": 0}, log_level="ERROR", **options)
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     loader = DataLoader(TensorDataset(torch.randn(12, 4), torch.zeros(12).long()), batch_size=2, shuffle=True)
-    model, _, batches = session.prepare(model, optimizer, loader, schedulers=schedule)
+    model, _, batches = session.prepare(model, optimizer, loader, schedulers=[schedule] if steps else [])
     validating, rates, validated = session.prepare_evaluation(DataLoader(X, batch_size=2)), {}, []
     for epoch in session.epochs(3):
         for x, y in batches:
             rates[session.iter] = schedule.get_last_lr()
             session.step(F.cross_entropy(model(x), y))
-        if steps_first:
+        if steps == "first":
             schedule.step()
         for number, _ in enumerate(validating):
             if how == "stop" and (epoch, number) == (1, 1):
@@ -198,17 +198,17 @@ def rates_of(work_dir: Path, how: str = "", *, steps_first: bool = False, **opti
             return rates, validated, session.run_dir / "asked"
         if how == "best" and epoch == 1:
             return rates, validated, session.best_checkpoint
-        if not steps_first:
+        if steps == "last":
             schedule.step()
     return rates, validated, model.weight.detach().clone()
 
 
-@pytest.mark.parametrize("steps_first", [False, True])
+@pytest.mark.parametrize("steps", ["first", "last", ""])
 @pytest.mark.parametrize("how", ["stop", "save", "best"])
-def test_what_is_saved_before_a_schedule_steps_goes_on_in_the_body(how, steps_first, tmp_path):
-    options = {"default_hooks": {"checkpoint": {"save_best": "accuracy"}}, "steps_first": steps_first}
-    rates, validated, weights = rates_of(tmp_path / "whole", **options)
-    assert rates[0] != rates[6] != rates[12]
+def test_what_is_saved_before_the_body_of_an_epoch_ends_goes_on_in_it_where_it_must(how, steps, tmp_path):
+    options = {"default_hooks": {"checkpoint": {"save_best": "accuracy"}}, "steps": steps}
+    rates, _, weights = rates_of(tmp_path / "whole", **options)
+    assert len({*map(tuple, rates.values())}) == (3 if steps else 1)
     if how == "stop":
         with pytest.raises(Preempted):
             rates_of(tmp_path / "work", how, **options)
@@ -217,7 +217,7 @@ def test_what_is_saved_before_a_schedule_steps_goes_on_in_the_body(how, steps_fi
         *_, saved = rates_of(tmp_path / "work", how, **options)
         rest = rates_of(tmp_path / "rest", resume=True, load_from=saved, **options)
     assert rest[0] == {number: rate for number, rate in rates.items() if number >= 12}
-    assert rest[1] == ([2] if steps_first else [1, 2])
+    assert rest[1] == ([1, 2] if steps == "last" or (how, steps) == ("stop", "") else [2])
     assert torch.equal(rest[2], weights)
 
 

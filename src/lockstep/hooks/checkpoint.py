@@ -16,7 +16,7 @@ from lockstep.checkpoint import is_checkpoint, remove
 from lockstep.checkpoint.values import encode
 from lockstep.errors import ConfigError, require_one_of
 from lockstep.hooks.arguments import RULES, check_metrics, rule_of, unknown_metric
-from lockstep.location import Location, locate
+from lockstep.location import Location, absolute, locate
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook, is_due, require_epochs
 from lockstep.runner.run import Run, TrainRun
@@ -85,6 +85,8 @@ class CheckpointHook(Hook):
         if self.max_keep_ckpts == 0 or self.max_keep_ckpts < -1:
             raise ConfigError(f"`max_keep_ckpts` must be at least 1, or -1 for all, but is {self.max_keep_ckpts}")
         require_one_of("on_save_error", self.on_save_error, ("raise", "warn"))
+        if self.out_dir is not None:
+            self.out_dir = str(absolute(locate(self.out_dir)))
         if self.filename_tmpl is not None and self.filename_tmpl.count("{}") != 1:
             raise ConfigError(f"`filename_tmpl` must have one {{}} for the number, but is {self.filename_tmpl!r}")
         self.rules = [self.rule] if isinstance(self.rule, str | None) else list(self.rule)

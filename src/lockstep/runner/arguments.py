@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
@@ -30,7 +31,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lockstep.errors import OTHER_FRAMEWORKS, ConfigError, did_you_mean, lacks_key, name_here, nearest, require_known
-from lockstep.location import locate, on_disk
+from lockstep.location import absolute, locate, on_disk, require_disk
 from lockstep.masking import mask_text
 from lockstep.strategy import Strategy
 
@@ -147,15 +148,13 @@ class RunnerArguments:
             raise TypeError(f"`{name}` {says}")
         for name, says in missing_arguments(given):
             raise ConfigError(f"`{name}` {says}")
-        object.__setattr__(self, "work_dir", on_disk(self.work_dir))
+        require_disk(self.work_dir, "work_dir")
+        object.__setattr__(self, "work_dir", os.path.abspath(on_disk(self.work_dir)))  # the script may go elsewhere
 
     @property
     def beginning(self) -> str | None:
         """The `load_from`, as checkpoints of a training that began there say it; None without one."""
-        if self.load_from is None:
-            return None
-        place = locate(self.load_from)
-        return mask_text(str(place.absolute() if isinstance(place, Path) else place))
+        return None if self.load_from is None else mask_text(str(absolute(locate(self.load_from))))
 
     @staticmethod
     def keywords_of(cfg: Mapping[str, Any]) -> dict[str, Any]:

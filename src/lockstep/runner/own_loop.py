@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep.dataset import set_epoch
 from lockstep.device import get_device
 from lockstep.dist.agreement import differing
-from lockstep.errors import ConfigError, listed
+from lockstep.errors import ConfigError, Preempted, listed
 from lockstep.evaluator.evaluator import plain_value
 from lockstep.logging.meters import require_whole
 from lockstep.model import ModelWrapper, unwrap_model
@@ -66,7 +66,9 @@ class OwnLoop(TrainLoop):
         self._has_warned = self._has_warned_of_gather = False
         self._samples_to_gather = 0  # of all ranks' batches in a pass over evaluation data
         self._counts_before: dict[str, Any] = {}  # of an epoch that is complete, but has not ended
+        self._body_of: dict[str, Any] = {}  # counts of the epoch whose batches are done, in the rest of its body
         self._schedules_begun: set[tuple[int, str, int]] = set()  # when this epoch began
+        self._has_stopped = False  # in a validation of the user's
         self._to_save: list[tuple[str | None, bool]] = []  # names, and whether in the background
 
     def run(self) -> None:
@@ -93,6 +95,7 @@ class OwnLoop(TrainLoop):
             yield before
             if self._is_open:
                 self._end_epoch()
+            self._body_of = {}
             if self.epoch in (first + 2, count):
                 self._warn_of_rest(begun_at)
                 begun_at = set()
@@ -106,10 +109,10 @@ class OwnLoop(TrainLoop):
         """Return the position in the data; see `TrainLoop.position`.
 
         After an epoch's batches, where a schedule may still make a step, the epoch has not ended: a training that
-        resumes there goes through the rest of its body.
+        resumes there goes through the rest of its body. So it does, without schedules, after a stop in a validation.
         """
-        if self._counts_before and self._schedules_begun & self._schedules_at():
-            before = self._counts_before
+        before, schedules = self._body_of, self.runner.param_schedulers
+        if before and (self._schedules_begun & self._schedules_at() if schedules else self._has_stopped):
             return self.even_batches.position(before["epoch"], iteration - before["epoch_begin"], before["_begin"])
         return super().position(epoch, iteration)
 
@@ -157,11 +160,13 @@ class OwnLoop(TrainLoop):
         with self.runner.saving.at_stop():
             yield from self._batches(self.even_batches.iterate(self._begin), self._begin.batches)
         self.runner.set_optimizer_mode(training=False)  # for a validation of the user's own
+        counts = {name: getattr(self, name) for name in ("epoch", "epoch_begin", "epoch_end", "_begin")}
         if not self.runner.param_schedulers:
             self._end_epoch()
+            self._body_of = counts
             return
         # The user's code may step its schedules now, which the checkpoint of this epoch must have. It counts already.
-        self._counts_before = {name: getattr(self, name) for name in ("epoch", "epoch_begin", "epoch_end", "_begin")}
+        self._counts_before = self._body_of = counts
         self.iter = self.epoch_end or 0
         self._complete_epoch()
 
@@ -207,12 +212,21 @@ class OwnLoop(TrainLoop):
         with run.saving.at_stop(), random_state_kept(), run.evaluated(), self._weights_to_evaluate(), context:
             for batch in EvenBatches(loader).iterate():
                 if may_stop:
-                    run.agreement.stop_if_asked()
+                    self._stop_in_validation()
                 self.counts = batch.is_own
                 self._samples_to_gather = round(batch.mean_samples * run.data_shard.size)
                 moved = self.runner.to_device(batch.data)
                 begin_compiled_step()
                 yield moved
+
+    def _stop_in_validation(self) -> None:
+        try:
+            self.runner.agreement.stop_if_asked()
+        except Preempted:
+            self._has_stopped = True
+            if self._body_of and not self.runner.param_schedulers:  # the epoch's own checkpoint goes on after the body
+                self.runner.saving.saved_iter = self.epoch_begin - 1
+            raise
 
     def require_training(self) -> None:
         """Refuse to train in a pass over evaluation data, which would be trained on."""
@@ -403,7 +417,7 @@ class OwnLoop(TrainLoop):
 
     def _end_epoch(self) -> None:
         vars(self).update(self._counts_before)
-        self._counts_before = {}
+        self._counts_before, self._body_of = {}, {}
         self._save_requested()  # in an iteration that was left by `break`
         self._is_uncounted = False
         self._warn_of_missing_steps(f"epoch {self.epoch}")

@@ -24,7 +24,7 @@ from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.dist import all_gather_object, get_dist_info, get_rank, run_on_main
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, counted
 from lockstep.launch.worker import RESUME_SINCE, noted_runs
-from lockstep.location import Location, RemotePath, locate
+from lockstep.location import Location, RemotePath, absolute, locate
 from lockstep.model import unwrap_model
 from lockstep.optim import TorchScheduler
 from lockstep.optim.scheduler import FormulaScheduler
@@ -59,7 +59,7 @@ def checkpoint_folders(args: RunnerArguments, hooks: Iterable[Any] = ()) -> list
                 kind = HOOKS.get(kind)
         if getattr(kind, "writes_checkpoints", False):
             out_dir = hook.get("out_dir", getattr(kind, "out_dir", None)) if is_config else hook.out_dir
-            places += [] if out_dir is None else [locate(out_dir) / work_dir.name]
+            places += [] if out_dir is None else [absolute(locate(out_dir)) / work_dir.name]
     return list(dict.fromkeys(places))
 
 

@@ -20,7 +20,7 @@ from lockstep.dist import run_on_main
 from lockstep.errors import ConfigError, Preempted, error_in_words, no_attribute
 from lockstep.evaluator import Evaluator
 from lockstep.evaluator.metric import Predictions
-from lockstep.location import Location, locate, require_disk
+from lockstep.location import Location, locate
 from lockstep.logging import MessageHub
 from lockstep.model import unwrap_model
 from lockstep.optim import OptimWrapper
@@ -38,7 +38,7 @@ from lockstep.runner.evaluation_loops import EvalLoop, PredictLoop
 from lockstep.runner.hook import Hook, HookList
 from lockstep.runner.run import Run, TrainRun, Workspace
 from lockstep.strategy import Strategy, build_strategy
-from lockstep.weights import Weights, best_checkpoint_in, load_weights
+from lockstep.weights import Weights, load_weights
 from lockstep.weights.export import PretrainedOptions
 from lockstep.weights.loading import REVISE_KEYS
 from lockstep.weights.source import find_checkpoint
@@ -132,7 +132,6 @@ class Runner(_AttributesOfRun):
     def __init__(self, args: RunnerArguments) -> None:
         refuse_in_config()
         self.args = args
-        require_disk(args.work_dir, "work_dir")
         self.message_hub = MessageHub()
         self._number = next(_numbers)
         self.logger = Workspace.logger
@@ -301,8 +300,8 @@ class Runner(_AttributesOfRun):
 
     @property
     def best_checkpoint(self) -> Location | None:
-        """The best checkpoint by the first metric of `save_best`, of the last run in the work_dir that has kept one."""
-        return best_checkpoint_in(resuming.checkpoint_folders(self.args, self._hooks))
+        """The best checkpoint by the first metric of `save_best`: of this training, else of the last in the work_dir."""
+        return start.best_checkpoint(self.args, self._hooks, self._run)
 
     @property
     def _hooks(self) -> list[Any]:
@@ -487,7 +486,7 @@ class Runner(_AttributesOfRun):
         with self._running(f"{verb.removesuffix('e')}ed") as space:
             if checkpoint is not None:
                 if checkpoint == "best":
-                    checkpoint = str(run_on_main(lambda: start.find_best(self.args, self._hooks)))
+                    checkpoint = str(run_on_main(lambda: start.find_best(self.args, self._hooks, self._run)))
                 self.load_checkpoint(checkpoint, strict=True)
             run = self._run
             if run is None:

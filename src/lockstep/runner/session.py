@@ -152,7 +152,7 @@ class Session:
 
     @property
     def best_checkpoint(self) -> Location | None:
-        """The best checkpoint by the first metric of `save_best`, of the last run in the work_dir that has kept one."""
+        """The best checkpoint by the first metric of `save_best`: of this training, else of the last in the work_dir."""
         return self._runner.best_checkpoint
 
     @overload

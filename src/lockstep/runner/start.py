@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lockstep.calls import short_path
 from lockstep.config import Config
 from lockstep.config.source_form import plain_data
 from lockstep.device import get_device
@@ -166,19 +167,28 @@ def logging_to_folder(space: Workspace) -> Iterator[None]:
     ):
         ranks = f"{space.world_size} ranks" if space.world_size > 1 else "1 rank"
         over = f" over {get_backend()}" if space.world_size > 1 else ""
-        _logger.info("%s on %s%s, seed %d, folder %s", ranks, get_device(), over, space.seed, space.run_dir)
+        _logger.info("%s on %s%s, seed %d, folder %s", ranks, get_device(), over, space.seed, short_path(space.run_dir))
         for key, meant in args.misspelt.items():
             _logger.warning("the config's key `%s` means nothing here: did you mean `%s`?", key, meant)
         yield
 
 
-def find_best(args: RunnerArguments, hooks: Iterable[Any] = ()) -> Location:
-    """Return the best checkpoint in the work_dir; see `Runner.best_checkpoint`. The `hooks` were registered.
+def best_checkpoint(args: RunnerArguments, hooks: Iterable[Any], run: Run | None) -> Location | None:
+    """Return the best checkpoint of a run's training, or else of the last one in the work_dir that has kept one.
+
+    Another job may train in the same work_dir. The `hooks` were registered.
+    """
+    own = [run.checkpoint_dir, run.run_dir] if isinstance(run, TrainRun) else []
+    return best_checkpoint_in(own) or best_checkpoint_in(resuming.checkpoint_folders(args, hooks))
+
+
+def find_best(args: RunnerArguments, hooks: Iterable[Any] = (), run: Run | None = None) -> Location:
+    """Return what `best_checkpoint` returns.
 
     Raises:
         ConfigError: there is none.
     """
-    best = best_checkpoint_in(resuming.checkpoint_folders(args, hooks))
+    best = best_checkpoint(args, hooks, run)
     if best is None:
         raise ConfigError(
             f"`checkpoint` must be 'best' only where a run has kept its best one, but none in {args.work_dir} has. "
@@ -413,7 +423,7 @@ def print_summary(run: Run, what: str, seconds: float) -> None:
             result = broken_between_values(result, console.width)
         console.print(Text.assemble(result[:8], (result[8:], "bold green")))
     # Never wrapped, so that it can be copied.
-    console.print(Text.assemble("run     ", (str(run.run_dir), "bold")), soft_wrap=True)
+    console.print(Text.assemble("run     ", (short_path(run.run_dir), "bold")), soft_wrap=True)
 
 
 def _describe_run(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
