@@ -300,7 +300,7 @@ class Runner(_AttributesOfRun):
 
     @property
     def best_checkpoint(self) -> Location | None:
-        """The best checkpoint by the first metric of `save_best`: of this training, else of the last in the work_dir."""
+        """The best checkpoint by the first metric of `save_best`, of this training or else the last in the work_dir."""
         return start.best_checkpoint(self.args, self._hooks, self._run)
 
     @property

@@ -152,7 +152,7 @@ class Session:
 
     @property
     def best_checkpoint(self) -> Location | None:
-        """The best checkpoint by the first metric of `save_best`: of this training, else of the last in the work_dir."""
+        """The best checkpoint by the first metric of `save_best`, of this training or else the last in the work_dir."""
         return self._runner.best_checkpoint
 
     @overload
