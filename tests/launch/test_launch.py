@@ -223,7 +223,7 @@ def test_a_killed_rank_is_replaced(scripts):
     assert code == 0
     assert sorted(out.splitlines()) == [f"attempt 1 rank {r} sum 1.0" for r in range(2)]
     assert "rank 1 was ended by SIGKILL" in err
-    assert "Starting all ranks again (1 of 1)." in err
+    assert "Starting all ranks again (restart 1 of 1)." in err
 
 
 def test_attempts_come_to_an_end(scripts):

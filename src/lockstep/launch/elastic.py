@@ -260,7 +260,7 @@ class _Agent(LocalElasticAgent):
             if self._least_nproc is not None and self.ledger.lost:
                 spec.local_world_size = max(self._least_nproc, spec.local_world_size - len(self.ledger.lost))
                 again = f"Starting again with {counted(spec.local_world_size, 'rank')}, as many as are left"
-            say(f"{self.describe()}\n\n{again} ({count} of {total}).")
+            say(f"{self.describe()}\n\n{again} (restart {count} of {total}).")
 
     def _judge(self) -> None:
         """Find the cause of the failures of this attempt."""
