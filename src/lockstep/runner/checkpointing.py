@@ -80,6 +80,8 @@ class Saving:
 
     def _warn_of_open_window(self, save: Save) -> None:
         """Say, once, that gradients that wait for their update are not saved."""
+        if self._run.agreement.is_asked:
+            return  # the run goes on to the update, and resumes from the checkpoint that it saves then
         if not self._has_warned:
             _logger.warning(
                 "%s is saved inside an accumulation window: a run that resumes from it, or from another one like it, "
