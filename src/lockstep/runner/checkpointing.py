@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from lockstep.checkpoint import BackgroundSaver, Planner, save_state
 from lockstep.dataset.random_state import random_state
-from lockstep.errors import Preempted
+from lockstep.errors import DistError, Preempted
 from lockstep.location import Location, RemotePath
 from lockstep.model import unwrap_model
 from lockstep.weights import describe_model
@@ -182,7 +182,7 @@ class Saving:
             yield
         except OSError as error:
             ended(False)
-            if not save.may_fail:
+            if not save.may_fail or isinstance(error, DistError):  # a CollectiveTimeoutError is an OSError, too
                 raise
             _logger.warning("%s. Training goes on without it, because of on_save_error='warn'", error)
         else:
