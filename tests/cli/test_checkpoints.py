@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from lockstep.checkpoint import save_state
 from lockstep.checkpoint.search import _content
+from lockstep.checkpoint.verifying import check, verify
 from lockstep.cli.main import app
 
 RUN = "20260101_000000"
@@ -119,6 +120,38 @@ def test_what_others_have_written_is_not_removed(work_dir: Path):
     assert "exported_web" not in shown
     names = {path.name for path in (work_dir / RUN).iterdir()}
     assert names == {"best_accuracy_epoch_1", "epoch_1", "epoch_3", "exported_web"}
+
+
+@pytest.mark.parametrize("verified", [0, 1])
+def test_what_a_run_removes_meanwhile_is_passed_over(work_dir: Path, verified: int, monkeypatch: pytest.MonkeyPatch):
+    save_state(work_dir / RUN / "epoch_4", {"model": {}}, {"epoch": 4, "iter": 40}, last_of=work_dir)
+    examined = []
+
+    def verify_beside_a_run(directory: Path) -> None:
+        if len(examined) == verified:
+            for name in ("best_accuracy_epoch_1", "epoch_1", "epoch_4"):
+                shutil.rmtree(work_dir / RUN / name)
+        examined.append(directory)
+        verify(directory)
+
+    monkeypatch.setattr("lockstep.cli.checkpoints.verify", verify_beside_a_run)
+    code, shown = called("prune", work_dir, "--keep", 2, "--yes")
+    removed, kept = ([], ["epoch_3", "epoch_2"]) if verified == 0 else (["epoch_2"], ["epoch_3"])
+    assert f"kept: {', '.join(f'{RUN}/{name}' for name in kept)}\n" in shown
+    assert [line.split()[0] for line in shown.splitlines() if "  " in line] == [f"{RUN}/{name}" for name in removed]
+    assert code == 0
+
+
+def test_what_a_run_removes_while_it_is_listed_is_no_fault(work_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    def check_beside_a_run(directory: Path) -> None:
+        shutil.rmtree(work_dir / RUN / "epoch_1", ignore_errors=True)
+        check(directory)
+
+    monkeypatch.setattr("lockstep.cli.checkpoints.check", check_beside_a_run)
+    code, shown = called(work_dir)
+    assert "fault" not in shown
+    assert "epoch_1 " not in shown.replace("best_accuracy_epoch_1", "")
+    assert code == 0
 
 
 @pytest.mark.parametrize("folder", ["", RUN, f"{RUN}/../{RUN}"])

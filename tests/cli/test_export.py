@@ -29,7 +29,7 @@ def trained(folder):
         (["--to", "torch"], NAMES, "out: 3 weights"),
         (["--max-shard-size", "8"], NAMES, "out: 3 weights"),
     ],
-    ids=str,
+    ids=["whole", "a part", "torch", "shards"],
 )
 def test_what_is_written_is_said(here, trained, words, names, says):
     code, out, err = here("export", trained, "out", *words)

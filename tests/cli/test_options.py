@@ -44,6 +44,7 @@ def scripted(
     module: Annotated[bool, typer.Option("-m")] = False,
     nproc: Nproc = None,
     log_dir: Annotated[str, typer.Option()] = "",
+    max_restarts: Annotated[int, typer.Option()] = 0,
 ):
     print(script, module, nproc)
 
@@ -55,6 +56,8 @@ def test_an_option_that_the_script_might_have_too_is_told(tmp_path):
     shown = f"['{script}'] False 2"
     assert invoke(scripted, ScriptCommand, [str(script), "--nproc", "2", "--log-dir", "x"]) == said + shown
     assert invoke(scripted, ScriptCommand, ["--log-dir", "x", str(script), "--nproc", "2"]) == shown
+    script.write_text('"""Run it by: lockstep launch s.py --nproc 2 --max-restarts 1"""')
+    assert invoke(scripted, ScriptCommand, [str(script), "--nproc", "2", "--max-restarts", "1"]) == shown
     script.write_text('parser.add_argument("--nproc")')
     said = said.replace("--log-dir", "--nproc")
     assert invoke(scripted, ScriptCommand, [str(script), "--nproc", "2"]) == said + shown

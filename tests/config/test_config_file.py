@@ -103,6 +103,7 @@ def test_custom_imports_are_imported(write):
         ("c.yaml", "a: 1\nb: {c: 1\nd: 2\n", "while parsing a flow mapping, which begins in line 2"),
         ("c.yaml", "- 1\n- 2\n", "c.yaml: must hold one mapping"),
         ("c.yaml", "1: 2\n", "c.yaml: must hold one mapping with strings as keys"),
+        ("c.yaml", "on: 2\n", "but has the key True, as YAML reads on, yes and true without quotes. Quote it"),
         ("c.yaml", "a: 1\n_base_: 3\n", "c.yaml:2: `_base_` must be a path"),
         ("c.yaml", "a:\n  b: 1\n  c: 2\n  b: 3\n", "c.yaml:4: the key `b` is there twice, first in line 2"),
         ("c.json", '{"a": 1,\n "b": }', "c.json:2: Expecting value"),

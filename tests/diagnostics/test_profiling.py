@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,6 +36,7 @@ def profiled(work_dir: Path, **options: Any) -> dict[str, int]:
     """Train for two epochs of four iterations; return how many iterations are in each trace of this rank."""
     runner = make_runner(work_dir, [{"type": "ProfilerHook", **options}], default_hooks={"checkpoint": None})
     runner.train()
+    assert not [one for one in warnings.filters if "Profiler clears events" in str(one)]
     barrier()
     mine = sorted(runner.run_dir.glob(f"**/*rank{get_rank()}*"))
     assert len(list(runner.run_dir.glob("**/*rank[01]_*"))) == len(mine) * get_world_size()

@@ -115,8 +115,8 @@ def test_it_goes_on_with_the_ranks_that_are_left(tmp_path: Path) -> None:
     ended = train(tmp_path, "1:3", 2, {"0": [1, 6], "1": [0, 14]})
     assert ended.returncode == 0, ended.stderr
     assert "rank 1 was ended by SIGKILL" in ended.stderr
-    assert "Starting again with 2 ranks, as many as are left (1 of 2)." in ended.stderr
-    assert "Starting again with 1 rank, as many as are left (2 of 2)." in ended.stderr
+    assert "Starting again with 2 ranks, as many as are left (restart 1 of 2)." in ended.stderr
+    assert "Starting again with 1 rank, as many as are left (restart 2 of 2)." in ended.stderr
     lines = kept(tmp_path)
     assert {(line["attempt"], line["ranks"]) for line in lines} == {(0, 3), (1, 2), (2, 1)}
     assert every_sample_once(lines)
@@ -125,7 +125,7 @@ def test_it_goes_on_with_the_ranks_that_are_left(tmp_path: Path) -> None:
 def test_ranks_that_are_lost_in_the_same_iteration_are_left_out_one_after_the_other(tmp_path: Path) -> None:
     ended = train(tmp_path, "1:3", 3, {"0": [1, 6], "1": [1, 6]})
     assert ended.returncode == 0, ended.stderr
-    assert "Starting again with 1 rank, as many as are left (2 of 3)." in ended.stderr
+    assert "Starting again with 1 rank, as many as are left (restart 2 of 3)." in ended.stderr
     lines = kept(tmp_path)
     assert {(line["attempt"], line["ranks"]) for line in lines} == {(0, 3), (2, 1)}
     assert every_sample_once(lines)
@@ -134,7 +134,7 @@ def test_ranks_that_are_lost_in_the_same_iteration_are_left_out_one_after_the_ot
 def test_a_fixed_number_of_ranks_is_started_again(tmp_path: Path) -> None:
     ended = train(tmp_path, "2", 1, {"0": [1, 10]}, async_save=True)
     assert ended.returncode == 0, ended.stderr
-    assert "Starting all ranks again (1 of 1)." in ended.stderr
+    assert "Starting all ranks again (restart 1 of 1)." in ended.stderr
     lines = kept(tmp_path)
     assert {(line["attempt"], line["ranks"]) for line in lines} == {(0, 2), (1, 2)}
     assert every_sample_once(lines)
@@ -153,4 +153,4 @@ def test_what_an_earlier_job_has_saved_is_not_taken_up(tmp_path: Path) -> None:
 def test_too_few_ranks_are_left(tmp_path: Path) -> None:
     ended = train(tmp_path, "2:2", 1, {"0": [1, 2], "1": [0, 2]})
     assert ended.returncode == 137
-    assert "Starting again with 2 ranks, as many as are left (1 of 1)." in ended.stderr
+    assert "Starting again with 2 ranks, as many as are left (restart 1 of 1)." in ended.stderr

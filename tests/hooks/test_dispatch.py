@@ -114,6 +114,7 @@ class OfItsOwnPoint(Hook):
     def after_train_epoch(self, runner) -> None:
         runner.call_hook("my_point", what=runner.epoch)
         runner.call_hook("my_other_point")
+        runner.call_hook("after_train_epochs")
 
     def my_point(self, runner, what: int) -> None:
         self.seen.append(what)
@@ -135,6 +136,11 @@ def test_a_project_has_points_of_its_own_and_a_hook_that_fails_to_close_leaves_n
         runner.train()
     assert first.seen == second.seen == [0, 0, "closed"]
     assert runner.run.records._file is None
+    log = (runner.run_dir / "log.txt").read_text()
+    assert (
+        log.count("`call_hook` calls `after_train_epochs`, which no hook has: did you mean `after_train_epoch`?") == 1
+    )
+    assert "my_other_point" not in log
     failing = make_runner(tmp_path, [OfItsOwnPoint(), Failing()])
     with pytest.raises(ValueError, match="the run's own"):  # not the error of a hook that can't be closed
         failing.train()

@@ -151,11 +151,24 @@ class Intermittent(nn.Module):
         return values
 
 
+class Updates(Hook):
+    """Puts into the hub what `Intermittent` returns."""
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+        done = runner.iter + 1
+        if done % 2 == 0:
+            runner.message_hub.update_scalar("train/second", done)
+        if done <= 2:
+            runner.message_hub.update_scalar("train/first", done)
+
+
 @ranks(1, 2)
-def test_a_value_counts_in_the_iterations_that_have_returned_it(tmp_path: Path):
+@pytest.mark.parametrize("is_returned", [True, False])
+def test_a_value_counts_in_the_iterations_that_have_it(is_returned: bool, tmp_path: Path):
     cfg = {"max_iters": 12, "by_epoch": False}
+    hooks, kind = ([], {"kind": Intermittent}) if is_returned else ([Updates()], {})
     make_runner(
-        tmp_path, [LoggerHook(interval=4)], kind=Intermittent, default_hooks={"logger": None}, train_cfg=cfg
+        tmp_path, [LoggerHook(interval=4), *hooks], default_hooks={"logger": None}, train_cfg=cfg, **kind
     ).train()
     if get_rank() == 0:
         lines = map(json.loads, next(tmp_path.glob("*/metrics.jsonl")).read_text().splitlines())

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from lockstep.launch import JobSpec, launch
-from lockstep.launch.job import usable_cores
+from lockstep.launch.job import STOP_SIGNALS, usable_cores
 
 from .jobs import require
 
@@ -223,7 +223,7 @@ def test_a_killed_rank_is_replaced(scripts):
     assert code == 0
     assert sorted(out.splitlines()) == [f"attempt 1 rank {r} sum 1.0" for r in range(2)]
     assert "rank 1 was ended by SIGKILL" in err
-    assert "Starting all ranks again (1 of 1)." in err
+    assert "Starting all ranks again (restart 1 of 1)." in err
 
 
 def test_attempts_come_to_an_end(scripts):
@@ -257,6 +257,19 @@ def test_no_rank_outlives_the_job(scripts, number, code):
     assert (f"{number.name}: all ranks were stopped" in err) == (number != signal.SIGKILL)
 
 
+def test_a_job_under_nohup_outlives_its_terminal(scripts):
+    script = scripts.write("import time\nprint('ready', flush=True)\ntime.sleep(1)\nprint('done')")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        job = scripts.start(script, "--nproc", "1")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert job.stdout.readline() == "ready\n"
+    job.send_signal(signal.SIGHUP)
+    assert job.stdout.read() == "done\n"
+    assert job.wait(timeout=30) == 0
+
+
 def test_a_rank_gets_to_clean_up_when_interrupted(scripts):
     script = scripts.write(
         """
@@ -273,7 +286,7 @@ def test_a_rank_gets_to_clean_up_when_interrupted(scripts):
     assert job.stdout.readline() == "ready\n"
     job.send_signal(signal.SIGINT)
     assert any("once more" in line for line in iter(job.stderr.readline, ""))
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):  # only Ctrl-C once more would not wait
+    for number in STOP_SIGNALS:  # only Ctrl-C once more would not wait
         time.sleep(0.2)
         job.send_signal(number)
     assert job.stdout.read() == "cleaned up\n"

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Runner, Session, dist
 from lockstep.checkpoint import BackgroundSaver, background, find_checkpoints, load_state, saving, verify
-from lockstep.errors import DistError
+from lockstep.checkpoint.background import StoreExchange
+from lockstep.errors import CollectiveTimeoutError, DistError
 from lockstep.hooks import CheckpointHook, Hook
 from lockstep.runner import preemption
 from lockstep.testing import ranks
@@ -193,6 +194,14 @@ def test_a_failure_can_be_a_warning(tmp_path):
     assert names_in(run.run_dir) == ["iter_12", "iter_16"]
     if dist.get_rank() == 0:
         assert "iter_4 could not be written" in (run.run_dir / "log.txt").read_text()
+
+
+@ranks(2)
+def test_a_rank_that_is_silent_is_no_failure_of_the_disk(tmp_path):
+    late = CollectiveTimeoutError("rank 1 did not say what it has written")
+    raises = patch.object(StoreExchange, "_await", side_effect=late) if dist.get_rank() == 0 else nullcontext()
+    with raises, pytest.raises(DistError, match="rank 1 did not say what it has written"):
+        train(tmp_path, checkpoint=EVERY_FOURTH | {"on_save_error": "warn"})
 
 
 @ranks(2)

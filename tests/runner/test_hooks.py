@@ -401,6 +401,14 @@ def test_an_epoch_that_was_resumed_in_its_middle_says_over_what_its_means_are(tm
     assert "(from iteration" not in (first.run_dir / "log.txt").read_text()
 
 
+def test_an_epoch_that_was_resumed_at_its_end_has_no_line(tmp_path: Path):
+    options = {"by_epoch": False, "interval": 4, "max_keep_ckpts": -1}
+    first = train(tmp_path, options, train_cfg={"max_epochs": 2})
+    again = train(tmp_path, options, train_cfg={"max_epochs": 2}, load_from=first.run_dir / "iter_4", resume=True)
+    lines = re.findall(r"epoch (\d)/2  ?(.*)", (again.run_dir / "log.txt").read_text())
+    assert [number for number, _ in lines] == ["2"], lines
+
+
 @ranks(2)
 def test_only_rank_0_speaks(tmp_path: Path):
     runner = train(tmp_path)

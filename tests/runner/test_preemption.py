@@ -221,10 +221,11 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_iteration(tmp_path, strat
         assert check_stop_and_resume(tmp_path, 2, job, STRATEGY=strategy) in (15, 16)
 
 
-def test_a_signal_to_the_launcher_reaches_the_ranks(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])  # a terminal that is closed sends the latter
+def test_a_signal_to_the_launcher_reaches_the_ranks(tmp_path, number):
     with Job(tmp_path, 2, TRAINING, SLOW="0.05") as job:
         job.until("train", 5)
-        job.process.send_signal(signal.SIGTERM)
+        job.process.send_signal(number)
         check_stop_and_resume(tmp_path, 2, job)
 
 
@@ -341,7 +342,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path, ranks, code):
     assert not list((tmp_path / "work_dir").glob("*/iter_*"))
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"])
 def test_a_signal_to_all_processes_spares_the_workers_of_the_data(tmp_path, name):
     with Job(tmp_path, 1, TRAINING, SLOW="0.05", WORKERS="2") as job:
         job.until("train", 5)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
-from lockstep.dist import get_rank, get_world_size
+from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError
 from lockstep.strategy import FSDPStrategy
 from lockstep.testing import ranks
@@ -69,6 +69,13 @@ class NeedsTrainMode(SGD):
 
     def step(self) -> None:
         assert self.training
+        super().step()
+
+
+class FailsOnOneWhole(SGD):
+    def step(self) -> None:
+        if get_rank() == 1 and not isinstance(self.param_groups[0]["params"][0], DTensor):
+            raise ValueError("no memory, or no such kernel, on this machine")
         super().step()
 
 
@@ -196,6 +203,14 @@ def test_an_optimizer_that_fails_on_one_ranks_shards_is_refused_on_all():
     net = Net()
     with pytest.raises(ConfigError, match="FailsOnOneRank can't: its first steps raise ValueError: a shard that is"):
         FSDPStrategy().prepare(net, FailsOnOneRank(net.parameters(), lr=0.1))
+
+
+@ranks(2)
+def test_what_one_rank_cannot_try_is_let_through_on_all():
+    net = Net()
+    _, optim_wrapper = FSDPStrategy().prepare(net, FailsOnOneWhole(net.parameters(), lr=0.1))
+    assert get_rank() in all_gather_object(get_rank())  # no rank waits for another one's trial
+    assert type(optim_wrapper.optimizer) is FailsOnOneWhole
 
 
 @ranks(1, 2)

@@ -72,6 +72,16 @@ def test_what_is_not_contiguous_is_written_as_it_looks(tmp_path: Path) -> None:
     assert same(SafetensorsFile(tmp_path / "one.safetensors").read("w"), tensor.contiguous())
 
 
+@pytest.mark.parametrize("kind", ["conjugate", "negative"])
+def test_a_view_that_computes_its_values_is_written_as_it_looks(kind: str, tmp_path: Path) -> None:
+    tensor = torch.tensor([1 + 2j]).conj()
+    if kind == "negative":
+        tensor = tensor.imag
+    assert tensor.is_contiguous()
+    write(tmp_path / "one.safetensors", {"w": tensor}, single=True)
+    assert SafetensorsFile(tmp_path / "one.safetensors").read("w").tolist() == tensor.tolist()
+
+
 def header(entries: dict[str, Any]) -> bytes:
     content = json.dumps(entries).encode()
     return len(content).to_bytes(8, "little") + content

@@ -11,7 +11,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import TypeAlias
@@ -51,10 +51,14 @@ def modified(path: Location) -> float:
 
 
 def sizes_in(folder: Location) -> dict[str, int]:
-    """Return the sizes of what lies directly in a folder, by name."""
+    """Return the sizes of what lies directly in a folder, by name; of nothing, if the folder has been removed."""
     if isinstance(folder, RemotePath):
         return {entry.name: entry.size for entry in folder.entries()}
-    return {path.name: path.lstat().st_size for path in folder.iterdir()}
+    sizes = {}
+    with suppress(FileNotFoundError):  # a run is removing it just now
+        for path in folder.iterdir():
+            sizes[path.name] = path.lstat().st_size
+    return sizes
 
 
 def read_plain_file(path: Location, most: int = _MOST_READ) -> bytes:

@@ -93,6 +93,8 @@ def list_checkpoints(
         table.add_column(name, justify="left" if name in _TEXTS else "right", no_wrap=name == "checkpoint")
     for one, time in found.items():
         fault = fault_found_by(verify if verify_all else check, one)
+        if fault is not None and not is_there(one):
+            continue  # a run has removed it meanwhile
         if fault is not None:
             faults.append(fault)
         name = _relative(one, root) + (" (last)" if one == last else "")
@@ -166,8 +168,9 @@ def prune(
         (whole if fault_found_by(verify, path) is None else damaged).append(path)
     if not whole:
         raise ConfigError(f"{directory} must hold a whole checkpoint to be pruned, but holds none")
-    kept = {*whole, last}
-    if last is not None and last not in whole and (fault := fault_found_by(verify, last)) is not None:
+    gone = {path for path in found if not is_there(path)}  # a run has removed them meanwhile
+    kept = {*whole, last, *gone}
+    if last is not None and last not in {*whole, *gone} and (fault := fault_found_by(verify, last)) is not None:
         faults.append(f"{fault}. It is the last one, and is not removed")
     for fault in faults:
         print(printable(f"fault: {fault}", lines=False))
@@ -180,7 +183,7 @@ def prune(
     for path, size in sizes.items():
         note = "  damaged" if path in damaged else "  of an interrupted save" if path in drafts else ""
         print(printable(f"{_relative(path, root)}  {decimal(size)}{note}", lines=False))
-    left = ", ".join(_relative(path, root) for path in found if path not in sizes)
+    left = ", ".join(_relative(path, root) for path in found if path not in {*sizes, *gone})
     print(printable(f"kept: {left}", lines=False))
     if not (to_remove or drafts):
         print("there is nothing to remove")

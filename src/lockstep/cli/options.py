@@ -183,7 +183,7 @@ class CfgOptionsCommand(TyperCommand):
         return super().parse_args(ctx, repeated)
 
 
-_OF_LAUNCHERS = ("--nproc", "--nnodes", "--node-rank", "--rdzv")  # which scripts hardly have
+_OF_SCRIPTS = ("--log-dir",)  # which many scripts have, also where their own text does not show it
 
 
 class ScriptCommand(TyperCommand):
@@ -223,7 +223,7 @@ class ScriptCommand(TyperCommand):
         if late + others and not ctx.resilient_parsing:
             with suppress(OSError, UnicodeError):  # a module, or no file that can be read
                 text = Path(script[0]).read_text(encoding="utf-8")
-            if told := [name for name in late if name not in _OF_LAUNCHERS or name in text]:
+            if told := [name for name in late if name in _OF_SCRIPTS or re.search(rf"[\"']{name}[\"']", text)]:
                 say(f"`lockstep launch` takes {', '.join(told)}; after --, {script[0]} would")
         for name in others if text else ():
             is_its_own = name in text or name.strip("-").replace("-", "_") in text  # also as a field of a dataclass

@@ -225,8 +225,13 @@ class DataFile(ConfigFile):
         except RecursionError:
             raise ConfigError(f"{path}: is nested too deeply") from None
         self._values: dict[str, Any] = {} if values is None else values
-        if not isinstance(values, dict | None) or not all(isinstance(key, str) for key in self._values):
+        if not isinstance(values, dict | None):
             raise ConfigError(f"{path}: must hold one mapping with strings as keys")
+        for key in self._values:
+            if not isinstance(key, str):
+                words = ("off, no and false", "on, yes and true")[key] if isinstance(key, bool) else ""
+                why = f", as YAML reads {words} without quotes. Quote it" if words else ""
+                raise ConfigError(f"{path}: must hold one mapping with strings as keys, but has the key {key!r}{why}")
 
     @property
     def base(self) -> Any:

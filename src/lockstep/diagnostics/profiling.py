@@ -8,10 +8,11 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch.profiler import ProfilerActivity, profile, supported_activities, tensorboard_trace_handler
@@ -79,6 +80,7 @@ class ProfilerHook(Hook):
         self._activities = _activities(self.activity_with_cpu, self.activity_with_cuda)
         self._schedule = None if self.schedule is None else make_schedule(**self.schedule)
         self._profiler: profile | None = None
+        self._filter: Any = None  # of the warnings that are not shown meanwhile
         self._done = 0
         self._iteration = 0
 
@@ -97,6 +99,7 @@ class ProfilerHook(Hook):
         )
         if self.schedule is not None:  # a cycle drops the events of the previous one, whose trace is written by then
             warnings.filterwarnings("ignore", message=".*Profiler clears events")
+            self._filter = warnings.filters[0]
         profiler.start()
         self._profiler = profiler
 
@@ -123,6 +126,8 @@ class ProfilerHook(Hook):
         if self._profiler is not None:
             profiler, self._profiler = self._profiler, None
             profiler.stop()
+            with suppress(ValueError):  # somebody has reset the filters, or there was no schedule
+                cast("list[Any]", warnings.filters).remove(self._filter)
 
     def _count_towards_end(self) -> None:
         self._done += 1

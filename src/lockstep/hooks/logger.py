@@ -130,12 +130,11 @@ class LoggerHook(Hook):
         require_count("interval", self.interval)
         if self.slow_factor is not None and self.slow_factor <= 1:
             raise ConfigError(f"`slow_factor` must be above 1 or None, but is {self.slow_factor}")
-        # Samples of each iteration since the last record; of each in which the model has returned a value, by its name;
-        # and the names of all values that it ever returned.
+        # Samples of each iteration since the last record; of each in which the model has returned a value, by its name.
         self._samples: list[float] = []
         self._returned: dict[str, list[float]] = {}
+        self._taken: dict[str, int] = {}  # how many values of each history are in records
         self._last_rates: tuple[int, dict[str, float]] = 0, {}  # of the last iteration of an epoch, and its number
-        self._output_names: set[str] = set()
         # The numbers of the last record on their way to rank 0, and after how many iterations they are read there.
         self._gathering: tuple[GatherHandle, _Unwritten, int] | None = None
         # On an accelerator: sends this rank's numbers of the last record, once the next iteration is under way.
@@ -148,6 +147,8 @@ class LoggerHook(Hook):
         """Start to measure this rank's own work, and its wait for others."""
         hub = runner.message_hub
         hub.max_length = max(hub.max_length, self.interval)  # a record is a mean over all of its iterations
+        self._taken.clear()
+        self._take(runner)  # of the run that this one goes on from
         if runner.rank == 0 and runner.resume_from is not None:
             place = {"mode": "resumed", "epoch": runner.epoch, "iter": runner.iter}
             runner.records.write({**place, "path": str(runner.resume_from)})
@@ -174,7 +175,6 @@ class LoggerHook(Hook):
             for name, value in outputs.items():
                 hub.update_scalar(_PREFIX + name, value)
                 self._returned.setdefault(name, []).append(loop.samples)
-            self._output_names.update(outputs)
         norm = runner.optim_wrapper.grad_norm
         if norm is not None:
             hub.update_scalar("train/grad_norm", norm)
@@ -195,6 +195,7 @@ class LoggerHook(Hook):
             self._make_record(runner, runner.iter, rates)
             self._finish_gathering()
         self._samples, self._returned = [], {}
+        self._take(runner)
         if runner.rank == 0 and self._epoch.parts:
             means = {**self._epoch.means(), **rates}
             runner.message_hub.update_info("epoch_means", means)
@@ -231,11 +232,7 @@ class LoggerHook(Hook):
         """Begin to gather each rank's numbers since the last record; one process computes them later."""
         samples, self._samples = self._samples, []
         returned, self._returned = self._returned, {}
-        last = {
-            key: buffer.tail(len(returned.get(name, ()) if name in self._output_names else samples))
-            for key, buffer in runner.message_hub.log_scalars.items()
-            if key.startswith((_PREFIX, _AMOUNTS)) and (name := key.removeprefix(_PREFIX))
-        }
+        last = self._take(runner)
         reading = start_reading(chain.from_iterable(last.values()))
         peak_flops = runner.message_hub.get_info("peak_flops", 0.0)
 
@@ -263,6 +260,15 @@ class LoggerHook(Hook):
             send()
         else:
             self._unsent = send  # called after the next iteration, so that the host does not wait for the device now
+
+    def _take(self, runner: TrainRun) -> dict[str, list[Scalar]]:
+        """Return the values that no record has yet, the latest first."""
+        taken = {}
+        for key, buffer in runner.message_hub.log_scalars.items():
+            if key.startswith((_PREFIX, _AMOUNTS)):
+                taken[key] = buffer.tail(buffer.updates - self._taken.get(key, 0))
+                self._taken[key] = buffer.updates
+        return taken
 
     def _finish_gathering(self, *, checks_options: bool = True) -> None:
         """Wait until the numbers of the last record are on rank 0, which writes it. **Collective**: every rank."""
@@ -331,8 +337,7 @@ class LoggerHook(Hook):
     ) -> dict[str, tuple[float, float]]:
         """Return the totals and weights of this rank in the iterations since the last record; see `_Sums`.
 
-        A value that the model has returned in some of them counts in these alone. Of its amounts, it counts the part
-        `share`.
+        A value of some of them counts in these alone. Of its amounts, it counts the part `share`.
         """
         parts = {_AMOUNTS + "samples": (sum(samples) * share, 0.0)}
         read = iter(read_values)
@@ -343,7 +348,7 @@ class LoggerHook(Hook):
             name, total, count = key.removeprefix(_PREFIX), sum(by_iteration), len(by_iteration)
             if key.startswith(_AMOUNTS):
                 parts[key] = total / count * len(samples) * share, 0.0
-            elif name not in self._output_names:
+            elif name not in returned:
                 parts[name] = total, count
             elif weight := sum(returned[name][-count:]):
                 # What the model returned for a batch that counts for nothing may be anything.

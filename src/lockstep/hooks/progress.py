@@ -44,6 +44,7 @@ class ProgressHook(Hook):
         self._started = 0.0
         self._first_iter = 0
         self._epoch_started = 0.0
+        self._epoch_begin = 0  # the iteration with which this run has begun the epoch
         self._rest = ""  # says of an epoch that was resumed in its middle over which iterations its means are
         self._epoch_line: tuple[list[str], list[str]] | None = None  # what stands before its metrics, and after them
         self._metrics: list[str] = []
@@ -58,7 +59,7 @@ class ProgressHook(Hook):
     def before_train_epoch(self, runner: TrainRun) -> None:
         """Show a new bar."""
         self._print_epoch_line(runner)
-        self._epoch_started = perf_counter()
+        self._epoch_started, self._epoch_begin = perf_counter(), runner.iter
         label = "training" if runner.max_epochs is None else _epoch_label(runner)
         loop = runner.train_loop
         total = runner.max_iters if runner.max_epochs is None else (loop.epoch_end or 0) - loop.epoch_begin
@@ -78,7 +79,9 @@ class ProgressHook(Hook):
             self._losses = start_reading([] if losses is None else losses.tail(_WINDOW))
 
     def after_train_epoch(self, runner: TrainRun) -> None:
-        """Prepare the line of the epoch; its metrics may follow."""
+        """Prepare the line of the epoch; its metrics may follow. One that was resumed at its end has none."""
+        if runner.iter == self._epoch_begin:
+            return
         means = runner.message_hub.get_info("epoch_means", {})
         place = f"iter {runner.iter}/{runner.max_iters}" if runner.max_epochs is None else _epoch_label(runner)
         samples, tokens, mfu = (means.get(name) for name in ("samples_per_second", "tokens_per_second", "mfu"))

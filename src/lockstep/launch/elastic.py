@@ -35,7 +35,7 @@ from lockstep.launch.processes import RankProcesses, oom_kills
 from lockstep.launch.rendezvous import JobEndedError, NodeFailedError, NodesRendezvous
 from lockstep.launch.worker import FAILING_FILE, RESUME_SINCE, RUNS_FILE, TRAINED_FILE
 
-_SIGNALS = (signal.SIGINT, *STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
+_SIGNALS = (signal.SIGINT, *STOP_SIGNALS, signal.SIGQUIT)
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # of torch's agent; its default lacks SIGUSR1
 _SECONDS_FOR_CAUSE = 3.0  # for another node to say that it failed first
 _SECONDS_TO_END = 3.0  # after SIGTERM, when another rank has failed
@@ -260,7 +260,7 @@ class _Agent(LocalElasticAgent):
             if self._least_nproc is not None and self.ledger.lost:
                 spec.local_world_size = max(self._least_nproc, spec.local_world_size - len(self.ledger.lost))
                 again = f"Starting again with {counted(spec.local_world_size, 'rank')}, as many as are left"
-            say(f"{self.describe()}\n\n{again} ({count} of {total}).")
+            say(f"{self.describe()}\n\n{again} (restart {count} of {total}).")
 
     def _judge(self) -> None:
         """Find the cause of the failures of this attempt."""
@@ -271,7 +271,7 @@ class _Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:  # as torch calls it
         failed = self._setup.failing.exists()
         if not failed:
-            _ignore(*STOP_SIGNALS, signal.SIGHUP)  # a second signal must not interrupt the saving, only Ctrl-C
+            _ignore(*STOP_SIGNALS)  # a second signal must not interrupt the saving, only Ctrl-C
         if self._processes is not None:
             try:
                 if death_sig == signal.SIGINT:
@@ -354,13 +354,16 @@ def _ignore(*numbers: signal.Signals) -> None:
 
 @contextmanager
 def _signals_handled(trains: bool) -> Iterator[None]:
-    """Let torch's agent pass on SIGUSR1, too; restore at the end the signal handlers that it replaces.
+    """Let torch's agent pass on SIGUSR1, too, but not a SIGHUP that is ignored, as under nohup.
+
+    At the end, restore the signal handlers that it replaces.
 
     But not one of `lockstep train` (`trains`) that calls for a new start as long as nothing has failed.
     """
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     given = os.environ.get(_SIGNALS_VARIABLE)
-    os.environ[_SIGNALS_VARIABLE] = given or ",".join(number.name for number in _SIGNALS)
+    passed_on = [number for number in _SIGNALS if number != signal.SIGHUP or before[number] != signal.SIG_IGN]
+    os.environ[_SIGNALS_VARIABLE] = given or ",".join(number.name for number in passed_on)
     try:
         yield
     finally:

@@ -18,9 +18,11 @@ from pathlib import Path
 
 from lockstep.launch.ledger import RankRecord, Report
 from lockstep.launch.worker import STACK_SIGNAL, stack_file
+from lockstep.watch.board import pauses
 
 _PROC = Path("/proc")
 _POLL_SECONDS = 0.02
+_LONGEST_PAUSE = 0.25  # between two looks at what ranks have left behind
 _THREAD = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)
 _SECONDS_FOR_STACK = 0.5
 _SECONDS_FOR_WATCHER = 0.5
@@ -163,17 +165,15 @@ def _end_sessions(sessions: Collection[int], seconds: float) -> None:
     # SIGTERM is sent twice, because data loader workers of the Runner ignore the first one.
     half = seconds / 2
     for number, patience in ((signal.SIGTERM, half), (signal.SIGTERM, half), (signal.SIGKILL, _SECONDS_TO_DIE)):
-        deadline = time.monotonic() + patience
         signalled: set[int] = set()
-        while left := _members(sessions):
+        for _ in pauses(patience, _LONGEST_PAUSE):  # a look at each process of the machine costs it some time
+            if not (left := _members(sessions)):
+                return
             for pid in set(left) - signalled:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
                     os.kill(pid, signal.SIGCONT)
             signalled.update(left)
-            if time.monotonic() > deadline:
-                break
-            time.sleep(_POLL_SECONDS)
 
 
 def _stat(pid: int) -> list[str]:

@@ -76,10 +76,12 @@ class HistoryBuffer:
 
     Attributes:
         values: the stored values, the latest last.
+        updates: number of all values so far.
     """
 
     def __init__(self, max_length: int = 1000) -> None:
         self.values: deque[Scalar] = deque(maxlen=max_length)
+        self.updates = 0
 
     def __len__(self) -> int:
         return len(self.values)
@@ -87,6 +89,7 @@ class HistoryBuffer:
     def update(self, value: Scalar) -> None:
         """Add a number or a detached one-element tensor."""
         self.values.append(value)
+        self.updates += 1
 
     def tail(self, count: int) -> list[Scalar]:
         """Return the last `count` values, or as many as there are, the latest first."""
@@ -192,7 +195,7 @@ class MessageHub:
         history = self._scalars.get(key)
         if history is None:
             history = self._scalars[key] = HistoryBuffer(self.max_length)
-        history.values.append(value)
+        history.update(value)
 
     def update_scalars(self, log_dict: Mapping[str, Any], resumed: bool = True) -> None:
         """Add one value to each of several histories; a value may be a dict with the key `value`."""

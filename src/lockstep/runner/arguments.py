@@ -46,7 +46,7 @@ P = ParamSpec("P")
 
 RESUME_OPTIONS = ("config", "checkpoint")
 MATMUL_PRECISIONS = ("highest", "high", "medium")
-STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
+STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
 DEFAULT_TRAIN_CFG: Mapping[str, Any] = {"by_epoch": True, "max_epochs": 3, "val_interval": 1}
 DEFAULT_OPTIM_WRAPPER: Mapping[str, Any] = {"optimizer": {"type": "AdamW", "lr": 1e-3}}
 DEFAULT_HOOKS: Mapping[str, Mapping[str, Any]] = {

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from lockstep.checkpoint import BackgroundSaver, Planner, save_state
 from lockstep.dataset.random_state import random_state
-from lockstep.errors import Preempted
+from lockstep.errors import DistError, Preempted
 from lockstep.location import Location, RemotePath
 from lockstep.model import unwrap_model
 from lockstep.weights import describe_model
@@ -80,6 +80,8 @@ class Saving:
 
     def _warn_of_open_window(self, save: Save) -> None:
         """Say, once, that gradients that wait for their update are not saved."""
+        if self._run.agreement.is_asked:
+            return  # the run goes on to the update, and resumes from the checkpoint that it saves then
         if not self._has_warned:
             _logger.warning(
                 "%s is saved inside an accumulation window: a run that resumes from it, or from another one like it, "
@@ -181,7 +183,7 @@ class Saving:
             yield
         except OSError as error:
             ended(False)
-            if not save.may_fail:
+            if not save.may_fail or isinstance(error, DistError):  # a CollectiveTimeoutError is an OSError, too
                 raise
             _logger.warning("%s. Training goes on without it, because of on_save_error='warn'", error)
         else:

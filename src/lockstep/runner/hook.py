@@ -307,7 +307,9 @@ class HookList:
         """
         methods = self._calls.get(point)
         if methods is None:
-            methods = [getattr(hook, point) for hook in self.hooks if hasattr(hook, point)]
+            methods = self._calls[point] = [getattr(hook, point) for hook in self.hooks if hasattr(hook, point)]
+            if not methods and (close := get_close_matches(point, POINTS, n=1, cutoff=0.8)):
+                _logger.warning("`call_hook` calls `%s`, which no hook has: did you mean `%s`?", point, close[0])
         for method in methods:
             try:
                 method(run, **kwargs)

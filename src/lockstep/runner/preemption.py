@@ -61,6 +61,11 @@ class Agreement:
         self._is_agreed = threading.Event()
         self._store: Any = None  # torch's stubs lack `multi_set`
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether this rank knows that a stop has been asked for, and comes."""
+        return self._reason is not None
+
     def stop_if_asked(self) -> None:
         """Stop here if that was asked for, on all ranks; they call this equally often, unless within `evaluation`.
 

@@ -140,6 +140,7 @@ class Runner(_AttributesOfRun):
         ]
         self._load_from = None if args.load_from is None else Weights(locate(args.load_from))
         self._workspace: Workspace | None = None
+        self._began = 0.0  # when all was built and loaded
         self._run: Run | None = None
         self._has_trained = False
         self._is_running = False
@@ -373,7 +374,6 @@ class Runner(_AttributesOfRun):
                 "predicts is the argument `outputs` of after_val_iter; further data to validate on are further "
                 'entries of `val_dataloader`, as in {"clean": ..., "noisy": ...}'
             )
-        began = perf_counter()
         space = self._workspace
         if space is None:
             space = start.open_workspace(self.args, self._load_from, self.message_hub, self._hooks, trains=trains)
@@ -402,7 +402,7 @@ class Runner(_AttributesOfRun):
                         raise
                     # The error that ended the run is raised.
                     self.logger.warning("not everything can be closed: %s", error_in_words(error))
-            start.print_summary(self.run, what, perf_counter() - began)
+            start.print_summary(self.run, what, perf_counter() - self._began)
 
     def _train_run(
         self,
@@ -515,6 +515,7 @@ class Runner(_AttributesOfRun):
         self._hook_and_load(run)
         start.write_environment(run)
         start.begin_records(run)
+        self._began = perf_counter()
         run.call_hook("before_run")
 
     def _hook_and_load(self, run: Run) -> None:

@@ -172,7 +172,7 @@ def write_header(file: IO[bytes], tensors: Mapping[str, TensorInfo]) -> None:
 def write_tensor(file: IO[bytes], tensor: Tensor) -> None:
     """Write the bytes of the next tensor."""
     if tensor.numel():
-        write_bytes(file, bytes_of(tensor.detach().to("cpu").contiguous()))
+        write_bytes(file, bytes_of(tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()))
 
 
 def read_size(size: int | str) -> int:

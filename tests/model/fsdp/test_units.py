@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import wrap
 
 from lockstep.model import FSDP_WRAP_POLICIES
-from lockstep.model.fsdp.units import RepeatedBlocks, choose_units
+from lockstep.model.fsdp.units import RepeatedBlocks, choose_units, cut_by_dtype
 
 
 class Block(nn.Module):
@@ -162,3 +162,9 @@ def test_a_policy_may_have_the_name_that_torch_1_had():
     size = sum(parameter.numel() for parameter in Block().parameters())
     expected = units({"type": "size_based_auto_wrap_policy", "min_num_params": size})
     assert units({"type": "default_auto_wrap_policy", "min_num_params": size}) == expected
+
+
+def test_around_ignored_modules_of_another_dtype_there_is_no_unit():
+    frozen, trained = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).bfloat16(), nn.Linear(2, 2).bfloat16()
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(frozen), nn.Sequential(trained))
+    assert cut_by_dtype(model, [], [*frozen.modules()]) == [model[2]]

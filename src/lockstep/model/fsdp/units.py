@@ -222,7 +222,7 @@ def cut_by_dtype(model: nn.Module, units: Collection[nn.Module], ignored: Collec
 
     def visit(module: nn.Module, dtype: torch.dtype | None) -> None:
         """Look for parts in a module inside a unit of this dtype."""
-        own = _own_dtype(module, names[module])
+        own = _own_dtype(module, names[module], ignored)
         if module is model or module in apart:
             dtype = own or _main_dtype(module, apart)
         elif own not in (None, dtype):
@@ -238,8 +238,10 @@ def cut_by_dtype(model: nn.Module, units: Collection[nn.Module], ignored: Collec
     return list(dict.fromkeys(parts))
 
 
-def _own_dtype(module: nn.Module, path: str) -> torch.dtype | None:
+def _own_dtype(module: nn.Module, path: str, ignored: Collection[nn.Module]) -> torch.dtype | None:
     """Return the dtype of the parameters that a module owns, or else the one of all inside it; None if there is none.
+
+    Those of ignored modules do not count.
 
     Raises:
         ConfigError: it owns parameters of two dtypes.
@@ -253,7 +255,8 @@ def _own_dtype(module: nn.Module, path: str) -> torch.dtype | None:
             "strategy 'ddp'"
         )
     if not by_dtype and is_callable(module):
-        inside = {parameter.dtype for parameter in filter(_is_trained, module.parameters())}
+        parts = (part for part in module.modules() if part not in ignored)
+        inside = {own.dtype for part in parts for own in part.parameters(recurse=False) if _is_trained(own)}
         return inside.pop() if len(inside) == 1 else None
     return next(iter(by_dtype), None)
 
