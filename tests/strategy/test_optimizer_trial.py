@@ -72,6 +72,19 @@ class NeedsTrainMode(SGD):
         super().step()
 
 
+class Estimating(SGD):
+    """Estimates a step size from all gradients, of which nothing is seen in the first updates, as Prodigy does."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.param_groups[0]["size"] = 0.0
+
+    def step(self) -> None:
+        for group in self.param_groups:
+            self.param_groups[0]["size"] += sum(float(one.grad.square().sum()) for one in group["params"])
+        super().step()
+
+
 class FailsOnOneWhole(SGD):
     def step(self) -> None:
         if get_rank() == 1 and not isinstance(self.param_groups[0]["params"][0], DTensor):
@@ -188,6 +201,14 @@ def test_an_optimizer_that_reads_a_part_for_the_whole_is_refused(is_inside: bool
     optimizer = Own(net.parameters(), scale)
     with pytest.raises(ConfigError, match=r"must update shards as it updates .* (Own|Wrapping) does not: .* by \d+%"):
         FSDPStrategy().prepare(net, Wrapping(optimizer) if is_inside else optimizer)
+
+
+@ranks(2)
+def test_an_optimizer_is_refused_whose_estimates_are_those_of_a_shard():
+    net = Net()
+    says = r"rank 0 computes \S+ for \S+ as its option `size`"
+    with pytest.raises(ConfigError, match=says):
+        FSDPStrategy().prepare(net, Estimating(net.parameters()))
 
 
 @ranks(2)

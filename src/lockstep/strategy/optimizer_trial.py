@@ -6,7 +6,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from copy import deepcopy
-from math import prod
+from math import isclose, isnan, prod
 from typing import Any
 
 import torch
@@ -68,41 +68,53 @@ def check_by_trial(optimizer: Optimizer) -> None:
 
 def _check(optimizer: Optimizer) -> None:
     kind = type(optimizer).__name__
-    whole, can_be_tried = list[Tensor](), False
+    whole, options, can_be_tried = list[Tensor](), dict[tuple[int, str], float](), False
     with suppress(Exception):  # whatever it needs, it is not known here
-        whole, others = (_updates(optimizer, seed, sharded=False) for seed in (0, 1))
+        (whole, options), (others, _) = (_updates(optimizer, seed, sharded=False) for seed in (0, 1))
         can_be_tried = all(map(torch.equal, whole, others))  # else it draws random numbers
     if not all(from_all(can_be_tried)):
         return
     in_shards: list[Tensor] = []
     raised: str | None = None
+    apart: str | None = None
     try:
-        in_shards = _updates(optimizer, 0, sharded=True)
+        in_shards, own_options = _updates(optimizer, 0, sharded=True)
+        for place, number in options.items():
+            of_shards = own_options[place]
+            if not isclose(of_shards, number, rel_tol=_TOLERANCE) and not isnan(of_shards + number):
+                apart = f"computes {of_shards:.3g} for {number:.3g} as its option `{place[1]}`"
     except Exception as error:
         raised = f"{type(error).__name__}: {message_of(error).partition(chr(10))[0]}"
+    found = from_all((raised, apart))
     # One rank's shard alone may be refused, such as an empty one.
-    if (first := next(filter(None, from_all(raised)), None)) is not None:
+    if (first := next(filter(None, (raised for raised, _ in found)), None)) is not None:
         raise ConfigError(
             f"`optimizer` must be one that can update shards under FSDP, but {kind} can't: its first steps raise "
             f"{first}. Use AdamW or SGD, or strategy 'ddp', which keeps every parameter whole"
         )
+    does_not = (
+        f"`optimizer` must update shards as it updates whole parameters under FSDP, but {kind} does not: in a trial on "
+        "small tensors,"
+    )
+    why = (
+        "It may compute with this rank's shard, or with a sum of this rank's elements, as float(tensor.sum()) reads "
+        "it; tensor.sum().full_tensor() is the sum over all ranks. Use AdamW or SGD, or strategy 'ddp', which keeps "
+        "every parameter whole"
+    )
+    for rank, (_, apart) in enumerate(found):
+        if apart is not None:
+            raise ConfigError(f"{does_not} rank {rank} {apart}. {why}")
     for own, expected in zip(map(gather_full, in_shards), whole, strict=True):
         if not expected.numel():
             continue
         largest = float(expected.abs().max())
         difference = float((own - expected).abs().max())
         if not difference <= _TOLERANCE * largest:
-            raise ConfigError(
-                f"`optimizer` must update shards as it updates whole parameters under FSDP, but {kind} does not: in a "
-                f"trial on small tensors, its updates differ by {difference / (largest or 1):.0%}. It may compute "
-                "with this rank's shard, or with a sum of this rank's elements, as float(tensor.sum()) reads it; "
-                "tensor.sum().full_tensor() is the sum over all ranks. Use AdamW or SGD, or strategy 'ddp', which "
-                "keeps every parameter whole"
-            )
+            raise ConfigError(f"{does_not} its updates differ by {difference / (largest or 1):.0%}. {why}")
 
 
-def _updates(optimizer: Optimizer, seed: int, *, sharded: bool) -> list[Tensor]:
-    """Return the changes of the tensors that a copy of the optimizer has updated."""
+def _updates(optimizer: Optimizer, seed: int, *, sharded: bool) -> tuple[list[Tensor], dict[tuple[int, str], float]]:
+    """Return the changes of the tensors that a copy of the optimizer has updated, and the numbers in its groups."""
     generator = torch.Generator().manual_seed(0)
     twins: dict[int, Any] = {}
     tried: list[nn.Parameter] = []
@@ -130,7 +142,9 @@ def _updates(optimizer: Optimizer, seed: int, *, sharded: bool) -> list[Tensor]:
         for twin in tried:
             twin.grad = shard_like(_drawn(twin.shape, twin, generator).to(twin.device), twin)
         copy.step()
-    return [twin.detach() - start for twin, start in zip(tried, before, strict=True)]
+    entries = ((index, *entry) for index, group in enumerate(copy.param_groups) for entry in group.items())
+    options = {(index, name): value for index, name, value in entries if isinstance(value, float)}
+    return [twin.detach() - start for twin, start in zip(tried, before, strict=True)], options
 
 
 def _twin(parameter: nn.Parameter, generator: torch.Generator, sharded: bool) -> nn.Parameter:
