@@ -118,6 +118,16 @@ def test_a_kill_after_any_step_leaves_a_checkpoint(case: str, least: int, tmp_pa
     assert outcomes == ({2.0} if case == "removed" else {2.0, 3.0})
 
 
+def test_a_save_has_not_failed_where_an_old_file_cannot_be_removed(tmp_path: Path):
+    directory = tmp_path / "epoch_1"
+    save_state(directory, {"model": {"w": torch.full((3000,), 1.0)}}, {}, last_of=tmp_path)
+    (directory / "rank_1.safetensors").mkdir()  # which no unlink removes
+    save_state(directory, {"model": {"w": torch.full((3000,), 2.0)}}, {}, last_of=tmp_path)
+    verify(directory)
+    assert values(directory) == {2.0}
+    assert find_last_checkpoint(tmp_path) == directory
+
+
 def test_the_folder_above_need_not_be_readable():
     """As `/home` may be closed to all users, who save in folders of their own."""
     me = os.geteuid()

@@ -118,3 +118,37 @@ def test_a_late_name_adds_a_column_to_a_csv_file(tmp_path: Path):
         {"step": "3", "a": "", "b, c": "", "d": "4.0"},
     ]
     assert [path.name for path in (tmp_path / "tables").iterdir()] == ["scalars.csv"]
+
+
+@pytest.mark.parametrize("torn", [b"2,0.", b"2,0.25,", b"\x00\x00"])
+def test_a_row_that_a_full_disk_has_cut_takes_no_other_row_with_it(tmp_path: Path, torn: bytes):
+    table = CsvVisualizer()
+    table.open(tmp_path)
+    table.add_scalars({"loss": 0.5, "lr": 0.1}, step=1)
+    path = tmp_path / "scalars.csv"
+    path.write_bytes(path.read_bytes() + torn)
+    table.add_scalars({"loss": 0.125, "lr": 0.1}, step=3)
+    table.add_scalars({"loss": 0.0625, "lr": 0.1, "norm": 2.0}, step=4)
+    assert read_table(path) == [
+        {"step": "1", "loss": "0.5", "lr": "0.1", "norm": ""},
+        {"step": "3", "loss": "0.125", "lr": "0.1", "norm": ""},
+        {"step": "4", "loss": "0.0625", "lr": "0.1", "norm": "2.0"},
+    ]
+
+
+def test_a_table_whose_first_row_was_cut_begins_anew(tmp_path: Path):
+    table = CsvVisualizer()
+    table.open(tmp_path)
+    (tmp_path / "scalars.csv").write_bytes(b"step,lo")
+    table.add_scalars({"loss": 0.5}, step=1)
+    assert read_table(tmp_path / "scalars.csv") == [{"step": "1", "loss": "0.5"}]
+
+
+def test_a_text_that_was_cut_takes_no_other_line_with_it(tmp_path: Path):
+    (tmp_path / "texts.jsonl").write_text('{"step": 1, "answer": "one"}\n{"step": 2, "ans')
+    local = LocalVisualizer()
+    local.open(tmp_path)
+    local.add_text("answer", "three", step=3)
+    local.close()
+    lines = [json.loads(line) for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 1, "answer": "one"}, {"step": 3, "answer": "three"}]

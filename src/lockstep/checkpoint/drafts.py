@@ -86,10 +86,11 @@ class FolderDraft:
         sync_folder(directory)
         (draft / MANIFEST_FILE).rename(directory / MANIFEST_FILE)
         sync_folder(directory)
-        for path in directory.iterdir():
-            if path.name not in {*sizes, MANIFEST_FILE} and OWN_FILES.fullmatch(path.name):
-                path.unlink()
-        draft.rmdir()
+        with suppress(OSError):  # it is complete; the next checkpoint of this name removes what is left
+            for path in directory.iterdir():
+                if path.name not in {*sizes, MANIFEST_FILE} and OWN_FILES.fullmatch(path.name):
+                    path.unlink()
+            draft.rmdir()
 
     def discard(self) -> None:
         """Remove the draft of a save that has failed."""

@@ -38,6 +38,7 @@ class JsonLinesSink:
             line = _encode(_plain(record))
         with self._failure_as_warning():
             if self._file is None:
+                drop_torn_line(self.path)
                 self._file = self.path.open("a", encoding="utf-8")
             self._file.write(f"{line}\n")
             self._file.flush()
@@ -60,6 +61,20 @@ class JsonLinesSink:
             if not self._has_warned:
                 _logger.warning("records can't be written to %s: %s. The run goes on without them", self.path, error)
             self._has_warned = True
+
+
+def drop_torn_line(path: Path) -> None:
+    """Cut off what follows the last line of a file: a full disk, or the end of a process, has left it incomplete.
+
+    Another line after it would become a part of it.
+    """
+    if not path.is_file() or not path.stat().st_size:
+        return
+    with path.open("rb+") as file:
+        file.seek(-1, os.SEEK_END)
+        if file.read() != b"\n":
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _plain(value: Any) -> Any:

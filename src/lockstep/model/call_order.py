@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.calls import unlike_most
@@ -71,22 +72,23 @@ class CallOrder:
         self.is_sampled = self.is_compared = False
 
     @contextmanager
-    def compared(self) -> Iterator[None]:
-        """Run a forward pass inside, and compare it if it is due.
+    def compared(self) -> Iterator[bool]:
+        """Run a forward pass inside, and compare it if it is due; give whether it would be if there were several ranks.
 
         **Collective**: every rank.
         """
-        self.begin("forward")
+        self.begin()
         failed = True
         try:
-            yield
+            yield self.is_sampled
             failed = False
         finally:
             self.end(failed=failed)
             self.is_compared = False
 
-    def begin(self, kind: str) -> None:
-        """Count a forward pass of a kind."""
+    def begin(self) -> None:
+        """Count a forward pass: those of a validation apart, which must not use up the first ones of the training."""
+        kind = "with gradients" if torch.is_grad_enabled() else "without gradients"
         self._meets_at_calls = self._schedules[kind].count < self._first or check_mode() == "always"
         self._called = []
         self.is_sampled = self.samples(kind)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.logging import JsonLinesSink
+from lockstep.logging.sinks import drop_torn_line
 from lockstep.registry import VISUALIZERS
 
 
@@ -117,6 +118,7 @@ class CsvVisualizer(FolderVisualizer):
 def _append(path: Path, row: dict[str, float]) -> None:
     """Add a row to a table, and rewrite the table if it lacks columns."""
     path.touch()
+    drop_torn_line(path)
     with path.open(encoding="utf-8", newline="") as file:
         columns = next(csv.reader(file), [])
     if new := [name for name in row if name not in columns]:

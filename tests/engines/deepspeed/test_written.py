@@ -16,6 +16,7 @@ from ..own_steps import SGD, Plain, X, Y
 from ..training import whole
 from ..written import (
     BY_RANK,
+    BoundsOnRank1,
     check_that_forwards_are_followed,
     check_that_masters_keep_their_bits,
     check_that_writes_are_followed,
@@ -78,6 +79,16 @@ def test_at_stage_3_a_forward_that_writes_is_refused_on_every_rank(kind: Any, na
     where = "ranks 0, 1" if name == "scale" else "rank 1"
     with pytest.raises(ConfigError, match=rf"`{name}` must not be written in the forward pass .* written on {where}\."):
         train_written(kind, strategy_of("zero3"), nothing)
+
+
+@ranks(2)
+def test_at_stage_3_a_validation_before_the_training_does_not_use_up_its_checks():
+    model, optim_wrapper = strategy_of("zero3").prepare(BoundsOnRank1(), SGD)
+    for _ in range(3):
+        with torch.no_grad(), model.evaluation_context():
+            model(X[:8])
+    with pytest.raises(ConfigError, match=r"`backbone.weight` must not be written in the forward pass .* on rank 1\."):
+        model.train_step((X[:8], Y[:8]), optim_wrapper)
 
 
 @ranks(2)

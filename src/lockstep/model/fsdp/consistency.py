@@ -212,7 +212,7 @@ class Consistency:
         if module is self._module or not self._running:
             self._running.clear()
             self._handled = sys.exception()
-            self._order.begin("with gradients" if torch.is_grad_enabled() else "without gradients")
+            self._order.begin()
         if self._order.is_compared:
             self._order.call(self._unit_names.index(self._units[module]))
         if self._order.is_sampled:

@@ -22,12 +22,11 @@ from lockstep.dist import (
     init_dist,
     is_distributed,
 )
-from lockstep.dist.agreement import Sampled
 from lockstep.engines import adopt_group, load_engine, undisturbed
 from lockstep.errors import ConfigError, listed, message_of, ranks_in_words
 from lockstep.groups import this_rank
 from lockstep.model.autograd_graph import never_compiled, refuse_second_backward
-from lockstep.model.call_order import EVERY, CallOrder
+from lockstep.model.call_order import CallOrder
 from lockstep.model.parts import Site, broadcast_from_first
 from lockstep.model.wrapper import all_entered
 from lockstep.model.written import LostWrites
@@ -39,7 +38,7 @@ _RULE = (
     "every rank must call the same layers in the same order at ZeRO stage 3, which gathers their parameters from all"
 )
 _REMEDY = "Let every rank call all of them, or use stage=1"
-_FIRST = 3  # forward passes that are checked; of the others, every fiftieth
+_FIRST = 3  # forward passes with gradients, and without, that are checked; of the others, every fiftieth
 
 
 def join_engine() -> None:
@@ -101,7 +100,6 @@ class MMDeepSpeedEngineWrapper(EngineModelWrapper):
         self._placeholders: MetaPlaceholders | None = None
         self._uses: WholeParams | None = None  # of parameters, by a step of the model's own
         self._forward_checks: list[Any] = []
-        self._is_checked = Sampled(_FIRST, EVERY)
         if model.zero_optimization_stage() == 3:
             uses = WholeParams(module, _problem_of_placeholders, user="forward", owner="the module that holds it")
             self._forward_checks = [GatheredWrites(module), uses]
@@ -115,13 +113,14 @@ class MMDeepSpeedEngineWrapper(EngineModelWrapper):
 
         Raises:
             ConfigError: at stage 3, the model uses a parameter outside of the module that holds it, where it is not
-                gathered, or writes one, or the ranks call different layers; checked in the first passes and every
-                fiftieth.
+                gathered, or writes one, or the ranks call different layers; checked in the first passes with gradients
+                and without, and in every fiftieth.
         """
-        is_checked = self._is_checked.is_due()
+        if self._order is None:
+            return super().forward(*args, **kwargs)
         with (
             self._local_rank_known(),
-            nullcontext() if self._order is None else self._order.compared(),
+            self._order.compared() as is_checked,
             all_entered(self._forward_checks if is_checked else ()),
         ):
             return super().forward(*args, **kwargs)
