@@ -442,8 +442,8 @@ class ShardedSampler(ShardingSampler):
                 items = islice(self.sampler, None)  # `iter` of it does not begin anew, as that of a sampler may
 
         def draw(count: int) -> list[Any]:
-            with drawing():
-                return list(islice(items, count))
+            with drawing():  # a batch sampler may fill one list again and again
+                return [copy.copy(item) if isinstance(item, list) else item for item in islice(items, count)]
 
         return draw
 
