@@ -63,6 +63,15 @@ def test_a_history_keeps_what_a_tensor_was_and_nothing_of_how_it_was_computed():
     assert not any(value.requires_grad for value in hub.get_scalar("loss").values)
 
 
+def test_a_history_that_has_begun_is_kept_as_long_as_a_later_one():
+    hub = MessageHub()
+    hub.update_scalar("early", 0.0)
+    hub.keep(1500)
+    for value in range(1, 2000):
+        hub.update_scalar("early", value)
+    assert hub.get_scalar("early").data[0] == list(range(500, 2000))
+
+
 def test_what_is_no_scalar_is_refused_where_it_is_recorded():
     hub = MessageHub()
     hub.update_scalar("norm", np.array(2.5))

@@ -146,8 +146,7 @@ class LoggerHook(Hook):
 
     def before_train(self, runner: TrainRun) -> None:
         """Start to measure this rank's own work, and its wait for others."""
-        hub = runner.message_hub
-        hub.max_length = max(hub.max_length, self.interval)  # a record is a mean over all of its iterations
+        runner.message_hub.keep(self.interval)  # a record is a mean over all of its iterations
         if runner.rank == 0 and runner.resume_from is not None:
             place = {"mode": "resumed", "epoch": runner.epoch, "iter": runner.iter}
             runner.records.write({**place, "path": str(runner.resume_from)})

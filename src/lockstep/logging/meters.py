@@ -158,7 +158,7 @@ class MessageHub:
         name: the hub's name.
 
     Attributes:
-        max_length: the maximum number of values of a history that begins.
+        max_length: the maximum number of values of a history.
     """
 
     _current: ClassVar[MessageHub | None] = None
@@ -182,6 +182,12 @@ class MessageHub:
     def get_instance(cls, name: str) -> MessageHub:
         """Return the hub with this name that this method has created, or a new one."""
         return cls._named.setdefault(name, cls(name))
+
+    def keep(self, count: int) -> None:
+        """Let all histories, also those that have begun, keep at least their last `count` values."""
+        self.max_length = max(self.max_length, count)
+        for history in self._scalars.values():
+            history.values = deque(history.values, self.max_length)
 
     def make_current(self) -> None:
         """Let `get_current_instance` return this hub from now on."""
