@@ -134,6 +134,7 @@ class LoggerHook(Hook):
         # and the names of all values that it ever returned.
         self._samples: list[float] = []
         self._returned: dict[str, list[float]] = {}
+        self._recorded: dict[str, int] = {}  # by its key, how many values a history had at the last record
         self._last_rates: tuple[int, dict[str, float]] = 0, {}  # of the last iteration of an epoch, and its number
         self._output_names: set[str] = set()
         # The numbers of the last record on their way to rank 0, and after how many iterations they are read there.
@@ -147,6 +148,7 @@ class LoggerHook(Hook):
     def before_train(self, runner: TrainRun) -> None:
         """Start to measure this rank's own work, and its wait for others."""
         runner.message_hub.keep(self.interval)  # a record is a mean over all of its iterations
+        self._begin_record(runner)
         if runner.rank == 0 and runner.resume_from is not None:
             place = {"mode": "resumed", "epoch": runner.epoch, "iter": runner.iter}
             runner.records.write({**place, "path": str(runner.resume_from)})
@@ -193,7 +195,7 @@ class LoggerHook(Hook):
         if self._samples and not self.ignore_last:
             self._make_record(runner, runner.iter, rates)
             self._finish_gathering()
-        self._samples, self._returned = [], {}
+        self._begin_record(runner)
         if runner.rank == 0 and self._epoch.parts:
             means = {**self._epoch.means(), **rates}
             runner.message_hub.update_info("epoch_means", means)
@@ -226,15 +228,19 @@ class LoggerHook(Hook):
             if self._work is not None:
                 self._work.close()
 
+    def _begin_record(self, runner: TrainRun) -> None:
+        self._samples, self._returned = [], {}
+        self._recorded = {key: history.added for key, history in runner.message_hub.log_scalars.items()}
+
     def _make_record(self, runner: TrainRun, iteration: int, rates: dict[str, float]) -> None:
         """Begin to gather each rank's numbers since the last record; one process computes them later."""
-        samples, self._samples = self._samples, []
-        returned, self._returned = self._returned, {}
+        samples, returned, recorded = self._samples, self._returned, self._recorded
         last = {
-            key: buffer.tail(len(returned.get(name, ()) if name in self._output_names else samples))
-            for key, buffer in runner.message_hub.log_scalars.items()
-            if key.startswith((_PREFIX, _AMOUNTS)) and (name := key.removeprefix(_PREFIX))
+            key: history.tail(min(history.added - recorded.get(key, 0), len(samples)))
+            for key, history in runner.message_hub.log_scalars.items()
+            if key.startswith((_PREFIX, _AMOUNTS))
         }
+        self._begin_record(runner)
         reading = start_reading(chain.from_iterable(last.values()))
         peak_flops = runner.message_hub.get_info("peak_flops", 0.0)
 

@@ -97,10 +97,12 @@ class HistoryBuffer:
 
     Attributes:
         values: the stored values, the latest last.
+        added: how many were ever added.
     """
 
     def __init__(self, max_length: int = 1000) -> None:
         self.values: deque[Scalar] = deque(maxlen=max_length)
+        self.added = 0
 
     def __len__(self) -> int:
         return len(self.values)
@@ -108,6 +110,7 @@ class HistoryBuffer:
     def update(self, value: Scalar) -> None:
         """Add a number or a detached one-element tensor."""
         self.values.append(value)
+        self.added += 1
 
     def tail(self, count: int) -> list[Scalar]:
         """Return the last `count` values, or as many as there are, the latest first."""
