@@ -50,6 +50,25 @@ def test_skipping_is_for_one_pass():
     assert list(islice(sampler, 12)) == whole
 
 
+def test_another_order_is_told_in_whatever_epoch(caplog):
+    def begin(position: int, head: list[int], **changes: int) -> None:
+        sampler = InfiniteSampler(range(50), seed=changes.get("seed", 0))
+        sampler.begin_at(position, head)
+        next(iter(sampler))
+
+    saved, epochs = InfiniteSampler(range(50), seed=0), DefaultSampler(range(50), seed=0)
+    ahead = iter(saved)
+    for _ in range(160):  # as workers read ahead, here into the next epoch but two
+        next(ahead)
+    epochs.set_epoch(1)
+    next(iter(epochs))
+    assert saved.head_of(1) == epochs.head != saved.head_of(2)
+    begin(70, epochs.head)
+    assert not caplog.records
+    begin(70, epochs.head, seed=1)
+    assert "begins with other items than in the run that is resumed" in caplog.text
+
+
 def test_there_must_be_something():
     with pytest.raises(ConfigError, match=r"at least one sample, but has none \(rank 0 of 1\)"):
         InfiniteSampler([])

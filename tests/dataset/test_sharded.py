@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from lockstep.dataset import DefaultSampler, ShardedSampler, build_dataloader, is_rank_aware, length_of, set_epoch
-from lockstep.dataset.position import begun_at, certain_amount, global_order_of
+from lockstep.dataset.position import CountedBatches, begun_at, certain_amount, global_order_of
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError
 from lockstep.runner.uneven_inputs import EvenBatches
@@ -221,6 +221,28 @@ def test_batches_of_a_batch_sampler_are_dealt_out_whole(evaluation):
     other = batches_seen(loaders[0])
     assert other != parts
     assert batches_seen(begun_at(loaders[0], global_order_of(loaders[0]).global_batch)) == [part[1:] for part in other]
+
+
+class Refilled(Buckets):
+    """Fills one list again and again."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batch: list[int] = []
+        for drawn in super().__iter__():
+            batch[:] = drawn
+            yield batch
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_sampler_may_yield_one_list_again(workers: int):
+    more = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+    given = DataLoader(DATA, batch_sampler=Refilled(), **more)
+    parts = [build_dataloader(given, seed=1, shard=(rank, 2)) for rank in range(2)]
+    dealt = [[batch.tolist() for batch in part] for part in parts]
+    assert sorted(flat(dealt)) == [[0], [1, 2], [3, 4, 5], [6], [7, 8]]
+    for part, seen in zip(parts, dealt, strict=True):
+        counted = CountedBatches(part)
+        assert [(batch.tolist(), counted.indices) for batch in counted] == [(batch, batch) for batch in seen]
 
 
 @ranks(2)

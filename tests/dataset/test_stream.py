@@ -179,6 +179,24 @@ def test_workers_that_live_on_take_a_position(kind):
     assert seen(data) == begun + rest
 
 
+class UnlikeParts(Numbers):
+    def split_over(self, part: int, parts: int) -> Numbers:
+        return Numbers([2, 9, 5][part])
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")  # two of which are left
+@pytest.mark.parametrize("taken", [3, 4, 5, 6, 7])
+def test_batches_come_in_the_same_order_after_some_workers_have_ended(taken: int):
+    batches = iter(loader(UnlikeParts(), workers=3))
+    whole = [batch.tolist() for batch in batches]
+    begun = loader(UnlikeParts(), workers=3)
+    for _ in zip(range(taken), begun, strict=False):
+        pass
+    again = loader(UnlikeParts(), workers=3)
+    again.load_state_dict(begun.state_dict())
+    assert seen(again) == whole[taken:]
+
+
 @ranks(2)
 def test_ranks_may_each_take_back_a_position_of_their_own():
     data = loader(Numbers())

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from sim import cost, counts, simulator
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from lockstep import dist
 from lockstep.dist.consistency import FIRST_CALLS
@@ -68,7 +69,7 @@ def main(how: str, folder: Path) -> None:
     if how == "again":
         mesh = init_device_mesh("sim", (2, 2), mesh_dim_names=("replicate", "shard"))
         torch_dist.all_reduce(ones := torch.ones(1, device="sim"), group=mesh.get_group("shard"))
-        found["sum"] = ones.item()
+        found["sum"] = read_scalars([ones, DTensor.from_local(ones, mesh, [Replicate(), Replicate()], run_check=False)])
     mixed = torch.tensor(4099, device="sim"), torch.tensor(2.5, dtype=torch.bfloat16, device="sim")
     found["read"] = read_scalars(mixed)
     results.write_text(json.dumps(found))

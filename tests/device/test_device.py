@@ -87,5 +87,7 @@ def test_ranks_that_are_hosts_of_their_own_to_nccl_may_share_a_device(start: Sta
     assert [rank["device"] for rank in launch(start, tmp_path, 2, "job.py", "hosts")] == ["sim:0", "sim:0"]
 
 
-def test_a_mesh_of_a_processs_second_group_has_working_groups(start: Start, tmp_path: Path) -> None:
-    assert [rank["sum"] for rank in launch(start, tmp_path, 4, "job.py", "again")] == [2.0] * 4
+def test_a_mesh_of_a_processs_second_group_has_working_groups_and_its_tensors_are_read(
+    start: Start, tmp_path: Path
+) -> None:
+    assert [rank["sum"] for rank in launch(start, tmp_path, 4, "job.py", "again")] == [[2.0, 2.0]] * 4

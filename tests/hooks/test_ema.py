@@ -142,6 +142,30 @@ def test_averaged_buffers_are_one_set_for_all_ranks(tmp_path: Path):
         assert equal_on_ranks(running_mean)
 
 
+class Growing(Net):
+    """Extends a table in each forward pass, as models of positions do for longer inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(0), persistent=False)
+
+    def forward(self, x: Tensor, y: Tensor, mode: str = "tensor"):
+        self.table = torch.arange(len(self.table) + 1.0)
+        return super().forward(x, y, mode)
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_a_buffer_that_is_extended_after_it_was_averaged_stays_as_it_is(tmp_path: Path, interval: int):
+    recorder, metric = Recorder(), Predicted()
+    hooks = [EMAHook(momentum=0.1, update_buffers=True, interval=interval), recorder]
+    runner = make_runner(tmp_path, hooks, metric, Growing)
+    runner.train()
+    assert torch.equal(runner.model.linear.weight, recorder.weights[8])
+    assert runner.model.table.tolist() == list(range(8 + 2 * 4))  # of the iterations, and of the validations' batches
+    if interval == 1:
+        torch.testing.assert_close([weight for weight, _ in metric.seen], [recorder.averages[i] for i in (4, 8)])
+
+
 @pytest.mark.parametrize("options", [{"begin_epoch": 2}, {"begin_iter": 5}])
 def test_averaging_begins_in_the_epoch_and_with_the_iteration_that_are_named(tmp_path: Path, options):
     recorder, metric, hook = Recorder(), Predicted(), EMAHook(momentum=0.5, **options)

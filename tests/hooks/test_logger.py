@@ -176,3 +176,22 @@ def test_a_value_counts_in_the_iterations_that_have_it(is_returned: bool, tmp_pa
         assert [(one.get("second"), one.get("first")) for one in records] == [
             (3.0, 1.5), (7.0, None), (11.0, None), (7.0, 1.5),
         ]  # fmt: skip
+
+
+class Seldom(Hook):
+    """Records the number of each third iteration, and another one before the training."""
+
+    def before_train(self, runner) -> None:
+        runner.message_hub.update_scalar("train/third", 100.0)
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+        if (runner.iter + 1) % 3 == 0:
+            runner.message_hub.update_scalar("train/third", runner.iter + 1)
+
+
+def test_a_value_that_a_hook_records_now_and_then_counts_in_one_record(tmp_path: Path):
+    hooks, cfg = [LoggerHook(interval=2), Seldom()], {"max_iters": 8, "by_epoch": False}
+    make_runner(tmp_path, hooks, default_hooks={"logger": None}, train_cfg=cfg).train()
+    lines = map(json.loads, next(tmp_path.glob("*/metrics.jsonl")).read_text().splitlines())
+    records = [line for line in lines if line["mode"] in ("train", "epoch")]
+    assert [one.get("third") for one in records] == [None, 3.0, 6.0, None, 4.5]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -50,6 +51,34 @@ def test_the_current_hub_can_be_had_anywhere():
 def test_numbers_and_tensors_are_read_together():
     loss = torch.tensor([2.5], requires_grad=True)
     assert read_scalars([1, loss, torch.tensor(3), 4.5]) == [1.0, 2.5, 3.0, 4.5]
+
+
+def test_a_history_keeps_what_a_tensor_was_and_nothing_of_how_it_was_computed():
+    hub, total, weight = MessageHub(), torch.zeros(()), torch.ones(1, requires_grad=True)
+    for _ in range(3):
+        total += weight.detach().sum()
+        hub.update_scalar("total", total)
+        hub.update_scalar("loss", weight * 2)
+    assert hub.get_scalar("total").data[0] == [1.0, 2.0, 3.0]
+    assert not any(value.requires_grad for value in hub.get_scalar("loss").values)
+
+
+def test_a_history_that_has_begun_is_kept_as_long_as_a_later_one():
+    hub = MessageHub()
+    hub.update_scalar("early", 0.0)
+    hub.keep(1500)
+    for value in range(1, 2000):
+        hub.update_scalar("early", value)
+    assert hub.get_scalar("early").data[0] == list(range(500, 2000))
+
+
+def test_what_is_no_scalar_is_refused_where_it_is_recorded():
+    hub = MessageHub()
+    hub.update_scalar("norm", np.array(2.5))
+    assert hub.get_scalar("norm").current() == 2.5
+    for value in (torch.ones(3), None, "high"):
+        with pytest.raises(TypeError, match="`norm` must be a number or a scalar tensor to be recorded, but is"):
+            hub.update_scalar("norm", value)
 
 
 @ranks(2)

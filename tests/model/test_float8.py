@@ -87,6 +87,14 @@ def test_subclasses_and_what_is_on_a_layer_stay():
     assert seen == ["called"]
 
 
+def test_a_model_that_another_strategy_has_converted_stays_as_it_is():
+    model, layer = Net(), None
+    for _ in range(2):  # as for a Runner that tests what another one has trained
+        build_strategy({"type": "single", "converters": ["float8"]}).prepare(model)
+        assert layer is None or model.inner is layer
+        layer = model.inner
+
+
 def test_what_no_device_or_torchao_has_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"`recipe` must be 'tensorwise', 'rowwise' or 'row.*but is 'row-wise'"):
         Float8("row-wise")

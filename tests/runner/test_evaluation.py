@@ -9,6 +9,7 @@ from math import exp
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -441,3 +442,26 @@ def test_half_precision_is_the_models_and_not_that_of_metrics(tmp_path):
     )
     assert runner.test()["sum"] == (torch.ones(3, 3) / 3 @ (torch.ones(3, 3) / 3)).sum().item()
     assert seen == [torch.bfloat16]
+
+
+class Remembers(nn.Linear):
+    """Counts, before each prediction, which of the earlier ones are still in memory."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.made: list[ref[Tensor]] = []
+        self.held: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.held.append(sum(one() is not None for one in self.made))
+        scores = super().forward(x)
+        self.made.append(ref(scores))
+        return scores
+
+
+def test_predictions_are_gone_before_the_next_ones_are_made(tmp_path: Path):
+    model = Remembers()
+    data = {"dataset": pairs(), "batch_size": 4}
+    given = {"test_dataloader": data, "test_evaluator": {"type": "Accuracy"}, "loss": nn.CrossEntropyLoss()}
+    Runner(model, tmp_path, **given).test()
+    assert model.held == [0, 0, 0, 0]

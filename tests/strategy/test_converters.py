@@ -112,8 +112,11 @@ def test_a_runner_converts_its_model(tmp_path: Path):
 
 
 def test_what_is_no_converter_is_refused():
-    with pytest.raises(TypeError, match="`converters` must be a list of converters"):
-        build_strategy({"type": "single", "converters": "LoRA"})
+    for alone in ("LoRA", LoRA(2)):
+        with pytest.raises(TypeError, match="`converters` must be a list of converters"):
+            build_strategy({"type": "single", "converters": alone})
+    with pytest.raises(TypeError, match="`strategy` must be a Strategy, a name or a config dict, but is 2 of type int"):
+        build_strategy(2)
     with pytest.raises(TypeError, match="`converters` must be a list of functions of a model"):
         build_strategy({"type": "single", "converters": [3]})
 

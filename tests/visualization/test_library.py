@@ -29,7 +29,7 @@ TRACKERS = {
     "TrackioVisualizer": "trackio",
 }
 INSTALLED = [name for name, library in LIBRARIES.items() if is_installed(library)]
-ARGUMENTS = {"WandbVisualizer": {"init_kwargs": {"mode": "offline"}}}
+ARGUMENTS = {"WandbVisualizer": {"init_kwargs": {"mode": "offline", "config": {"seed": 1}}}}
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 TEXT = "<b> *forty-two*\n# \u00e9"
 PICTURE = torch.arange(60, dtype=torch.uint8).reshape(4, 5, 3)

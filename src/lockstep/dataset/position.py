@@ -369,10 +369,10 @@ def begun_at(
     return with_sampler(loader, dealing)
 
 
-def head_of(loader: Any) -> list[int]:
-    """Return the first items of the present pass's global order, or checksums of them, to know it again by."""
+def head_of(loader: Any, epoch: int = 0) -> list[int]:
+    """Return the first items of the present epoch's global order, or checksums of them, to know it again by."""
     sampler, _ = drawn_from(loader)
-    return sampler.head if isinstance(sampler, ShardingSampler) else []
+    return sampler.head_of(epoch) if isinstance(sampler, ShardingSampler) else []
 
 
 def check_alike(loader: Any) -> None:

@@ -73,15 +73,20 @@ class ShardingSampler(Sampler[Any]):
         """
         self._begin, self._expected = position, head
 
+    def head_of(self, epoch: int) -> list[int]:
+        """Return `head` for an order that a pass is in: of one that goes through several, that of the epoch."""
+        return self.head
+
     def _take_begin(self) -> int:
         begin, self._begin = self._begin, 0
         if not begin:
             self._expected = ()
         return begin
 
-    def _note_head(self, items: Sequence[Any]) -> None:
+    def _note_head(self, items: Iterable[Any]) -> None:
         """Keep what tells this order from another one, and compare it with that of the run that is resumed."""
-        self.head = [item if isinstance(item, int) else crc32(repr(item).encode()) for item in items[:HEAD_LENGTH]]
+        first = islice(items, HEAD_LENGTH)
+        self.head = [item if isinstance(item, int) else crc32(repr(item).encode()) for item in first]
         if is_other(self.head, self._expected):
             self._expected = ()
             _logger.warning(
@@ -143,6 +148,9 @@ class OrderSampler(ShardingSampler):
             return computed(self.size, self.seed, epoch)
         return drawn(self.size, torch.Generator().manual_seed(self.seed + epoch))
 
+    def _first(self, order: Order) -> list[int]:
+        return list(items_at(order, range(min(self.size, HEAD_LENGTH)), self.size))
+
 
 @DATA_SAMPLERS.register_module()
 class DefaultSampler(OrderSampler):
@@ -179,7 +187,7 @@ class DefaultSampler(OrderSampler):
     def __iter__(self) -> Iterator[int]:
         begin, end = self._take_begin(), self.size
         order = self.order_of(self.epoch)
-        self._note_head(list(items_at(order, range(min(self.size, HEAD_LENGTH)), self.size)))
+        self._note_head(self._first(order))
         if self.round_up:
             end += -max(0, self.size - begin) % self.world_size
         return items_at(order, range(begin + self.rank, end, self.world_size), self.size)
@@ -241,18 +249,28 @@ class InfiniteSampler(OrderSampler):
         computed: bool | None = None,
     ) -> None:
         super().__init__(dataset, shuffle, seed, False, shard, computed)
+        self._epoch_of_head = -1
         if self.size == 0:
             raise ConfigError(
                 f"`dataset` must have at least one sample, but has none (rank {self.rank} of {self.world_size})"
             )
 
     def __iter__(self) -> Iterator[int]:
-        position = self._take_begin() + self.rank
+        begin = self._take_begin()
+        self._epoch_of_head = begin // self.size
+        self._note_head(self._first(self.order_of(self._epoch_of_head)))
+        position = begin + self.rank
         while True:
             epoch, offset = divmod(position, self.size)
             positions = range(offset, self.size, self.world_size)
             yield from items_at(self.order_of(epoch), positions, self.size)
             position += len(positions) * self.world_size
+
+    def head_of(self, epoch: int) -> list[int]:
+        """Return the first samples of the order of an epoch, which the pass goes through among others."""
+        if epoch != self._epoch_of_head:
+            self._epoch_of_head, self.head = epoch, self._first(self.order_of(epoch))
+        return self.head
 
 
 class WorkerSeeds(torch.Generator):
@@ -424,8 +442,8 @@ class ShardedSampler(ShardingSampler):
                 items = islice(self.sampler, None)  # `iter` of it does not begin anew, as that of a sampler may
 
         def draw(count: int) -> list[Any]:
-            with drawing():
-                return list(islice(items, count))
+            with drawing():  # a batch sampler may fill one list again and again
+                return [copy.copy(item) if isinstance(item, list) else item for item in islice(items, count)]
 
         return draw
 

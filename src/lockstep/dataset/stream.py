@@ -57,12 +57,14 @@ class Begin(NamedTuple):
             worker, as each goes through the whole stream.
         batches: the number of batches that this rank has taken since; a stream that splits itself begins after these.
         workers: the position of each worker that made one of these batches, by its number.
+        turn: the number of the worker after the one that made the last of them.
     """
 
     position: int = 0
     furthest: Mapping[str, Any] | None = None
     batches: int = 0
     workers: Mapping[str, Mapping[str, Any]] = {}
+    turn: int = 0
 
 
 _BEGINNING = Begin()
@@ -168,7 +170,7 @@ class StreamShard(IterableDataset[Any]):
         self._head, self._random = [], {}
         state = begin.furthest if self.splits_samples else begin.workers.get(str(own))
         # The loader begins at worker 0. Where a stream that splits itself goes on, it may be another one's turn.
-        waits = own < begin.batches % workers
+        waits = own < begin.turn % workers
         turn = [_NO_SAMPLE] * (self.batch_size if waits else 0)
         if not self.compares and not self._asks_for_parts:
             self._open(state, workers)
@@ -287,8 +289,11 @@ class StreamLoader(DataLoader[Any]):
             if is_other(worker_head, head):
                 raise streams_differ(self.dataset.dataset, "between its workers")
             head = self.head = max(head, worker_head, key=len)
-            batches_taken, workers = self._at.batches + 1, {**self._at.workers, **positions}
-            self._at = self._at._replace(batches=batches_taken, workers=workers)
+            self._at = self._at._replace(
+                batches=self._at.batches + 1,
+                workers={**self._at.workers, **positions},
+                turn=max((int(worker) + 1 for worker in positions), default=0),  # there is one, or none if it can't say
+            )
             yield batch
         self._at = _BEGINNING
 
@@ -331,8 +336,9 @@ class StreamLoader(DataLoader[Any]):
             else state
             for worker, state in workers.items()
         }
+        at = self._at
         return {
-            "begin": self._at.position, "batches": self._at.batches, "workers": workers, "layout": self._layout()
+            "begin": at.position, "batches": at.batches, "workers": workers, "turn": at.turn, "layout": self._layout()
         }  # fmt: skip
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -359,7 +365,8 @@ class StreamLoader(DataLoader[Any]):
                 "and `load_state_dict`, or take and discard as many batches"
             )
         workers = {str(worker): state for worker, state in state_dict["workers"].items()}
-        self._at = self._begin = Begin(batches=batches, workers=workers)
+        turn = state_dict.get("turn", batches)  # states of former versions have none: as if no worker had ended
+        self._at = self._begin = Begin(batches=batches, workers=workers, turn=turn)
 
     def _layout(self) -> list[int]:
         return [*self.dataset.shard, max(1, self.num_workers), self.dataset.batch_size]

@@ -214,11 +214,15 @@ class EMAHook(Hook):
             average_buffers(alike_on_all(self.ema_model.module).values())
 
     def _weights(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield name, average and value of each tensor that is averaged, tied ones under each of their names."""
+        """Yield name, average and value of each tensor that is averaged, tied ones under each of their names.
+
+        A buffer that the model has extended since, such as a table for longer inputs, has no average.
+        """
         reshard(self.src_model)  # after a forward pass without a backward pass
         averaged = dict(self._tensors_of(self.ema_model.module))
         for name, trained in self._tensors_of(self.src_model):
-            yield name, averaged[name], trained
+            if trained.shape == averaged[name].shape:
+                yield name, averaged[name], trained
 
     def _tensors_of(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from model.named_parameters(remove_duplicate=False)

@@ -145,8 +145,7 @@ class LoggerHook(Hook):
 
     def before_train(self, runner: TrainRun) -> None:
         """Start to measure this rank's own work, and its wait for others."""
-        hub = runner.message_hub
-        hub.max_length = max(hub.max_length, self.interval)  # a record is a mean over all of its iterations
+        runner.message_hub.keep(self.interval)  # a record is a mean over all of its iterations
         self._taken.clear()
         self._take(runner)  # of the run that this one goes on from
         if runner.rank == 0 and runner.resume_from is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
+from numbers import Real
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -28,6 +29,26 @@ def require_whole(name: str, value: object) -> None:
         )
 
 
+def require_scalar(name: str, value: object) -> None:
+    """Refuse what is no number and no tensor of one element.
+
+    Raises:
+        TypeError: it is neither, or a `DTensor` of which each rank has a part.
+    """
+    is_scalar = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
+    if not is_scalar and getattr(value, "size", None) != 1:  # an array of numpy
+        what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise TypeError(f"`{name}` must be a number or a scalar tensor to be recorded, but is {what}")
+    require_whole(name, value)
+
+
+def _whole(value: Scalar) -> Scalar:
+    """Return a value as a plain tensor or a number: torch lists the numbers of no `DTensor`."""
+    require_whole("value", value)
+    own: Scalar = value.to_local() if hasattr(value, "to_local") else value
+    return own
+
+
 def read_scalars(values: Iterable[Scalar]) -> list[float]:
     """Convert numbers and one-element tensors to numbers, with one read of an accelerator for each dtype."""
     return start_reading(values)()
@@ -39,7 +60,7 @@ def start_reading(values: Iterable[Scalar]) -> Callable[[], list[float]]:
     Tensors of an accelerator are copied to the host behind the work that is queued there now. A call of the function an
     iteration later waits for that work only, and not for what has been queued since.
     """
-    values = list(values)
+    values = list(map(_whole, values))
     read: dict[int, float] = {}
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # a common dtype might round a value
     for value in values:
@@ -140,7 +161,7 @@ class MessageHub:
         name: the hub's name.
 
     Attributes:
-        max_length: the maximum number of values of a history that begins.
+        max_length: the maximum number of values of a history.
     """
 
     _current: ClassVar[MessageHub | None] = None
@@ -165,6 +186,12 @@ class MessageHub:
         """Return the hub with this name that this method has created, or a new one."""
         return cls._named.setdefault(name, cls(name))
 
+    def keep(self, count: int) -> None:
+        """Let all histories, also those that have begun, keep at least their last `count` values."""
+        self.max_length = max(self.max_length, count)
+        for history in self._scalars.values():
+            history.values = deque(history.values, self.max_length)
+
     def make_current(self) -> None:
         """Let `get_current_instance` return this hub from now on."""
         MessageHub._current = self
@@ -184,18 +211,19 @@ class MessageHub:
 
         Args:
             key: the name of the history.
-            value: a number or a tensor of one element.
+            value: a number or a tensor of one element, of which a copy is kept, without its graph: it is read later,
+                when it may have been written again.
             count: from MMEngine; has no effect, because each value counts once.
             resumed: from MMEngine; has no effect, because a resumed run starts new histories.
 
         Raises:
-            TypeError: it is a `DTensor` of which each rank has a part.
+            TypeError: it is neither, or a `DTensor` of which each rank has a part.
         """
-        require_whole(key, value)
+        require_scalar(key, value)
         history = self._scalars.get(key)
         if history is None:
             history = self._scalars[key] = HistoryBuffer(self.max_length)
-        history.update(value)
+        history.update(value.detach().clone() if isinstance(value, Tensor) else float(value))
 
     def update_scalars(self, log_dict: Mapping[str, Any], resumed: bool = True) -> None:
         """Add one value to each of several histories; a value may be a dict with the key `value`."""

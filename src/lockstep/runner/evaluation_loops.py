@@ -168,14 +168,14 @@ class EvalLoop:
             moved = runner.to_device(data_batch)
             begin_compiled_step()
             with autocast:  # not around metrics and hooks, whose own products would also be in half precision
-                predicted = step(moved)
-            if not batch.is_own:  # the other ranks needed this rank's forward pass
-                continue
-            outputs = kept_outputs(predicted)
-            if runner.data_shard.is_first:
-                evaluator.begin_batch(int(batch.samples), batch.indices)
-                evaluator.process(data_samples=outputs, data_batch=data_batch)
-            runner.call_hook(f"after_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
+                outputs = step(moved)
+            if batch.is_own:  # else the other ranks needed this rank's forward pass
+                outputs = kept_outputs(outputs)
+                if runner.data_shard.is_first:
+                    evaluator.begin_batch(int(batch.samples), batch.indices)
+                    evaluator.process(data_samples=outputs, data_batch=data_batch)
+                runner.call_hook(f"after_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
+            del moved, outputs  # before the next forward pass: logits may fill a device
 
     @property
     def _may_stop(self) -> bool:

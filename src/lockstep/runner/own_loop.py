@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from numbers import Real
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ from lockstep.device import get_device
 from lockstep.dist.agreement import differing
 from lockstep.errors import ConfigError, Preempted, listed
 from lockstep.evaluator.evaluator import plain_value
-from lockstep.logging.meters import require_whole
+from lockstep.logging.meters import require_scalar
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.compiling import begin_compiled_step
 from lockstep.model.shards import own_shard
@@ -270,11 +269,7 @@ class OwnLoop(TrainLoop):
     def log(self, values: Mapping[str, Any]) -> None:
         """Add values to the record of the present iteration."""
         for name, value in values.items():
-            is_scalar = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
-            if not is_scalar:
-                what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-                raise TypeError(f"`{name}` must be a number or a scalar tensor to be recorded, but is {what}")
-            require_whole(name, value)
+            require_scalar(name, value)
             self._values[name] = value.detach().clone() if isinstance(value, Tensor) else float(value)
 
     def log_metrics(self, metrics: dict[str, Any]) -> None:

@@ -182,7 +182,7 @@ class EvenBatches:
             "unit": None if order is None else order.unit,
             "total": None if order is None else order.total,
             "global_batch": None if order is None else order.global_batch,
-            "head": head_of(self._loader) if batches else [],
+            "head": head_of(self._loader, epoch) if batches else [],
             "layout": self._layout,
             "held_by": self._shards.index(order.shards - 1) if order is not None and self._is_stream else None,
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar, TypeAlias
 
@@ -55,8 +55,8 @@ class Strategy(ABC):
         Args:
             model: the user's module, or the config of one; a module that is already wrapped is used unchanged.
             optim_wrapper: an optim wrapper, an optimizer, or the config of an optim wrapper; None to evaluate only.
-            compile: compile the model, or the parts of it that the strategy names; a dict gives arguments for
-                `torch.compile`.
+            compile: compile the model, or the parts of it that the strategy names, or the whole of one that is already
+                wrapped; a dict gives arguments for `torch.compile`.
 
         Returns:
             The model to train and to validate, and its optim wrapper or None.
@@ -165,6 +165,8 @@ def build_strategy(strategy: Strategy | Mapping[str, Any] | str | None) -> Strat
         return strategy
     if strategy is None:
         strategy = "single" if get_world_size() == 1 else "ddp"
+    if not isinstance(strategy, str | Mapping):
+        raise wrong_type("strategy", "a Strategy, a name or a config dict", strategy)
     cfg = {"type": strategy} if isinstance(strategy, str) else dict(strategy)
     converters = cfg.pop("converters", ())
     if "compile" in cfg:
@@ -177,8 +179,8 @@ def build_strategy(strategy: Strategy | Mapping[str, Any] | str | None) -> Strat
     return built
 
 
-def _build_converters(converters: Iterable[Any]) -> list[Converter]:
-    if isinstance(converters, str | Mapping):
+def _build_converters(converters: Any) -> list[Converter]:
+    if not isinstance(converters, list | tuple):
         raise wrong_type("converters", "a list of converters", converters)
     built: list[Converter] = []
     for converter in converters:

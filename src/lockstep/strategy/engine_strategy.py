@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.device import get_device
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, listed
 from lockstep.model import is_model_wrapper
 from lockstep.model.shards import gather_full
 from lockstep.strategy.base import ModelState, OptimState, Strategy, refuse_meta
@@ -53,7 +53,10 @@ class EngineState:
         present = self._own_state()
         missing, surplus = sorted(present.keys() - state.keys()), sorted(state.keys() - present.keys())
         if missing or surplus:
-            raise ConfigError(f"the model's state must fit the model, but lacks {missing} and has {surplus} besides")
+            raise ConfigError(
+                f"the model's state must fit the model, but lacks [{listed(missing)}] and has [{listed(surplus)}] "
+                "besides. Load the state of this model"
+            )
         rest: dict[str, Any] = {}
         for name in sorted(present):  # the same order on every rank
             value = gather_full(state[name])

@@ -20,7 +20,6 @@ from lockstep.registry import VISUALIZERS
 from lockstep.visualization.files import as_picture, png_bytes
 from lockstep.visualization.library import LibraryVisualizer, with_suffix
 
-_PARAMS_PER_CALL = 100  # MLflow's own limit
 _LONGEST_PARAM = 500
 _STEP = "global_step"
 
@@ -98,9 +97,7 @@ class MLflowVisualizer(LibraryVisualizer):
         client = self.opened
         client.log_text(self._run_id, config.pretty_text, "config.py")
         values = {_name_in_mlflow(key): str(value)[:_LONGEST_PARAM] for key, value in leaves(plain_data(config))}
-        params = [Param(key, value) for key, value in values.items()]
-        for begin in range(0, len(params), _PARAMS_PER_CALL):
-            client.log_batch(self._run_id, params=params[begin : begin + _PARAMS_PER_CALL])
+        client.log_batch(self._run_id, params=[Param(key, value) for key, value in values.items()])
 
     def _end(self, client: Any, *, failed: bool) -> None:
         client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
@@ -144,8 +141,8 @@ class WandbVisualizer(LibraryVisualizer):
         self._log(self.opened, {name: self._as_text(text)}, step)
 
     def add_config(self, config: Config) -> None:
-        """Log the values of the config."""
-        self.opened.config.update(plain_data(config))
+        """Log the values of the config, in place of others that a resumed run of W&B, or its own `config`, has."""
+        self.opened.config.update(plain_data(config), allow_val_change=True)
 
     def _log(self, run: Any, values: Mapping[str, Any], step: int) -> None:
         run.log({**values, _STEP: step})
@@ -179,6 +176,10 @@ class TrackioVisualizer(WandbVisualizer):
     def open(self, run_dir: Path) -> None:
         """Start a run of Trackio."""
         self._init(run_dir)
+
+    def add_config(self, config: Config) -> None:
+        """Log the values of the config."""
+        self.opened.config.update(plain_data(config))
 
     def _log(self, run: Any, values: Mapping[str, Any], step: int) -> None:
         run.log(dict(values), step=step)

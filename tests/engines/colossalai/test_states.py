@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_refused():
     state["param_groups"].append({**state["param_groups"][0], "params": ["head.weight"]})
     with pytest.raises(ConfigError, match=r"which has 2, but 'head.weight', 'places' are in one group here"):
         training.strategy.load_state(optim_state=state)
-    with pytest.raises(ConfigError, match=r"must fit the model, but lacks \['head.weight'\] and has \[\] besides"):
+    with pytest.raises(ConfigError, match=r"must fit the model, but lacks \[head.weight\] and has \[\] besides"):
         training.strategy.load_state(
             {name: value for name, value in training.state()["model"].items() if "head" not in name}
         )
