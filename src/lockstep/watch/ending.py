@@ -42,8 +42,11 @@ def end_watch() -> DistError | None:
 
 
 def raised_error() -> BaseException | None:
-    """Return the error with which this process ends, or that is being handled."""
-    return sys.exception() or getattr(sys, "last_value", None)
+    """Return the error with which this process ends, or that is being handled.
+
+    At a prompt, as in a notebook, the last error does not end the process.
+    """
+    return sys.exception() or (None if hasattr(sys, "ps1") else getattr(sys, "last_value", None))
 
 
 def _failure_of_devices(watch: Watch) -> DistError | None:
