@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -30,7 +31,12 @@ def start() -> Start:
         pipe: Any = subprocess.PIPE
         return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env | more)
 
-    finish(start(HERE / "sim.py"))
+    Path(built).mkdir(parents=True, exist_ok=True)
+    with open(Path(built, "building"), "w") as building:
+        # A process that is killed gives this lock back, but not torch's own, for which the next build would wait.
+        fcntl.flock(building, fcntl.LOCK_EX)
+        Path(built, "lockstep_sim", "lock").unlink(missing_ok=True)
+        finish(start(HERE / "sim.py"))
     return start
 
 
