@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from warnings import catch_warnings, filterwarnings
 
 import pytest
 import torch
@@ -100,7 +101,10 @@ def _first_step(block: type[nn.Module], plan: dict[str, str], **options: Any) ->
     torch.manual_seed(0)
     strategy = FSDPStrategy(tensor_parallel={"degree": 2, "plan": plan}, **options)
     model, optimizer = strategy.prepare(Model(block), {"optimizer": {"type": "SGD", "lr": 0.1}})
-    loss = model(torch.randn(2, 5, WIDTH))
+    with catch_warnings():
+        # What FSDP says of layers of DTensor that are units.
+        filterwarnings("ignore", ".* returned a view tensor", UserWarning)
+        loss = model(torch.randn(2, 5, WIDTH))
     optimizer.update_params(loss)
     return float(loss.detach())
 
@@ -114,18 +118,20 @@ PLAN = {"blocks.*.[qkv]": "colwise", "blocks.*.o": "rowwise"}
 UNITS = [
     {},
     {"auto_wrap_policy": ["NormedHeads"]},
+    {"auto_wrap_policy": ["RMSNorm"]},
     {"activation_checkpointing": ["NormedHeads"]},
 ]
+UNIT_IDS = ["whole", "units", "units-inside", "recomputing"]
 
 
-@pytest.mark.parametrize("options", UNITS, ids=["whole", "units", "recomputing"])
+@pytest.mark.parametrize("options", UNITS, ids=UNIT_IDS)
 @ranks(2)
 def test_a_plan_that_keeps_every_gradient_whole_is_taken(options: dict):
     plan = {**PLAN, "blocks.*.norm": "replicated_with_grad_allreduce"}
     assert _first_step(NormedHeads, plan, **options) == pytest.approx(_alone(NormedHeads), rel=1e-5)
 
 
-@pytest.mark.parametrize("options", UNITS, ids=["whole", "units", "recomputing"])
+@pytest.mark.parametrize("options", UNITS, ids=UNIT_IDS)
 @ranks(2)
 def test_a_weight_with_the_gradient_of_some_heads_is_refused(options: dict):
     with pytest.raises(
@@ -141,6 +147,18 @@ def test_a_module_that_returns_something_else_is_refused(block: type[nn.Module],
     options = {"auto_wrap_policy": [block.__name__]} if are_units else {}
     with pytest.raises(ConfigError, match=rf"split `blocks\.0` so that it returns.* {block.__name__} may divide"):
         _first_step(block, PLAN, **options)
+
+
+@ranks(2)
+def test_layers_that_are_units_themselves_are_split():
+    plan = {**PLAN, "blocks.*.norm": "replicated_with_grad_allreduce"}
+    assert _first_step(NormedHeads, plan, auto_wrap_policy=["Linear"]) == pytest.approx(_alone(NormedHeads), rel=1e-5)
+
+
+@ranks(2)
+def test_a_module_whose_layers_are_units_is_tried():
+    with pytest.raises(ConfigError, match=r"must split `blocks\.0` so that it returns"):
+        _first_step(Fused, PLAN, auto_wrap_policy=["Linear"])
 
 
 @ranks(2)

@@ -75,7 +75,7 @@ class TensorParallel:
             ConfigError: a parameter that several modules share would be split in different ways.
         """
         modules = list(unit.modules())
-        self._trial.copy(unit)
+        self._trial.copy()
         for module in modules:
             style = self._styles.pop(module, None)
             if style is not None:
@@ -136,8 +136,8 @@ class PlanTrial:
 
     These are not tried: modules inside compiled ones; modules that have a `forward` of the instance's own, share
     parameters, need half precision, draw random numbers or can't be copied; modules that get or return only parts, as
-    under plans that split the sequence; layers that only the whole model encloses; and models whose `forward` is never
-    called.
+    under plans that split the sequence; modules with buffers on the meta device in which a layer is a unit of its own;
+    layers that only the whole model encloses; and models whose `forward` is never called.
 
     Args:
         model: its first forward pass with gradients ends the trial.
@@ -155,14 +155,13 @@ class PlanTrial:
         self._regions = _regions_of(model, styles)
         self._hooks = [model.register_forward_hook(self._end)]
 
-    def copy(self, part: nn.Module) -> None:
-        """Copy the modules of each kind that are in a part of the model, which has values and is not split yet."""
-        inside = set(part.modules())
+    def copy(self) -> None:
+        """Copy one module of each kind, whose buffers have values, before it or a layer in it is split or sharded."""
         for region in self._regions:
             module = self._model.get_submodule(region.name)
-            if region.copy is not None or module not in inside or self._runs_compiled(region.name):
+            if region.copy is not None or self._runs_compiled(region.name):
                 continue
-            if _may_be_copied(module):
+            if not any(buffer.is_meta for buffer in module.buffers()) and _may_be_copied(module):
                 with suppress(Exception):  # whatever it needs to be copied is not known here
                     region.copy = _without_weights(module)
                     self._hooks.append(module.register_forward_pre_hook(_input_recorder(region), with_kwargs=True))

@@ -248,7 +248,10 @@ class Consistency:
             if not isinstance(parameter_at(site), DTensor)
         }
         for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and (name := names.get(leaf.untyped_storage().data_ptr())):
+            # A layer that tensor parallelism splits returns a DTensor here, which has no storage of its own.
+            if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
+                continue
+            if name := names.get(leaf.untyped_storage().data_ptr()):
                 raise ConfigError(
                     f"`{self._units[module]}` must not return its parameter `{name}`, nor a view of it, because FSDP "
                     f"frees what it has gathered for a unit when the unit's forward pass ends ({this_rank()}). Return "
