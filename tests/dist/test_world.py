@@ -344,3 +344,16 @@ def test_a_device_that_two_others_share_is_told_on_every_rank_of_their_node(monk
     rank_0: Any = SimpleNamespace(rank=0, world_size=3, node_rank=0, local_rank=0, local_size=3)
     with pytest.raises(TopologyError, match="the local ranks 1, 2 share one with another"):
         _refuse_shared(torch.device("cpu", 0), rank_0, store)
+
+
+@pytest.mark.parametrize(("count", "told"), [(1, b""), (2, b"0 ")])
+def test_a_device_that_a_rank_sees_alone_is_not_told_by_its_number(
+    count: int, told: bytes, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("NCCL_HOSTID", "")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    store = HashStore()
+    store.set("device/0/1", "")
+    rank_0: Any = SimpleNamespace(rank=0, world_size=2, node_rank=0, local_rank=0, local_size=2)
+    _refuse_shared(torch.device("cpu", 0), rank_0, store)
+    assert store.get("device/0/0") == told

@@ -317,8 +317,10 @@ def _refuse_shared(device: torch.device | None, topology: Topology, store: Store
     uuid = ""
     if device is not None:
         properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(device)
-        # A device that does not say which it is may be shared. NCCL compares hosts, too, which its variable renames.
-        uuid = f"{getattr(properties, 'uuid', None) or device.index} {os.environ.get('NCCL_HOSTID', '')}"
+        # One that does not say which it is may be shared, unless the launcher shows each rank another one alone. NCCL
+        # compares hosts, too, which its variable renames.
+        which = getattr(properties, "uuid", None) or (str(device.index) if torch.accelerator.device_count() > 1 else "")
+        uuid = which and f"{which} {os.environ.get('NCCL_HOSTID', '')}"
     keys = [f"device/{topology.node_rank}/{local_rank}" for local_rank in range(topology.local_size)]
     store.set(keys[topology.local_rank], uuid)
     found = [store.get(key).decode() for key in keys]
