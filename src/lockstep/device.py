@@ -156,6 +156,16 @@ def seconds_between(first: Moment, second: Moment) -> float:
         return float("nan")
 
 
+def identity_of(device: torch.device) -> str:
+    """Return what tells an accelerator, by its number, from others of this host; "" if it is not known.
+
+    A launcher may show each rank one device alone: without a UUID, all of these have the number 0.
+    """
+    properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(device)
+    number = str(device.index) if torch.accelerator.device_count() > 1 else ""
+    return str(getattr(properties, "uuid", None) or number)
+
+
 def can_pin_memory() -> bool:
     """Return whether torch's loaders can put batches into pinned memory, from which an accelerator copies by itself."""
     accelerator = _accelerator()

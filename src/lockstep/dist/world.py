@@ -20,7 +20,7 @@ import torch.distributed as torch_dist
 from torch.distributed import Store
 
 from lockstep import groups
-from lockstep.device import get_device
+from lockstep.device import get_device, identity_of
 from lockstep.dist.consistency import CheckMode, check_collectives, check_mode
 from lockstep.dist.rendezvous import await_all, is_one_node, meet
 from lockstep.dist.validate import NOT_GIVEN, either, is_int
@@ -315,12 +315,8 @@ def _refuse_shared(device: torch.device | None, topology: Topology, store: Store
         TopologyError: on all ranks of the node, if two of them share a device.
     """
     uuid = ""
-    if device is not None:
-        properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(device)
-        # One that does not say which it is may be shared, unless the launcher shows each rank another one alone. NCCL
-        # compares hosts, too, which its variable renames.
-        which = getattr(properties, "uuid", None) or (str(device.index) if torch.accelerator.device_count() > 1 else "")
-        uuid = which and f"{which} {os.environ.get('NCCL_HOSTID', '')}"
+    if device is not None and (which := identity_of(device)):
+        uuid = f"{which} {os.environ.get('NCCL_HOSTID', '')}"  # NCCL compares hosts, too, which its variable renames
     keys = [f"device/{topology.node_rank}/{local_rank}" for local_rank in range(topology.local_size)]
     store.set(keys[topology.local_rank], uuid)
     found = [store.get(key).decode() for key in keys]

@@ -333,12 +333,13 @@ def device_of_rank() -> dict[str, str]:
     """Return the device of this rank: what it is called, and what tells it from others on the same host."""
     import torch
 
+    from lockstep.device import identity_of
+
     if not torch.accelerator.is_available():
         return {"device": "cpu", "id": "", "name": ""}
     kind = torch.accelerator.current_accelerator()
     index = torch.accelerator.current_device_index()
     module: Any = torch.get_device_module(kind)
     named = str(getattr(module, "get_device_name", lambda _: kind)(index))
-    properties = getattr(module, "get_device_properties", lambda _: None)(index)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return {"device": f"{kind}:{index}", "id": str(getattr(properties, "uuid", f"{visible} {index}")), "name": named}
+    device = torch.device(f"{kind}:{index}")
+    return {"device": str(device), "id": identity_of(device), "name": named}
