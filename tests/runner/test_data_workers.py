@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep import Runner
 from lockstep.evaluator import Accuracy
+from lockstep.runner.data_workers import let_workers_outlive_signals
 
 BEGIN = """
 import torch
@@ -52,6 +53,25 @@ def run(folder: Path, lines: str, *words: str, guarded: bool) -> subprocess.Comp
         [sys.executable, *words, "script.py"],
         cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
+
+
+class IgnoredSignals(Dataset):
+    """Says of some signals whether the worker ignores them."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> list[bool]:
+        return [signal.getsignal(number) is signal.SIG_IGN for number in (signal.SIGUSR1, signal.SIGUSR2)]
+
+
+def test_a_loader_that_another_runner_has_had_has_the_signals_of_the_last_one() -> None:
+    called = []
+    loader = DataLoader(IgnoredSignals(), batch_size=None, num_workers=1, worker_init_fn=called.append)
+    for names, ignored in (["SIGUSR1"], [True, False]), (["SIGUSR2"], [False, True]), ([], [False, False]):
+        let_workers_outlive_signals(loader, names)
+        assert list(loader) == [ignored]
+    assert loader.worker_init_fn == called.append
 
 
 LAUNCHED = ("-m", "lockstep", "launch", "--nproc", "2")

@@ -265,8 +265,7 @@ def build_loader(mode: Literal["train", "val", "test"], loader: Any, space: Work
             error.add_note(f"while building `{mode}_dataloader{name and f'[{name!r}]'}`")
             raise
         end_workers_at_exit()
-        if space.args.stop_signals:
-            let_workers_outlive_signals(built, space.args.stop_signals)
+        let_workers_outlive_signals(built, space.args.stop_signals)
         several[name] = built
     if "" in several:
         return several[""]

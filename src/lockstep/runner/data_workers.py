@@ -19,11 +19,17 @@ _SECONDS_TO_END = (0.1, 0.5, 1.0)  # of workers, after a SIGTERM each
 
 
 def let_workers_outlive_signals(loader: Any, names: Iterable[str]) -> None:
-    """Let the workers of a `DataLoader` outlive signals that are sent to all processes of a job, as Slurm does."""
-    if isinstance(loader, DataLoader) and getattr(loader.worker_init_fn, "func", None) is not _init_worker:
+    """Let the workers of a `DataLoader` outlive signals that are sent to all processes of a job, as Slurm does.
+
+    They take the place of those of another Runner that has had the loader before; without `names`, all end them.
+    """
+    if isinstance(loader, DataLoader):
+        init: Any = loader.worker_init_fn
+        if isinstance(init, partial) and init.func is _init_worker:
+            init = init.args[0]
         # An unknown name is refused where the training begins.
         numbers = tuple(number for name, number in signal.Signals.__members__.items() if name in names)
-        loader.worker_init_fn = partial(_init_worker, loader.worker_init_fn, numbers)
+        loader.worker_init_fn = partial(_init_worker, init, numbers) if numbers else init
 
 
 @cache

@@ -256,8 +256,7 @@ class Session:
         """
         run = self.run
         loader = build_dataloader(dataloader, seed=run.seed, evaluation=True, shard=run.data_shard[:2])
-        if run.args.stop_signals:
-            let_workers_outlive_signals(loader, run.args.stop_signals)
+        let_workers_outlive_signals(loader, run.args.stop_signals)
         return PreparedLoader(loader, partial(self._prepared().evaluation_batches, loader))
 
     def epochs(self, count: int) -> Iterator[int]:
