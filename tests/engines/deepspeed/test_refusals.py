@@ -53,6 +53,14 @@ def test_what_contradicts_itself_is_refused_when_the_strategy_is_made(arguments:
         DeepSpeedStrategy(**arguments)
 
 
+@pytest.mark.parametrize("given", ["images", 0])
+def test_one_input_to_half_is_given_in_a_list(given: Any):
+    with pytest.raises(
+        TypeError, match=rf"`inputs_to_half` must be a list of positions and names or None, but is {given!r}"
+    ):
+        DeepSpeedStrategy(bf16=True, inputs_to_half=given)
+
+
 def test_a_missing_installation_is_refused_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lockstep.strategy.deepspeed.strategy.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'lockstep-engine\[deepspeed\]'"):

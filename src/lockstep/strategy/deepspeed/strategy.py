@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lockstep.device import get_device
 from lockstep.dist import get_world_size
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, wrong_type
 from lockstep.optim import build_optim_wrapper
 from lockstep.registry import STRATEGIES
 from lockstep.strategy.base import OptimLike, Prepared
@@ -52,6 +52,7 @@ class DeepSpeedStrategy(EngineStrategy):
             longer has it.
 
     Raises:
+        TypeError: `inputs_to_half` is no list, such as one name.
         ConfigError: DeepSpeed is not installed, or settings contradict each other or cannot be supported correctly.
 
     **Source**: DeepSpeed 0.19, through `deepspeed.initialize`.
@@ -79,6 +80,8 @@ class DeepSpeedStrategy(EngineStrategy):
             raise ConfigError(
                 "`fp16` must not be enabled on the CPU, where DeepSpeed does not support it. Use bf16=True"
             )
+        if isinstance(inputs_to_half, str) or not isinstance(inputs_to_half, Iterable | None):
+            raise wrong_type("inputs_to_half", "a list of positions and names or None", inputs_to_half)
         self._inputs_to_half = None if inputs_to_half is None else list(inputs_to_half)
 
     def parallelize(self, model: nn.Module, optim_wrapper: OptimLike | None = None) -> Prepared:
