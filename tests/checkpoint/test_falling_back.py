@@ -14,6 +14,7 @@ from lockstep.checkpoint.search import POINTER_FILE, candidates
 from lockstep.dist import barrier, get_rank
 from lockstep.errors import CheckpointError
 from lockstep.hooks import Hook
+from lockstep.launch.worker import RESUME_SINCE
 from lockstep.runner import Runner
 from lockstep.testing import ranks
 
@@ -81,6 +82,18 @@ def test_where_no_other_is_whole_both_faults_are_said(tmp_path: Path) -> None:
         trained(tmp_path, 3, resume=True)
     log = max(tmp_path.glob("*/log.txt")).read_text()
     assert f"not resumed from: {first.run_dir}/epoch_1/rank_0.safetensors must have" in log
+
+
+def test_ranks_that_start_again_fall_back_although_resume_is_not_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = trained(tmp_path, 2)
+    changed(
+        first.run_dir / "epoch_2",
+        lambda content: content["state"]["ranks"]["0"]["random"]["python"].update(version=99),
+    )
+    monkeypatch.setenv(RESUME_SINCE, "1")
+    assert trained(tmp_path, 3).run.resume_from == first.run_dir / "epoch_1"
 
 
 def test_one_that_the_user_names_is_an_error(tmp_path: Path) -> None:
