@@ -202,7 +202,7 @@ def test_files_and_folders_behind_a_url_are_loaded() -> None:
 
 
 def test_a_url_without_a_checkpoint_cannot_be_resumed_from(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"must be a directory with manifest.json in it, but memory://x does not exi"):
+    with pytest.raises(ConfigError, match=r"`load_from` must be a checkpoint, .* but memory://x does not exist"):
         load("memory://x", tmp_path / "work", resume=True)
 
 

@@ -59,9 +59,9 @@ class BackgroundSaver:
         return self._job is not None and self._job.done()
 
     @property
-    def has_failed(self) -> bool:
-        """Whether that save has ended, and could not be written."""
-        return self._job is not None and self._job.done() and self._job.exception() is not None
+    def failure(self) -> BaseException | None:
+        """Why that save could not be written; None if it could, or has not ended."""
+        return self._job.exception() if self._job is not None and self._job.done() else None
 
     def start(
         self,
@@ -69,7 +69,7 @@ class BackgroundSaver:
         state: Mapping[str, Any],
         meta: Mapping[str, Any],
         last_of: Location | None = None,
-        when_failed: Callable[[], None] | None = None,
+        when_failed: Callable[[BaseException], None] | None = None,
     ) -> None:
         """Copy a state, and begin to write it; see `save_state` for the arguments.
 
@@ -78,7 +78,7 @@ class BackgroundSaver:
             state: the state, which may change as soon as this returns.
             meta: metadata.
             last_of: the work_dir, or the folder in the bucket, whose last checkpoint it becomes.
-            when_failed: called in the thread if the checkpoint could not be written.
+            when_failed: called in the thread with the error if the checkpoint could not be written.
 
         **Collective**: every rank, after `wait`.
 
@@ -148,7 +148,9 @@ class BackgroundSaver:
         return [self._memory[block][begin : begin + size] for (block, begin), size in zip(places, sizes, strict=True)]
 
 
-def _save(plan: Plan, exchange: StoreExchange, job: Future[None], when_failed: Callable[[], None] | None) -> None:
+def _save(
+    plan: Plan, exchange: StoreExchange, job: Future[None], when_failed: Callable[[BaseException], None] | None
+) -> None:
     """Write what is planned, in a thread of its own; `job` is done when it is complete, or has failed on any rank."""
     try:
         write_and_publish(plan, exchange)
@@ -157,8 +159,8 @@ def _save(plan: Plan, exchange: StoreExchange, job: Future[None], when_failed: C
         job.set_exception(error)
     except BaseException as error:  # the store is gone, and so is the job
         job.set_exception(Failure.of(error).raised(plan.failure))
-    if job.exception() is not None and when_failed is not None:
-        when_failed()
+    if (failure := job.exception()) is not None and when_failed is not None:
+        when_failed(failure)
 
 
 class StoreExchange:

@@ -72,8 +72,7 @@ class Saving:
             state, meta = self._state(save)
             with self._ending(save):
                 if async_save and run.agreement.is_open:  # else the ranks have no store that they can share
-                    when_failed = None if save.may_fail else partial(run.agreement.ask, _NOT_WRITTEN)
-                    self._background.start(save.directory, state, meta, last_of, when_failed)
+                    self._background.start(save.directory, state, meta, last_of, partial(self._stop_if_fatal, save))
                     self._pending = save
                 else:
                     save_state(save.directory, state, meta, last_of, self._planner)
@@ -95,8 +94,12 @@ class Saving:
         """Do what was to be done when the save in the background was complete, if it is. No collective."""
         # An error that ends the training is raised where all ranks have agreed to stop.
         save, background = self._pending, self._background
-        if save is not None and background.has_ended and (save.may_fail or not background.has_failed):
+        if save is not None and background.has_ended and not _is_fatal(save, background.failure):
             self.finish()
+
+    def _stop_if_fatal(self, save: Save, error: BaseException) -> None:
+        if _is_fatal(save, error):
+            self._run.agreement.ask(_NOT_WRITTEN)
 
     def finish(self) -> None:
         """Wait until the save in the background is complete.
@@ -183,7 +186,7 @@ class Saving:
             yield
         except OSError as error:
             ended(False)
-            if not save.may_fail or isinstance(error, DistError):  # a CollectiveTimeoutError is an OSError, too
+            if _is_fatal(save, error):
                 raise
             _logger.warning("%s. Training goes on without it, because of on_save_error='warn'", error)
         else:
@@ -193,6 +196,12 @@ class Saving:
                 self.saved_iter = save.iteration
             _logger.debug("saved %s", save.directory)
             ended(True)
+
+
+def _is_fatal(save: Save, error: BaseException | None) -> bool:
+    """Return whether an error of a save ends the training; with `may_fail`, one of the disk does not."""
+    is_of_disk = isinstance(error, OSError) and not isinstance(error, DistError)  # CollectiveTimeoutError is both
+    return error is not None and not (save.may_fail and is_of_disk)
 
 
 def _root_of(run: Any, directory: Location) -> Location:
