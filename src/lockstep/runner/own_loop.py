@@ -64,8 +64,7 @@ class OwnLoop(TrainLoop):
         self._counted = 0
         self._has_warned = self._has_warned_of_gather = False
         self._samples_to_gather = 0  # of all ranks' batches in a pass over evaluation data
-        self._counts_before: dict[str, Any] = {}  # of an epoch that is complete, but has not ended
-        self._body_of: dict[str, Any] = {}  # counts of the epoch whose batches are done, in the rest of its body
+        self._body_of: dict[str, Any] = {}  # in the rest of an epoch's body: the counts before the epoch was complete
         self._schedules_begun: set[tuple[int, str, int]] = set()  # when this epoch began
         self._has_stopped = False  # in a validation of the user's
         self._to_save: list[tuple[str | None, bool]] = []  # names, and whether in the background
@@ -165,7 +164,7 @@ class OwnLoop(TrainLoop):
             self._body_of = counts
             return
         # The user's code may step its schedules now, which the checkpoint of this epoch must have. It counts already.
-        self._counts_before = self._body_of = counts
+        self._body_of = counts
         self.iter = self.epoch_end or 0
         self._complete_epoch()
 
@@ -296,7 +295,7 @@ class OwnLoop(TrainLoop):
     def _counted_so_far(self) -> Iterator[None]:
         """Count the iteration that has made its step, and an epoch left by `break`, in what hooks save now."""
         before = {name: getattr(self, name) for name in ("iter", "epoch", "epoch_begin", "epoch_end", "_begin")}
-        if self._is_open and not self._is_stepping and not self._counts_before:
+        if self._is_open and not self._is_stepping and not self._body_of:
             self.iter = self.epoch_end or 0
             self._complete_epoch()
         elif self._is_uncounted and self.runner.optim_wrapper.inner_count > self._backward_passes:
@@ -411,8 +410,8 @@ class OwnLoop(TrainLoop):
         self._iterated, self._counted = False, count
 
     def _end_epoch(self) -> None:
-        vars(self).update(self._counts_before)
-        self._counts_before, self._body_of = {}, {}
+        vars(self).update(self._body_of)
+        self._body_of = {}
         self._save_requested()  # in an iteration that was left by `break`
         self._is_uncounted = False
         self._warn_of_missing_steps(f"epoch {self.epoch}")
