@@ -181,7 +181,7 @@ def test_a_state_that_does_not_fit_is_refused_by_name(stage: int):
     model, optim_wrapper = strategy.prepare(seeded(), optim_config())
     model.train_step(own_batches()[0], optim_wrapper)
     state = whole({"model": strategy.model_state(), "optimizer": strategy.optim_state()})
-    with pytest.raises(ConfigError, match=r"lacks \['head.weight'\] and has \['tail'\] besides"):
+    with pytest.raises(ConfigError, match=r"lacks \[head.weight\] and has \[tail\] besides"):
         strategy.load_state({**{k: v for k, v in state["model"].items() if k != "head.weight"}, "tail": X})
     with pytest.raises(
         ConfigError, match=r"`places` must have the shape of the model's, \(12, 16\), but has \(8, 4, 3\)"
