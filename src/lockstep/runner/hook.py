@@ -365,8 +365,10 @@ def _require_parameters(hook: Hook) -> None:
 
 def _warn_of_misspelt_points(hook: Hook) -> None:
     for name in dir(type(hook)):
-        close = [] if name in POINTS else get_close_matches(name, POINTS, n=1, cutoff=0.8)
-        if close and name.startswith(("before_", "after_")):
+        close = []
+        if name.startswith(("before_", "after_")) and name not in POINTS:
+            close = get_close_matches(name, POINTS, n=1, cutoff=0.8)
+        if close:
             hint = f"did you mean `{close[0]}`?"
         elif OF_LIGHTNING.fullmatch(name) or name in ("state_dict", "load_state_dict"):
             hint = "see docs/side-by-side.md for what Lightning's callbacks are here"
