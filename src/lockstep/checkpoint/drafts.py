@@ -24,7 +24,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 from lockstep.checkpoint.files import (
     MANIFEST_FILE,
@@ -45,7 +45,6 @@ DRAFT = re.compile(r"\.(?P<name>.+)\.draft\.(?P<pid>\d+)\.(?P<began>\d+)\.(?P<ho
 # to be seen of a file until all of it has been sent, so that a slow save leaves no other trace of life for long.
 _SECONDS_UNTIL_ABANDONED = 3600
 _SECONDS_UNTIL_ABANDONED_IN_A_BUCKET = 24 * 3600
-_Place = TypeVar("_Place", Path, RemotePath)
 
 
 class FolderDraft:
@@ -260,7 +259,7 @@ def _made_mark(directory: RemotePath) -> RemotePath:
     return mark
 
 
-def _marked_by(draft: _Place) -> _Place:
+def _marked_by(draft: Location) -> Location:
     owner = DRAFT.fullmatch(draft.name)
     assert owner is not None, "drafts and marks have such names"
     return draft.parent / owner["name"]
