@@ -61,8 +61,8 @@ class Strategy(ABC):
         Args:
             model: the user's module, or the config of one; a module that is already wrapped is used unchanged.
             optim_wrapper: an optim wrapper, an optimizer, or the config of an optim wrapper; None to evaluate only.
-            compile: compile the model, or the parts of it that the strategy names, or the whole of one that is already
-                wrapped; a dict gives arguments for `torch.compile`.
+            compile: compile the model, or the parts of it that the strategy names; a dict gives arguments for
+                `torch.compile`.
 
         Returns:
             The model to train and to validate, and its optim wrapper or None.
