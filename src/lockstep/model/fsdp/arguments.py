@@ -86,7 +86,8 @@ def read_sharding(strategy: Any, reshard_after_forward: bool | int | None) -> Sh
 def read_precision(precision: Precision | None) -> MixedPrecisionPolicy:
     """Return the policy for a policy, an older `MixedPrecision`, a dict of their arguments, or one dtype.
 
-    One dtype is used for parameters and activations; gradients are then reduced in float32.
+    One dtype is used for parameters and activations; gradients are then reduced in float32. The others mean what they
+    mean to torch, which reduces gradients in `param_dtype` unless a `reduce_dtype` is given.
     """
     if precision is None:
         return MixedPrecisionPolicy()
@@ -95,6 +96,10 @@ def read_precision(precision: Precision | None) -> MixedPrecisionPolicy:
     if isinstance(precision, str | torch.dtype):
         return MixedPrecisionPolicy(param_dtype=_dtype("mixed_precision", precision), reduce_dtype=torch.float32)
     if isinstance(precision, MixedPrecision):
+        # Its only name, by which users give it.
+        if (ignored := precision._module_classes_to_ignore) != MixedPrecision()._module_classes_to_ignore:
+            instead = "BatchNorm layers, and no others, keep their precision"
+            _warn_of_no_meaning("mixed_precision._module_classes_to_ignore", ignored, instead)
         precision = {name: value for name, value in vars(precision).items() if not name.startswith("_")}
     if not isinstance(precision, Mapping):
         raise wrong_type(
