@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from lockstep import dist
 from lockstep.dist import all_gather, get_rank, get_world_size, is_distributed
 from lockstep.model import MMFullyShardedDataParallel, checkpoint_activations, is_model_wrapper, unwrap_model
 from lockstep.model.fsdp.arguments import read_offload, read_precision, read_sharding
@@ -138,6 +140,21 @@ def test_ranks_train_together_as_one_process_alone(options):
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
     assert_close(trained(model), trained_alone())
+
+
+@ranks(4)
+def test_a_mesh_whose_groups_span_nodes_is_told_by_rank_0():
+    def said(node: int, **options: Any) -> list[str]:
+        with patch.object(dist, "get_node_rank", return_value=node), warned() as messages:
+            MMFullyShardedDataParallel(nn.Linear(4, 4), **options)
+        return messages
+
+    dealt, in_order = get_rank() % 2, get_rank() // 2
+    assert said(in_order, device_mesh=(2, 2)) == said(dealt, device_mesh=(1, 4)) == []
+    assert said(dealt, sharding_strategy="HYBRID_SHARD") == []
+    told = said(dealt, device_mesh=(2, 2))
+    assert len(told) == (get_rank() == 0)
+    assert all("groups of the axis dp_shard have ranks of several nodes" in one for one in told)
 
 
 @ranks(4)
