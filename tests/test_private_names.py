@@ -24,7 +24,7 @@ from torch.amp import GradScaler
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.fsdp import FSDPModule, ShardingStrategy
+from torch.distributed.fsdp import FSDPModule, MixedPrecision, ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -254,6 +254,9 @@ PRIVATE: dict[str, Private] = {
     "_lazy_init": Private(lambda: fsdp_state_has("_lazy_init"), ("model/fsdp/wrapper.py",)),
     "_HYBRID_SHARD_ZERO2": Private(
         lambda: "_HYBRID_SHARD_ZERO2" in ShardingStrategy.__members__, ("model/fsdp/arguments.py",)
+    ),
+    "_module_classes_to_ignore": Private(
+        lambda: "_module_classes_to_ignore" in vars(MixedPrecision()), ("model/fsdp/arguments.py",)
     ),
     # Optimizers.
     "_growth_tracker": Private(lambda: "_growth_tracker" in GradScaler("cpu").state_dict(), AMP),

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from operator import methodcaller
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple, TypeAlias
 
@@ -402,8 +403,8 @@ def write_bytes(file: IO[bytes], content: memoryview) -> None:
         file.write(content[begin : begin + _CHUNK])
 
 
-def unlink_all(locations: Iterable[RemotePath]) -> None:
-    """Remove remote files, several at a time."""
+def unlink_all(locations: Iterable[Location]) -> None:
+    """Remove files, several at a time."""
     with ThreadPoolExecutor(_REMOVED_AT_A_TIME) as pool:
-        for _ in pool.map(RemotePath.unlink, locations):
+        for _ in pool.map(methodcaller("unlink"), locations):
             pass

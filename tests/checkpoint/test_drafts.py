@@ -21,6 +21,7 @@ from lockstep.checkpoint import (
     save_state,
     verify,
 )
+from lockstep.checkpoint import drafts as drafts_module
 from lockstep.checkpoint import saving as saving_module
 from lockstep.checkpoint.drafts import FolderDraft, drafts_in, is_owned
 from lockstep.checkpoint.search import pointing
@@ -111,6 +112,7 @@ def test_a_kill_after_any_step_leaves_a_checkpoint(case: str, least: int, tmp_pa
         drafts = list(drafts_in(work_dir))
         assert len(drafts) <= 1
         assert remove_dead_drafts([work_dir]) == drafts
+        assert {len(list(one.iterdir())) for one in run.iterdir()} == {2}, after
         # What is left is in nobody's way.
         save_state(run / "epoch_2", {"model": {"w": torch.full((3000,), 4.0)}}, {}, last_of=work_dir)
         assert values(run / "epoch_2") == {4.0}
@@ -126,6 +128,23 @@ def test_a_save_has_not_failed_where_an_old_file_cannot_be_removed(tmp_path: Pat
     verify(directory)
     assert values(directory) == {2.0}
     assert find_last_checkpoint(tmp_path) == directory
+
+
+@pytest.mark.parametrize(("at", "value"), [(1, 1.0), (2, 1.0), (3, 2.0)])
+def test_a_save_that_fails_while_it_is_published_leaves_none_of_its_files(at: int, value: float, tmp_path: Path):
+    directory, calls = tmp_path / "epoch_1", []
+    save_state(directory, {"model": {"w": torch.full((3000,), 1.0)}}, {})
+
+    def fails(folder: Path) -> None:
+        calls.append(folder)
+        if len(calls) == at:
+            raise OSError(errno.EIO, "Input/output error")
+
+    with patch.object(drafts_module, "sync_folder", fails), pytest.raises(OSError, match="Input/output error"):
+        save_state(directory, {"model": {"w": torch.full((3000,), 2.0)}}, {})
+    assert values(directory) == {value}  # the third call comes when the new manifest has its place
+    assert len(list(directory.iterdir())) == 2
+    assert list(tmp_path.iterdir()) == [directory]
 
 
 def test_the_folder_above_need_not_be_readable():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,20 @@ def test_ranks_that_start_again_fall_back_although_resume_is_not_asked_for(
     )
     monkeypatch.setenv(RESUME_SINCE, "1")
     assert trained(tmp_path, 3).run.resume_from == first.run_dir / "epoch_1"
+
+
+def test_ranks_that_start_again_fall_back_beyond_their_job_if_resume_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier = trained(tmp_path, 1)
+    began = str(time.time())
+    first = trained(tmp_path, 2, resume=True)
+    changed(
+        first.run_dir / "epoch_2",
+        lambda content: content["state"]["ranks"]["0"]["random"]["python"].update(version=99),
+    )
+    monkeypatch.setenv(RESUME_SINCE, began)
+    assert trained(tmp_path, 3, resume=True).run.resume_from == earlier.run_dir / "epoch_1"
 
 
 def test_one_that_the_user_names_is_an_error(tmp_path: Path) -> None:

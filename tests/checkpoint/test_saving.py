@@ -17,6 +17,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
 
 from lockstep.checkpoint import layout, load_state, read_meta, read_shapes, save_state, verify
 from lockstep.checkpoint.manifest import BLOCK, ITEM_SIZES
@@ -83,6 +85,15 @@ def test_a_tensor_that_one_rank_cannot_give_is_an_error_on_every_rank(kind: type
     with lost if get_rank() == 1 else nullcontext(), pytest.raises(DistError, match=says):
         save_state(tmp_path / "state", {"model": {"w": torch.ones(2)}}, {})
     assert list(tmp_path.iterdir()) == []
+
+
+@ranks(2)
+def test_a_tensor_that_is_not_reduced_yet_is_refused_by_name(tmp_path: Path):
+    part = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Partial()])
+    with pytest.raises(
+        ConfigError, match=r"`model.w` must be reduced over ranks .* are \(Partial\(sum\),\)\. Save its"
+    ):
+        save_state(tmp_path / "state", {"model": {"v": torch.ones(1), "w": part}}, {})
 
 
 def test_a_tensor_of_another_kind_is_refused_by_name(tmp_path: Path):

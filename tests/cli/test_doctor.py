@@ -15,7 +15,7 @@ import pytest
 
 from lockstep.cli.doctor import Doctor
 from lockstep.cli.doctor.finding import Finding, print_table
-from lockstep.cli.doctor.over_ranks import _threads
+from lockstep.cli.doctor.over_ranks import _devices, _threads
 
 DOCTOR = (sys.executable, "-m", "lockstep", "doctor", "--json")
 _OF_LAUNCHERS = (
@@ -249,6 +249,15 @@ def test_ranks_that_are_alike(start):
     assert found["hosts over ranks"]["facts"]["hosts"] == [socket.gethostname()] * 2
 
 
+def test_a_device_is_shared_by_ranks_of_one_machine_whatever_it_is_called() -> None:
+    def found(*places: tuple[str, str]) -> Finding:
+        device = {"device": "cuda:0", "id": "0000:01", "name": "x"}
+        return _devices([{"host": host, "machine": machine, "device": device} for host, machine in places])
+
+    assert found(("localhost", "a"), ("localhost", "b")).status == "ok"
+    assert "ranks 0, 1 on one use the same cuda:0" in found(("one", "a"), ("two", "a")).text
+
+
 def test_tables_have_each_finding_and_remedy(lockstep):
     cores = len(os.sched_getaffinity(0))
     code, out, err = lockstep("doctor", "--nproc", "2", env={"COLUMNS": "200", "OMP_NUM_THREADS": str(cores)})
@@ -259,8 +268,8 @@ def test_tables_have_each_finding_and_remedy(lockstep):
     assert "Set OMP_NUM_THREADS=" in out
 
 
-def a_rank(host: str, cores: range, usable: float, threads: int) -> dict[str, object]:
-    return {"host": host, "cores": [*cores], "usable": usable, "threads": threads}
+def a_rank(host: str, cores: range, usable: float, threads: int, container: str = "") -> dict[str, object]:
+    return {"host": host, "container": container or host, "cores": [*cores], "usable": usable, "threads": threads}
 
 
 @pytest.mark.parametrize(
@@ -276,6 +285,15 @@ def a_rank(host: str, cores: range, usable: float, threads: int) -> dict[str, ob
         (
             [a_rank(name, range(2), 2.0, 1) for name in "aabb"],
             "a: 2 threads of 2 ranks on 2 cores\nb: 2 threads of 2 ranks on 2 cores",
+        ),
+        # Two machines of one name, and two containers of one machine: each has a quota of its own.
+        (
+            [a_rank("localhost", range(2), 2.0, 2, f"machine {n} localhost") for n in range(2)],
+            "localhost: 2 threads of 1 rank on 2 cores\nlocalhost: 2 threads of 1 rank on 2 cores",
+        ),
+        (
+            [a_rank("pod", range(64), 4.0, 4, f"machine pod.{n}") for n in range(2)],
+            "pod: 4 threads of 1 rank on 4 cores\npod: 4 threads of 1 rank on 4 cores",
         ),
         ([a_rank("h", range(0), 8.0, 4)] * 2, "h: 8 threads of 2 ranks on 8 cores"),
     ],

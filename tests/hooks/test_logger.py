@@ -41,6 +41,26 @@ def test_a_run_that_fails_keeps_the_record_that_was_under_way(tmp_path: Path):
         assert written(runner.run_dir) == [2, 4]
 
 
+class Counting(nn.Module):
+    """Returns a value of the name of a record's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.layer(x) - y).square().mean(), "iter": torch.tensor(0.5)}
+
+
+def test_a_value_of_the_name_of_a_place_does_not_replace_it(tmp_path: Path):
+    cfg = {"max_iters": 4}
+    hooks = [LoggerHook(interval=2)]
+    runner = make_runner(tmp_path, hooks, kind=Counting, default_hooks={"logger": None}, train_cfg=cfg)
+    with pytest.warns(UserWarning, match="a value called 'iter' is recorded as 'iter_', because"):
+        runner.train()
+    assert written(runner.run_dir) == [2, 4]
+
+
 class Reader(Hook):
     """Notes after each iteration which records are there."""
 

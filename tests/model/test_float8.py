@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,3 +105,15 @@ def test_what_no_device_or_torchao_has_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"compute capability 8\.9 or later, but this one has 8\.0 \(rank 0"):
         Float8()(Net())
     assert type(Float8(emulate=True)(Net()).head) is not nn.Linear
+
+
+@pytest.mark.parametrize(("name", "fits"), [("gfx90a:sramecc+:xnack-", False), ("gfx942:sramecc+:xnack-", True)])
+def test_a_device_of_amds_is_judged_by_its_architecture(name: str, fits: bool, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(gcnArchName=name))
+    monkeypatch.setattr(float8, "get_device", lambda: "cuda")
+    with (
+        nullcontext() if fits else pytest.raises(ConfigError, match=rf"gfx94\*, gfx95\*, gfx12\*, but .* is {name[:6]}")
+    ):
+        assert type(Float8()(Net()).head) is not nn.Linear

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 from lockstep.dist import get_world_size, init_dist
 from lockstep.errors import ConfigError
 from lockstep.model import compile_in_place
+from lockstep.model.fsdp import MMFullyShardedDataParallel
 from lockstep.runner import Runner
 from lockstep.strategy import FSDPStrategy, build_strategy
 from lockstep.testing import ranks, run_ranks
@@ -74,6 +75,18 @@ def test_what_is_compiled_trains_alike_and_keeps_its_names(case: str, tmp_path: 
         assert losses == pytest.approx(alone, rel=0, abs=1e-5)
         assert graphs == 1  # of the model, or of one block for all
         assert names == sorted(Heads().state_dict())
+
+
+def wrapped_by_hand() -> nn.Module:
+    return MMFullyShardedDataParallel(Heads(), auto_wrap_policy=["Block"])
+
+
+def test_the_blocks_of_a_model_that_its_user_has_wrapped_are_compiled(tmp_path: Path):
+    alone, _ = run_ranks(1, train_by_hand, 1, True, Heads)[0]
+    losses, graphs, names = run_ranks(2, trained, tmp_path, "fsdp", TRACED, 1, wrapped_by_hand)[0]
+    assert losses == pytest.approx(alone, rel=0, abs=1e-5)
+    assert graphs == 1
+    assert names == sorted(Heads().state_dict())
 
 
 def resumed(work_dir: Path, strategy: str, compile_: Any) -> tuple[list[float], int, list[str]]:

@@ -111,6 +111,25 @@ def test_a_runner_converts_its_model(tmp_path: Path):
     assert isinstance(runner.model.first, LowRank)
 
 
+def test_what_has_converted_a_model_does_not_convert_it_again(caplog: pytest.LogCaptureFixture):
+    def wrapped(model: nn.Module) -> nn.Module:
+        return nn.Sequential(model)
+
+    def prepared(model: nn.Module, *converters: object) -> nn.Module:
+        return build_strategy({"type": "single", "converters": [*converters]}).prepare(model)[0]
+
+    model, config = Net(), {"type": "LoRA", "rank": 1}
+    first = prepared(model, config, wrapped)
+    second = prepared(model, dict(config), wrapped)  # as for a Runner that tests what another one has trained
+    assert second is first
+    assert prepared(first, config) is first
+    assert isinstance(model.first.layer, nn.Linear)
+    assert not caplog.messages
+    assert isinstance(prepared(model, lambda model: nn.Sequential(model)), nn.Sequential)
+    assert "Net has been converted by [" in caplog.text
+    assert "and is converted by <function" in caplog.text
+
+
 def test_what_is_no_converter_is_refused():
     for alone in ("LoRA", LoRA(2)):
         with pytest.raises(TypeError, match="`converters` must be a list of converters"):

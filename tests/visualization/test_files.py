@@ -104,6 +104,16 @@ def test_csv_files(tmp_path: Path):
     assert read_table(tmp_path / "val.csv") == [{"step": "20", "accuracy": "75.0"}]
 
 
+def test_a_value_of_the_name_of_a_step_does_not_replace_it(tmp_path: Path):
+    for shown in (CsvVisualizer(), LocalVisualizer()):
+        shown.open(tmp_path)
+        with pytest.warns(UserWarning, match="a value called 'step' is recorded as 'step_'"):
+            shown.add_scalars({"step": 2.0, "loss": 3.0}, step=10)
+        shown.close()
+    assert read_table(tmp_path / "scalars.csv") == [{"step": "10", "step_": "2.0", "loss": "3.0"}]
+    assert json.loads((tmp_path / "scalars.jsonl").read_text()) == {"step": 10, "step_": 2.0, "loss": 3.0}
+
+
 def test_a_late_name_adds_a_column_to_a_csv_file(tmp_path: Path):
     table = CsvVisualizer(save_dir=tmp_path / "tables")
     table.open(tmp_path)

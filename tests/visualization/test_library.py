@@ -52,7 +52,9 @@ def build(name: str) -> Any:
 
 def show_everything(visualizer: Any, run_dir: Path) -> None:
     visualizer.open(run_dir)
-    visualizer.add_config(Config({"model": {"type": "Net", "depths": [2, 4]}, "seed": 0, "rates": {"head.*": 2}}))
+    visualizer.add_config(
+        Config({"model": {"type": "Net", "depths": [2, 4]}, "seed": 0, "rates": {"head.*": 2}, "note": "n" * 9000})
+    )
     visualizer.add_scalars({"train/loss": 2.0, "train/lr": 0.5}, step=10)
     visualizer.add_scalars({"train/loss": 1.0, "val/accuracy": 75.0, "val/recall@5": 0.5}, step=20)
     visualizer.add_image("digits/seven", PICTURE, step=20)
@@ -93,6 +95,7 @@ def read_mlflow(run_dir: Path) -> None:
         "model.depths.1": "4",
         "seed": "0",
         "rates.head._": "2",
+        "note": "n" * 6000,  # as long as MLflow takes
     }
     assert run.data.metrics["val/recall_5"] == 0.5
     history = client.get_metric_history(run.info.run_id, "train/loss")

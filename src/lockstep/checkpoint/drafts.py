@@ -87,13 +87,11 @@ class FolderDraft:
         (draft / MANIFEST_FILE).rename(directory / MANIFEST_FILE)
         sync_folder(directory)
         with suppress(OSError):  # it is complete; the next checkpoint of this name removes what is left
-            for path in directory.iterdir():
-                if path.name not in {*sizes, MANIFEST_FILE} and OWN_FILES.fullmatch(path.name):
-                    path.unlink()
+            _remove_all_but(directory, sizes)
             draft.rmdir()
 
     def discard(self) -> None:
-        """Remove the draft of a save that has failed."""
+        """Remove the files of a save that has failed."""
         discard(self.folder)
 
 
@@ -207,11 +205,13 @@ def folder_of(draft: Location) -> Location:
 
 
 def discard(draft: Location) -> None:
-    """Remove a draft; or a mark, and the files that it leads to, unless a manifest names them. Do what can be done."""
+    """Remove a draft or a mark, and the files that it has led to, unless a manifest names them. Do what can be done."""
+    directory = _marked_by(draft)
     if isinstance(draft, Path):
+        with suppress(OSError, ConfigError):
+            _remove_all_but(directory, read_manifest(directory).files)
         shutil.rmtree(draft, ignore_errors=True)
         return
-    directory = _marked_by(draft)
     with suppress(OSError):
         if MANIFEST_FILE not in _names_in(directory):
             _remove_all_but(directory, ())
@@ -259,18 +259,20 @@ def _made_mark(directory: RemotePath) -> RemotePath:
     return mark
 
 
-def _marked_by(mark: RemotePath) -> RemotePath:
-    owner = DRAFT.fullmatch(mark.name)
-    assert owner is not None, "marks have such names"
-    return mark.parent / owner["name"]
+def _marked_by(draft: Location) -> Location:
+    owner = DRAFT.fullmatch(draft.name)
+    assert owner is not None, "drafts and marks have such names"
+    return draft.parent / owner["name"]
 
 
-def _remove_all_but(directory: RemotePath, kept: Collection[str]) -> None:
+def _remove_all_but(directory: Location, kept: Collection[str]) -> None:
     names = [name for name in _names_in(directory) if OWN_FILES.fullmatch(name)]
     unlink_all(directory / name for name in names if name not in kept and name != MANIFEST_FILE)
 
 
-def _names_in(folder: RemotePath) -> list[str]:
+def _names_in(folder: Location) -> list[str]:
+    if isinstance(folder, Path):
+        return [path.name for path in folder.iterdir() if not path.is_dir()]
     return [entry.name for entry in folder.entries() if not entry.is_dir]
 
 

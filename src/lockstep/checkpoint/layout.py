@@ -119,6 +119,8 @@ def name_of(dtype: torch.dtype) -> str:
 @torch.no_grad()  # so that a shard costs nothing
 def pieces_of(tensors: Mapping[str, Tensor]) -> list[Piece]:
     """Return what this rank holds of tensors, of which some may be sharded; nothing of those of other ranks' meshes."""
+    for name, tensor in tensors.items():
+        _require_plain(name, tensor)
     like: dict[Any, str] = {}
     sharded: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if hasattr(tensor, "device_mesh")}
     kinds = {
@@ -128,7 +130,6 @@ def pieces_of(tensors: Mapping[str, Tensor]) -> list[Piece]:
     offsets = _offsets_of({name: tensors[name] for name in like.values()})
     pieces = []
     for name, tensor in tensors.items():
-        _require_plain(name, tensor)
         shape = tuple(tensor.shape)
         if name not in kinds:
             pieces.append(Piece(name, shape, (0,) * len(shape), tensor.detach()))
@@ -295,6 +296,12 @@ def _evenly(begins: Sequence[int], length: int) -> range | Sizes:
 
 
 def _require_plain(name: str, tensor: Tensor) -> None:
+    placements = getattr(tensor, "placements", ())
+    if any(placement.is_partial() for placement in placements):
+        raise ConfigError(
+            f"`{name}` must be reduced over ranks to be saved, but is a DTensor whose placements are {placements}. "
+            "Save its full_tensor(), or redistribute it to Replicate() or Shard(dim)"
+        )
     dtype = name_of(tensor.dtype)
     if dtype not in ITEM_SIZES or tensor.layout is not torch.strided:
         what = dtype if dtype not in ITEM_SIZES else f"of the layout {str(tensor.layout).removeprefix('torch.')}"

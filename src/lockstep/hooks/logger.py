@@ -17,6 +17,7 @@ from lockstep.diagnostics.slow_ranks import OwnWork, Sample, StragglerWatch, des
 from lockstep.dist.objects import start_gather_bytes
 from lockstep.errors import ConfigError, require_count
 from lockstep.logging.meters import Scalar, start_reading
+from lockstep.logging.sinks import placed
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.options import digest_of, optimizer_options
@@ -198,7 +199,8 @@ class LoggerHook(Hook):
         if runner.rank == 0 and self._epoch.parts:
             means = {**self._epoch.means(), **rates}
             runner.message_hub.update_info("epoch_means", means)
-            runner.records.write({"mode": "epoch", "epoch": runner.epoch + 1, "iter": runner.iter, **means})
+            place = {"mode": "epoch", "epoch": runner.epoch + 1, "iter": runner.iter}
+            runner.records.write(placed(place, means))
 
     def before_val_epoch(self, runner: Run) -> None:
         """Write the last record, which comes before those of the validation."""
@@ -365,7 +367,7 @@ class LoggerHook(Hook):
             self._write(runner, mode, place, metrics, step)
 
     def _write(self, runner: Run, mode: str, place: dict[str, Any], values: dict[str, Any], step: int) -> None:
-        runner.records.write({"mode": mode, **place, **values})
+        runner.records.write(placed({"mode": mode, **place}, values))
         if runner.logger.isEnabledFor(logging.DEBUG):
             shown = "  ".join(f"{key} {_shown(value)}" for key, value in values.items())
             runner.logger.debug("%s  epoch %d  iter %d  %s", mode, place["epoch"], place["iter"], shown)

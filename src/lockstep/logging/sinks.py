@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,6 +62,15 @@ class JsonLinesSink:
             if not self._has_warned:
                 _logger.warning("records can't be written to %s: %s. The run goes on without them", self.path, error)
             self._has_warned = True
+
+
+def placed(place: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record: where its values belong, and the values; one of the same name as a place gets `_` at its end."""
+    for name in sorted(place.keys() & values.keys()):
+        warnings.warn(
+            f"a value called {name!r} is recorded as '{name}_', because each record has its own {name!r}", stacklevel=2
+        )
+    return {**place, **{f"{name}_" if name in place else name: value for name, value in values.items()}}
 
 
 def drop_torn_line(path: Path) -> None:

@@ -16,7 +16,10 @@ from lockstep.groups import this_rank
 from lockstep.registry import CONVERTERS
 
 _MULTIPLE = 16  # of both sizes of a matrix, for float8 kernels
-_CAPABILITY = (8, 9)  # of the first CUDA devices that multiply in float8
+_CAPABILITY = (8, 9)  # of NVIDIA's first devices that multiply in float8
+# Names of AMD's that do: MI300, MI350 and RDNA 4. Capabilities say nothing there: MI200, which does not, has (9, 0).
+# For training, torchao asks for neither (0.18).
+_ARCHITECTURES = ("gfx94", "gfx95", "gfx12")
 
 
 @CONVERTERS.register_module(name=["Float8", "float8"])
@@ -33,11 +36,12 @@ class Float8:
     Args:
         recipe: how values are scaled: `"tensorwise"`, `"rowwise"` or `"rowwise_with_gw_hp"`, as torchao names them.
         skip: names of layers, or patterns of names, that stay as they are, such as `"head"` or `"*.gate"`.
-        emulate: round to float8, but multiply in the original dtype; by default on everything but CUDA devices.
+        emulate: round to float8, but multiply in the original dtype; by default on everything but CUDA and ROCm
+            devices.
 
     Raises:
-        ConfigError: torchao is not installed; or, when called, the model has no such layer, or a CUDA device has no
-            float8.
+        ConfigError: torchao is not installed; or, when called, the model has no such layer, or a CUDA or ROCm device
+            has no float8.
 
     **Source**: `torchao.float8.convert_to_float8_training` (0.18). Micikevicius et al., FP8 Formats for Deep Learning,
     2022.
@@ -56,13 +60,8 @@ class Float8:
 
     def __call__(self, model: nn.Module) -> nn.Module:
         """Replace the layers of a model."""
-        if not self._emulate and get_device() == "cuda" and torch.cuda.get_device_capability() < _CAPABILITY:
-            major, minor = torch.cuda.get_device_capability()
-            raise ConfigError(
-                f"the converter 'float8' needs a CUDA device of compute capability {_CAPABILITY[0]}.{_CAPABILITY[1]} "
-                f"or later, but this one has {major}.{minor} ({this_rank()}). Leave the converter out, or try it with "
-                "dict(type='Float8', emulate=True)"
-            )
+        if not self._emulate and get_device() == "cuda":
+            _require_float8()
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         replaced: dict[str, nn.Module] = {}
@@ -87,3 +86,20 @@ class Float8:
                 f"none in {type(model).__name__} outside of `skip`, {list(self._skip)}. Leave the converter out"
             )
         return converted
+
+
+def _require_float8() -> None:
+    """Refuse a CUDA or ROCm device that cannot multiply in float8."""
+    if torch.version.hip is None:
+        wanted = f"compute capability {_CAPABILITY[0]}.{_CAPABILITY[1]} or later"
+        capability = torch.cuda.get_device_capability()
+        found, fits = f"has {capability[0]}.{capability[1]}", capability >= _CAPABILITY
+    else:
+        wanted = f"an architecture {', '.join(f'{start}*' for start in _ARCHITECTURES)}"
+        name = torch.cuda.get_device_properties().gcnArchName
+        found, fits = f"is {name}", name.startswith(_ARCHITECTURES)
+    if not fits:
+        raise ConfigError(
+            f"the converter 'float8' needs a device of {wanted}, but this one {found} ({this_rank()}). Leave the "
+            "converter out, or try it with dict(type='Float8', emulate=True)"
+        )

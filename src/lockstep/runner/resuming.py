@@ -267,10 +267,11 @@ def resume_run(run: TrainRun) -> None:
             passed[stored.directory] = str(error)
             other, faults = None, list[str]()
             beginning, since = run.args.beginning, float(os.environ.get(RESUME_SINCE, 0.0))
+            folders = checkpoint_folders(run.args, run.hooks)
             if since and run_on_main(partial(_is_of_this_job, stored.directory, since)):
-                other, faults = _newest(checkpoint_folders(run.args, run.hooks), since=since, without=passed)
-            elif run.args.resume and beginning in (None, stored.meta.get("load_from")):  # else the user has named it
-                other, faults = _newest(checkpoint_folders(run.args, run.hooks), beginning=beginning, without=passed)
+                other, faults = _newest(folders, since=since, without=passed)
+            if other is None and run.args.resume and beginning in (None, stored.meta.get("load_from")):
+                other, faults = _newest(folders, beginning=beginning, without=passed)  # else the user has named it
             if other is None:
                 _log_passed(faults)
                 raise

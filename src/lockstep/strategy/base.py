@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, ClassVar, TypeAlias
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 from torch.optim import Optimizer
@@ -22,6 +25,10 @@ OptimState: TypeAlias = dict[str, Any]
 OptimLike: TypeAlias = OptimWrapper | Optimizer | Mapping[str, Any]
 Converter: TypeAlias = Callable[[nn.Module], nn.Module]
 Prepared: TypeAlias = tuple[nn.Module, OptimWrapper | None]
+
+_logger = logging.getLogger(__name__)
+# Of a model, and of what became of it: what has converted it, and into what.
+_CONVERSIONS: WeakKeyDictionary[nn.Module, tuple[tuple[Converter, ...], ref[nn.Module]]] = WeakKeyDictionary()
 
 
 class Strategy(ABC):
@@ -41,7 +48,6 @@ class Strategy(ABC):
     converters: Sequence[Converter] = ()
     package: ClassVar[str | None] = None
     keeps_memory_format: ClassVar[bool] = False
-    _converted: nn.Module | None = None
 
     def prepare(
         self,
@@ -55,8 +61,8 @@ class Strategy(ABC):
         Args:
             model: the user's module, or the config of one; a module that is already wrapped is used unchanged.
             optim_wrapper: an optim wrapper, an optimizer, or the config of an optim wrapper; None to evaluate only.
-            compile: compile the model, or the parts of it that the strategy names, or the whole of one that is already
-                wrapped; a dict gives arguments for `torch.compile`.
+            compile: compile the model, or the parts of it that the strategy names; a dict gives arguments for
+                `torch.compile`.
 
         Returns:
             The model to train and to validate, and its optim wrapper or None.
@@ -76,13 +82,25 @@ class Strategy(ABC):
     def convert(self, model: nn.Module) -> nn.Module:
         """Return the model after all `converters`: the part of `prepare` that comes first.
 
-        A model that this strategy has converted already, or that is wrapped, is returned unchanged.
+        A model that is wrapped is returned unchanged. Of one that was converted before, also by another strategy, the
+        result is, and those converters that have done it are not called again.
         """
-        if self.converters and model is not self._converted and not is_model_wrapper(model):
-            for converter in self.converters:
-                model = converter(model)
-            self._converted = model
-        return model
+        if not self.converters or is_model_wrapper(model):
+            return model
+        done, result = _CONVERSIONS.get(model, ((), ref(model)))
+        found = result()
+        converted = model if found is None else found
+        new = [converter for converter in self.converters if converter not in done]
+        for converter in new:
+            if done:
+                _logger.warning(
+                    "%s has been converted by %s before, and is converted by %r as well (%s). If that is the same "
+                    "again, hand in the same function both times, or leave it out of `converters`",
+                    type(model).__name__, list(done), converter, this_rank(),
+                )  # fmt: skip
+            converted = converter(converted)
+        _CONVERSIONS[model] = _CONVERSIONS[converted] = ((*done, *new), ref(converted))
+        return converted
 
     @abstractmethod
     def parallelize(self, model: nn.Module, optim_wrapper: OptimLike | None = None) -> Prepared:
@@ -185,7 +203,19 @@ def _build_converters(converters: Any) -> list[Converter]:
     built: list[Converter] = []
     for converter in converters:
         given = {"type": converter} if isinstance(converter, str) else converter
-        built.append(CONVERTERS.build(given) if isinstance(given, Mapping) else given)
-        if not callable(built[-1]):
+        made = CONVERTERS.build(given) if isinstance(given, Mapping) else given
+        if not callable(made):
             raise wrong_type("converters", "a list of functions of a model, names or config dicts", converters)
+        built.append(_FromConfig(dict(given), made) if isinstance(given, Mapping) else made)
     return built
+
+
+@dataclass(frozen=True)
+class _FromConfig:
+    """A converter that a config describes; equal to another one of the same config."""
+
+    given: Mapping[str, Any]
+    converter: Converter = field(compare=False, repr=False)
+
+    def __call__(self, model: nn.Module) -> nn.Module:
+        return self.converter(model)

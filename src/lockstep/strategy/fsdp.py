@@ -13,7 +13,7 @@ from lockstep.dataset.random_state import sync_random_state
 from lockstep.device import get_device
 from lockstep.errors import ConfigError
 from lockstep.groups import this_rank
-from lockstep.model import ModelWrapper, checkpoint_activations, is_model_wrapper, unwrap_model
+from lockstep.model import ModelWrapper, checkpoint_activations, unwrap_model
 from lockstep.model.fsdp import MMFullyShardedDataParallel
 from lockstep.model.fsdp.units import choose_units
 from lockstep.model.shards import reshard
@@ -87,11 +87,15 @@ class FSDPStrategy(NativeStrategy):
         return model, wrapper
 
     def compiled_parts(self, model: nn.Module) -> list[nn.Module]:
-        """Return the parts that are gathered one by one, so that no communication is compiled; else the whole model."""
+        """Return the parts that are gathered one by one, so that no communication is compiled; else the whole model.
+
+        So also of a model that is wrapped already.
+        """
         policy = self._wrapper.get("auto_wrap_policy") or self._wrapper.get("fsdp_auto_wrap_policy")
-        units = [] if is_model_wrapper(model) else choose_units(model, policy)
+        core = unwrap_model(model)
+        units = choose_units(core, policy)
         inner = {part for unit in units for part in unit.modules() if part is not unit}
-        return [unit for unit in units if unit not in inner] or [model]
+        return [unit for unit in units if unit not in inner] or [core]
 
     @property
     def data_shard(self) -> tuple[int, int]:

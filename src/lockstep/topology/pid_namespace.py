@@ -1,10 +1,11 @@
-"""Where the number of a process is known: a host, or a container on it."""
+"""Where the number of a process is known, a host or a container on it; and which machine that is."""
 
 from __future__ import annotations
 
 import os
 import socket
 from contextlib import suppress
+from pathlib import Path
 
 _FIRST_OF_A_HOST = "pid:[4026531836]"  # PROC_PID_INIT_INO of Linux
 
@@ -21,3 +22,10 @@ def pid_namespace() -> str:
         if namespace != _FIRST_OF_A_HOST:
             return f"{name}.{namespace.removeprefix('pid:[').removesuffix(']')}"
     return name
+
+
+def machine() -> str:
+    """Return what all containers of this machine have in common, and no other machine has, whatever they are called."""
+    with suppress(OSError):  # only Linux has it
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return socket.gethostname()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.logging import JsonLinesSink
-from lockstep.logging.sinks import drop_torn_line
+from lockstep.logging.sinks import drop_torn_line, placed
 from lockstep.registry import VISUALIZERS
 
 
@@ -67,7 +67,7 @@ class LocalVisualizer(FolderVisualizer):
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Append a line."""
-        self._write(self._scalar_save_file, {"step": step, **scalar_dict})
+        self._write(self._scalar_save_file, placed({"step": step}, scalar_dict))
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
         """Write a PNG file; a slash in the name creates a folder."""
@@ -77,7 +77,7 @@ class LocalVisualizer(FolderVisualizer):
 
     def add_text(self, name: str, text: str, step: int = 0) -> None:
         """Append a line to `texts.jsonl`."""
-        self._write("texts.jsonl", {"step": step, name: text})
+        self._write("texts.jsonl", placed({"step": step}, {name: text}))
 
     def close(self) -> None:
         """Close the files of lines."""
@@ -107,9 +107,9 @@ class CsvVisualizer(FolderVisualizer):
         rows: dict[str, dict[str, float]] = {}
         for name, value in scalar_dict.items():
             table, _, column = name.partition("/") if "/" in name else ("scalars", "", name)
-            rows.setdefault(table, {"step": step})[column] = value
+            rows.setdefault(table, {})[column] = value
         for table, row in rows.items():
-            _append(folder / f"{table}.csv", row)
+            _append(folder / f"{table}.csv", placed({"step": step}, row))
 
     def close(self) -> None:
         """Do nothing: no file stays open from one row to the next."""

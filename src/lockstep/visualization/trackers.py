@@ -16,11 +16,11 @@ from typing import Any
 from lockstep.config import Config
 from lockstep.config.dictionary import leaves
 from lockstep.config.source_form import plain_data
+from lockstep.logging.sinks import placed
 from lockstep.registry import VISUALIZERS
 from lockstep.visualization.files import as_picture, png_bytes
 from lockstep.visualization.library import LibraryVisualizer, with_suffix
 
-_LONGEST_PARAM = 500
 _STEP = "global_step"
 
 
@@ -93,10 +93,11 @@ class MLflowVisualizer(LibraryVisualizer):
     def add_config(self, config: Config) -> None:
         """Log the config as an artifact, and each value of it as a parameter."""
         from mlflow.entities import Param
+        from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
         client = self.opened
         client.log_text(self._run_id, config.pretty_text, "config.py")
-        values = {_name_in_mlflow(key): str(value)[:_LONGEST_PARAM] for key, value in leaves(plain_data(config))}
+        values = {_name_in_mlflow(key): str(value)[:MAX_PARAM_VAL_LENGTH] for key, value in leaves(plain_data(config))}
         client.log_batch(self._run_id, params=[Param(key, value) for key, value in values.items()])
 
     def _end(self, client: Any, *, failed: bool) -> None:
@@ -145,7 +146,7 @@ class WandbVisualizer(LibraryVisualizer):
         self.opened.config.update(plain_data(config), allow_val_change=True)
 
     def _log(self, run: Any, values: Mapping[str, Any], step: int) -> None:
-        run.log({**values, _STEP: step})
+        run.log(placed({_STEP: step}, values))
 
     def _as_text(self, text: str) -> Any:
         return import_module(self.package).Html(f"<pre>{escape(text)}</pre>")

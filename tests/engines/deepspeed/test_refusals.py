@@ -35,6 +35,14 @@ SGD = {"type": "SGD", "lr": 0.1}
             {"stage": 2, "zero_optimization": {"stage": 1}},
             "`zero_optimization.stage` must be given once, but is 1 .* 2",
         ),
+        (
+            {"offload": True, "config": {"zero_optimization": {"offload_optimizer": {"device": "none"}}}},
+            "`zero_optimization.offload_optimizer.device` must be given once, but is 'none' .* 'cpu' by offload=True",
+        ),
+        (
+            {"bf16": True, "config": {"bf16": {"enabled": False}}},
+            "`bf16.enabled` must be given once, but is False .* True",
+        ),
         ({"zero_optimisation": {"stage": 1}}, "is no key of a DeepSpeed config: did you mean `zero_optimization`"),
         ({"config": {"gradient_clipping": 1.0}, "gradient_clipping": 0.5}, "`gradient_clipping` must be given once"),
         (
@@ -100,6 +108,13 @@ def test_what_is_not_said_is_taken_from_who_says_it():
 def test_stage_and_offload_are_short_for_a_section(tmp_path: Path):
     assert read_config(None, {})["zero_optimization"] == {"stage": 1}
     assert read_config({}, {})["zero_optimization"] == {"stage": 1}
+    half = {"fp16": {"enabled": "auto", "loss_scale": 0}}
+    assert read_config(half, {"fp16": True})["fp16"] == {"enabled": True, "loss_scale": 0}
+    pinned = {"zero_optimization": {"offload_optimizer": {"device": "auto", "pin_memory": True}}}
+    assert read_config(pinned, {"offload": True})["zero_optimization"] == {
+        "stage": 1,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    }
     assert read_config(None, {"stage": 3, "offload": True})["zero_optimization"] == {
         "stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"},
     }  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from lockstep import dist
 from lockstep.dist import all_gather, get_rank, get_world_size, is_distributed
 from lockstep.model import MMFullyShardedDataParallel, checkpoint_activations, is_model_wrapper, unwrap_model
 from lockstep.model.fsdp.arguments import read_offload, read_precision, read_sharding
@@ -141,6 +143,21 @@ def test_ranks_train_together_as_one_process_alone(options):
 
 
 @ranks(4)
+def test_a_mesh_whose_groups_span_nodes_is_told_by_rank_0():
+    def said(node: int, **options: Any) -> list[str]:
+        with patch.object(dist, "get_node_rank", return_value=node), warned() as messages:
+            MMFullyShardedDataParallel(nn.Linear(4, 4), **options)
+        return messages
+
+    dealt, in_order = get_rank() % 2, get_rank() // 2
+    assert said(in_order, device_mesh=(2, 2)) == said(dealt, device_mesh=(1, 4)) == []
+    assert said(dealt, sharding_strategy="HYBRID_SHARD") == []
+    told = said(dealt, device_mesh=(2, 2))
+    assert len(told) == (get_rank() == 0)
+    assert all("groups of the axis dp_shard have ranks of several nodes" in one for one in told)
+
+
+@ranks(4)
 def test_the_mesh_is_what_was_asked_for():
     def mesh_of(**options: Any):
         mesh = MMFullyShardedDataParallel(nn.Linear(4, 4), **options).mesh
@@ -238,7 +255,7 @@ def test_offload_is_understood_in_every_form():
 
 @ranks(2)
 def test_what_has_no_meaning_any_more_is_said_once_each_by_rank_0():
-    old = MixedPrecision(param_dtype=BF16, buffer_dtype=BF16, keep_low_precision_grads=True)
+    old = MixedPrecision(BF16, buffer_dtype=BF16, keep_low_precision_grads=True, _module_classes_to_ignore=(nn.Linear,))
     with warned() as messages:
         wrapped_net(
             mixed_precision=old,
@@ -246,8 +263,11 @@ def test_what_has_no_meaning_any_more_is_said_once_each_by_rank_0():
             limit_all_gathers=False,
             use_orig_params=False,
         )
-    about = ["backward_prefetch", "limit_all_gathers", "use_orig_params", "buffer_dtype", "keep_low_precision_grads"]
-    assert len(messages) == (5 if get_rank() == 0 else 0)
+    about = [
+        "backward_prefetch", "limit_all_gathers", "use_orig_params", "_module_classes_to_ignore", "buffer_dtype",
+        "keep_low_precision_grads",
+    ]  # fmt: skip
+    assert len(messages) == (6 if get_rank() == 0 else 0)
     for name, message in zip(about, messages, strict=False):
         assert name in message
         assert "no meaning any more" in message

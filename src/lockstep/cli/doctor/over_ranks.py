@@ -15,6 +15,7 @@ from lockstep.cli.doctor.machine import affinity, device_of_rank, installed
 from lockstep.dist import all_gather_object
 from lockstep.errors import counted, ranks_in_words
 from lockstep.launch.job import usable_cores
+from lockstep.topology.pid_namespace import machine, pid_namespace
 from lockstep.version import __version__
 
 _VARIABLES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_LAUNCH_BLOCKING", "LOCKSTEP_CHECK", "OMP_NUM_THREADS")
@@ -55,6 +56,8 @@ def _facts() -> dict[str, Any]:
     }
     return {
         "host": platform.node(),
+        "machine": machine(),
+        "container": f"{machine()} {pid_namespace()}",
         "versions": {
             "lockstep": __version__,
             "python": platform.python_version(),
@@ -92,7 +95,7 @@ def _devices(facts: Sequence[Mapping[str, Any]]) -> Finding:
     users: dict[Hashable, list[int]] = {}
     for rank, each in enumerate(facts):
         if each["device"]["id"]:
-            users.setdefault((each["host"], each["device"]["id"]), []).append(rank)
+            users.setdefault((each["machine"], each["device"]["id"]), []).append(rank)
     others: list[tuple[Status, str, str]] = [
         (
             "fault",
@@ -107,16 +110,18 @@ def _devices(facts: Sequence[Mapping[str, Any]]) -> Finding:
 
 
 def _threads(facts: Sequence[Mapping[str, Any]]) -> Finding:
-    """Check on each host that the threads of its ranks have a core each."""
+    """Check on each host, and in each container, that the threads of its ranks have a core each."""
     others: list[tuple[Status, str, str]] = []
     shown = []
-    for host in dict.fromkeys(each["host"] for each in facts):
-        here = [each for each in facts if each["host"] == host]
+    for container in dict.fromkeys(each["container"] for each in facts):
+        here = [each for each in facts if each["container"] == container]
         cores: float = len(set().union(*(each["cores"] for each in here))) or here[0]["usable"]
         # What a rank may use of its own cores is a quota, which they share.
         cores = min([cores, *(each["usable"] for each in here if each["usable"] < len(each["cores"]))])
         threads = sum(each["threads"] for each in here)
-        shown.append(f"{host}: {counted(threads, 'thread')} of {counted(len(here), 'rank')} on {cores:g} cores")
+        shown.append(
+            f"{here[0]['host']}: {counted(threads, 'thread')} of {counted(len(here), 'rank')} on {cores:g} cores"
+        )
         if threads > cores:
             says = f"{shown.pop()}: they wait for each other"
             least = max(1, int(cores) // len(here))

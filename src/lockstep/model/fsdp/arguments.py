@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from enum import Enum
@@ -25,7 +26,7 @@ from torch.distributed.fsdp import (
 from lockstep import dist
 from lockstep.device import get_device
 from lockstep.dist import is_main_process
-from lockstep.errors import ConfigError, did_you_mean, require_known, wrong_type
+from lockstep.errors import ConfigError, DistError, did_you_mean, listed, require_known, wrong_type
 from lockstep.groups import inherit_timeout
 from lockstep.model.tensor_parallel_plan import PlanRequest
 
@@ -86,7 +87,8 @@ def read_sharding(strategy: Any, reshard_after_forward: bool | int | None) -> Sh
 def read_precision(precision: Precision | None) -> MixedPrecisionPolicy:
     """Return the policy for a policy, an older `MixedPrecision`, a dict of their arguments, or one dtype.
 
-    One dtype is used for parameters and activations; gradients are then reduced in float32.
+    One dtype is used for parameters and activations; gradients are then reduced in float32. The others mean what they
+    mean to torch, which reduces gradients in `param_dtype` unless a `reduce_dtype` is given.
     """
     if precision is None:
         return MixedPrecisionPolicy()
@@ -95,6 +97,10 @@ def read_precision(precision: Precision | None) -> MixedPrecisionPolicy:
     if isinstance(precision, str | torch.dtype):
         return MixedPrecisionPolicy(param_dtype=_dtype("mixed_precision", precision), reduce_dtype=torch.float32)
     if isinstance(precision, MixedPrecision):
+        # Its only name, by which users give it.
+        if (ignored := precision._module_classes_to_ignore) != MixedPrecision()._module_classes_to_ignore:
+            instead = "BatchNorm layers, and no others, keep their precision"
+            _warn_of_no_meaning("mixed_precision._module_classes_to_ignore", ignored, instead)
         precision = {name: value for name, value in vars(precision).items() if not name.startswith("_")}
     if not isinstance(precision, Mapping):
         raise wrong_type(
@@ -314,14 +320,15 @@ def _whole_mesh(device_type: str, sharding: Sharding, request: PlanRequest | Non
             given = dist.get_default_group()
         if isinstance(given, ProcessGroup):
             return DeviceMesh.from_group(given, device_type, mesh_dim_names=DATA_AXES[1:])
-        return _grid(device_type, _ranks(*_shape(given, sharding)), DATA_AXES)
+        return _grid(device_type, _by_number(DATA_AXES[1], *_shape(given, sharding)), DATA_AXES)
     if request.degree is None:
         raise ConfigError(
             "`tensor_parallel` must have the key 'degree', the number of ranks that compute together, or `device_mesh` "
             f"must be a mesh with an axis called {TENSOR_AXIS!r}"
         )
     shape = _shape(given, sharding, request.degree)
-    return _grid(device_type, _ranks(*shape, request.degree), (*DATA_AXES[-len(shape) :], TENSOR_AXIS))
+    ranks = _by_number(TENSOR_AXIS, *shape, request.degree)
+    return _grid(device_type, ranks, (*DATA_AXES[-len(shape) :], TENSOR_AXIS))
 
 
 def _shape(given: Any, sharding: Sharding, degree: int = 1) -> tuple[int, ...]:
@@ -384,8 +391,23 @@ def _by_node() -> Tensor:
     return torch.tensor(rows, device="cpu")
 
 
-def _ranks(*shape: int) -> Tensor:
-    return torch.arange(dist.get_world_size(), device="cpu").view(shape)
+def _by_number(axis: str, *shape: int) -> Tensor:
+    """Return all ranks, neighbours along the last axis; warn where that puts ranks of several nodes into one group."""
+    ranks = torch.arange(dist.get_world_size(), device="cpu").view(shape)
+    try:
+        own = dist.get_node_rank()
+    except DistError:  # whoever has started the ranks does not say
+        own = None
+    nodes, length = dist.all_gather_object(own), shape[-1]
+    spans = any(len({nodes[rank] for rank in group}) > 1 for group in ranks.view(-1, length).tolist())
+    if spans and None not in nodes and min(Counter(nodes).values()) % length == 0 and is_main_process():
+        _logger.warning(
+            "groups of the axis %s have ranks of several nodes, although each node has room for whole groups of %d: "
+            "ranks are numbered across nodes (nodes of ranks 0, 1, ...: %s). Number them node by node, as mpirun "
+            "--map-by slot does, or give a DeviceMesh; sharding_strategy='HYBRID_SHARD' alone shards within each node",
+            axis, length, listed(nodes, most=8),
+        )  # fmt: skip
+    return ranks
 
 
 def _grid(device_type: str, ranks: Tensor, names: tuple[str, ...]) -> DeviceMesh:

@@ -77,7 +77,8 @@ class MMFullyShardedDataParallel(ModelWrapper):
             policy the module is gathered as a whole, which saves memory only between steps.
         backward_prefetch: 'pre', 'post' or a `BackwardPrefetch`; torch now always does 'pre'.
         mixed_precision: a `MixedPrecisionPolicy`, the older `MixedPrecision`, a dict of their arguments, or one dtype
-            such as `"bf16"`. BatchNorm layers keep their precision.
+            such as `"bf16"`, with which gradients are reduced in float32. The others mean what they mean to torch:
+            without `reduce_dtype`, gradients are reduced in `param_dtype`. BatchNorm layers keep their precision.
         ignored_modules: modules inside `module` whose parameters are not sharded, and whose gradients are not averaged.
         param_init_fn: called with each module that owns parameters on the meta device, to materialize them; by default
             its `reset_parameters` is called. Units are materialized and sharded one after the other.

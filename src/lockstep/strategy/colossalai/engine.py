@@ -36,7 +36,7 @@ def require_engine() -> None:
             "docs/strategies.md has the recipe to install it, or use the strategy 'ddp' or 'fsdp'"
         ) from error
     logging.getLogger("colossalai").setLevel(logging.WARNING)
-    # Its ZeRO uses these at every step; torch has deprecated them (2.13).
+    # Its ZeRO uses these in backward passes and updates; torch has deprecated them (2.13). For good, as for DeepSpeed.
     name = r"torch\.distributed\.(all_gather_into|reduce_scatter)_tensor"
     warnings.filterwarnings("ignore", f"`{name}` is deprecated", FutureWarning)
     if type(accelerator.get_accelerator()) is accelerator.CpuAccelerator:

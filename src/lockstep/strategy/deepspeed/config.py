@@ -51,8 +51,11 @@ def read_config(config: str | Path | Mapping[str, Any] | None, arguments: Mappin
     given = {name: value for name, value in arguments.items() if value is not None}
     stage, offload = given.pop("stage", None), given.pop("offload", False)
     for name, value in given.items():
-        is_switch = isinstance(value, bool) and name in ("fp16", "bf16", "torch_autocast")
-        merged[name] = _agreed(name, merged.get(name), {"enabled": value} if is_switch else value)
+        if isinstance(value, bool) and name in ("fp16", "bf16", "torch_autocast"):
+            section = merged.get(name) or {}
+            merged[name] = {**section, "enabled": _agreed(f"{name}.enabled", section.get("enabled"), value)}
+        else:
+            merged[name] = _agreed(name, merged.get(name), value)
     for name in merged:
         if name in _REFUSED and merged[name]:
             raise ConfigError(f"`{name}` must not be given to DeepSpeedStrategy: {_REFUSED[name]}")
@@ -66,10 +69,11 @@ def read_config(config: str | Path | Mapping[str, Any] | None, arguments: Mappin
             f"`zero_optimization.stage` must be 1, 2 or 3, but is {zero['stage']!r}. Use strategy 'ddp' for what "
             "DeepSpeed does at stage 0"
         )
-    if offload:
-        zero.setdefault("offload_optimizer", {"device": "cpu"})
-    if offload and zero["stage"] == 3:
-        zero.setdefault("offload_param", {"device": "cpu"})
+    offloaded = ("offload_optimizer", "offload_param") if zero["stage"] == 3 else ("offload_optimizer",)
+    for name in offloaded if offload else ():
+        zero[name] = {"device": "cpu", **(zero.get(name) or {})}
+        if zero[name]["device"] not in ("cpu", "nvme"):
+            _agreed(f"zero_optimization.{name}.device", zero[name]["device"], "cpu", "by offload=True")
     merged["zero_optimization"] = zero
     return merged
 

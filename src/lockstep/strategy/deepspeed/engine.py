@@ -49,7 +49,9 @@ def join_engine() -> None:
     if not is_distributed():
         init_dist("none")
     adopt_group("deepspeed", get_backend() or "gloo")
-    # In every step, DeepSpeed 0.19 calls two collectives by names that torch 2.13 has deprecated.
+    # In every step, DeepSpeed 0.19 calls two collectives by names that torch 2.13 has deprecated: in forward passes,
+    # backward passes and updates, so that no context is around all of them. Nor can the filter ask who calls: torch
+    # warns in the name of a module of its own. Calls of the user's own are not warned of either, as long as it is here.
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
         warnings.filterwarnings("ignore", rf"`torch.distributed.{name}` is deprecated", FutureWarning)
 
