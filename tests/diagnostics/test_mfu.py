@@ -499,6 +499,9 @@ def test_operators_without_a_formula_are_named():
     with StepFlops() as flops:
         lstm(torch.ones(3, 2, 8))[0].sum().backward()
     assert (flops.total, flops.unseen) == (0, {"aten::mkldnn_rnn_layer", "aten::mkldnn_rnn_layer_backward"})
+    with StepFlops() as flops:
+        torch.conv_tbc(torch.ones(3, 2, 4), torch.ones(1, 4, 5), torch.ones(5))
+    assert (flops.total, flops.unseen) == (0, {"aten::conv_tbc"})
 
     @torch.library.custom_op("lockstep_tests::product", mutates_args=())
     def product(x: Tensor) -> Tensor:
@@ -534,6 +537,7 @@ PRODUCTS: dict[str, tuple[Callable[[], object], int]] = {
     "vector added": (lambda: torch.addmv(torch.ones(32), LEFT, VECTOR), 32 * 16),
     "vector in place": (lambda: torch.ones(32).addmv_(LEFT, VECTOR), 32 * 16),
     "matrix in place": (lambda: torch.ones(32, 48).addmm_(LEFT, RIGHT), 32 * 16 * 48),
+    "matrix and activation": (lambda: torch._addmm_activation(torch.ones(48), LEFT, RIGHT), 32 * 16 * 48),
     "batch in place": (lambda: torch.ones(2, 32, 48).baddbmm_(stack(LEFT), stack(RIGHT)), 2 * 32 * 16 * 48),
     "batch summed": (lambda: torch.addbmm(torch.ones(32, 48), stack(LEFT), stack(RIGHT)), 2 * 32 * 16 * 48),
     "int8": (lambda: torch._int_mm(LEFT.to(torch.int8), RIGHT.to(torch.int8)), 32 * 16 * 48),

@@ -48,7 +48,7 @@ def _product_flops(*args: Any, at: int = 0, **kwargs: Any) -> float:
 _EXTRA_FORMULAS: dict[Any, Callable[..., float]] = {
     **dict.fromkeys((_aten.mv, _aten._int_mm), _product_flops),
     **dict.fromkeys((_aten._grouped_mm, _aten._scaled_mm_v2), _product_flops),
-    **dict.fromkeys((_aten.addmv, _aten.addmv_, _aten.addmm_), partial(_product_flops, at=1)),
+    **dict.fromkeys((_aten.addmv, _aten.addmv_, _aten.addmm_, _aten._addmm_activation), partial(_product_flops, at=1)),
     **dict.fromkeys((_aten.baddbmm_, _aten.addbmm, _aten.addbmm_), partial(_product_flops, at=1)),
     _aten._scaled_dot_product_flash_attention_for_cpu: _FLASH,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _FLASH_BACKWARD,
@@ -65,6 +65,9 @@ _ATTENTION_BACKWARD = {
 _WITHOUT_FORMULA = {
     *("_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_foreach_mm", "_trilinear", "_sparse_mm", "_sparse_addmm"),
     *("_sparse_semi_structured_mm", "_sparse_semi_structured_addmm", "_sparse_semi_structured_linear"),
+    *("_sparse_sparse_matmul", "_sparse_mm_reduce_impl", "_sparse_mm_reduce_impl_backward", "sparse_sampled_addmm"),
+    *("_cudnn_attention_forward", "_cudnn_attention_backward", "_flash_attention_forward_no_dropout_inplace"),
+    *("_weight_int4pack_mm", "_weight_int8pack_mm", "_mixed_dtypes_linear", "conv_tbc"),
     *("_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn", "miopen_rnn_backward"),
     *("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"),
 }
