@@ -298,6 +298,14 @@ PRIVATE: dict[str, Private] = {
         name: Private(operator(name), FLOPS)
         for name in (
             *("_cudnn_rnn", "_cudnn_rnn_backward", "_grouped_mm", "_int_mm", "_scaled_grouped_mm", "_trilinear"),
+            *("_addmm_activation", "_cudnn_attention_forward", "_cudnn_attention_backward"),
+            *("_flash_attention_forward_no_dropout_inplace", "_mixed_dtypes_linear", "_sparse_sparse_matmul"),
+            *(
+                "_sparse_mm_reduce_impl",
+                "_sparse_mm_reduce_impl_backward",
+                "_weight_int4pack_mm",
+                "_weight_int8pack_mm",
+            ),
             *("_scaled_mm_v2", "_scaled_grouped_mm_v2", "_foreach_mm", "_sparse_addmm", "_sparse_semi_structured_mm"),
             *("_sparse_semi_structured_addmm", "_sparse_semi_structured_linear"),
             *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"),

@@ -67,6 +67,15 @@ class Asking(IterableDataset[int]):
         return iter(range(23) if info is None else range(info.id, 23, info.num_workers))
 
 
+class Graphs(IterableDataset[Any]):
+    """Samples of which the first ones can't be compared by all their values."""
+
+    def __iter__(self) -> Iterator[Any]:
+        ragged = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+        for number in range(8):
+            yield {"number": float(number), "neighbours": torch.eye(3).mul(number).to_sparse(), "ragged": ragged}
+
+
 def loader(dataset: Any, workers: int = 0, batch_size: int | None = 2, **more: Any) -> Any:
     # Forked: starting workers otherwise takes seconds each.
     context = {"multiprocessing_context": "fork"} if workers else {}
@@ -330,3 +339,10 @@ def test_a_checksum_is_of_all_values_that_a_batch_has():
     # These do not tell a batch from others, or are not all known here.
     for batch in (blank, torch.zeros(0), [5, 5, None], (prompt, prompt.to("meta"), 1), (1, 2, object())):
         assert checksum_of(batch) is None
+
+
+@ranks(2)
+def test_samples_with_sparse_and_nested_tensors_are_compared_by_their_other_values():
+    batches = loader(Graphs(), collate_fn=lambda samples: [sample["number"] for sample in samples])
+    assert [*batches] == ([[0.0, 2.0], [4.0, 6.0]], [[1.0, 3.0], [5.0, 7.0]])[get_rank()]
+    assert len(set(batches.head)) == len(batches.head) > 6

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +49,15 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return (self.layers(x) - y).square().mean()
+
+
+class ConvolvingMlp(Mlp):
+    """Convolves more than it multiplies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.insert(0, nn.Sequential(nn.Unflatten(-1, (1, 3)), nn.Conv1d(1, 64, 1), nn.Conv1d(64, 1, 1)))
+        self.layers.insert(1, nn.Flatten(-2))
 
 
 class Amounts(Hook):
@@ -172,10 +183,13 @@ class Pair:
         (Pair(torch.ones(5), (torch.ones(1), "x")), [(5,), (1,)]),
         ([Pair(torch.ones(5), 1)] * 2, [(5,), (5,)]),
         (object(), []),
+        (torch.nested.nested_tensor([torch.ones(3, 8), torch.ones(5, 8)], layout=torch.jagged), [(64,)]),
     ],
 )
 def test_the_shapes_of_a_batch(batch, shapes):
-    assert mfu._shapes_of(batch) == tuple(map(torch.Size, shapes))
+    found = mfu._shapes_of(batch)
+    assert found == tuple(map(torch.Size, shapes))
+    assert mfu._elements(found) == sum(map(math.prod, shapes))
 
 
 class Freeze(Hook):
@@ -420,11 +434,74 @@ def test_an_update_does_not_count_but_a_loss_that_an_optimizer_evaluates():
     assert counted(lambda: lbfgs.step(evaluate)) == MLP
 
 
+class MuonForMatrices(torch.optim.Optimizer):
+    """Updates the other parameters by an optimizer within, and then the matrices by products."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.inner = torch.optim.SGD([p for p in self.param_groups[0]["params"] if p.dim() < 2])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.dim() == 2:
+                parameter -= parameter.grad @ parameter.grad.T @ parameter.grad
+
+
+def test_an_update_does_not_count_after_one_of_an_optimizer_within():
+    net, x = mlp(), torch.ones(B, IN)
+    optimizer = MuonForMatrices(net.parameters())
+
+    def step() -> None:
+        net(x).sum().backward()
+        optimizer.step()
+
+    assert counted(step) == MLP
+    assert counted(step) == MLP
+
+
+@pytest.mark.parametrize("product", [torch.matmul, torch.sparse.mm])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_products_of_sparse_matrices_are_named_and_not_counted_as_dense(product):
+    neighbours, layer, x = torch.eye(B).to_sparse(), nn.Linear(IN, OUT), torch.ones(B, IN)
+    with StepFlops() as flops:
+        product(neighbours, layer(x)).sum().backward()
+    assert flops.total == 2 * (2 * B * IN * OUT)
+    assert "aten::mm of sparse tensors" in flops.unseen
+
+
+@pytest.mark.parametrize("matmuls", ["ieee", "tf32"])
+@pytest.mark.parametrize("convolutions", ["ieee", "tf32"])
+def test_what_torch_may_round_to_tf32(monkeypatch, matmuls, convolutions):
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=matmuls))
+    monkeypatch.setattr(torch.backends.cudnn, "conv", SimpleNamespace(fp32_precision=convolutions))
+    net = nn.Sequential(nn.Conv1d(2, 3, 1, bias=False), nn.Linear(4, 5))
+    with StepFlops() as flops, torch.no_grad():
+        net(torch.ones(1, 2, 4))
+    assert flops.by_dtype == {torch.float32: 2 * 4 * 2 * 3 + 2 * 3 * 4 * 5}
+    assert flops.rounded == 48 * (convolutions == "tf32") + 120 * (matmuls == "tf32")
+    with StepFlops() as flops, torch.no_grad():
+        net.double()(torch.ones(1, 2, 4, dtype=torch.float64))
+    assert flops.rounded == 0
+
+
+@pytest.mark.parametrize(("kind", "peak"), [("convolution", 156e12), ("product", 19.5e12)])
+def test_convolutions_have_the_peak_of_tf32_by_default(tmp_path: Path, monkeypatch, kind, peak):
+    monkeypatch.setattr(mfu, "_device_name", lambda: "NVIDIA A100-SXM4-80GB")
+    changes = {"kind": ConvolvingMlp} if kind == "convolution" else {}
+    runner, _ = train(tmp_path, MFUHook(), **changes)
+    assert runner.message_hub.get_info("peak_flops") == peak
+
+
 def test_operators_without_a_formula_are_named():
     lstm = nn.LSTM(8, 8)
     with StepFlops() as flops:
         lstm(torch.ones(3, 2, 8))[0].sum().backward()
     assert (flops.total, flops.unseen) == (0, {"aten::mkldnn_rnn_layer", "aten::mkldnn_rnn_layer_backward"})
+    with StepFlops() as flops:
+        torch.conv_tbc(torch.ones(3, 2, 4), torch.ones(1, 4, 5), torch.ones(5))
+    assert (flops.total, flops.unseen) == (0, {"aten::conv_tbc"})
 
     @torch.library.custom_op("lockstep_tests::product", mutates_args=())
     def product(x: Tensor) -> Tensor:
@@ -460,6 +537,7 @@ PRODUCTS: dict[str, tuple[Callable[[], object], int]] = {
     "vector added": (lambda: torch.addmv(torch.ones(32), LEFT, VECTOR), 32 * 16),
     "vector in place": (lambda: torch.ones(32).addmv_(LEFT, VECTOR), 32 * 16),
     "matrix in place": (lambda: torch.ones(32, 48).addmm_(LEFT, RIGHT), 32 * 16 * 48),
+    "matrix and activation": (lambda: torch._addmm_activation(torch.ones(48), LEFT, RIGHT), 32 * 16 * 48),
     "batch in place": (lambda: torch.ones(2, 32, 48).baddbmm_(stack(LEFT), stack(RIGHT)), 2 * 32 * 16 * 48),
     "batch summed": (lambda: torch.addbmm(torch.ones(32, 48), stack(LEFT), stack(RIGHT)), 2 * 32 * 16 * 48),
     "int8": (lambda: torch._int_mm(LEFT.to(torch.int8), RIGHT.to(torch.int8)), 32 * 16 * 48),

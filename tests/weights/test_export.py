@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from lockstep.checkpoint.drafts import name_of_draft
 from lockstep.errors import ConfigError
 from lockstep.location import Location, locate
 from lockstep.runner import Runner, Session
@@ -296,13 +297,21 @@ def test_a_former_export_is_replaced_on_demand_and_nothing_of_it_is_left(tmp_pat
 
 
 @ranks(1)
-def test_an_empty_folder_is_filled_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_that_is_there_is_filled_and_not_replaced(tmp_path: Path, overwrite: bool) -> None:
     runner = train(tmp_path / "work", "single")
-    (tmp_path / "saved").mkdir()
+    (tmp_path / "disk" / "saved").mkdir(parents=True)
+    (tmp_path / "saved").symlink_to(tmp_path / "disk" / "saved")
+    *owner, _, host = name_of_draft("saved").split(".", 5)
+    (tmp_path / "saved" / ".".join([*owner, "1", host])).mkdir()  # left by a process that began long ago
+    if overwrite:
+        (tmp_path / "saved" / "model.safetensors").write_bytes(b"former")
     before = (tmp_path / "saved").stat().st_ino
-    runner.save_pretrained(tmp_path / "saved")
-    assert (tmp_path / "saved").stat().st_ino != before  # another folder, with all files, has got its name
+    runner.save_pretrained(tmp_path / "saved", overwrite=overwrite)
+    assert (tmp_path / "saved").stat().st_ino == before  # it may be a volume, or belong to a parent that is not ours
     assert content(tmp_path / "saved" / "model.safetensors")
+    assert os.listdir(tmp_path / "disk" / "saved") == ["model.safetensors"]
+    assert sorted(os.listdir(tmp_path)) == ["disk", "saved", "work"]
 
 
 @ranks(2)

@@ -30,9 +30,14 @@ _OFTEN_CHANGED = ("float", "float16", "bfloat16", "float32", "float64", "uint8")
 _NO_SAMPLE = object()  # takes the turn of a worker that has none
 
 
+def _is_dense(data: Tensor) -> bool:
+    """Return whether a tensor is plain memory of the host, not sparse, nested or quantized."""
+    return data.is_cpu and data.layout is torch.strided and not (data.is_nested or data.is_quantized)
+
+
 def _pinned(leaf: Any) -> Any:
-    is_elsewhere = isinstance(leaf, Tensor) and (not leaf.is_cpu or leaf.layout is not torch.strided)
-    return leaf.pin_memory() if hasattr(leaf, "pin_memory") and not is_elsewhere else leaf
+    can_pin = hasattr(leaf, "pin_memory") and (not isinstance(leaf, Tensor) or _is_dense(leaf))
+    return leaf.pin_memory() if can_pin else leaf
 
 
 class _Made(NamedTuple):
@@ -440,7 +445,7 @@ def checksum_of(batch: Any) -> int | None:
     for leaf in tree_leaves(batch):
         data: bytes | memoryview
         if isinstance(leaf, Tensor):
-            if not leaf.is_cpu or leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
+            if not _is_dense(leaf):
                 return None
             data, size = bytes_of(leaf.detach().resolve_conj().resolve_neg().contiguous()), leaf.element_size()
         elif isinstance(leaf, np.ndarray | np.generic):
@@ -477,7 +482,7 @@ def _values_in(sample: Any, kinds: Collection[str]) -> Iterator[Any]:
         for item in sample[:_MOST_COMPARED]:
             yield from _values_in(item, kinds)
     elif isinstance(sample, Tensor | np.ndarray | np.generic):
-        if str(sample.dtype).removeprefix("torch.") in kinds:
+        if str(sample.dtype).removeprefix("torch.") in kinds and (not isinstance(sample, Tensor) or _is_dense(sample)):
             yield sample.reshape(-1)[:_MOST_COMPARED].tolist()
     elif type(sample).__name__ in kinds:
         yield sample[:_MOST_COMPARED] if isinstance(sample, str | bytes) else sample

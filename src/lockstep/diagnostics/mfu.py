@@ -48,7 +48,7 @@ def _product_flops(*args: Any, at: int = 0, **kwargs: Any) -> float:
 _EXTRA_FORMULAS: dict[Any, Callable[..., float]] = {
     **dict.fromkeys((_aten.mv, _aten._int_mm), _product_flops),
     **dict.fromkeys((_aten._grouped_mm, _aten._scaled_mm_v2), _product_flops),
-    **dict.fromkeys((_aten.addmv, _aten.addmv_, _aten.addmm_), partial(_product_flops, at=1)),
+    **dict.fromkeys((_aten.addmv, _aten.addmv_, _aten.addmm_, _aten._addmm_activation), partial(_product_flops, at=1)),
     **dict.fromkeys((_aten.baddbmm_, _aten.addbmm, _aten.addbmm_), partial(_product_flops, at=1)),
     _aten._scaled_dot_product_flash_attention_for_cpu: _FLASH,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _FLASH_BACKWARD,
@@ -65,6 +65,9 @@ _ATTENTION_BACKWARD = {
 _WITHOUT_FORMULA = {
     *("_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_foreach_mm", "_trilinear", "_sparse_mm", "_sparse_addmm"),
     *("_sparse_semi_structured_mm", "_sparse_semi_structured_addmm", "_sparse_semi_structured_linear"),
+    *("_sparse_sparse_matmul", "_sparse_mm_reduce_impl", "_sparse_mm_reduce_impl_backward", "sparse_sampled_addmm"),
+    *("_cudnn_attention_forward", "_cudnn_attention_backward", "_flash_attention_forward_no_dropout_inplace"),
+    *("_weight_int4pack_mm", "_weight_int8pack_mm", "_mixed_dtypes_linear", "conv_tbc"),
     *("_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn", "miopen_rnn_backward"),
     *("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"),
 }
@@ -88,7 +91,8 @@ class MFUHook(Hook):
 
     Args:
         peak_flops: peak FLOP/s of one rank's device in the dtype of the training. By default that of the device's data
-            sheet, in the dtype of most FLOPs; that of a CPU, of a part of a GPU and of many GPUs is not known.
+            sheet, in the dtype of most FLOPs (TF32 for float32 that torch may round to it); that of a CPU, of a part of
+            a GPU and of many GPUs is not known.
         flops_of: a function that returns the model FLOPs of one batch, forward and backward, instead of counting:
             where ranks split products (tensor and pipeline parallelism), or a kernel has no formula. `peak_flops` must
             then be a number.
@@ -208,7 +212,8 @@ class MFUHook(Hook):
             )
         if self._peak is None and counted.by_dtype:
             dtype = max(counted.by_dtype, key=counted.by_dtype.__getitem__)
-            self._peak = device_peak(dtype)
+            may_round = dtype == torch.float32 and counted.rounded > counted.by_dtype[dtype] / 2
+            self._peak = device_peak(dtype, may_round=may_round)
             if self._peak is None and "peak" not in self._told:
                 self._told.add("peak")
                 runner.logger.warning(
@@ -243,7 +248,9 @@ def _positive(peak_flops: Any) -> float:
 
 
 def _shapes_of(batch: Any) -> _Shapes:
-    return tuple(leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    # A nested tensor has no shape that could be compared: one dim of it is a symbol, which no other has.
+    return tuple(torch.Size([leaf.numel()]) if leaf.is_nested else leaf.shape for leaf in tensors)
 
 
 def _elements(shapes: _Shapes) -> int:
@@ -262,6 +269,7 @@ class StepFlops(FlopCounterMode):
 
     Attributes:
         by_dtype: FLOPs by the dtype of the factors.
+        rounded: those of float32 that torch may round to TF32 on CUDA devices.
         unseen: names of operators that may multiply matrices, but have no formula.
         is_paused: whether nothing is counted; it is set during an optimizer's update.
 
@@ -282,8 +290,10 @@ class StepFlops(FlopCounterMode):
         super().__init__(display=False)
         self.mod_tracker = _NoModules()
         self.by_dtype: defaultdict[torch.dtype, float] = defaultdict(float)
+        self.rounded = 0.0
         self.unseen: set[str] = set()
         self.is_paused = False
+        self._updating: Any = None  # the outermost optimizer that makes an update
         self._open = ExitStack()
 
     @property
@@ -311,7 +321,10 @@ class StepFlops(FlopCounterMode):
     def _mark_update(self, begins: bool, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Count nothing within an optimizer's update, unless that evaluates the loss itself."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer again
-        self.is_paused = begins and closure is None
+        if begins and closure is None and not self.is_paused:
+            self.is_paused, self._updating = True, optimizer
+        elif not begins and optimizer is self._updating:
+            self.is_paused, self._updating = False, None
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
         """Count an operator that has run; torch's mode calls this for each."""
@@ -324,6 +337,9 @@ class StepFlops(FlopCounterMode):
                 self.unseen.add(f"{library}::{name}")
         elif not _is_recomputed():
             tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+            if any(tensor.layout is not torch.strided for tensor in tensors):  # formulas take it for a dense one
+                self.unseen.add(f"{func_packet} of sparse tensors".replace(".", "::", 1))
+                return out
             if any(map(is_dtensor, tensors)):
                 raise ConfigError(
                     f"FLOPs can't be counted where ranks split a product, but `{func_packet}` has a DTensor: some "
@@ -331,7 +347,10 @@ class StepFlops(FlopCounterMode):
                     "MFUHook(flops_of=function of the batch, peak_flops=...), for instance with 6 FLOPs per parameter "
                     "and token"
                 )
-            self.by_dtype[tensors[0].dtype] += _flops(formula, func_packet, out, args, kwargs)
+            flops = _flops(formula, func_packet, out, args, kwargs)
+            self.by_dtype[tensors[0].dtype] += flops
+            if tensors[0].dtype == torch.float32 and _may_round(func_packet):
+                self.rounded += flops
         return out
 
 
@@ -361,6 +380,14 @@ def _flops(formula: Callable[..., float], packet: Any, out: Any, args: Any, kwar
         query_dim, value_dim = args[1].shape[-1], args[3].shape[-1]
         return float(flops * (2 * query_dim + 2 * value_dim) / (3 * query_dim + 2 * value_dim))
     return flops
+
+
+def _may_round(packet: Any) -> bool:
+    """Return whether torch may round the factors to TF32: of convolutions by default, of other products on demand."""
+    if "convolution" in str(packet):
+        precision = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+        return torch.version.hip is None and bool(precision == "tf32")
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def _is_recomputed() -> bool:
@@ -417,16 +444,16 @@ _DEVICES = (
 )
 
 
-def device_peak(dtype: torch.dtype) -> tuple[float, str] | None:
+def device_peak(dtype: torch.dtype, *, may_round: bool = False) -> tuple[float, str] | None:
     """Return the peak FLOP/s of this rank's device for matrix products of a dtype, and where the number comes from.
 
     It is None if it is not known.
 
     Args:
-        dtype: that of the factors. Products of float32 count as TF32 where torch may round them.
+        dtype: that of the factors.
+        may_round: whether those of float32 may be rounded to TF32.
     """
     name = _device_name()
-    may_round = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     value = from_data_sheet(name, dtype, may_round=may_round)
     return None if value is None else (value, f"data sheet of {name}, {'TF32' if may_round else _dtype_name(dtype)}")
 

@@ -232,7 +232,7 @@ def check_new(out: Location, *, file: bool, overwrite: bool | None = None) -> No
     try:
         if not out.exists():
             return
-        names = None if out.is_file() else sorted(one.name for one in out.iterdir())
+        names = None if out.is_file() else sorted(one.name for one in out.iterdir() if not _is_left(one.name))
     except OSError as error:
         raise ConfigError(f"what is written must go to {what}, but {out} cannot be reached: {error}") from error
     if not file and (names == [] or (overwrite and names is not None)):
@@ -247,8 +247,9 @@ class SafetensorsWriter:
     """Writes tensors one by one into one or several files, and then what belongs beside them.
 
     On a disk all is written into a hidden folder beside OUT, which gets its name at the end. In a folder that is
-    overwritten, and behind a URL, the files appear one by one, the JSON files last. A failure is kept until `finish`,
-    so that a rank that writes can go on taking part in collectives.
+    there, which may be a link or a volume of its own, it is one inside, from which the files are moved one by one, the
+    JSON files last. Behind a URL they appear one by one, too. A failure is kept until `finish`, so that a rank that
+    writes can go on taking part in collectives.
 
     Args:
         out: the folder; or, with `single`, the file.
@@ -352,9 +353,7 @@ class SafetensorsWriter:
 
     def _publish(self) -> None:
         if self._draft is not None and isinstance(self.out, Path):
-            if not self.single and not (self.out.exists() and any(self.out.iterdir())):
-                if self.out.exists():
-                    self.out.rmdir()
+            if not self.single and not self.out.exists():
                 self._draft.rename(self.out)
                 return
             for written in self._written:
@@ -373,12 +372,21 @@ class SafetensorsWriter:
                 former.unlink()
 
 
+def _is_left(name: str) -> bool:
+    """Return whether a process that was killed has left a draft of this name."""
+    owner = DRAFT.fullmatch(name)
+    return owner is not None and is_alive(owner) is False
+
+
 def draft_of(out: Path) -> Path:
-    """Return where this process writes what will be `out`, and remove what processes that were killed have left."""
-    draft = out.with_name(name_of_draft(out.name))
-    for left in out.parent.glob(f".{glob.escape(out.name)}.draft.*"):
-        owner = DRAFT.fullmatch(left.name)
-        if left == draft or (owner is not None and is_alive(owner) is False):
+    """Return where this process writes what will be `out`, and remove what processes that were killed have left.
+
+    It is beside `out`, or inside of a folder that is there: what lies beside that may be another disk.
+    """
+    folder = out if out.is_dir() else out.parent
+    draft = folder / name_of_draft(out.name)
+    for left in folder.glob(f".{glob.escape(out.name)}.draft.*"):
+        if left == draft or _is_left(left.name):
             shutil.rmtree(left, ignore_errors=True)
             with suppress(OSError):  # of a file; what can't be removed is in nobody's way
                 left.unlink()
