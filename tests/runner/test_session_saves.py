@@ -183,9 +183,17 @@ def rates_of(work_dir: Path, how: str = "", *, steps: str = "last", **options):
     model, _, batches = session.prepare(model, optimizer, loader, schedulers=[schedule] if steps else [])
     validating, rates, validated = session.prepare_evaluation(DataLoader(X, batch_size=2)), {}, []
     for epoch in session.epochs(3):
+        if steps == "begin" and epoch:
+            schedule.step()
+            optimizer.param_groups[0]["weight_decay"] += 0.1
         for x, y in batches:
-            rates[session.iter] = schedule.get_last_lr()
+            assert session.batch_idx == session.iter - 6 * epoch
+            rates[session.iter] = [*schedule.get_last_lr(), optimizer.param_groups[0]["weight_decay"]]
+            if how == "cut" and session.iter == 8:
+                session.run.agreement.ask("a stop")
             session.step(F.cross_entropy(model(x), y))
+            if steps == "iteration":
+                schedule.step()
         if steps == "first":
             schedule.step()
         for number, _ in enumerate(validating):
@@ -203,21 +211,21 @@ def rates_of(work_dir: Path, how: str = "", *, steps: str = "last", **options):
     return rates, validated, model.weight.detach().clone()
 
 
-@pytest.mark.parametrize("steps", ["first", "last", ""])
-@pytest.mark.parametrize("how", ["stop", "save", "best"])
+@pytest.mark.parametrize("steps", ["begin", "iteration", "first", "last", ""])
+@pytest.mark.parametrize("how", ["cut", "stop", "save", "best"])
 def test_what_is_saved_before_the_body_of_an_epoch_ends_goes_on_in_it_where_it_must(how, steps, tmp_path):
     options = {"default_hooks": {"checkpoint": {"save_best": "accuracy"}}, "steps": steps}
     rates, _, weights = rates_of(tmp_path / "whole", **options)
-    assert len({*map(tuple, rates.values())}) == (3 if steps else 1)
-    if how == "stop":
+    assert len({*map(tuple, rates.values())}) == (18 if steps == "iteration" else 3 if steps else 1)
+    if how in ("stop", "cut"):
         with pytest.raises(Preempted):
             rates_of(tmp_path / "work", how, **options)
         rest = rates_of(tmp_path / "work", resume=True, **options)
     else:
         *_, saved = rates_of(tmp_path / "work", how, **options)
         rest = rates_of(tmp_path / "rest", resume=True, load_from=saved, **options)
-    assert rest[0] == {number: rate for number, rate in rates.items() if number >= 12}
-    assert rest[1] == ([1, 2] if steps == "last" or (how, steps) == ("stop", "") else [2])
+    assert rest[0] == {number: rate for number, rate in rates.items() if number >= (9 if how == "cut" else 12)}
+    assert rest[1] == ([1, 2] if steps in ("begin", "last") or how in ("stop", "cut") else [2])
     assert torch.equal(rest[2], weights)
 
 

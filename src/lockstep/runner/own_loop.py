@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from time import perf_counter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import random_state_kept
 from lockstep.runner.uneven_inputs import Batch, EvenBatches, buffers_kept
 from lockstep.tree import tree_map
+
+# Of optimizers' groups: themselves, and copies of their options; and states of schedules.
+_Rates: TypeAlias = tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]
 
 _HALF = (torch.float16, torch.bfloat16)
 _WINDOWS_LOOKED_AT = 3  # for gradients that are there before
@@ -67,6 +71,7 @@ class OwnLoop(TrainLoop):
         self._body_of: dict[str, Any] = {}  # in the rest of an epoch's body: the counts before the epoch was complete
         self._schedules_begun: set[tuple[int, str, int]] = set()  # when this epoch began
         self._has_stopped = False  # in a validation of the user's
+        self._rates: _Rates | None = None  # where the code around an epoch's batches would change them once more
         self._to_save: list[tuple[str | None, bool]] = []  # names, and whether in the background
 
     def run(self) -> None:
@@ -88,12 +93,13 @@ class OwnLoop(TrainLoop):
         self._tell_if_complete(self.epoch, count, "epoch")
         run.call_hook("before_train")
         first, begun_at = self.epoch, self._schedules_at()
+        self._rates = self._rates_now() if self._begin.batches else None
         while self.epoch < count and not self._is_stopped():
             before, self._may_begin = self.epoch, True
             yield before
             if self._is_open:
                 self._end_epoch()
-            self._body_of = {}
+            self._body_of, self._rates = {}, None
             if self.epoch in (first + 2, count):
                 self._warn_of_rest(begun_at)
                 begun_at = set()
@@ -107,10 +113,10 @@ class OwnLoop(TrainLoop):
         """Return the position in the data; see `TrainLoop.position`.
 
         After an epoch's batches, where a schedule may still make a step, the epoch has not ended: a training that
-        resumes there goes through the rest of its body. So it does, without schedules, after a stop in a validation.
+        resumes there goes through the rest of its body. So it does after a stop in a validation.
         """
-        before, schedules = self._body_of, self.runner.param_schedulers
-        if before and (self._schedules_begun & self._schedules_at() if schedules else self._has_stopped):
+        before = self._body_of
+        if before and (self._has_stopped or self._schedules_begun & self._schedules_at()):
             return self.even_batches.position(before["epoch"], iteration - before["epoch_begin"], before["_begin"])
         return super().position(epoch, iteration)
 
@@ -118,6 +124,26 @@ class OwnLoop(TrainLoop):
         """Return the place, the name, and the count of steps of each schedule of the user's."""
         schedules = [(type(one).__name__, getattr(one, "last_epoch", None)) for one in self.runner.param_schedulers]
         return {(place, name, count) for place, (name, count) in enumerate(schedules) if isinstance(count, int)}
+
+    def _rates_now(self) -> _Rates:
+        """Copy what the user's code may change around the batches: schedules, and options of the optimizers' groups."""
+        wrapper = self.runner.optim_wrapper
+        wrappers = list(wrapper.values()) if isinstance(wrapper, OptimWrapperDict) else [wrapper]
+        groups = [group for one in wrappers for group in one.param_groups]
+        # Not switches: a schedule-free optimizer has one for the weights that its parameters hold now.
+        options = [{k: v for k, v in group.items() if k != "params" and not isinstance(v, bool)} for group in groups]
+        return groups, *deepcopy((options, [one.state_dict() for one in self.runner.param_schedulers]))
+
+    def _restore_rates(self) -> bool:
+        """Undo what was changed since `_rates_now`; return whether that was anything."""
+        assert self._rates is not None
+        (groups, options, states), now = self._rates, self._rates_now()
+        self._rates = None
+        for group, values in zip(groups, options, strict=True):
+            group.update(values)
+        for schedule, state in zip(self.runner.param_schedulers, states, strict=True):
+            schedule.load_state_dict(state)
+        return repr(now[1:]) != repr((options, states))
 
     def _warn_of_rest(self, begun_at: set[tuple[int, str, int]]) -> None:
         """Warn of schedules that are where they were when the training began."""
@@ -152,12 +178,15 @@ class OwnLoop(TrainLoop):
         if not self._may_begin:
             raise _wrong_passes("this is one more" if self.max_epochs else "none has begun")
         self._is_open, self._may_begin = True, False
+        if self._rates is not None:
+            self._tell_of_rest()
         self._schedules_begun = self._schedules_at()
         self.runner.call_hook("before_train_epoch")
         self._begin_training()
         with self.runner.saving.at_stop():
             yield from self._batches(self.even_batches.iterate(self._begin), self._begin.batches)
         self.runner.set_optimizer_mode(training=False)  # for a validation of the user's own
+        self._rates = self._rates_now()
         counts = {name: getattr(self, name) for name in ("epoch", "epoch_begin", "epoch_end", "_begin")}
         if not self.runner.param_schedulers:
             self._end_epoch()
@@ -167,6 +196,20 @@ class OwnLoop(TrainLoop):
         self._body_of = counts
         self.iter = self.epoch_end or 0
         self._complete_epoch()
+
+    def _tell_of_rest(self) -> None:
+        """Say what the user's code sees of an epoch that goes on, whose body has begun before."""
+        if self._restore_rates():
+            self.runner.logger.info(
+                "the body of this epoch had run before the stop up to its batches: schedules and options of optimizers "
+                "that it has changed again are those of the checkpoint"
+            )
+        done, left = self._begin.batches, (self.epoch_end or 0) - self.iter
+        if left:
+            self.runner.logger.info(
+                "the loader yields the %d batches of the epoch that are left: enumerate() of it begins at 0, and "
+                "session.batch_idx at %d", left, done,
+            )  # fmt: skip
 
     def _batches(self, batches: Iterator[Batch], start: int) -> Iterator[Any]:
         """Yield each batch for one iteration of the user's code."""
@@ -221,9 +264,10 @@ class OwnLoop(TrainLoop):
         try:
             self.runner.agreement.stop_if_asked()
         except Preempted:
-            self._has_stopped = True
-            if self._body_of and not self.runner.param_schedulers:  # the epoch's own checkpoint goes on after the body
-                self.runner.saving.saved_iter = self.epoch_begin - 1
+            if self._body_of:  # a resumed training makes up for the validation, in one more pass through the body
+                self._has_stopped = True
+                self._restore_rates()
+                self.runner.saving.saved_iter = self.iter - 1  # another checkpoint may be of after the body
             raise
 
     def require_training(self) -> None:

@@ -146,6 +146,12 @@ class Session:
         return self._prepared().iter
 
     @property
+    def batch_idx(self) -> int:
+        """Number of the present batch in its epoch, from 0; also in an epoch that goes on after a stop."""
+        loop = self._prepared()
+        return loop.iter - loop.epoch_begin
+
+    @property
     def run_dir(self) -> Path:
         """The folder of this session, within the work_dir."""
         return self.run.run_dir
