@@ -124,6 +124,7 @@ def optimizer(**arguments):
         ({"model": 3}, "`model` must be a torch.nn.Module, its config or a function that returns it, but is 3 of int"),
         ({"model": {"width": 3}}, "`model` must have the key `type`, but has only ['width']"),
         ({"model": {"type": 3}}, "`model.type` = 3 must be a name, a class or a function"),
+        ({"loss": nn.CrossEntropyLoss}, "but is the class CrossEntropyLoss. Give dict("),
         (
             {"model": {"type": Net}},
             "`model` must have the key `width`, which the model `Net` needs, but has only ['type']",

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -42,6 +43,32 @@ def bits(tensor: Tensor) -> Tensor:
 
 def same(a: Tensor, b: Tensor) -> bool:
     return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(bits(a), bits(b))
+
+
+class KilledError(BaseException):
+    pass
+
+
+def test_a_process_that_is_killed_while_it_overwrites_leaves_no_index_of_former_and_new_parts(tmp_path: Path) -> None:
+    def index() -> Path:
+        return tmp_path / "out" / "model.safetensors.index.json"
+
+    (tmp_path / "out").mkdir()
+    write(tmp_path / "out", {"a": torch.zeros(4), "b": torch.zeros(4)}, most=16)
+    assert index().exists()
+    whole, replace = [*tmp_path.joinpath("out").iterdir()], Path.replace
+
+    def cut(path: Path, target: Path) -> Path:
+        if "00002" in target.name:
+            raise KilledError
+        return replace(path, target)
+
+    with patch.object(Path, "replace", cut), pytest.raises(KilledError):
+        write(tmp_path / "out", {"a": torch.ones(4), "b": torch.ones(4)}, most=16)
+    assert not index().exists()
+    write(tmp_path / "out", {"a": torch.ones(4), "b": torch.ones(4)}, most=16)
+    assert sorted(tmp_path.joinpath("out").iterdir()) == sorted(whole)
+    assert torch.equal(open_source(tmp_path / "out").read("b"), torch.ones(4))
 
 
 @given(

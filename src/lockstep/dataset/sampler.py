@@ -331,7 +331,7 @@ def agree_on_shard(rank: int, size: int) -> DataShard:
 
 def length_of(items: Any) -> int | None:
     """Return the length of a sampler or a loader, or None if it is not known in advance."""
-    with suppress(TypeError):  # a DataLoader has a length only if its dataset has one
+    with suppress(TypeError, NotImplementedError):  # a DataLoader has a length only if its dataset has one
         return len(items)
     return None
 

@@ -76,6 +76,9 @@ class Kind:
         """Yield what is wrong with a part; an object that is already built has no faults."""
         if isinstance(part, str | int | float | list | tuple):
             yield Fault(key, f"must be a config dict or a {self.registry.name}, but is of {type(part).__name__}")
+        if isinstance(part, type):
+            name = part.__name__
+            yield Fault(key, f"must be an object or a config dict, but is the class {name}. Give dict(type={name})")
         if not isinstance(part, Mapping):
             return
         if "type" not in part and self.default is None:

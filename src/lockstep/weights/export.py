@@ -150,7 +150,7 @@ class PretrainedOptions(TypedDict, total=False):
         prefix: write only the part of the model with this name, its weights without the prefix.
         ema: beside EMAHook, False for the trained weights; by default the averaged ones, as in a checkpoint.
         overwrite: replace the weights that a folder holds, and files of the same names, one by one; others stay. Who is
-            killed meanwhile leaves some of each.
+            killed meanwhile leaves weights without an index, which nothing loads, or the whole of one kind.
     """
 
     max_shard_size: int | str

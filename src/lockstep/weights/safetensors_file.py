@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 import re
 import reprlib
 import shutil
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.drafts import DRAFT, is_alive, name_of_draft
+from lockstep.checkpoint.files import sync_folder
 from lockstep.checkpoint.saving import SAFETENSORS, header_bytes
 from lockstep.errors import ConfigError, listed
 from lockstep.location import Location, read_into, size_of, write_bytes
@@ -335,6 +337,9 @@ class SafetensorsWriter:
     def _close(self) -> None:
         opened, self._open = self._open, None
         if opened is not None:
+            if self._draft is not None:  # a file must not get its name before the disk has it
+                opened.flush()
+                os.fsync(opened.fileno())
             opened.close()
 
     def _write_files(self) -> None:
@@ -342,30 +347,39 @@ class SafetensorsWriter:
             return
         files = dict(self.files)
         if len(self.shards) > 1:
-            stem = next(iter(self.shards)).partition("-")[0]
             places = {name: file for file, names in self.shards.items() for name in names}
             size = sum(info.nbytes for info in self.infos.values())
             index = {"metadata": {"total_size": size}, "weight_map": places}
-            files = {f"{stem}.safetensors.index.json": index, **files}
+            files = {self._index_file(): index, **files}
         for name, content in files.items():
-            with self._create(name) as file:
-                file.write(_as_bytes(content))
+            self._open = self._create(name)
+            self._open.write(_as_bytes(content))
+            self._close()
+
+    def _index_file(self) -> str:
+        return f"{self._stem()}.safetensors.index.json"
+
+    def _stem(self) -> str:
+        return next(iter(self.shards)).removesuffix(".safetensors").partition("-")[0]
 
     def _publish(self) -> None:
         if self._draft is not None and isinstance(self.out, Path):
             if not self.single and not self.out.exists():
                 self._draft.rename(self.out)
+                sync_folder(self.out.parent)
                 return
+            if not self.single:  # a process that is killed in between leaves no index that names former and new parts
+                (self.out / self._index_file()).unlink(missing_ok=True)
             for written in self._written:
                 (self._draft / written.name).replace(self.out if self.single else self.out / written.name)
             self._draft.rmdir()
+            sync_folder(self.out.parent if self.single else self.out)
         if not self.single:
             self._remove_former()
 
     def _remove_former(self) -> None:
         """Remove the other weights of a folder that is overwritten, which might be read in place of these."""
-        stem = re.escape(next(iter(self.shards)).removesuffix(".safetensors").partition("-")[0])
-        weights = re.compile(rf"{stem}(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+        weights = re.compile(rf"{re.escape(self._stem())}(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
         names = {written.name for written in self._written}
         for former in [*self.out.iterdir()]:
             if former.name not in names and weights.fullmatch(former.name):
