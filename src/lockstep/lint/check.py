@@ -78,7 +78,9 @@ def _faults(cfg: Config, needed: Collection[str]) -> Iterator[Fault]:
 
 def _unimported_scope(scope: object) -> Iterator[str]:
     """Say how names of the package that is the default scope are found, if it has not been imported."""
-    if isinstance(scope, str) and scope.isidentifier() and scope not in sys.modules and find_spec(scope):
+    if not isinstance(scope, str) or not scope.isidentifier() or scope == "__main__":
+        return
+    if f"{scope}.registry" not in sys.modules and find_spec(scope):
         yield (
             f"  `default_scope` is {scope!r}, but nothing of that package has been looked up, because it was not "
             f"imported. To look there, too, add custom_imports={scope}.registry"
