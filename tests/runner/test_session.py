@@ -329,6 +329,7 @@ def test_records_and_metrics_are_those_of_a_run(tmp_path):
     assert {"loss", "norm", "half", "lr", "samples_per_second"} <= records[0].keys()
     assert (records[0]["half"], records[0]["count"]) == (0.5, 3)
     assert [record["accuracy"] for record in records if record["mode"] == "val"] == [1.0, 0.0]
+    assert session.work_dir == session.run_dir.parent
     assert (session.run_dir / "best_accuracy_epoch_1").is_dir()
     assert (session.run_dir / "epoch_2").is_dir()
 

@@ -152,6 +152,11 @@ class Session:
         return loop.iter - loop.epoch_begin
 
     @property
+    def work_dir(self) -> Path:
+        """The folder of all sessions of this experiment."""
+        return self.run.work_dir
+
+    @property
     def run_dir(self) -> Path:
         """The folder of this session, within the work_dir."""
         return self.run.run_dir
