@@ -34,6 +34,16 @@ def test_one_stream_is_dealt_to_any_number_of_ranks(length, size, shuffle, skipp
     assert dealt == stream[skipped * size :][: 5 * size]
 
 
+class Growing:
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_what_refuses_to_tell_its_length_has_none():
+    assert length_of(Growing()) is length_of(iter(())) is None
+    assert length_of([1, 2]) == 2
+
+
 @ranks(2)
 def test_in_a_loader_it_has_the_runs_seed_and_no_length():
     loader = build_dataloader({"dataset": range(7), "sampler": {"type": "InfiniteSampler"}, "batch_size": 2}, seed=5)

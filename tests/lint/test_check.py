@@ -395,6 +395,12 @@ def test_types_are_looked_for_in_the_default_scope():
     assert only(custom_hooks=hooks).startswith("`custom_hooks.0.type` = 'Watched' is no hook")
 
 
+def test_the_default_scope_of_a_script_hides_no_fault():
+    cfg = Config({"default_scope": "__main__", "custom_hooks": [{"type": "Watched"}]})
+    with pytest.raises(ConfigError, match=r"has 1 fault:\n.*'Watched' is no hook"):
+        check_config(cfg, needed=())
+
+
 def test_a_default_scope_that_is_not_imported_is_told_but_not_imported(tmp_path: Path, monkeypatch):
     (tmp_path / "lint_package").mkdir()
     (tmp_path / "lint_package" / "__init__.py").touch()

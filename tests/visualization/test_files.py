@@ -4,6 +4,7 @@ import csv
 import json
 import struct
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -107,11 +108,19 @@ def test_csv_files(tmp_path: Path):
 def test_a_value_of_the_name_of_a_step_does_not_replace_it(tmp_path: Path):
     for shown in (CsvVisualizer(), LocalVisualizer()):
         shown.open(tmp_path)
-        with pytest.warns(UserWarning, match="a value called 'step' is recorded as 'step_'"):
-            shown.add_scalars({"step": 2.0, "loss": 3.0}, step=10)
+        with pytest.warns(UserWarning, match="'step_'") if isinstance(shown, CsvVisualizer) else nullcontext():
+            shown.add_scalars({"train/step": 2.0, "train/loss": 3.0}, step=10)
         shown.close()
-    assert read_table(tmp_path / "scalars.csv") == [{"step": "10", "step_": "2.0", "loss": "3.0"}]
-    assert json.loads((tmp_path / "scalars.jsonl").read_text()) == {"step": 10, "step_": 2.0, "loss": 3.0}
+    assert read_table(tmp_path / "train.csv") == [{"step": "10", "step_": "2.0", "loss": "3.0"}]
+    assert json.loads((tmp_path / "scalars.jsonl").read_text()) == {"step": 10, "train/step": 2.0, "train/loss": 3.0}
+
+
+def test_a_line_of_scalars_has_the_step_that_they_say_as_with_mmengine(tmp_path: Path):
+    shown = LocalVisualizer()
+    shown.open(tmp_path)
+    shown.add_scalars({"loss": 3.0, "step": 7})
+    shown.close()
+    assert json.loads((tmp_path / "scalars.jsonl").read_text()) == {"step": 7, "loss": 3.0}
 
 
 def test_a_late_name_adds_a_column_to_a_csv_file(tmp_path: Path):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import deepcopy
 from time import perf_counter
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,13 +25,11 @@ from lockstep.model.wrapper import forwarded
 from lockstep.optim import OptimWrapper, OptimWrapperDict
 from lockstep.runner.loops import DEFAULT_INTERVAL, CountSamples, TrainLoop, no_batches
 from lockstep.runner.preemption import ranks_meet
+from lockstep.runner.rates import Rates
 from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import random_state_kept
 from lockstep.runner.uneven_inputs import Batch, EvenBatches, buffers_kept
 from lockstep.tree import tree_map
-
-# Of optimizers' groups: themselves, and copies of their options; and states of schedules.
-_Rates: TypeAlias = tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]
 
 _HALF = (torch.float16, torch.bfloat16)
 _WINDOWS_LOOKED_AT = 3  # for gradients that are there before
@@ -71,7 +68,8 @@ class OwnLoop(TrainLoop):
         self._body_of: dict[str, Any] = {}  # in the rest of an epoch's body: the counts before the epoch was complete
         self._schedules_begun: set[tuple[int, str, int]] = set()  # when this epoch began
         self._has_stopped = False  # in a validation of the user's
-        self._rates: _Rates | None = None  # where the code around an epoch's batches would change them once more
+        # Those from which code around an epoch's batches goes on, which a resumed training runs once more.
+        self._rates: Rates | None = None
         self._to_save: list[tuple[str | None, bool]] = []  # names, and whether in the background
 
     def run(self) -> None:
@@ -93,7 +91,7 @@ class OwnLoop(TrainLoop):
         self._tell_if_complete(self.epoch, count, "epoch")
         run.call_hook("before_train")
         first, begun_at = self.epoch, self._schedules_at()
-        self._rates = self._rates_now() if self._begin.batches else None
+        self._rates = Rates(run) if self._begin.batches else None
         while self.epoch < count and not self._is_stopped():
             before, self._may_begin = self.epoch, True
             yield before
@@ -124,26 +122,6 @@ class OwnLoop(TrainLoop):
         """Return the place, the name, and the count of steps of each schedule of the user's."""
         schedules = [(type(one).__name__, getattr(one, "last_epoch", None)) for one in self.runner.param_schedulers]
         return {(place, name, count) for place, (name, count) in enumerate(schedules) if isinstance(count, int)}
-
-    def _rates_now(self) -> _Rates:
-        """Copy what the user's code may change around the batches: schedules, and options of the optimizers' groups."""
-        wrapper = self.runner.optim_wrapper
-        wrappers = list(wrapper.values()) if isinstance(wrapper, OptimWrapperDict) else [wrapper]
-        groups = [group for one in wrappers for group in one.param_groups]
-        # Not switches: a schedule-free optimizer has one for the weights that its parameters hold now.
-        options = [{k: v for k, v in group.items() if k != "params" and not isinstance(v, bool)} for group in groups]
-        return groups, *deepcopy((options, [one.state_dict() for one in self.runner.param_schedulers]))
-
-    def _restore_rates(self) -> bool:
-        """Undo what was changed since `_rates_now`; return whether that was anything."""
-        assert self._rates is not None
-        (groups, options, states), now = self._rates, self._rates_now()
-        self._rates = None
-        for group, values in zip(groups, options, strict=True):
-            group.update(values)
-        for schedule, state in zip(self.runner.param_schedulers, states, strict=True):
-            schedule.load_state_dict(state)
-        return repr(now[1:]) != repr((options, states))
 
     def _warn_of_rest(self, begun_at: set[tuple[int, str, int]]) -> None:
         """Warn of schedules that are where they were when the training began."""
@@ -178,15 +156,19 @@ class OwnLoop(TrainLoop):
         if not self._may_begin:
             raise _wrong_passes("this is one more" if self.max_epochs else "none has begun")
         self._is_open, self._may_begin = True, False
-        if self._rates is not None:
-            self._tell_of_rest()
+        if self._rates is not None and self._rates.restore():
+            self.runner.logger.info(
+                "the body of this epoch had run before the stop up to its batches: schedules and options of optimizers "
+                "that it has changed again are those of the checkpoint"
+            )
+        self._tell_of_rest()
         self._schedules_begun = self._schedules_at()
         self.runner.call_hook("before_train_epoch")
         self._begin_training()
         with self.runner.saving.at_stop():
             yield from self._batches(self.even_batches.iterate(self._begin), self._begin.batches)
         self.runner.set_optimizer_mode(training=False)  # for a validation of the user's own
-        self._rates = self._rates_now()
+        self._rates = Rates(self.runner)
         counts = {name: getattr(self, name) for name in ("epoch", "epoch_begin", "epoch_end", "_begin")}
         if not self.runner.param_schedulers:
             self._end_epoch()
@@ -198,14 +180,9 @@ class OwnLoop(TrainLoop):
         self._complete_epoch()
 
     def _tell_of_rest(self) -> None:
-        """Say what the user's code sees of an epoch that goes on, whose body has begun before."""
-        if self._restore_rates():
-            self.runner.logger.info(
-                "the body of this epoch had run before the stop up to its batches: schedules and options of optimizers "
-                "that it has changed again are those of the checkpoint"
-            )
+        """Say what the user's code sees of an epoch that goes on after some of its batches."""
         done, left = self._begin.batches, (self.epoch_end or 0) - self.iter
-        if left:
+        if done and left:
             self.runner.logger.info(
                 "the loader yields the %d batches of the epoch that are left: enumerate() of it begins at 0, and "
                 "session.batch_idx at %d", left, done,
@@ -264,9 +241,9 @@ class OwnLoop(TrainLoop):
         try:
             self.runner.agreement.stop_if_asked()
         except Preempted:
-            if self._body_of:  # a resumed training makes up for the validation, in one more pass through the body
+            if self._body_of and self._rates is not None:  # a resumed training goes through the rest of the body anew
                 self._has_stopped = True
-                self._restore_rates()
+                self._rates.restore()
                 self.runner.saving.saved_iter = self.iter - 1  # another checkpoint may be of after the body
             raise
 

@@ -147,7 +147,10 @@ class Session:
 
     @property
     def batch_idx(self) -> int:
-        """Number of the present batch in its epoch, from 0; also in an epoch that goes on after a stop."""
+        """Number of the present batch in its epoch, from 0; one that goes on after a stop counts the batches before it.
+
+        They count as they were, also where batches have another size now, of which the epoch would have another number.
+        """
         loop = self._prepared()
         return loop.iter - loop.epoch_begin
 

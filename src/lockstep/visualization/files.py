@@ -66,8 +66,8 @@ class LocalVisualizer(FolderVisualizer):
         self._files: dict[Path, JsonLinesSink] = {}
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
-        """Append a line."""
-        self._write(self._scalar_save_file, placed({"step": step}, scalar_dict))
+        """Append a line. As with MMEngine, a value called `step` is its step."""
+        self._write(self._scalar_save_file, {"step": step, **scalar_dict})
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
         """Write a PNG file; a slash in the name creates a folder."""
