@@ -215,3 +215,12 @@ def test_a_value_that_a_hook_records_now_and_then_counts_in_one_record(tmp_path:
     lines = map(json.loads, next(tmp_path.glob("*/metrics.jsonl")).read_text().splitlines())
     records = [line for line in lines if line["mode"] in ("train", "epoch")]
     assert [one.get("third") for one in records] == [None, 3.0, 6.0, None, 4.5]
+
+
+def test_only_iterations_that_make_an_update_have_a_norm_of_gradients(tmp_path: Path):
+    wrapper = {"optimizer": {"type": "SGD", "lr": 0.1}, "accumulative_counts": 2, "clip_grad": {"max_norm": 1.0}}
+    make_runner(tmp_path, [LoggerHook(interval=1)], default_hooks={"logger": None}, optim_wrapper=wrapper).train()
+    lines = [json.loads(line) for path in tmp_path.glob("*/metrics.jsonl") for line in path.read_text().splitlines()]
+    rows = {one["iter"]: "grad_norm" in one for one in lines if one["mode"] == "train"}
+    assert len(rows) > 3
+    assert all(has == (number % 2 == 0 or number == max(rows)) for number, has in rows.items())

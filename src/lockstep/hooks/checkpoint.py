@@ -98,7 +98,7 @@ class CheckpointHook(Hook):
                 f"`save_best`, but is {self.rules}"
             )
         self._kept: list[str] = []
-        self._saved_iter = 0  # of the last regular checkpoint
+        self._saved = 0  # how many epochs, or iterations, the last regular checkpoint has
         self._former_runs: list[str] = []  # the folders of the runs that this one goes on from, the oldest one first
         # By metric: the best value, the path of its checkpoint, and its name if this run has saved it.
         self._best: dict[str, dict[str, Any]] = {}
@@ -126,9 +126,9 @@ class CheckpointHook(Hook):
 
     def after_train(self, runner: TrainRun) -> None:
         """Save a training that has ended early."""
-        if self.save_last and runner.iter != self._saved_iter:
-            by_epoch, _ = self._cadence(runner)
-            template, done = ("epoch_{}", runner.epoch) if by_epoch else ("iter_{}", runner.iter)
+        by_epoch, _ = self._cadence(runner)
+        template, done = ("epoch_{}", runner.epoch) if by_epoch else ("iter_{}", runner.iter)
+        if self.save_last and done != self._saved:
             self._save(runner, template, done, epoch=runner.epoch, iteration=runner.iter)
 
     def before_train(self, runner: TrainRun) -> None:
@@ -182,7 +182,7 @@ class CheckpointHook(Hook):
     def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Restore the best values so far; their checkpoints stay in the previous run's folder."""
         state = checkpoint["meta"].get(_META_KEY, {})
-        self._best, self._saved_iter = {}, runner.iter
+        self._best, self._saved = {}, runner.epoch if self._cadence(runner)[0] else runner.iter
         if runner.resume_from is not None:
             self._former_runs = [str(run) for run in state.get("runs", [runner.resume_from.parent.name])]
         for name, best in state.get("best", {}).items():
@@ -200,7 +200,7 @@ class CheckpointHook(Hook):
         return False, _DEFAULT_INTERVAL if runner.max_epochs is not None else runner.train_loop.val_interval
 
     def _save(self, runner: TrainRun, template: str, done: int, *, epoch: int, iteration: int) -> None:
-        self._saved_iter = iteration
+        self._saved = done
         template = self.filename_tmpl or template
         name = template.format(done)
         when_ended = partial(self._keep, runner, template, name)

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
 from time import perf_counter, sleep
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from lockstep.device import get_device, peak_memory
 from lockstep.diagnostics.slow_ranks import OwnWork, Sample, StragglerWatch, described
 from lockstep.dist.objects import start_gather_bytes
-from lockstep.errors import ConfigError, require_count
+from lockstep.errors import CheckpointError, ConfigError, require_count
 from lockstep.logging.meters import Scalar, start_reading
 from lockstep.logging.sinks import placed
 from lockstep.registry import HOOKS
@@ -27,6 +27,7 @@ from lockstep.transport.control import GatherHandle
 _PREFIX = "train/"
 # What a hook counts under `amounts/NAME` of the message hub, such as tokens, is recorded as `NAME_per_second`.
 _AMOUNTS = "amounts/"
+_KEY = "logger"
 # Iterations after which rank 0 reads what the others have sent for a record. Ranks that exchange gradients have sent it
 # by then, so that rank 0 need not wait; see docs/decisions/0009.
 _READ_AFTER = 2
@@ -141,6 +142,7 @@ class LoggerHook(Hook):
         # On an accelerator: sends this rank's numbers of the last record, once the next iteration is under way.
         self._unsent: Callable[[], None] | None = None
         self._epoch = _Sums()
+        self._last_norm: Any = None  # with accumulation, most iterations have none of their own
         self._work: OwnWork | None = None
         self._watch: StragglerWatch | None = None
 
@@ -157,10 +159,13 @@ class LoggerHook(Hook):
             self._watch = None if self.slow_factor is None else StragglerWatch(self.slow_factor)
 
     def before_train_epoch(self, runner: TrainRun) -> None:
-        """Reset the sums of the previous epoch, and begin to measure."""
-        self._epoch = _Sums()
+        """Begin to measure."""
         if self._work is not None:
             self._work.begin()
+
+    def before_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None) -> None:
+        """Note the norm of the last update."""
+        self._last_norm = runner.optim_wrapper.grad_norm
 
     def after_train_iter(
         self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
@@ -176,7 +181,7 @@ class LoggerHook(Hook):
                 hub.update_scalar(_PREFIX + name, value)
                 self._returned.setdefault(name, []).append(loop.samples)
         norm = runner.optim_wrapper.grad_norm
-        if norm is not None:
+        if norm is not None and norm is not self._last_norm:
             hub.update_scalar("train/grad_norm", norm)
         self._samples.append(loop.samples)
         if self._work is not None:
@@ -201,14 +206,34 @@ class LoggerHook(Hook):
             runner.message_hub.update_info("epoch_means", means)
             place = {"mode": "epoch", "epoch": runner.epoch + 1, "iter": runner.iter}
             runner.records.write(placed(place, means))
+        self._epoch = _Sums()
 
     def before_val_epoch(self, runner: Run) -> None:
         """Write the last record, which comes before those of the validation."""
         self._finish_gathering()
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
-        """Write the last record, which a run that resumes from this checkpoint would lack."""
+        """Write the last record, and save the sums of the epoch, which a run that resumes from there would lack."""
+        if runner.saving.is_stopping and self._samples:
+            self._make_record(runner, runner.iter, _first_learning_rates(runner))
         self._finish_gathering()
+        sums = asdict(self._epoch) | {"parts": {name: [*part] for name, part in self._epoch.parts.items()}}
+        checkpoint["meta"][_KEY] = {"epoch": sums, "rates": [*self._last_rates]}
+
+    def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
+        """Restore the sums of the epoch."""
+        self._epoch, self._last_rates = _Sums(), (0, {})
+        if (saved := checkpoint["meta"].get(_KEY)) is None:
+            return
+        try:
+            sums, (at, rates) = saved["epoch"], saved["rates"]
+            parts = {name: (float(total), float(weight)) for name, (total, weight) in sums["parts"].items()}
+            numbers = {name: float(sums[name]) for name in ("seconds", "peak_flops", "memory_mib")}
+            self._epoch, self._last_rates = _Sums(parts, **numbers), (int(at), {**rates})
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"`meta.{_KEY}` of the checkpoint must be what LoggerHook saves, but is {saved!r:.100}"
+            ) from error
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Record the metrics of a validation; an iteration-based loop validates between two iterations."""

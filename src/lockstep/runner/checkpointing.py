@@ -51,6 +51,8 @@ class Saving:
 
     Attributes:
         saved_iter: number of iterations after which the last checkpoint was saved that has the optimizer's state.
+        saved_epoch: number of complete epochs in it.
+        is_stopping: whether all ranks save the last checkpoint, at which they stop.
     """
 
     def __init__(self, run: Any) -> None:
@@ -59,7 +61,8 @@ class Saving:
         self._background = BackgroundSaver(self._planner)
         self._pending: Save | None = None  # in the background
         self._has_warned = False
-        self.saved_iter = 0
+        self.saved_iter = self.saved_epoch = 0
+        self.is_stopping = False
 
     def save(self, save: Save, *, async_save: bool) -> None:
         """Save what resuming needs; see `TrainRun.save_checkpoint`. **Collective**: every rank."""
@@ -68,7 +71,7 @@ class Saving:
         last_of = _root_of(run, save.directory) if save.is_last else None
         if save.has_optimizer and run.optim_wrapper.has_open_window and save.iteration != run.max_iters:
             self._warn_of_open_window(save)
-        with run.evaluated():
+        with run.evaluated(), run.train_loop.as_resumed():
             state, meta = self._state(save)
             with self._ending(save):
                 if async_save and run.agreement.is_open:  # else the ranks have no store that they can share
@@ -137,7 +140,9 @@ class Saving:
             yield
         except Preempted as stop:
             self.finish()
-            if run.iter > self.saved_iter:
+            self.is_stopping = True
+            is_saved = run.iter <= self.saved_iter and (run.max_epochs is None or run.epoch <= self.saved_epoch)
+            if not is_saved or run.train_loop.ends_here:
                 run.save_checkpoint(run.checkpoint_dir, f"iter_{run.iter}", epoch=run.epoch, iteration=run.iter)
             done = "before the first iteration"
             if run.iter > 0:
@@ -174,7 +179,8 @@ class Saving:
             checkpoint["optimizer"] = run.strategy.optim_state()
         run.call_hook("before_save_checkpoint", checkpoint=checkpoint)
         meta = checkpoint.pop("meta")
-        own = {"random": random_state(), "data": run.train_loop.even_batches.state()}
+        loop = run.train_loop
+        own = {"random": random_state(), "data": loop.even_batches.state(), "stops": loop.will_stop(meta["position"])}
         checkpoint["ranks"] = {str(run.rank): own}  # the state of this rank alone
         return checkpoint, meta
 
@@ -193,7 +199,7 @@ class Saving:
             if self._pending is save:  # it has only begun
                 return
             if save.is_last and save.has_optimizer:
-                self.saved_iter = save.iteration
+                self.saved_iter, self.saved_epoch = save.iteration, save.epoch
             _logger.debug("saved %s", save.directory)
             ended(True)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -90,6 +90,7 @@ class TrainLoop(ABC):
         self.samples: float = 1  # in a loop of the user's own, which does not say
         self.iter_ended = 0.0
         self.stop_training = False
+        self._will_stop = False  # after the present epoch, as was asked for before the training resumed
         self._left_out: set[str] = set()
         self._has_begun = False
         self.is_ending_iter = False
@@ -116,6 +117,32 @@ class TrainLoop(ABC):
         self.iter, self._begin = iteration, begin
         self.epoch = 0 if order is not None and order.is_endless else epoch
         self.epoch_begin, self.epoch_end = iteration - begin.batches, None if left is None else iteration + left
+
+    def resume_within(self, position: Mapping[str, Any], *, will_stop: bool) -> None:
+        """Stop at the end of the epoch at `position`, or before the next one, if that was asked for before."""
+        if self._is_within(position):
+            self._will_stop = will_stop
+        else:
+            self.stop_training = will_stop
+
+    def will_stop(self, position: Mapping[str, Any]) -> bool:
+        """Return whether this rank has asked for an end of the training that has not come yet at `position`.
+
+        One that has come does not end a training that goes on from there for longer.
+        """
+        return self.stop_training and (self._is_within(position) or self.runner.saving.is_stopping)
+
+    def as_resumed(self) -> AbstractContextManager[None]:
+        """Return a context in which the run is as a training begins that goes on from here."""
+        return nullcontext()
+
+    @property
+    def ends_here(self) -> bool:
+        """Whether the training ends here, but for a validation, because that was asked for. The same on every rank."""
+        return self.stop_training and (self.max_epochs is None or self.iter == self.epoch_begin)
+
+    def _is_within(self, position: Mapping[str, Any]) -> bool:
+        return self.max_epochs is not None and bool(position["batches"] or position.get("logged"))
 
     def _complete_epoch(self) -> None:
         """Count the present epoch, and begin the next one."""
@@ -156,6 +183,7 @@ class TrainLoop(ABC):
             part_ranks(runner.args.randomness, runner.seed + self.iter, runner.data_shard.rank)
         if self.iter > 0:
             note_trained()
+        self.stop_training, self._will_stop = self.stop_training or self._will_stop, False
         runner.model.train()
         runner.set_optimizer_mode(training=True)
         reshard(unwrap_model(runner.model))  # a validation leaves FSDP's outermost weights gathered, as other tensors

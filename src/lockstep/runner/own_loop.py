@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.dataset import set_epoch
+from lockstep.dataset.random_state import set_random_state
 from lockstep.device import get_device
 from lockstep.dist.agreement import differing
 from lockstep.errors import ConfigError, Preempted, listed
@@ -70,6 +71,10 @@ class OwnLoop(TrainLoop):
         self._has_stopped = False  # in a validation of the user's
         # Those from which code around an epoch's batches goes on, which a resumed training runs once more.
         self._rates: Rates | None = None
+        self._is_in_body = False  # of `epochs`
+        self._logged = 0  # calls of `log_metrics` in this body: before its batches, or, once they are over, after them
+        self._has_ended = False  # whether hooks have been told so before the stop, after which the body runs once more
+        self._logged_before = [0.0, 0.0]  # those before the stop, in these two parts of a body that runs once more
         self._to_save: list[tuple[str | None, bool]] = []  # names, and whether in the background
 
     def run(self) -> None:
@@ -91,18 +96,26 @@ class OwnLoop(TrainLoop):
         self._tell_if_complete(self.epoch, count, "epoch")
         run.call_hook("before_train")
         first, begun_at = self.epoch, self._schedules_at()
-        self._rates = Rates(run) if self._begin.batches else None
+        if self._begin.is_beginning and self._begin.random is not None:  # a validation may come before the batches
+            set_random_state(self._begin.random)
         while self.epoch < count and not self._is_stopped():
-            before, self._may_begin = self.epoch, True
-            yield before
+            before, self._may_begin, self._is_in_body, self._rates = self.epoch, True, True, Rates(run)
+            try:
+                yield before
+            except GeneratorExit:
+                self._is_in_body = False
+                raise
+            if self._is_open or self._logged or self._rates.have_changed:
+                run.saving.saved_iter = 0  # what was saved in this body lacks the rest of it
             if self._is_open:
                 self._end_epoch()
-            self._body_of, self._rates = {}, None
+            self._body_of, self._logged, self._logged_before = {}, 0, [0, 0]
             if self.epoch in (first + 2, count):
                 self._warn_of_rest(begun_at)
                 begun_at = set()
             if self.epoch == before:
                 raise _wrong_passes(f"epoch {before} has not begun to")
+        self._is_in_body = False
         self._end_training()
         run.call_hook("after_train")
         run.call_hook("after_run")
@@ -114,9 +127,39 @@ class OwnLoop(TrainLoop):
         resumes there goes through the rest of its body. So it does after a stop in a validation.
         """
         before = self._body_of
-        if before and (self._has_stopped or self._schedules_begun & self._schedules_at()):
-            return self.even_batches.position(before["epoch"], iteration - before["epoch_begin"], before["_begin"])
-        return super().position(epoch, iteration)
+        if self._goes_on_in_body:
+            done = iteration - before["epoch_begin"]
+            found = self.even_batches.position(before["epoch"], done, before["_begin"])
+            return {**found, "logged": self._logged, "ended": not self._is_open}
+        return {**super().position(epoch, iteration), "logged": 0 if before else self._logged}
+
+    @property
+    def _goes_on_in_body(self) -> bool:
+        return bool(self._body_of) and (self._has_stopped or bool(self._schedules_begun & self._schedules_at()))
+
+    @contextmanager
+    def as_resumed(self) -> Iterator[None]:
+        """Have the schedules and options of optimizers from which the rest of the body runs once more."""
+        if self._rates is None or not self._goes_on_in_body:
+            yield
+            return
+        now = Rates(self.runner)
+        self._rates.restore()
+        try:
+            yield
+        finally:
+            now.restore()
+
+    def resume_within(self, position: Mapping[str, Any], *, will_stop: bool) -> None:
+        """Pass over those calls of `log_metrics` in the body of this epoch that have been made before the stop."""
+        self._will_stop = will_stop
+        logged, self._has_ended = int(position.get("logged", 0)), bool(position.get("ended"))
+        self._logged_before = [math.inf, logged] if self._begin.batches else [logged, 0]
+
+    @property
+    def ends_here(self) -> bool:
+        """Whether the training ends here: never where it can be stopped, since the user's code validates before."""
+        return False
 
     def _schedules_at(self) -> set[tuple[int, str, int]]:
         """Return the place, the name, and the count of steps of each schedule of the user's."""
@@ -144,6 +187,7 @@ class OwnLoop(TrainLoop):
         self._begin_training()
         if self.iter < count:
             with run.saving.at_stop():
+                self._stop_if_asked()
                 yield from self._batches(self._endless_batches(), self.iter)
         self._warn_of_missing_steps("the training")
         self._end_training()
@@ -156,7 +200,9 @@ class OwnLoop(TrainLoop):
         if not self._may_begin:
             raise _wrong_passes("this is one more" if self.max_epochs else "none has begun")
         self._is_open, self._may_begin = True, False
-        if self._rates is not None and self._rates.restore():
+        rates = self._rates
+        assert rates is not None
+        if self._begin.batches and rates.restore():
             self.runner.logger.info(
                 "the body of this epoch had run before the stop up to its batches: schedules and options of optimizers "
                 "that it has changed again are those of the checkpoint"
@@ -166,18 +212,40 @@ class OwnLoop(TrainLoop):
         self.runner.call_hook("before_train_epoch")
         self._begin_training()
         with self.runner.saving.at_stop():
-            yield from self._batches(self.even_batches.iterate(self._begin), self._begin.batches)
+            try:
+                self._stop_if_asked()
+            except Preempted:
+                rates.restore()  # what comes before the batches runs once more
+                raise
+            self._logged, self._logged_before = 0, self._logged_before[1:] or [0]
+            try:
+                yield from self._batches(self.even_batches.iterate(self._begin), self._begin.batches)
+            except GeneratorExit:  # by `break`
+                self._rates = Rates(self.runner)
+                raise
         self.runner.set_optimizer_mode(training=False)  # for a validation of the user's own
         self._rates = Rates(self.runner)
-        counts = {name: getattr(self, name) for name in ("epoch", "epoch_begin", "epoch_end", "_begin")}
-        if not self.runner.param_schedulers:
+        if self.runner.param_schedulers:
+            # The user's code may step them now, which the checkpoint of this epoch must have. It counts already.
+            self._count_epoch()
+        else:
+            counts = self._counts()
             self._end_epoch()
             self._body_of = counts
-            return
-        # The user's code may step its schedules now, which the checkpoint of this epoch must have. It counts already.
-        self._body_of = counts
+
+    def _counts(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("epoch", "epoch_begin", "epoch_end", "_begin")}
+
+    def _count_epoch(self) -> None:
+        """Count the present epoch, of whose body the rest is still to run."""
+        self._body_of, self._is_uncounted = self._counts(), False
         self.iter = self.epoch_end or 0
         self._complete_epoch()
+
+    @property
+    def _was_left(self) -> bool:
+        """Whether the user's code has left the batches of this epoch by `break`."""
+        return self._is_open and not self._is_stepping and not self._body_of
 
     def _tell_of_rest(self) -> None:
         """Say what the user's code sees of an epoch that goes on after some of its batches."""
@@ -193,7 +261,6 @@ class OwnLoop(TrainLoop):
         run, is_endless = self.runner, self.max_epochs is None
         is_plain = unwrap_model(run.model) is run.model and type(run.optim_wrapper) is OptimWrapper
         nothing: AbstractContextManager[None] = nullcontext()
-        self._stop_if_asked()
         for batch_idx, batch in enumerate(batches, start=start):
             if not is_endless and self.iter == self.epoch_end:
                 raise self._too_many_batches()
@@ -241,10 +308,14 @@ class OwnLoop(TrainLoop):
         try:
             self.runner.agreement.stop_if_asked()
         except Preempted:
-            if self._body_of and self._rates is not None:  # a resumed training goes through the rest of the body anew
+            if self._was_left:
+                self._save_requested()
+                self._count_epoch()
+            if self._body_of:  # a resumed training goes through the rest of the body anew
                 self._has_stopped = True
-                self._rates.restore()
                 self.runner.saving.saved_iter = self.iter - 1  # another checkpoint may be of after the body
+            if self._is_in_body and self._rates is not None:
+                self._rates.restore()
             raise
 
     def require_training(self) -> None:
@@ -295,6 +366,13 @@ class OwnLoop(TrainLoop):
     def log_metrics(self, metrics: dict[str, Any]) -> None:
         """Call the hooks of a validation."""
         run, metrics = self.runner, {name: plain_value(value) for name, value in metrics.items()}
+        if self._is_in_body and not self._is_stepping:
+            self._logged += 1
+            if self._logged <= self._logged_before[0]:
+                run.logger.info(
+                    "log_metrics() is passed over: this part of the epoch's body had logged before the stop"
+                )
+                return
         if by_rank := differing(metrics):
             metrics = by_rank[0]  # where they differ in last digits alone, as on unlike processors
             other = next((rank for rank, one in enumerate(by_rank) if not _close(one, metrics)), None)
@@ -306,7 +384,7 @@ class OwnLoop(TrainLoop):
                 )
         if run.val_loop is None:
             # What hooks ask of a loop that validates.
-            run.val_loop = SimpleNamespace(dataloader=None, evaluator=None, length=None, units={})
+            run.val_loop = SimpleNamespace(dataloader=None, evaluator=None, length=None, units={}, metric_names=None)
         with self._counted_so_far(), random_state_kept():
             run.val_loop.metrics, run.val_loop.at_iter, run.last_evaluation = metrics, self.iter, run.val_loop
             run.call_hook("after_val_epoch", metrics=metrics)
@@ -315,10 +393,9 @@ class OwnLoop(TrainLoop):
     @contextmanager
     def _counted_so_far(self) -> Iterator[None]:
         """Count the iteration that has made its step, and an epoch left by `break`, in what hooks save now."""
-        before = {name: getattr(self, name) for name in ("iter", "epoch", "epoch_begin", "epoch_end", "_begin")}
-        if self._is_open and not self._is_stepping and not self._body_of:
-            self.iter = self.epoch_end or 0
-            self._complete_epoch()
+        before = self._counts() | {name: getattr(self, name) for name in ("iter", "_body_of", "_is_uncounted")}
+        if self._was_left:
+            self._count_epoch()
         elif self._is_uncounted and self.runner.optim_wrapper.inner_count > self._backward_passes:
             self.iter += 1
         try:
@@ -328,10 +405,13 @@ class OwnLoop(TrainLoop):
 
     def save(self, name: str | None, async_save: bool) -> None:
         """Save a checkpoint after the present iteration, or now if there is none."""
-        self._to_save.append((name, async_save))
         if self._is_stepping:
+            self._to_save.append((name, async_save))
             self.runner.logger.info("%s is saved at the end of the present iteration", name or f"iter_{self.iter + 1}")
-        else:
+            return
+        self._save_requested()  # in an iteration that was left
+        self._to_save.append((name, async_save))
+        with self._counted_so_far() if self._is_in_body else nullcontext():
             self._save_requested()
 
     def _save_requested(self) -> None:
@@ -432,13 +512,15 @@ class OwnLoop(TrainLoop):
 
     def _end_epoch(self) -> None:
         vars(self).update(self._body_of)
-        self._body_of = {}
+        self._body_of, self._logged = {}, 0
         self._save_requested()  # in an iteration that was left by `break`
         self._is_uncounted = False
         self._warn_of_missing_steps(f"epoch {self.epoch}")
         self._is_open = False
         done, self.iter = self.iter, self.epoch_end or 0  # also where the epoch was left early
-        self._call_after_epoch(done, "`break` or `return`" if done < self.iter else None)
+        if not self._has_ended:
+            self._call_after_epoch(done, "`break` or `return`" if done < self.iter else None)
+        self._has_ended = False
         self._complete_epoch()
 
     @contextmanager

@@ -27,12 +27,14 @@ class Rates:
             (options, [schedule.state_dict() for schedule in run.param_schedulers])
         )
 
-    def restore(self) -> bool:
-        """Undo all changes since; return whether there were any.
+    @property
+    def have_changed(self) -> bool:
+        """Whether they are others now. **Cost**: it waits for options that are on a device."""
+        return repr(Rates(self._run)._values) != repr(self._values)
 
-        **Cost**: it waits for options that are on a device.
-        """
-        is_changed = repr(Rates(self._run)._values) != repr(self._values)
+    def restore(self) -> bool:
+        """Undo all changes since; return whether there were any."""
+        is_changed = self.have_changed
         options, states = deepcopy(self._values)
         for group, values in zip(self._groups, options, strict=True):
             group.update(values)

@@ -335,6 +335,7 @@ def restore_run(
     with _restored(origin, "a position in the data"):
         begin = loop.even_batches.read_position(position, data, [one["data"] for one in ranks.values()], random)
         loop.resume(meta["iter"], position["epoch"], begin)
+        loop.resume_within(position, will_stop=any(one.get("stops") for one in ranks.values()))
         _compare_data(run, position, begin, origin, options)
     with _restored(origin, "options of the optimizer"):
         options.apply()
@@ -343,7 +344,7 @@ def restore_run(
         run.val_loop.at_iter = loop.epoch_begin if loop.max_epochs is not None else loop.iter
     if own is None and "world_size" in meta:
         _restart_random_state(run, saved_by=meta["world_size"])
-    run.saving.saved_iter = loop.iter
+    run.saving.saved_iter, run.saving.saved_epoch = loop.iter, loop.epoch
     run.call_hook("after_load_checkpoint", checkpoint={**state, "meta": meta})
     seen, total = position["samples"], position["total"]
     where = f", {seen}{f' of {total}' if total else ''} {position['unit']} into the epoch" if seen else ""
