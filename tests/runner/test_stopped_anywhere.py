@@ -51,12 +51,12 @@ class Counts(Hook):
         self.told.update(checkpoint["meta"]["counts"])
 
 
-def epoch_lines(work_dir: Path) -> dict[int, Any]:
-    """Return the means of each epoch, of all runs."""
+def recorded(work_dir: Path) -> list[tuple[Any, ...]]:
+    """Return the means of each epoch, and the metrics of each validation, in all runs."""
     lines = [line for path in sorted(work_dir.glob("*/metrics.jsonl")) for line in path.read_text().splitlines()]
-    found = [one for one in map(json.loads, lines) if one["mode"] == "epoch"]
-    assert len({one["epoch"] for one in found}) == len(found)
-    return {one["epoch"]: (one["iter"], one["loss"], one["lr"], one.get("grad_norm")) for one in found}
+    found = [one for one in map(json.loads, lines) if one["mode"] in ("epoch", "val")]
+    names = ("mode", "epoch", "iter", "loss", "lr", "grad_norm", "score")
+    return [tuple(one.get(name) for name in names) for one in found]
 
 
 def trained(work_dir: Path, body: Callable[..., None], place: Any = None, *, schedules: bool = False, **options: Any):
@@ -181,7 +181,7 @@ def test_a_loop_goes_on_as_if_it_had_not_been_stopped(body, place, options, tmp_
     rest, *rest_left = trained(tmp_path / "work", body, resume=True, **options)
     assert rest == {number: one for number, one in whole.items() if number in rest}
     assert rest_left == left
-    assert epoch_lines(tmp_path / "work") == epoch_lines(tmp_path / "whole")
+    assert recorded(tmp_path / "work") == recorded(tmp_path / "whole")
 
 
 def test_a_checkpoint_before_a_schedules_step_has_the_options_of_the_end_of_the_batches(tmp_path):

@@ -215,7 +215,7 @@ class OwnLoop(TrainLoop):
             try:
                 self._stop_if_asked()
             except Preempted:
-                rates.restore()  # what comes before the batches runs once more
+                self._go_back()
                 raise
             self._logged, self._logged_before = 0, self._logged_before[1:] or [0]
             try:
@@ -314,9 +314,15 @@ class OwnLoop(TrainLoop):
             if self._body_of:  # a resumed training goes through the rest of the body anew
                 self._has_stopped = True
                 self.runner.saving.saved_iter = self.iter - 1  # another checkpoint may be of after the body
-            if self._is_in_body and self._rates is not None:
-                self._rates.restore()
+            self._go_back()
             raise
+
+    def _go_back(self) -> None:
+        """Undo what this part of the body has changed, before a stop after which it runs once more."""
+        if self._is_in_body and self._rates is not None:
+            self._rates.restore()
+            if self._logged:  # what has been saved at the end of the epoch before does not count it
+                self.runner.saving.saved_iter = 0
 
     def require_training(self) -> None:
         """Refuse to train in a pass over evaluation data, which would be trained on."""
