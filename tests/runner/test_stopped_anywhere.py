@@ -21,6 +21,8 @@ from lockstep.evaluator import BaseMetric
 from lockstep.hooks import Hook
 from lockstep.testing import ranks
 
+from .soak_resume import differences
+
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 
 
@@ -206,6 +208,12 @@ def test_one_rank_stops_a_training_that_a_signal_stops_before(tmp_path):
         trained(tmp_path / "work", stops_on_rank_1, ("step", 8))
     rest = trained(tmp_path / "work", stops_on_rank_1, resume=True)
     assert rest[1:] == whole[1:]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of schedules
+@pytest.mark.parametrize("seed", [4, 9, 12, 17, 18, 19])
+def test_a_loop_that_is_drawn_at_random_goes_on(seed, tmp_path):
+    assert not [*differences(seed, tmp_path)]
 
 
 def test_a_loop_may_validate_before_its_first_epoch(tmp_path):
