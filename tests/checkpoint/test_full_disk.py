@@ -22,6 +22,7 @@ from lockstep.checkpoint import candidates, find_last_checkpoint, load_state, sa
 from lockstep.checkpoint.files import writing
 from lockstep.dist import all_gather_object, barrier, get_rank, get_world_size
 from lockstep.errors import ConfigError
+from lockstep.hooks import Hook
 from lockstep.runner import Runner
 from lockstep.testing import run_ranks
 
@@ -52,6 +53,16 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(lacks)
     yield folder
     subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+class Fill(Hook):
+    """Leaves no space on a disk before the first checkpoint is saved."""
+
+    def __init__(self, disk: Path) -> None:
+        self._disk = disk
+
+    def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        fill(self._disk, 0)
 
 
 def free(disk: Path) -> int:
@@ -241,3 +252,13 @@ def test_no_error_of_a_disk_is_lost_that_takes_a_file_while_more_is_written(tmp_
         for _ in range(3):
             wait([file._flush])
             file.write(bytes(33 * MIB))
+
+
+def test_the_disk_that_is_full_is_named_where_it_is_not_that_of_the_checkpoints(disk: Path, tmp_path: Path):
+    hooks = {"checkpoint": {"out_dir": str(tmp_path / "elsewhere")}}
+    runner = Runner(
+        nn.Linear(4, 1), disk / "work", loss=nn.MSELoss(), train_dataloader=DataLoader(TensorDataset(X, X[:, :1]), 32),
+        train_cfg={"max_epochs": 1}, default_hooks=hooks, custom_hooks=[Fill(disk)], visualizer=[],
+    )  # fmt: skip
+    with pytest.raises(OSError, match=rf"0 bytes are free on the disk of {re.escape(str(disk))}/work"):
+        runner.train()

@@ -316,5 +316,5 @@ def test_the_best_is_never_removed_with_the_runs_before(tmp_path: Path):
     hook = next(one for one in first.run.hooks if type(one).__name__ == "CheckpointHook")
     assert regular(tmp_path) in (["epoch_7", "epoch_1"], ["epoch_1", "epoch_7"])
     hook._best["loss"] = {"value": 0.0, "path": str(first.run_dir / "epoch_7")}
-    hook._former_runs = [first.run_dir.name]
+    hook._former_runs = [{"run": first.run_dir.name, "epoch": 9, "iter": 99}]
     assert hook._former_checkpoints(first.run, "epoch_{}") == [first.run_dir / "epoch_1"]

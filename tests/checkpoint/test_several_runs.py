@@ -130,3 +130,12 @@ def test_two_ranks_remove_what_they_have_resumed_from(tmp_path: Path):
     resumed = trained(tmp_path, 3, resume=True, default_hooks=hook)
     assert [path.name for path in sorted(tmp_path.glob("*/epoch_*"))] == ["epoch_3"]
     assert resumed.epoch == 3
+
+
+def test_what_a_run_has_saved_after_another_went_on_from_it_stays(tmp_path: Path):
+    first = trained(tmp_path, 4)
+    keep = {"checkpoint": {"max_keep_ckpts": 1}}
+    second = trained(tmp_path, 3, resume=True, load_from=str(first.run_dir / "epoch_2"), default_hooks=keep)
+    third = trained(tmp_path, 4, resume=True, load_from=str(second.run_dir / "epoch_3"), default_hooks=keep)
+    left = [sorted(path.name for path in one.run_dir.glob("epoch_*")) for one in (first, second, third)]
+    assert left == [["epoch_3", "epoch_4"], [], ["epoch_4"]]

@@ -208,10 +208,12 @@ def test_a_way_up_behind_a_link_leads_where_the_system_says(work_dir: Path, tmp_
         (["{}/nowhere"], "does not exist"),
         (["{}/file"], "is a file"),
         (["{}/empty"], "has none"),
+        (["{}/above"], "work is the work_dir of a run that has some"),
         (["show", "{}/empty"], "a checkpoint must be a directory with manifest.json in it"),
     ],
 )
 def test_what_is_no_folder_of_checkpoints_is_said(words: list[str], says: str, tmp_path: Path):
+    save_state(tmp_path / "above" / "work" / "run" / "epoch_1", {"model": {}}, {})
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     code, shown = called(*(word.format(tmp_path) for word in words))

@@ -6,7 +6,7 @@ import copy
 import pickle
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -267,3 +267,43 @@ def test_a_loop_goes_on_from_the_best_checkpoint_that_it_has_saved_on_its_way(le
     seen, again = trained(tmp_path / "cut", resume=True)
     assert seen == whole[8:]
     assert torch.equal(again, weight)
+
+
+def steps_of(work_dir: Path, epochs: int, batch_size: int, seed: int | None = None, stops_at: int = -1) -> int:
+    """Train by a schedule of torch, one step per iteration; return how many steps it has made."""
+    x = torch.ones(8, 2)
+    session = Session(work_dir, resume=True, randomness={"seed": seed})
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    data = DataLoader(TensorDataset(x, x[:, :1]), batch_size, shuffle=True)
+    model, optimizer, loader = session.prepare(model, optimizer, data, schedulers=schedule)
+    with session, suppress(Preempted):
+        for _ in session.epochs(epochs):
+            for inputs, targets in loader:
+                session.step(F.mse_loss(model(inputs), targets))
+                schedule.step()
+                if session.iter == stops_at:
+                    session.run.agreement.ask("a test asks")
+    return schedule.last_epoch
+
+
+def test_a_schedule_of_the_users_goes_on_with_another_global_batch(tmp_path):
+    assert steps_of(tmp_path, 1, 2) == 4
+    assert steps_of(tmp_path, 2, 4) == 4 + 2
+    text = "".join(path.read_text() for path in tmp_path.glob("*/log.txt"))
+    assert "schedules that your own code steps go on after the steps they have made" in text
+
+
+def test_another_seed_in_the_middle_of_an_epoch_is_told(tmp_path):
+    steps_of(tmp_path, 1, 2, seed=1, stops_at=2)
+    assert steps_of(tmp_path, 1, 2, seed=2) == 4
+    text = "".join(path.read_text() for path in tmp_path.glob("*/log.txt"))
+    assert "the seed is 2, but was 1 when" in text
+    assert "no step of" not in text
+
+
+def test_a_schedule_without_steps_to_make_in_what_is_left_is_not_told(tmp_path):
+    steps_of(tmp_path, 1, 2, stops_at=3)
+    assert steps_of(tmp_path, 1, 2) == 4
+    assert "no step of" not in "".join(path.read_text() for path in tmp_path.glob("*/log.txt"))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from lockstep.checkpoint import save_state
 from lockstep.dist import get_rank, is_main_process, main_process_first
 from lockstep.errors import ConfigError
 from lockstep.runner import Runner
@@ -128,6 +129,12 @@ def test_which_of_two_prefixes_is_meant_is_not_guessed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"missing: a.weight.*unknown to the model: weight, bias.*Rename them, by"):
         load_checkpoint(model, tmp_path / "net.pth")
     load_checkpoint(model, tmp_path / "net.pth", revise_keys=[("^", "a.")])
+
+
+def test_a_checkpoint_without_a_tensor_where_the_model_has_one_is_told(tmp_path: Path) -> None:
+    save_state(tmp_path / "epoch_1", {"model": {"weight": torch.ones(1, 2), "bias": [1, 2]}}, {"iter": 1})
+    with pytest.raises(ConfigError, match=r"of another shape: bias no tensor, not \(1,\)"):
+        load_checkpoint(nn.Linear(2, 1), tmp_path / "epoch_1", strict=True)
 
 
 def test_a_shape_that_differs_is_shown(tmp_path: Path) -> None:

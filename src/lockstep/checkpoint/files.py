@@ -173,11 +173,15 @@ class _DurableFile:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a file, and wait until the disk has it."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    """Write a file, and wait until the disk has it. What goes wrong names the file."""
+    try:
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def sync_folder(folder: Path) -> None:

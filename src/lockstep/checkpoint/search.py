@@ -145,7 +145,8 @@ def pointing(root: Location, directory: Location) -> Iterator[None]:
         yield
         draft.replace(root / POINTER_FILE)
     except BaseException:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
         raise
     sync_folder(root)
 

@@ -125,7 +125,11 @@ def run_then_complete(
         if failed is not None and undo is not None:
             _, undone = attempt(undo)
             error = undone if error is None else error
-        if failed is not None and isinstance(place, Path) and (remedy := disk_remedy(failed.number, place)):
+        if (
+            failed is not None
+            and isinstance(place, Path)
+            and (remedy := disk_remedy(failed.number, Path(failed.file or place)))
+        ):
             failed = failed._replace(text=f"{failed.text}. {remedy}")
         sent = [None] * len(outcomes) if entries is None else [None, *entries[1:]]
         replies = [(entry, failed) for entry in sent]

@@ -373,7 +373,10 @@ _META: Form = {
         layout=[_PLAIN_VALUE],
         held_by=COUNT.or_none(),
     ),
-    "checkpoint_hook": {"best": {"*": Whole(value=NUMBER, path=TEXT)}, "runs": [TEXT]},  # "runs" is younger
+    "checkpoint_hook": {
+        "best": {"*": Whole(value=NUMBER, path=TEXT)},
+        "former_runs": [Whole(run=TEXT, epoch=COUNT, iter=COUNT)],
+    },
 }
 # Schedules of torch may hold those that they are made of.
 _ALWAYS: Form = Whole(epoch=COUNT, iter=COUNT, seed=WHOLE_NUMBER, world_size=COUNT, position={}, param_schedulers=[{}])

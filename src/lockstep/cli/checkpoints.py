@@ -218,7 +218,11 @@ def _find_or_refuse(directory: Location) -> dict[Location, float]:
     times = [(written_at(one), one) for one in find_checkpoints([directory])]
     found = {one: time for time, one in sorted(times, key=itemgetter(0), reverse=True) if _is_of_lockstep(one)}
     if not found and not any(drafts_in(directory)):
-        raise ConfigError(f"`DIR` must hold checkpoints, or folders of runs that do, but {directory} has none")
+        below = next((one for one in directory.iterdir() if one.is_dir() and find_checkpoints([one])), None)
+        found_below = "" if below is None else f". {below} is the work_dir of a run that has some"
+        raise ConfigError(
+            f"`DIR` must hold checkpoints, or folders of runs that do, but {directory} has none{found_below}"
+        )
     return found
 
 

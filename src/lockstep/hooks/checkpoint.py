@@ -43,8 +43,8 @@ class CheckpointHook(Hook):
         out_dir: where checkpoints go instead of the run's folder: into `out_dir/WORK_DIR/RUN`, by the names of the
             work_dir and of the run's folder. Also a URL that fsspec can open, such as `s3://BUCKET/NAME`; the records
             of the run stay in the work_dir.
-        max_keep_ckpts: the number of regular checkpoints to keep, of this run and of those that it goes on from in the
-            same work_dir; -1 for all.
+        max_keep_ckpts: the number of regular checkpoints to keep, of this run and of those from which it goes on in the
+            same work_dir, up to where it does; -1 for all.
         save_last: always save at the end of training, also of one that ends early.
         save_best: the name of a metric, or several names. The best checkpoint by each is kept in addition to the
             regular ones, see `Runner.best_checkpoint`; `"auto"` takes the first metric of the first validation that is
@@ -99,7 +99,9 @@ class CheckpointHook(Hook):
             )
         self._kept: list[str] = []
         self._saved = 0  # how many epochs, or iterations, the last regular checkpoint has
-        self._former_runs: list[str] = []  # the folders of the runs that this one goes on from, the oldest one first
+        # Of each run that this one goes on from, the oldest one first: the name of its folder as `run`, and the `epoch`
+        # and `iter` from which the next one has gone on.
+        self._former_runs: list[dict[str, Any]] = []
         # By metric: the best value, the path of its checkpoint, and its name if this run has saved it.
         self._best: dict[str, dict[str, Any]] = {}
         self._metrics: dict[str, Any] = {}
@@ -177,14 +179,16 @@ class CheckpointHook(Hook):
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Add the best values so far to the checkpoint."""
-        checkpoint["meta"][_META_KEY] = {"best": self._best, "runs": [*self._former_runs, runner.run_dir.name]}
+        checkpoint["meta"][_META_KEY] = {"best": self._best, "former_runs": self._former_runs}
 
     def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Restore the best values so far; their checkpoints stay in the previous run's folder."""
-        state = checkpoint["meta"].get(_META_KEY, {})
+        meta = checkpoint["meta"]
+        state = meta.get(_META_KEY, {})
         self._best, self._saved = {}, runner.epoch if self._cadence(runner)[0] else runner.iter
         if runner.resume_from is not None:
-            self._former_runs = [str(run) for run in state.get("runs", [runner.resume_from.parent.name])]
+            here = {"run": runner.resume_from.parent.name, "epoch": meta["epoch"], "iter": meta["iter"]}
+            self._former_runs = [*state.get("former_runs", []), here]
         for name, best in state.get("best", {}).items():
             self._seen.add(name)
             self._best[name] = {"value": best["value"], "path": best["path"]}
@@ -214,23 +218,31 @@ class CheckpointHook(Hook):
         runner.message_hub.update_info("last_ckpt", str(folder / name))
         self._kept = [*(kept for kept in self._kept if kept != name), name]
         if self.max_keep_ckpts > 0 and runner.rank == 0:
-            kept = [*self._former_checkpoints(runner, template), *(folder / one for one in self._kept)]
+            former = self._former_checkpoints(runner, template)
+            kept = [*former, *(folder / one for one in self._kept)]
             for old in kept[: -self.max_keep_ckpts]:
+                if old in former:
+                    _logger.info("%s is removed, as max_keep_ckpts=%d says", old, self.max_keep_ckpts)
                 _remove(old)
             self._kept = self._kept[-self.max_keep_ckpts :]
 
     def _former_checkpoints(self, runner: TrainRun, template: str) -> list[Location]:
-        """Return the regular checkpoints of the runs that this one goes on from, the oldest one first."""
+        """Return the regular checkpoints from which this run goes on, the oldest one first.
+
+        Those that another run has saved after this one had gone on from it are not among them.
+        """
         before, _, after = template.partition("{}")
         name = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}")
         best = {str(one["path"]) for one in self._best.values()}
         found: list[Location] = []
-        for run in self._former_runs:
+        by_epoch, _ = self._cadence(runner)
+        for former in self._former_runs:
+            run, last = former["run"], former["epoch" if by_epoch else "iter"]
             folder = self._folder(runner).parent / run
             if re.fullmatch(r"[\w.\-]*\d{8}_\d{6}[\w.\-]*", run) and folder.is_dir() and not folder.is_symlink():
                 matches = [(name.fullmatch(path.name), path) for path in folder.iterdir() if str(path) not in best]
                 regular = sorted((int(match[1]), path) for match, path in matches if match and is_checkpoint(path))
-                found += [path for _, path in regular]
+                found += [path for done, path in regular if done <= last]
         return found
 
     def _save_if_best(self, runner: TrainRun, metric: str, value: float) -> None:

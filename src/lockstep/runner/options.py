@@ -142,6 +142,11 @@ class ResumedOptions:
                     scheduler.load_progress(state)
                 else:
                     scheduler.load_state_dict(state)
+            elif state is None and not (self.replays and index < saved):
+                _logger.info(
+                    "%s, which your own code steps, was not saved and begins with its first step",
+                    type(scheduler).__name__,
+                )
             elif isinstance(scheduler, ParamScheduler) and state is not None:
                 key = scheduler.count_key
                 scheduler.load_state_dict({**scheduler.state_dict(), key: state[key]})

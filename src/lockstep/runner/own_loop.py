@@ -95,7 +95,8 @@ class OwnLoop(TrainLoop):
         self._counted = run.optim_wrapper.inner_count
         self._tell_if_complete(self.epoch, count, "epoch")
         run.call_hook("before_train")
-        first, begun_at = self.epoch, self._schedules_at()
+        # In what is left of an epoch, a schedule may have no step to make.
+        first, begun_at = self.epoch, set() if self._begin.batches else self._schedules_at()
         if self._begin.is_beginning and self._begin.random is not None:  # a validation may come before the batches
             set_random_state(self._begin.random)
         while self.epoch < count and not self._is_stopped():

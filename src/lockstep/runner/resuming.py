@@ -26,7 +26,7 @@ from lockstep.errors import CheckpointError, ConfigError, LockstepError, counted
 from lockstep.launch.worker import RESUME_SINCE, noted_runs
 from lockstep.location import Location, RemotePath, absolute, locate
 from lockstep.model import unwrap_model
-from lockstep.optim import TorchScheduler
+from lockstep.optim import ParamScheduler, TorchScheduler
 from lockstep.optim.scheduler import FormulaScheduler
 from lockstep.registry import HOOKS, in_default_scope
 from lockstep.runner.arguments import RunnerArguments
@@ -336,7 +336,7 @@ def restore_run(
         begin = loop.even_batches.read_position(position, data, [one["data"] for one in ranks.values()], random)
         loop.resume(meta["iter"], position["epoch"], begin)
         loop.resume_within(position, will_stop=any(one.get("stops") for one in ranks.values()))
-        _compare_data(run, position, begin, origin, options)
+        _compare_data(run, position, begin, origin, options, meta.get("seed", run.seed))
     with _restored(origin, "options of the optimizer"):
         options.apply()
     done = position["batches"] if loop.max_epochs is not None else 0  # batches of the epoch
@@ -426,7 +426,12 @@ def _require_random_state(saved: Mapping[str, Any], origin: Location) -> None:
 
 
 def _compare_data(
-    run: TrainRun, position: Mapping[str, Any], begin: Position, directory: Location, options: ResumedOptions
+    run: TrainRun,
+    position: Mapping[str, Any],
+    begin: Position,
+    directory: Location,
+    options: ResumedOptions,
+    seed: Any,
 ) -> None:
     """Say what is otherwise in the data than if the run had never stopped, and let schedules follow it."""
     loop, order = run.train_loop, run.train_loop.even_batches.global_order
@@ -450,6 +455,12 @@ def _compare_data(
             "which some of what was seen comes again",
             order.total, order.unit, position["total"], directory, position["epoch"] + 1,
         )  # fmt: skip
+    if position["samples"] and run.seed != seed:
+        _logger.warning(
+            "the seed is %d, but was %s when %s was saved: the rest of epoch %d is that of another order, in which "
+            "some of what was seen comes again and some is left out. Without a `seed` given, the saved one holds",
+            run.seed, seed, directory, position["epoch"] + 1,
+        )  # fmt: skip
     is_new = position["global_batch"] not in (None, order.global_batch)
     if is_new:
         _logger.info(
@@ -471,15 +482,16 @@ def _shift_schedules(run: TrainRun, regular: int, options: ResumedOptions, *, wa
         warns: whether to warn of a schedule that does not begin at the same part of the run as before.
     """
     loop = run.train_loop
+    own = [one for one in run.param_schedulers if isinstance(one, ParamScheduler)]  # not those a session's user steps
     if regular == loop.iter:
         return
     length = (loop.max_epochs or 0) * (loop.epoch_length or 0)
     given = run.args.param_scheduler
     configs = given if isinstance(given, list | tuple) else [given]
-    if len(configs) != len(run.param_schedulers):
-        configs = [None] * len(run.param_schedulers)
+    if len(configs) != len(own):
+        configs = [None] * len(own)
     shifted = []
-    for config, scheduler in zip(configs, run.param_schedulers, strict=True):
+    for config, scheduler in zip(configs, own, strict=True):
         in_epochs = isinstance(config, Mapping) and config.get("convert_to_iter_based")
         is_of_torch = isinstance(scheduler, TorchScheduler) and options.can_replay
         spans = not scheduler.by_epoch and (in_epochs or scheduler.end == length)
@@ -504,6 +516,8 @@ def _shift_schedules(run: TrainRun, regular: int, options: ResumedOptions, *, wa
         else "No schedule spans the run",
         loop.iter + 1,
     )  # fmt: skip
+    if len(own) < len(run.param_schedulers):
+        _logger.info("schedules that your own code steps go on after the steps they have made")
 
 
 def _restart_random_state(run: TrainRun, saved_by: int) -> None:

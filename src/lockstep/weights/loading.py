@@ -328,7 +328,7 @@ def _fitting(
     there = {*shapes, *(twin for name in fitting for twin in ties.get(name, ()))}
     faults = {
         "missing": [name for name in own if name not in there],
-        "of another shape": [f"{name} {tuple(shapes[name] or ())}, not {tuple(own[name].shape)}" for name in differ],
+        "of another shape": [f"{name} {_shown(shapes[name])}, not {tuple(own[name].shape)}" for name in differ],
         "unknown to the model": [name for name in shapes if name not in own],
     }
     summary = "; ".join(f"{what}: {listed(names, most=8)}" for what, names in faults.items() if names)
@@ -345,5 +345,9 @@ def _fitting(
     return fitting
 
 
+def _shown(shape: Any) -> str:
+    return "no tensor" if shape is None else str(tuple(shape))
+
+
 def _is_alike(own: Any, shape: Any) -> bool:
-    return shape is None or not isinstance(own, Tensor) or tuple(own.shape) == tuple(shape)
+    return not isinstance(own, Tensor) or (shape is not None and tuple(own.shape) == tuple(shape))
