@@ -158,6 +158,8 @@ def test_another_size_of_windows_begins_with_a_new_one(tmp_path, capsys):
         )  # fmt: skip
     _, updates = train(tmp_path, 5, 3, "single", resume=True, log_level="WARNING")
     assert updates == 2  # of the 6 backward passes that are left
+    logs = "".join(path.read_text() for path in tmp_path.glob("*/log.txt"))
+    assert "accumulative_counts is 3 now, and was 4: windows begin here" in logs
     assert "inside an accumulation window" not in capsys.readouterr().out
 
 

@@ -9,6 +9,7 @@ from math import exp
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from weakref import ref
 
 import pytest
@@ -384,6 +385,13 @@ def test_another_training_in_the_work_dir_is_told(tmp_path: Path):
     logs = [(each.run_dir / "log.txt").read_text() for each in (second, third)]
     says = f"another training goes on in this work_dir: that of {first.run_dir}"
     assert [says in log for log in logs] == [True, False]
+
+
+def test_a_folder_that_has_become_read_only_does_not_hide_the_error_of_a_training(tmp_path: Path):
+    runner = make(Scores(), tmp_path, loss=nn.CrossEntropyLoss())
+    broken = patch.object(Path, "unlink", side_effect=PermissionError)
+    with pytest.raises(ValueError, match="the cause"), broken, runner.training():
+        raise ValueError("the cause")
 
 
 @ranks(2)

@@ -110,6 +110,7 @@ class Windows:
         if self._loaded:
             return dict(self._loaded)
         return {
+            "size": self.size,
             "backward_passes": self.count,
             "per_iteration": self._of_an_iteration(),
             "open": self.made,

@@ -332,7 +332,12 @@ class OptimWrapper:
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `extra_state` returned; the counts hold from the next `initialize_count_status` on."""
-        self._windows.load(state.get(_WINDOWS, {}))
+        windows = state.get(_WINDOWS, {})
+        if (size := windows.get("size", self.accumulative_counts)) != self.accumulative_counts:
+            _logger.info(
+                "accumulative_counts is %d now, and was %s: windows begin here", self.accumulative_counts, size
+            )
+        self._windows.load(windows)
 
     def __repr__(self) -> str:
         clipping = f", clip_grad={self.clip_grad}" if self.clip_grad else ""
