@@ -22,13 +22,13 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## train on real digits in two processes
 	$(BIN)/lockstep train examples/digits/config.py --nproc 2
 
-# Ranks that wait for each other leave half of two cores idle: two files of tests run at a time. Where times are compared
+# Ranks that wait for each other leave most of two cores idle: three files of tests run at a time. Where times are compared
 # (faults, jobs) one runs alone. PYTEST_ARGS="-n 0" runs one at a time everywhere, as a debugger needs.
-TWO_AT_A_TIME := --numprocesses 2 --dist loadfile
+THREE_AT_A_TIME := --numprocesses 3 --dist loadfile
 
 # Tests that take minutes are marked, and have words of their own (pyproject.toml lists the markers).
 test: $(READY)  ## the main test suite, on real ranks
-	$(BIN)/python -m pytest $(TWO_AT_A_TIME) -m "not (gpu or jobs or layouts or checkpoints or faults)" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(THREE_AT_A_TIME) -m "not (gpu or jobs or layouts or checkpoints or faults)" $(PYTEST_ARGS)
 
 .PHONY: test-faults
 test-faults: $(READY)  ## faults of ranks: wrong calls, errors, exits, signals, slow and diverging ranks; who is named
@@ -42,11 +42,11 @@ faults-page: $(READY)  ## the faults and who was named, with times: docs/faults.
 
 .PHONY: test-checkpoints
 test-checkpoints: $(READY)  ## checkpoints and weights: damage, attacks, kills, resuming in another form, other formats
-	$(BIN)/python -m pytest $(TWO_AT_A_TIME) $(or $(if $(SLICE),$(SLICE_CHECKPOINTS)),-m "checkpoints and not gpu") $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(THREE_AT_A_TIME) $(or $(if $(SLICE),$(SLICE_CHECKPOINTS)),-m "checkpoints and not gpu") $(PYTEST_ARGS)
 
 .PHONY: test-layouts
 test-layouts: $(READY)  ## FSDP's options and checks, tensor parallelism, compiled models, states of optimizers, against one process
-	$(BIN)/python -m pytest $(TWO_AT_A_TIME) $(or $(if $(SLICE),$(SLICE_LAYOUTS)),-m "layouts and not gpu") $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(THREE_AT_A_TIME) $(or $(if $(SLICE),$(SLICE_LAYOUTS)),-m "layouts and not gpu") $(PYTEST_ARGS)
 
 .PHONY: test-jobs
 test-jobs: $(READY)  ## the commands, torchrun, mpirun, Slurm and two hosts for real; every example
