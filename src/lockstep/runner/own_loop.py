@@ -21,7 +21,6 @@ from lockstep.evaluator.evaluator import plain_value
 from lockstep.logging.meters import require_scalar
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.compiling import begin_compiled_step
-from lockstep.model.shards import own_shard
 from lockstep.model.wrapper import forwarded
 from lockstep.optim import OptimWrapper, OptimWrapperDict
 from lockstep.runner.loops import DEFAULT_INTERVAL, CountSamples, TrainLoop, no_batches
@@ -33,7 +32,6 @@ from lockstep.runner.uneven_inputs import Batch, EvenBatches, buffers_kept
 from lockstep.tree import tree_map
 
 _HALF = (torch.float16, torch.bfloat16)
-_WINDOWS_LOOKED_AT = 3  # for gradients that are there before
 
 
 class OwnLoop(TrainLoop):
@@ -59,7 +57,7 @@ class OwnLoop(TrainLoop):
         self.batch: Any = None  # of the present iteration, on the host
         self._is_open = False  # within an epoch
         self._may_begin = False  # a pass: once in each of `epochs`
-        self._is_stepping = False
+        self.is_stepping = False  # within an iteration
         self._is_evaluating = False
         self._is_uncounted = False  # an iteration has begun, and has not ended: the user's code may have left it
         self._iterated = False  # since the last look at the count of backward passes
@@ -244,9 +242,14 @@ class OwnLoop(TrainLoop):
         self._complete_epoch()
 
     @property
+    def has_backward(self) -> bool:
+        """Whether the present iteration has made a backward pass."""
+        return self.runner.optim_wrapper.inner_count > self._backward_passes
+
+    @property
     def _was_left(self) -> bool:
         """Whether the user's code has left the batches of this epoch by `break`."""
-        return self._is_open and not self._is_stepping and not self._body_of
+        return self._is_open and not self.is_stepping and not self._body_of
 
     def _tell_of_rest(self) -> None:
         """Say what the user's code sees of an epoch that goes on after some of its batches."""
@@ -267,14 +270,14 @@ class OwnLoop(TrainLoop):
                 raise self._too_many_batches()
             self.counts, self._values, self.batch = batch.is_own, {}, batch.data
             self._begin_iter(batch_idx, batch)
-            self._is_stepping = self._is_uncounted = True
+            self.is_stepping = self._is_uncounted = True
             try:
                 with nothing if is_plain else self._led(), nothing if batch.is_own else buffers_kept(run.model):
                     moved = run.to_device(batch.data) if self.has_data else self.iter
                     begin_compiled_step()
                     yield moved
             finally:
-                self._is_stepping = False
+                self.is_stepping = False
             self._iterated = True
             self._end_iter(batch_idx, batch, self._values)
             if is_endless and (self.iter >= self.max_iters or self.stop_training):
@@ -294,7 +297,7 @@ class OwnLoop(TrainLoop):
         set_epoch(loader, 0)
         run = self.runner
         # In the midst of an iteration or of an accumulation window, what has been computed can't be saved.
-        may_stop = not self._is_stepping and not run.optim_wrapper.has_open_window
+        may_stop = not self.is_stepping and not run.optim_wrapper.has_open_window
         with run.saving.at_stop(), random_state_kept(), run.evaluated(), self._weights_to_evaluate(), context:
             for batch in EvenBatches(loader).iterate():
                 if may_stop:
@@ -327,7 +330,7 @@ class OwnLoop(TrainLoop):
 
     def require_training(self) -> None:
         """Refuse to train in a pass over evaluation data, which would be trained on."""
-        if self._is_evaluating and not self._is_stepping:
+        if self._is_evaluating and not self.is_stepping:
             raise RuntimeError(
                 "session.step() was called in a pass over a loader of prepare_evaluation(), and would train on data of "
                 "a validation. Leave it out there, or go through the loader that prepare() has returned"
@@ -335,7 +338,7 @@ class OwnLoop(TrainLoop):
 
     def warn_of_gather(self, rows: int) -> None:
         """Warn, once, if rows are gathered that no loader of this session has given, or not one for each sample."""
-        if self._has_warned_of_gather or self._is_stepping:
+        if self._has_warned_of_gather or self.is_stepping:
             return
         if not self._is_evaluating:
             says = (
@@ -373,7 +376,7 @@ class OwnLoop(TrainLoop):
     def log_metrics(self, metrics: dict[str, Any]) -> None:
         """Call the hooks of a validation."""
         run, metrics = self.runner, {name: plain_value(value) for name, value in metrics.items()}
-        if self._is_in_body and not self._is_stepping:
+        if self._is_in_body and not self.is_stepping:
             self._logged += 1
             if self._logged <= self._logged_before[0]:
                 run.logger.info(
@@ -403,7 +406,7 @@ class OwnLoop(TrainLoop):
         before = self._counts() | {name: getattr(self, name) for name in ("iter", "_body_of", "_is_uncounted")}
         if self._was_left:
             self._count_epoch()
-        elif self._is_uncounted and self.runner.optim_wrapper.inner_count > self._backward_passes:
+        elif self._is_uncounted and self.has_backward:
             self.iter += 1
         try:
             yield
@@ -412,7 +415,7 @@ class OwnLoop(TrainLoop):
 
     def save(self, name: str | None, async_save: bool) -> None:
         """Save a checkpoint after the present iteration, or now if there is none."""
-        if self._is_stepping:
+        if self.is_stepping:
             self._to_save.append((name, async_save))
             self.runner.logger.info("%s is saved at the end of the present iteration", name or f"iter_{self.iter + 1}")
             return
@@ -424,7 +427,7 @@ class OwnLoop(TrainLoop):
     def _save_requested(self) -> None:
         """Save the checkpoints for which `save` was called. An iteration that was left counts once it has a step."""
         run = self.runner
-        done = self.iter + (self._is_uncounted and run.optim_wrapper.inner_count > self._backward_passes)
+        done = self.iter + (self._is_uncounted and self.has_backward)
         while self._to_save:
             name, async_save = self._to_save.pop(0)
             saved = run.save_checkpoint(
@@ -449,52 +452,6 @@ class OwnLoop(TrainLoop):
             if kind is None:
                 raise
             self.runner.logger.error("%s, asked for by save(), could not be saved: %s", names, fault)
-
-    def guard(self, wrapper: OptimWrapper, name: str | None = None) -> None:
-        """Let an optimizer raise an error where code of the user's own steps it by gradients around the session.
-
-        Such gradients are neither weighted by samples, nor divided by the batches of a window, nor unscaled. Gradients
-        that are there when a window begins are an error, too. With several optimizers, by name, the loss of another may
-        have left them, which is warned of.
-        """
-        update_params, windows_left = wrapper.update_params, _WINDOWS_LOOKED_AT
-        call = "session.step(loss)" if name is None else f"optimizers[{name!r}].update_params(loss)"
-
-        def refuse(what: str, why: str) -> None:
-            raise RuntimeError(
-                f"the {what} of {type(wrapper.optimizer).__name__} {why} (rank {self.runner.rank} of "
-                f"{self.runner.world_size}). Call {call}, in place of loss.backward(), optimizer.step() and "
-                "optimizer.zero_grad() or model.zero_grad()"
-            )
-
-        def update(*args: Any, **kwargs: Any) -> None:
-            nonlocal windows_left
-            if windows_left and not wrapper.has_open_window:
-                windows_left -= 1
-                grads = [parameter.grad for group in wrapper.param_groups for parameter in group["params"]]
-                # Zeros are what zero_grad(set_to_none=False) leaves: only here is the device asked.
-                if any(bool(own_shard(grad).any()) for grad in grads if grad is not None):
-                    windows_left = 0
-                    if name is None:
-                        refuse("gradients", "must be those of session.step(loss) alone, but there were some before it")
-                    self.runner.logger.warning(
-                        "the parameters of optimizers[%r] have gradients before its update_params(loss), which adds to "
-                        "them: those of another optimizer's loss? Call optimizers[%r].zero_grad() first, or "
-                        "requires_grad_(False) for the parameters while the other's loss is computed", name, name,
-                    )  # fmt: skip
-            update_params(*args, **kwargs)
-
-        def before_step(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
-            has_closure = len(arguments) > 1 or bool(options)  # the first one is the optimizer
-            if not self._is_stepping or has_closure:
-                return
-            if self.runner.optim_wrapper.inner_count == self._backward_passes:
-                refuse("step", "must follow a backward pass of the session, but this iteration has had none")
-            if not wrapper.should_update():
-                refuse("step", "must end a window of accumulation, but comes within one")
-
-        wrapper.update_params = update  # type: ignore[method-assign]
-        wrapper.optimizer.register_step_pre_hook(before_step)
 
     def _warn_of_missing_steps(self, where: str) -> None:
         """Warn, once, if iterations have made no backward pass through the optim wrapper."""

@@ -28,6 +28,7 @@ from lockstep.optim import OptimWrapper, OptimWrapperDict
 from lockstep.runner.arguments import ARGUMENTS, fault_of_prepared, unknown_argument
 from lockstep.runner.data_workers import let_workers_outlive_signals
 from lockstep.runner.own_loop import OwnLoop
+from lockstep.runner.own_steps import guard_steps
 from lockstep.runner.run import TrainRun
 from lockstep.runner.runner import Runner
 from lockstep.runner.seeds import set_randomness
@@ -243,7 +244,7 @@ class Session:
         wrapper = run.optim_wrapper
         for name, one in wrapper.items() if isinstance(wrapper, OptimWrapperDict) else [(None, wrapper)]:
             if isinstance(one.optimizer, torch.optim.Optimizer):  # not an engine's own
-                self._loop.guard(one, name)
+                guard_steps(self._loop, one, name)
         # While threads can still be started: an `atexit` function comes too late to write a checkpoint. There is no
         # public way (Python 3.11 to 3.14).
         threading._register_atexit(partial(_close_at_exit, weakref.ref(self), os.getpid()))  # type: ignore[attr-defined]

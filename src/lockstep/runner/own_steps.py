@@ -1,0 +1,62 @@
+"""Errors where the code of a session's user steps an optimizer around the session."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.model.shards import own_shard
+from lockstep.optim import OptimWrapper
+
+if TYPE_CHECKING:
+    from lockstep.runner.own_loop import OwnLoop
+
+_WINDOWS_LOOKED_AT = 3  # for gradients that are there before
+
+
+def guard_steps(loop: OwnLoop, wrapper: OptimWrapper, name: str | None = None) -> None:
+    """Let an optimizer raise an error where code of the user's own steps it by gradients around the session.
+
+    Such gradients are neither weighted by samples, nor divided by the batches of a window, nor unscaled. Gradients
+    that are there when a window begins are an error, too. With several optimizers, by name, the loss of another may
+    have left them, which is warned of.
+    """
+    update_params, windows_left = wrapper.update_params, _WINDOWS_LOOKED_AT
+    call = "session.step(loss)" if name is None else f"optimizers[{name!r}].update_params(loss)"
+
+    def refuse(what: str, why: str) -> None:
+        raise RuntimeError(
+            f"the {what} of {type(wrapper.optimizer).__name__} {why} (rank {loop.runner.rank} of "
+            f"{loop.runner.world_size}). Call {call}, in place of loss.backward(), optimizer.step() and "
+            "optimizer.zero_grad() or model.zero_grad()"
+        )
+
+    def update(*args: Any, **kwargs: Any) -> None:
+        nonlocal windows_left
+        if windows_left and not wrapper.has_open_window:
+            windows_left -= 1
+            grads = [parameter.grad for group in wrapper.param_groups for parameter in group["params"]]
+            # Zeros are what zero_grad(set_to_none=False) leaves: only here is the device asked.
+            if any(bool(own_shard(grad).any()) for grad in grads if grad is not None):
+                windows_left = 0
+                if name is None:
+                    refuse("gradients", "must be those of session.step(loss) alone, but there were some before it")
+                loop.runner.logger.warning(
+                    "the parameters of optimizers[%r] have gradients before its update_params(loss), which adds to "
+                    "them: those of another optimizer's loss? Call optimizers[%r].zero_grad() first, or "
+                    "requires_grad_(False) for the parameters while the other's loss is computed", name, name,
+                )  # fmt: skip
+        update_params(*args, **kwargs)
+
+    def before_step(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
+        has_closure = len(arguments) > 1 or bool(options)  # the first one is the optimizer
+        if not loop.is_stepping or has_closure:
+            return
+        if not loop.has_backward:
+            refuse("step", "must follow a backward pass of the session, but this iteration has had none")
+        if not wrapper.should_update():
+            refuse("step", "must end a window of accumulation, but comes within one")
+
+    wrapper.update_params = update  # type: ignore[method-assign]
+    wrapper.optimizer.register_step_pre_hook(before_step)
