@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Session
 from lockstep.checkpoint import read_meta
-from lockstep.dist import barrier, get_rank, get_world_size
+from lockstep.dist import all_gather_object, barrier, get_rank, get_world_size
 from lockstep.errors import Preempted
 from lockstep.runner import load_checkpoint, preemption
 from lockstep.testing import ranks
@@ -307,3 +307,25 @@ def test_a_schedule_without_steps_to_make_in_what_is_left_is_not_told(tmp_path):
     steps_of(tmp_path, 1, 2, stops_at=3)
     assert steps_of(tmp_path, 1, 2) == 4
     assert "no step of" not in "".join(path.read_text() for path in tmp_path.glob("*/log.txt"))
+
+
+@ranks(2)
+def test_each_rank_draws_its_own_numbers_after_a_checkpoint_before_the_first_iteration(tmp_path):
+    def drawn(**options) -> list[float]:
+        session = Session(tmp_path, randomness={"seed": 3}, **options)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+        model, optimizer, loader = session.prepare(model, optimizer, DataLoader(data, 2))
+        numbers = []
+        with session:
+            for _ in session.epochs(1):
+                session.save("before")
+                for inputs, targets in loader:
+                    numbers.append(torch.rand(1).item())
+                    session.step(F.mse_loss(model(inputs), targets))
+        return numbers
+
+    first = drawn()
+    assert drawn(load_from=str(next(tmp_path.glob("*/before"))), resume=True) == first
+    assert all_gather_object(first)[0] != all_gather_object(first)[1]

@@ -33,7 +33,7 @@ from lockstep.runner.arguments import RunnerArguments
 from lockstep.runner.build import default_hooks
 from lockstep.runner.options import ResumedOptions
 from lockstep.runner.run import TrainRun
-from lockstep.runner.seeds import seed_all
+from lockstep.runner.seeds import are_parted, seed_all
 from lockstep.weights import Weights, check_weights, find_checkpoint, sized_on_loading
 
 _MOST_STEPS = 2**60
@@ -332,6 +332,8 @@ def restore_run(
         run.optim_wrapper.load_extra_state(meta.get("optim_wrapper", {}))
     position = meta["position"]
     data, random = (None, None) if own is None else (own["data"], own["random"])
+    if meta["iter"] == 0 and are_parted(run.args.randomness, run.data_shard.rank):
+        random = None  # this rank's own numbers begin with the first iteration
     with _restored(origin, "a position in the data"):
         begin = loop.even_batches.read_position(position, data, [one["data"] for one in ranks.values()], random)
         loop.resume(meta["iter"], position["epoch"], begin)

@@ -50,8 +50,13 @@ def part_ranks(randomness: Mapping[str, Any] | None, seed: int, shard: int) -> N
         seed: the seed, the same on every rank.
         shard: the number of this rank's shard of the data.
     """
-    if shard > 0 and (randomness or {}).get("diff_rank_seed") is None:
+    if are_parted(randomness, shard):
         seed_all(seed + shard)
+
+
+def are_parted(randomness: Mapping[str, Any] | None, shard: int) -> bool:
+    """Return whether a rank draws numbers of its own from the first iteration on; see `part_ranks`."""
+    return shard > 0 and (randomness or {}).get("diff_rank_seed") is None
 
 
 def set_random_seed(seed: int | None = None, deterministic: bool = False, diff_rank_seed: bool = False) -> int:
