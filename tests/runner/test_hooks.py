@@ -315,6 +315,7 @@ def test_a_run_that_goes_on_remembers_what_was_best(tmp_path: Path):
         ({"rule": "more"}, "`rule` must be.*'more'"),
         ({"max_keep_ckpts": 0}, "at least 1, or -1 for all, but is 0"),
         ({"rule": ["less", "greater"], "save_best": "a"}, "one of them for each of 1 metrics in `save_best`, but is"),
+        ({"filename_tmpl": "../epoch_{}"}, "`filename_tmpl` must be the name of a folder in the run's"),
         ({"filename_tmpl": "last.pth"}, "`filename_tmpl` must have one {} for the number, but is 'last.pth'"),
     ],
 )

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import Session
 from lockstep.checkpoint import read_meta
 from lockstep.dist import all_gather_object, barrier, get_rank, get_world_size
-from lockstep.errors import Preempted
+from lockstep.errors import ConfigError, Preempted
 from lockstep.runner import load_checkpoint, preemption
 from lockstep.testing import ranks
 from lockstep.watch.watch import side_store
@@ -329,3 +329,10 @@ def test_each_rank_draws_its_own_numbers_after_a_checkpoint_before_the_first_ite
     first = drawn()
     assert drawn(load_from=str(next(tmp_path.glob("*/before"))), resume=True) == first
     assert all_gather_object(first)[0] != all_gather_object(first)[1]
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/elsewhere", "a/b", ".."])
+def test_a_name_that_leads_out_of_the_folder_is_refused(name, tmp_path):
+    session, *_ = prepared(tmp_path)
+    with session, pytest.raises(ConfigError, match="`name` must be the name of a folder in"):
+        session.save(name)

@@ -89,6 +89,10 @@ class CheckpointHook(Hook):
             self.out_dir = str(absolute(locate(self.out_dir)))
         if self.filename_tmpl is not None and self.filename_tmpl.count("{}") != 1:
             raise ConfigError(f"`filename_tmpl` must have one {{}} for the number, but is {self.filename_tmpl!r}")
+        if self.filename_tmpl is not None and Path(self.filename_tmpl).name != self.filename_tmpl:
+            raise ConfigError(
+                f"`filename_tmpl` must be the name of a folder in the run's, but is {self.filename_tmpl!r}"
+            )
         self.rules = [self.rule] if isinstance(self.rule, str | None) else list(self.rule)
         for one in self.rules:
             require_one_of("rule", one, RULES)

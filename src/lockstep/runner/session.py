@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lockstep.dataset import build_dataloader
 from lockstep.device import get_device
 from lockstep.dist import all_gather, get_dist_info
-from lockstep.errors import listed, no_attribute
+from lockstep.errors import ConfigError, listed, no_attribute
 from lockstep.location import Location
 from lockstep.model import unwrap_model
 from lockstep.model.steps import lacks_labels, parse_losses
@@ -407,7 +407,12 @@ class Session:
             async_save: write a copy while the training goes on; see `TrainRun.save_checkpoint`.
 
         **Collective**: every rank.
+
+        Raises:
+            ConfigError: the name leads elsewhere than to a folder in the session's.
         """
+        if name is not None and (Path(name).name != name or name == ".."):
+            raise ConfigError(f"`name` must be the name of a folder in {self.run.checkpoint_dir}, but is {name!r}")
         self._prepared().save(name, async_save)
 
     def save_pretrained(self, save_directory: str | Path, **options: Unpack[PretrainedOptions]) -> None:
