@@ -303,8 +303,9 @@ def told_of_others(space: Workspace) -> Iterator[None]:
         for other in sorted(space.work_dir.glob(f"*/{_RUNNING}")):
             if other != mark and _is_locked(other):
                 _logger.warning(
-                    "another training goes on in this work_dir: that of %s. With resume=True, each goes on from the "
-                    "checkpoint that either has saved last. Give one of them another work_dir, or end it",
+                    "another training goes on in this work_dir: that of %s, or processes that it has left. With "
+                    "resume=True, each goes on from the checkpoint that either has saved last. Give one of them "
+                    "another work_dir, or end it",
                     other.parent,
                 )
         try:
