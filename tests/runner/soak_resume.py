@@ -12,6 +12,8 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -285,7 +287,7 @@ def main() -> int:
     options = parser.parse_args()
     faults = 0
     for seed in range(options.seed, options.seed + options.cases):
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
             found = [*differences(seed, Path(folder))]
         faults += bool(found)
         print(*(f"FAULT {seed}: {one}" for one in found), sep="\n", end="\n" * bool(found), flush=True)
