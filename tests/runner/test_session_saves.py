@@ -336,3 +336,29 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(name, tmp_path):
     session, *_ = prepared(tmp_path)
     with session, pytest.raises(ConfigError, match="`name` must be the name of a folder in"):
         session.save(name)
+
+
+def chained_rates(work_dir: Path, epochs: int, lr: float = 0.1, **options) -> list[float]:
+    """Train by a chain of schedules, one step per epoch, with a checkpoint before it; return the rates."""
+    session, batches = Session(work_dir, randomness={"seed": 0}, **options), DataLoader(TensorDataset(X, X[:, :1]), 6)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr)
+    parts = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 9)]
+    schedule, rates = torch.optim.lr_scheduler.ChainedScheduler(parts), []
+    model, optimizer, loader = session.prepare(model, optimizer, batches, schedulers=schedule)
+    with session:
+        for epoch in session.epochs(epochs):
+            for inputs, targets in loader:
+                session.step(F.mse_loss(model(inputs), targets))
+            session.save(f"rest_{epoch}")
+            schedule.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # of a first step after a resume
+def test_a_chain_of_schedules_goes_on_from_before_its_step_and_with_another_rate(tmp_path):
+    assert chained_rates(tmp_path, 2) == pytest.approx([0.025, 0.0125])
+    rest = next(tmp_path.glob("*/rest_0"))
+    assert chained_rates(tmp_path, 2, load_from=str(rest), resume=True) == pytest.approx([0.025, 0.0125])
+    assert chained_rates(tmp_path, 3, lr=0.2, resume=True) == pytest.approx([0.0125])

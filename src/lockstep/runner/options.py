@@ -20,7 +20,7 @@ from lockstep.dist.agreement import differing
 from lockstep.errors import CheckpointError, ConfigError, counted, listed
 from lockstep.location import Location
 from lockstep.optim import FormulaScheduler, OptimWrapperDict, ParamScheduler, ReduceOnPlateauLR, TorchScheduler
-from lockstep.optim.build_schedulers import step_quietly
+from lockstep.optim.build_schedulers import step_quietly, steps_in
 from lockstep.runner.run import TrainRun
 
 _logger = logging.getLogger(__name__)
@@ -206,9 +206,9 @@ class ResumedOptions:
         schedulers: list[Any] = list(run.param_schedulers)  # a Session has the user's own
         for index, scheduler in enumerate(schedulers):
             if not isinstance(scheduler, ParamScheduler) and _can_replay(scheduler):
-                done = self.states[index]["last_epoch"] if index < len(self.states) else 0
+                done = steps_in(self.states[index]) or 0 if index < len(self.states) else 0
                 self._require_short([done])
-                for _ in range(done - scheduler.last_epoch):
+                for _ in range(done - (steps_in(scheduler.state_dict()) or 0)):
                     step_quietly(scheduler)
 
     def _require_short(self, counts: Iterable[int]) -> None:

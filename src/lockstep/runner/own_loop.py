@@ -23,6 +23,7 @@ from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.compiling import begin_compiled_step
 from lockstep.model.wrapper import forwarded
 from lockstep.optim import OptimWrapper, OptimWrapperDict
+from lockstep.optim.build_schedulers import steps_in
 from lockstep.runner.loops import DEFAULT_INTERVAL, CountSamples, TrainLoop, no_batches
 from lockstep.runner.preemption import ranks_meet
 from lockstep.runner.rates import Rates
@@ -162,8 +163,8 @@ class OwnLoop(TrainLoop):
 
     def _schedules_at(self) -> set[tuple[int, str, int]]:
         """Return the place, the name, and the count of steps of each schedule of the user's."""
-        schedules = [(type(one).__name__, getattr(one, "last_epoch", None)) for one in self.runner.param_schedulers]
-        return {(place, name, count) for place, (name, count) in enumerate(schedules) if isinstance(count, int)}
+        schedules = [(type(one).__name__, steps_in(one.state_dict())) for one in self.runner.param_schedulers]
+        return {(place, name, count) for place, (name, count) in enumerate(schedules) if count is not None}
 
     def _warn_of_rest(self, begun_at: set[tuple[int, str, int]]) -> None:
         """Warn of schedules that are where they were when the training began."""
