@@ -137,6 +137,12 @@ def scheduler_state() -> dict[str, Any]:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1).state_dict()
 
 
+def chained_state() -> dict[str, Any]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    part = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return torch.optim.lr_scheduler.ChainedScheduler([part], optimizer).state_dict()
+
+
 def non_persistent() -> bool:
     module = nn.Identity()
     module.register_buffer("b", torch.ones(1), persistent=False)
@@ -260,6 +266,9 @@ PRIVATE: dict[str, Private] = {
     ),
     # Optimizers.
     "_growth_tracker": Private(lambda: "_growth_tracker" in GradScaler("cpu").state_dict(), AMP),
+    "_schedulers": Private(
+        lambda: chained_state()["_schedulers"][0]["last_epoch"] == 0, ("optim/build_schedulers.py",)
+    ),
     "_last_lr": Private(lambda: "_last_lr" in scheduler_state(), ("runner/options.py",)),
     "_step_count": Private(lambda: "_step_count" in scheduler_state(), ("runner/options.py",)),
     # Data.
