@@ -75,6 +75,12 @@ HEX = "0123456789abcdef0123456789abcdef01234567"
         ("AIza" + "b" * 35, "***"),
         ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.sflKxwRJSMeKKF2QT4", "***"),
         ("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----\nx", "***\nx"),
+        (
+            "SSH_PRIVATE_KEY=-----BEGIN RSA PRIVATE KEY-----\nMIIEabc\n-----END RSA PRIVATE KEY-----\nx",
+            "SSH_PRIVATE_KEY=***\nx",
+        ),
+        ("--private-key '-----BEGIN PRIVATE KEY-----\nMIIEabc", "--private-key '***"),
+        ("k: -----BEGIN PGP PRIVATE KEY BLOCK-----\na\n-----END PGP PRIVATE KEY BLOCK-----\nx", "k: ***\nx"),
         (f"wandb login {HEX}", "wandb login ***"),
         (f"wandb_key {HEX}", "wandb_key ***"),
         (f"commit {HEX}", f"commit {HEX}"),

@@ -58,7 +58,7 @@ _FORMS = re.compile(
     r"|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{22,}|\bglpat-[\w-]{20,}"
     r"|\bsk-[\w-]{20,}|\bxox[abeprs]-[\w-]{10,}|\bAIza[\w-]{35}|\bnvapi-[\w-]{20,}|\bwandb_v\d_\w{20,}"
     r"|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----.*?(?:-----END [A-Z ]*PRIVATE KEY[A-Z ]*-----|\Z)",
     re.DOTALL,
 )
 _IN_URL = re.compile(r"((?<![\w+.-])[A-Za-z0-9+.-]++://[^\s/'\"@:]*):([^\s/'\"]+)@")
@@ -132,9 +132,9 @@ def mask_text(text: str, secrets: Iterable[str] = ()) -> str:
     text = _KEY_IN_URL.sub(rf"\1{MASK}@", text)
     text = _SIGNED_URL.sub(rf"\1{MASK}", text)
     text = _BEARER.sub(rf"\1 {MASK}", text)
-    text = _OPTION.sub(lambda it: it["left"] + _masked(it["name"], it["value"]), _mask_assignments(text))
     text = _WANDB.sub(rf"\1{MASK}", text)
-    return _FORMS.sub(MASK, text)
+    text = _FORMS.sub(MASK, text)  # before names, whose values end at a space: a private key has some
+    return _OPTION.sub(lambda it: it["left"] + _masked(it["name"], it["value"]), _mask_assignments(text))
 
 
 def printable(text: str, *, lines: bool = True) -> str:
