@@ -67,12 +67,16 @@ _KEY_IN_URL = re.compile(r"\b((?:[a-z]+\+)?(?:https?|wss?)://)(?!git@|oauth2@|\*
 _SIGNED_URL = re.compile(r"([?&](?:sig|signature)=)[^\s&#'\"]+", re.IGNORECASE)
 _BEARER = re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{8,}")
 _WANDB = re.compile(r"(wandb[^\n]{0,40}?)\b[0-9a-f]{40}\b", re.IGNORECASE)
-_QUOTED = r"'(?:[^'\\\n]|\\.)*'|\"(?:[^\"\\\n]|\\.)*\""
+_QUOTE = r"(?i:[bruf]{0,2})(?:'''|\"\"\"|['\"])"  # that opens a string of Python
+_QUOTED = (
+    r"(?i:[bruf]{0,2})(?:'''(?s:[^\\]|\\.)*?'''|\"\"\"(?s:[^\\]|\\.)*?\"\"\""
+    r"|'(?:[^'\\\n]|\\.)*'|\"(?:[^\"\\\n]|\\.)*\")"
+)
 # name=value, 'name': 'value', and `name: value` if the line ends with the value: a colon alone is also what sentences
 # have. Each run of letters is looked at once, so that the time does not grow with its square.
 _NAMED = re.compile(
     r"(?<![\w.-])[\d.-]*+(?P<name>[A-Za-z_][\w.-]*+)['\"]?\]?"
-    r"(?:\s*=\s*|\s*:\s*(?=['\"])|:[ \t]+(?=[^\s'\"#]+[ \t]*$))",
+    rf"(?:\s*=\s*|\s*:\s*(?={_QUOTE})|:[ \t]+(?=[^\s'\"#]+[ \t]*$))",
     re.MULTILINE,
 )
 _VALUE = re.compile(rf"{_QUOTED}|[^\s'\",;&)\]}}]+")
@@ -251,10 +255,11 @@ def _mask_assignments(text: str) -> str:
 
 def _masked(name: str, value: str) -> str:
     """Return what to show of a value, quoted or not, that has a name."""
-    quote = value[0] if value[0] in "'\"" else ""
-    plain = value[1:-1] if quote else value
+    opening = "".join(re.findall(rf"\A{_QUOTE}", value))
+    quote = opening.lstrip("bBrRuUfF")
+    plain = value[len(opening) : len(value) - len(quote)]
     is_plain = plain in _NEVER_SECRET or _SPECIAL_TOKEN.fullmatch(plain) or (not quote and _is_code(plain, name))
-    return value if is_plain or not is_secret_name(name) else f"{quote}{MASK}{quote}"
+    return value if is_plain or not is_secret_name(name) else f"{opening}{MASK}{quote}"
 
 
 def _is_code(value: str, name: str) -> bool:
