@@ -112,7 +112,8 @@ def is_secret_name(name: str) -> bool:
 
 
 def _words(name: str) -> list[str]:
-    return [word.lower() for word in _WORDS.findall(name)]
+    """Return the words of a name without a number at its end: `HF_TOKEN_2` is another `HF_TOKEN`."""
+    return [word.lower() for word in _WORDS.findall(name.rstrip("0123456789_-"))]
 
 
 def _holds_secrets(name: str) -> bool:
