@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,8 +42,19 @@ def test_source_gives_the_values_back(config):
         (range(2, 5), "a = range(2, 5)\n", "range(2, 5)"),
         ({3, 1}, "a = set([1, 3])\n", [1, 3]),
         ((1,), "a = (1,)\n", [1]),
+        (re.I, "import re\n\na = re.RegexFlag.IGNORECASE\n", "re.RegexFlag.IGNORECASE"),
+        (re.I | re.M, "import re\n\na = re.RegexFlag(10)\n", "re.IGNORECASE|re.MULTILINE"),
+        (dict.fromkeys, "a = dict.fromkeys\n", "builtins.dict.fromkeys"),
+        (
+            torch.nn.Embedding.from_pretrained,
+            "import torch.nn.modules.sparse\n\na = torch.nn.modules.sparse.Embedding.from_pretrained\n",
+            "torch.nn.modules.sparse.Embedding.from_pretrained",
+        ),
+        (torch.bfloat16, "import torch\n\na = torch.bfloat16\n", "torch.bfloat16"),
+        (torch.channels_last, "import torch\n\na = torch.channels_last\n", "torch.channels_last"),
     ],
 )
 def test_source_and_data_of_other_values(value, source, plain):
     assert python_source({"a": value}) == source
+    assert PythonFile(Path("c.py"), source).values(ConfigDict()) == {"a": value}
     assert plain_data({"a": value}) == {"a": plain}

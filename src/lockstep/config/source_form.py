@@ -7,7 +7,7 @@ import keyword
 import math
 import sys
 from collections.abc import Container, Mapping
-from enum import Enum
+from enum import Enum, Flag
 from pathlib import PurePath
 from typing import Any
 
@@ -107,6 +107,8 @@ class _Writer:
             return f"{self.imported('pathlib', type(value).__name__)}({str(value)!r})"
         if (path := _import_path(value)) is not None:
             return self.imported(*path)
+        if isinstance(value, Flag) and (path := _import_path(type(value))) is not None:
+            return f"{self.imported(*path)}({value.value!r})"
         if key not in self.lost:
             self.lost.append(key)
         return repr(_description(value))
@@ -151,13 +153,15 @@ def _literal(value: Any) -> str | None:
 
 
 def _import_path(value: Any) -> tuple[str, str] | None:
-    """Return module and name under which a class, function or enum member can be imported, or None."""
+    """Return module and name under which a class, function, enum member or constant can be imported, or None."""
     if isinstance(value, Enum):
-        owner = _import_path(type(value))
-        return None if owner is None else (owner[0], f"{owner[1]}.{value.name}")
-    if not (inspect.isclass(value) or inspect.isroutine(value)):
-        return None
-    module, name = getattr(value, "__module__", None) or "", value.__qualname__
+        return _path_in_class(type(value), str(value.name), value)  # flags that are combined have no such name
+    if inspect.isroutine(value) and inspect.isclass(owner := getattr(value, "__self__", None)):
+        return _path_in_class(owner, value.__name__, value)  # a classmethod, which is another object each time
+    if inspect.isclass(value) or inspect.isroutine(value):
+        module, name = getattr(value, "__module__", None) or "", value.__qualname__
+    else:
+        module, _, name = repr(value).partition(".")  # a constant may say where it is: torch.bfloat16
     if module == "__main__" or not all(part.isidentifier() for part in module.split(".")):
         return None  # another script in another process, or local to the config file
     # A package may hide its modules: torch.optim has AdamW, but no attribute `adamw`.
@@ -167,6 +171,11 @@ def _import_path(value: Any) -> tuple[str, str] | None:
             return module, name
         module = module.rpartition(".")[0]
     return None  # a lambda, or local to a function
+
+
+def _path_in_class(owner: type, name: str, value: Any) -> tuple[str, str] | None:
+    path = _import_path(owner)
+    return None if path is None or getattr(owner, name, None) != value else (path[0], f"{path[1]}.{name}")
 
 
 def _attribute(owner: Any, path: list[str]) -> Any:
