@@ -6,6 +6,7 @@ import re
 from collections import OrderedDict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -49,6 +50,15 @@ def test_source_gives_the_values_back(config):
             torch.nn.Embedding.from_pretrained,
             "import torch.nn.modules.sparse\n\na = torch.nn.modules.sparse.Embedding.from_pretrained\n",
             "torch.nn.modules.sparse.Embedding.from_pretrained",
+        ),
+        (complex("inf"), "a = complex('(inf+0j)')\n", "(inf+0j)"),
+        (np.int64(4), "a = 4\n", 4),
+        (np.float32(0.5), "a = 0.5\n", 0.5),
+        (np.True_, "a = True\n", True),
+        (
+            {np.int64(4): 1, (float("inf"), dict): 2},
+            "a = {4: 1, (float('inf'), dict): 2}\n",
+            {"4": 1, "(inf, <class 'dict'>)": 2},
         ),
         (torch.bfloat16, "import torch\n\na = torch.bfloat16\n", "torch.bfloat16"),
         (torch.channels_last, "import torch\n\na = torch.channels_last\n", "torch.channels_last"),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import cmath
 import inspect
 import keyword
-import math
 import sys
 from collections.abc import Container, Mapping
 from enum import Enum, Flag
@@ -44,6 +44,7 @@ def source_form(values: Mapping[str, Any]) -> tuple[str, list[str]]:
 
 def plain_data(value: Any) -> Any:
     """Convert a value to what YAML and JSON can hold: dicts, lists, strings, numbers, booleans and None."""
+    value = _python_number(value)
     if value is None or isinstance(value, bool):
         return value
     for kind in (int, float, str):
@@ -80,6 +81,7 @@ class _Writer:
             indent: columns before the closing bracket, if that is on its own line.
             used: columns of the first line that are already used; None to write everything on one line.
         """
+        value = _python_number(value)
         form = self._brackets(value, key)
         if form is None:
             return self._atom(value, key)
@@ -99,8 +101,9 @@ class _Writer:
     def _atom(self, value: Any, key: str) -> str:
         if isinstance(value, range):
             return f"{self.imported('builtins', 'range')}{repr(value).removeprefix('range')}"
-        if isinstance(value, float) and not isinstance(value, Enum) and not math.isfinite(value):
-            return f"{self.imported('builtins', 'float')}({str(float(value))!r})"
+        if isinstance(value, float | complex) and not isinstance(value, Enum) and not cmath.isfinite(value):
+            kind = float if isinstance(value, float) else complex
+            return f"{self.imported('builtins', kind.__name__)}({str(kind(value))!r})"
         if (literal := _literal(value)) is not None:
             return literal
         if isinstance(value, PurePath):
@@ -129,7 +132,7 @@ class _Writer:
             if all(_is_name(k) for k in value):
                 opening = f"{self.imported('builtins', 'dict')}("
                 return opening, ")", [(f"{k}=", v, f"{key}.{k}") for k, v in value.items()]
-            return "{", "}", [(f"{k!r}: ", v, f"{key}.{k}") for k, v in value.items()]
+            return "{", "}", [(f"{self.write(k, f'{key}.{k}')}: ", v, f"{key}.{k}") for k, v in value.items()]
         if isinstance(value, set | frozenset):
             kind = "set" if isinstance(value, set) else "frozenset"
             opening, closing = f"{self.imported('builtins', kind)}([", "])"
@@ -141,6 +144,12 @@ class _Writer:
         return opening, closing, [("", v, f"{key}.{n}") for n, v in enumerate(value)]
 
 
+def _python_number(value: Any) -> Any:
+    """Return a number or truth value of NumPy as Python's, and anything else as it is."""
+    numpy = sys.modules.get("numpy")
+    return value.item() if numpy and isinstance(value, numpy.generic) and value.dtype.kind in "biufc" else value
+
+
 def _literal(value: Any) -> str | None:
     if value is None or value is ...:
         return repr(value)
@@ -148,7 +157,7 @@ def _literal(value: Any) -> str | None:
         return None
     for kind in (bool, int, float, complex, str, bytes):
         if isinstance(value, kind):
-            return kind.__repr__(value)  # also for a subclass, such as NumPy's float64
+            return kind.__repr__(value)  # also for a subclass
     return None
 
 
