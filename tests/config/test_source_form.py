@@ -68,3 +68,10 @@ def test_source_and_data_of_other_values(value, source, plain):
     assert python_source({"a": value}) == source
     assert PythonFile(Path("c.py"), source).values(ConfigDict()) == {"a": value}
     assert plain_data({"a": value}) == {"a": plain}
+
+
+def test_sets_have_one_order_in_every_process():
+    letters = [*"abcdefgh"]
+    assert plain_data(set(letters)) == letters
+    assert plain_data([{frozenset(letters), frozenset("i")}]) == [[letters, ["i"]]]
+    assert python_source({"a": {frozenset(letters)}}) == f"a = set([frozenset({letters})])\n"

@@ -7,6 +7,7 @@ import inspect
 import keyword
 import sys
 from collections.abc import Container, Mapping
+from collections.abc import Set as AbstractSet
 from enum import Enum, Flag
 from pathlib import PurePath
 from typing import Any
@@ -52,7 +53,9 @@ def plain_data(value: Any) -> Any:
             return kind(value)
     if isinstance(value, Mapping):
         return {str(key): plain_data(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, set | frozenset):
+        return [plain_data(item) for item in _in_order(value)]
+    if isinstance(value, list | tuple):
         return [plain_data(item) for item in value]
     if isinstance(value, PurePath):
         return str(value)
@@ -136,12 +139,17 @@ class _Writer:
         if isinstance(value, set | frozenset):
             kind = "set" if isinstance(value, set) else "frozenset"
             opening, closing = f"{self.imported('builtins', kind)}([", "])"
-            value = sorted(value, key=repr)  # so that the same config gives the same text in every process
+            value = _in_order(value)
         elif isinstance(value, list | tuple):
             opening, closing = "[]" if isinstance(value, list) else "()"
         else:
             return None
         return opening, closing, [("", v, f"{key}.{n}") for n, v in enumerate(value)]
+
+
+def _in_order(items: AbstractSet[Any]) -> list[Any]:
+    """Return the items of a set in an order that is the same in every process, also of sets in it."""
+    return sorted(items, key=lambda item: repr(plain_data(item)))
 
 
 def _python_number(value: Any) -> Any:
