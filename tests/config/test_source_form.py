@@ -60,6 +60,7 @@ def test_source_gives_the_values_back(config):
             "a = {4: 1, (float('inf'), dict): 2}\n",
             {"4": 1, "(inf, <class 'dict'>)": 2},
         ),
+        (torch.device("cuda", 1), "import torch\n\na = torch.device('cuda:1')\n", "device(type='cuda', index=1)"),
         (torch.bfloat16, "import torch\n\na = torch.bfloat16\n", "torch.bfloat16"),
         (torch.channels_last, "import torch\n\na = torch.channels_last\n", "torch.channels_last"),
     ],

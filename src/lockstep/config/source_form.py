@@ -105,12 +105,14 @@ class _Writer:
         if isinstance(value, range):
             return f"{self.imported('builtins', 'range')}{repr(value).removeprefix('range')}"
         if isinstance(value, float | complex) and not isinstance(value, Enum) and not cmath.isfinite(value):
-            kind = float if isinstance(value, float) else complex
-            return f"{self.imported('builtins', kind.__name__)}({str(kind(value))!r})"
+            kind = "float" if isinstance(value, float) else "complex"
+            return f"{self.imported('builtins', kind)}({_literal(value)!r})"
         if (literal := _literal(value)) is not None:
             return literal
         if isinstance(value, PurePath):
             return f"{self.imported('pathlib', type(value).__name__)}({str(value)!r})"
+        if (type(value).__module__, type(value).__name__) == ("torch", "device"):
+            return f"{self.imported('torch', 'device')}({str(value)!r})"
         if (path := _import_path(value)) is not None:
             return self.imported(*path)
         if isinstance(value, Flag) and (path := _import_path(type(value))) is not None:
