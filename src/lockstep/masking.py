@@ -58,7 +58,7 @@ _FORMS = re.compile(
     r"|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{22,}|\bglpat-[\w-]{20,}"
     r"|\bsk-[\w-]{20,}|\bxox[abeprs]-[\w-]{10,}|\bAIza[\w-]{35}|\bnvapi-[\w-]{20,}|\bwandb_v\d_\w{20,}"
     r"|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----.*?(?:-----END [A-Z ]*PRIVATE KEY[A-Z ]*-----|\Z)",
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----|\Z)",
     re.DOTALL,
 )
 _IN_URL = re.compile(r"((?<![\w+.-])[A-Za-z0-9+.-]++://[^\s/'\"@:]*):([^\s/'\"]+)@")
