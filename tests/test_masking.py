@@ -16,6 +16,7 @@ SECRET = [
     *("secret", "client_secret", "clientSecret", "secrets", "credentials", "credentials.user", "aws_credentials.x.y"),
     *("Authorization", "SLURM_JWT", "AZURE_STORAGE_KEY", "account_key", "DB_PASS", "SMTP_PASS", "user_pass"),
     *("PGPASSWORD", "PGPASSFILE_PASSWORD", "mypassword", "OPENAIAPIKEY", "X-Amz-Signature", "X-Amz-Security-Token"),
+    *("OPENAI_API_KEY_2", "password1", "HF_TOKEN2", "db_pass_1", "AWS_ACCESS_KEY_ID_2", "apiKey-10"),
 ]  # fmt: skip
 NO_SECRET = [
     *("tokens_of", "num_tokens", "tokenizer", "tokenizer.name", "pad_token_id", "token_type_ids", "pad_token"),
@@ -35,6 +36,17 @@ NO_SECRET = [
         "signal",
     ),
     *("lr", "weight_decay", "key_value_heads", "num_key_value_heads", "token_ids", "tokenize", "api_key_name", ""),
+    *(
+        "max_tokens2",
+        "num_tokens_1",
+        "tokens_2",
+        "pad_token_1",
+        "key_1",
+        "sort_key2",
+        "forward_pass_2",
+        "PWD2",
+        "secret_2d",
+    ),
 ]
 
 
@@ -75,6 +87,12 @@ HEX = "0123456789abcdef0123456789abcdef01234567"
         ("AIza" + "b" * 35, "***"),
         ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.sflKxwRJSMeKKF2QT4", "***"),
         ("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----\nx", "***\nx"),
+        (
+            "SSH_PRIVATE_KEY=-----BEGIN RSA PRIVATE KEY-----\nMIIEabc\n-----END RSA PRIVATE KEY-----\nx",
+            "SSH_PRIVATE_KEY=***\nx",
+        ),
+        ("--private-key '-----BEGIN PRIVATE KEY-----\nMIIEabc", "--private-key '***"),
+        ("k: -----BEGIN PGP PRIVATE KEY BLOCK-----\na\n-----END PGP PRIVATE KEY BLOCK-----\nx", "k: ***\nx"),
         (f"wandb login {HEX}", "wandb login ***"),
         (f"wandb_key {HEX}", "wandb_key ***"),
         (f"commit {HEX}", f"commit {HEX}"),
@@ -82,6 +100,12 @@ HEX = "0123456789abcdef0123456789abcdef01234567"
         ("dict(api_key='abc', lr=0.1)", "dict(api_key='***', lr=0.1)"),
         ("{'api_key': 'abc', \"token\": \"x\"}", "{'api_key': '***', \"token\": \"***\"}"),
         ("password='it\\'s' x", "password='***' x"),
+        ("password=b'hunter2' x", "password=b'***' x"),
+        ("{'password': b'hunter2', \"token\" : Rb\"x\"}", "{'password': b'***', \"token\" : Rb\"***\"}"),
+        ("--password b'hunter2' --secret r'a'", "--password b'***' --secret r'***'"),
+        ("api_key='''secret\n'abc''' x", "api_key='''***''' x"),
+        ('password: """a"b\\"""" api_key="" token=\'\' x', 'password: """***""" api_key="" token=\'\' x'),
+        ("password=before password=f'{word}'", "password=*** password=f'{word}'"),
         ("--api-key abc --lr 3", "--api-key *** --lr 3"),
         ("--api-key=abc --num-tokens=3", "--api-key=*** --num-tokens=3"),
         ("--cfg-options visualizer.api_key=abc", "--cfg-options visualizer.api_key=***"),
@@ -109,6 +133,7 @@ HEX = "0123456789abcdef0123456789abcdef01234567"
         ("forward_pass=2 signature=f(x) sig=4 monkey=ape", "forward_pass=2 signature=f(x) sig=4 monkey=ape"),
         ("    token: str\n    password: str | None = None", "    token: str\n    password: str | None = None"),
         ("token: 12\npad_token: <pad>\npassword: 12", "token: 12\npad_token: <pad>\npassword: ***"),
+        ("password1=12 HF_TOKEN2=abc max_tokens2=abc", "password1=*** HF_TOKEN2=*** max_tokens2=abc"),
         ("token=12 token=None api_key=True", "token=12 token=None api_key=True"),
         ("password = getpass(prompt)", "password = getpass(prompt)"),
         ("the token: where it is", "the token: where it is"),
@@ -170,9 +195,11 @@ def test_of_a_secret_that_begins_like_another_nothing_is_left():
 def test_words_of_a_command_line():
     words = ["train", "c.py", "--token", "abc", "visualizer.init.api_key=a b", "model.pad_token=<pad>", "--seed", "3"]
     words += ["load_from=s3://me:pw@host/x", "--password=x", "visualizer={'api_key':'x'}", "--use-token", "--resume"]
+    words += ["HF_TOKEN_2=abc", "--password1", "abc", "num_tokens_1=abc"]
     assert mask_words(words) == [
         *("train", "c.py", "--token", "***", "visualizer.init.api_key=***", "model.pad_token=<pad>", "--seed", "3"),
         *("load_from=s3://me:***@host/x", "--password=***", "visualizer={'api_key':'***'}", "--use-token", "--resume"),
+        *("HF_TOKEN_2=***", "--password1", "***", "num_tokens_1=abc"),
     ]
 
 

@@ -58,7 +58,7 @@ _FORMS = re.compile(
     r"|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{22,}|\bglpat-[\w-]{20,}"
     r"|\bsk-[\w-]{20,}|\bxox[abeprs]-[\w-]{10,}|\bAIza[\w-]{35}|\bnvapi-[\w-]{20,}|\bwandb_v\d_\w{20,}"
     r"|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----|\Z)",
     re.DOTALL,
 )
 _IN_URL = re.compile(r"((?<![\w+.-])[A-Za-z0-9+.-]++://[^\s/'\"@:]*):([^\s/'\"]+)@")
@@ -67,12 +67,16 @@ _KEY_IN_URL = re.compile(r"\b((?:[a-z]+\+)?(?:https?|wss?)://)(?!git@|oauth2@|\*
 _SIGNED_URL = re.compile(r"([?&](?:sig|signature)=)[^\s&#'\"]+", re.IGNORECASE)
 _BEARER = re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{8,}")
 _WANDB = re.compile(r"(wandb[^\n]{0,40}?)\b[0-9a-f]{40}\b", re.IGNORECASE)
-_QUOTED = r"'(?:[^'\\\n]|\\.)*'|\"(?:[^\"\\\n]|\\.)*\""
+_QUOTE = r"(?i:[bruf]{0,2})(?:'''|\"\"\"|['\"])"  # that opens a string of Python
+_QUOTED = (
+    r"(?i:[bruf]{0,2})(?:'''(?s:[^\\]|\\.)*?'''|\"\"\"(?s:[^\\]|\\.)*?\"\"\""
+    r"|'(?:[^'\\\n]|\\.)*'|\"(?:[^\"\\\n]|\\.)*\")"
+)
 # name=value, 'name': 'value', and `name: value` if the line ends with the value: a colon alone is also what sentences
 # have. Each run of letters is looked at once, so that the time does not grow with its square.
 _NAMED = re.compile(
     r"(?<![\w.-])[\d.-]*+(?P<name>[A-Za-z_][\w.-]*+)['\"]?\]?"
-    r"(?:\s*=\s*|\s*:\s*(?=['\"])|:[ \t]+(?=[^\s'\"#]+[ \t]*$))",
+    rf"(?:\s*=\s*|\s*:\s*(?={_QUOTE})|:[ \t]+(?=[^\s'\"#]+[ \t]*$))",
     re.MULTILINE,
 )
 _VALUE = re.compile(rf"{_QUOTED}|[^\s'\",;&)\]}}]+")
@@ -108,7 +112,8 @@ def is_secret_name(name: str) -> bool:
 
 
 def _words(name: str) -> list[str]:
-    return [word.lower() for word in _WORDS.findall(name)]
+    """Return the words of a name without a number at its end: `HF_TOKEN_2` is another `HF_TOKEN`."""
+    return [word.lower() for word in _WORDS.findall(name.rstrip("0123456789_-"))]
 
 
 def _holds_secrets(name: str) -> bool:
@@ -132,9 +137,9 @@ def mask_text(text: str, secrets: Iterable[str] = ()) -> str:
     text = _KEY_IN_URL.sub(rf"\1{MASK}@", text)
     text = _SIGNED_URL.sub(rf"\1{MASK}", text)
     text = _BEARER.sub(rf"\1 {MASK}", text)
-    text = _OPTION.sub(lambda it: it["left"] + _masked(it["name"], it["value"]), _mask_assignments(text))
     text = _WANDB.sub(rf"\1{MASK}", text)
-    return _FORMS.sub(MASK, text)
+    text = _FORMS.sub(MASK, text)  # before names, whose values end at a space: a private key has some
+    return _OPTION.sub(lambda it: it["left"] + _masked(it["name"], it["value"]), _mask_assignments(text))
 
 
 def printable(text: str, *, lines: bool = True) -> str:
@@ -251,10 +256,11 @@ def _mask_assignments(text: str) -> str:
 
 def _masked(name: str, value: str) -> str:
     """Return what to show of a value, quoted or not, that has a name."""
-    quote = value[0] if value[0] in "'\"" else ""
-    plain = value[1:-1] if quote else value
+    opening = "".join(re.findall(rf"\A{_QUOTE}", value))
+    quote = opening.lstrip("bBrRuUfF")
+    plain = value[len(opening) : len(value) - len(quote)]
     is_plain = plain in _NEVER_SECRET or _SPECIAL_TOKEN.fullmatch(plain) or (not quote and _is_code(plain, name))
-    return value if is_plain or not is_secret_name(name) else f"{quote}{MASK}{quote}"
+    return value if is_plain or not is_secret_name(name) else f"{opening}{MASK}{quote}"
 
 
 def _is_code(value: str, name: str) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,8 +43,36 @@ def test_source_gives_the_values_back(config):
         (range(2, 5), "a = range(2, 5)\n", "range(2, 5)"),
         ({3, 1}, "a = set([1, 3])\n", [1, 3]),
         ((1,), "a = (1,)\n", [1]),
+        (re.I, "import re\n\na = re.RegexFlag.IGNORECASE\n", "re.RegexFlag.IGNORECASE"),
+        (re.I | re.M, "import re\n\na = re.RegexFlag(10)\n", "re.IGNORECASE|re.MULTILINE"),
+        (dict.fromkeys, "a = dict.fromkeys\n", "builtins.dict.fromkeys"),
+        (
+            torch.nn.Embedding.from_pretrained,
+            "import torch.nn.modules.sparse\n\na = torch.nn.modules.sparse.Embedding.from_pretrained\n",
+            "torch.nn.modules.sparse.Embedding.from_pretrained",
+        ),
+        (complex("inf"), "a = complex('(inf+0j)')\n", "(inf+0j)"),
+        (np.int64(4), "a = 4\n", 4),
+        (np.float32(0.5), "a = 0.5\n", 0.5),
+        (np.True_, "a = True\n", True),
+        (
+            {np.int64(4): 1, (float("inf"), dict): 2},
+            "a = {4: 1, (float('inf'), dict): 2}\n",
+            {"4": 1, "(inf, <class 'dict'>)": 2},
+        ),
+        (torch.device("cuda", 1), "import torch\n\na = torch.device('cuda:1')\n", "device(type='cuda', index=1)"),
+        (torch.bfloat16, "import torch\n\na = torch.bfloat16\n", "torch.bfloat16"),
+        (torch.channels_last, "import torch\n\na = torch.channels_last\n", "torch.channels_last"),
     ],
 )
 def test_source_and_data_of_other_values(value, source, plain):
     assert python_source({"a": value}) == source
+    assert PythonFile(Path("c.py"), source).values(ConfigDict()) == {"a": value}
     assert plain_data({"a": value}) == {"a": plain}
+
+
+def test_sets_have_one_order_in_every_process():
+    letters = [*"abcdefgh"]
+    assert plain_data(set(letters)) == letters
+    assert plain_data([{frozenset(letters), frozenset("i")}]) == [[letters, ["i"]]]
+    assert python_source({"a": {frozenset(letters)}}) == f"a = set([frozenset({letters})])\n"

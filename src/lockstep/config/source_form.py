@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import cmath
 import inspect
 import keyword
-import math
 import sys
 from collections.abc import Container, Mapping
-from enum import Enum
+from collections.abc import Set as AbstractSet
+from enum import Enum, Flag
 from pathlib import PurePath
 from typing import Any
 
@@ -44,6 +45,7 @@ def source_form(values: Mapping[str, Any]) -> tuple[str, list[str]]:
 
 def plain_data(value: Any) -> Any:
     """Convert a value to what YAML and JSON can hold: dicts, lists, strings, numbers, booleans and None."""
+    value = _python_number(value)
     if value is None or isinstance(value, bool):
         return value
     for kind in (int, float, str):
@@ -51,7 +53,9 @@ def plain_data(value: Any) -> Any:
             return kind(value)
     if isinstance(value, Mapping):
         return {str(key): plain_data(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, set | frozenset):
+        return [plain_data(item) for item in _in_order(value)]
+    if isinstance(value, list | tuple):
         return [plain_data(item) for item in value]
     if isinstance(value, PurePath):
         return str(value)
@@ -80,6 +84,7 @@ class _Writer:
             indent: columns before the closing bracket, if that is on its own line.
             used: columns of the first line that are already used; None to write everything on one line.
         """
+        value = _python_number(value)
         form = self._brackets(value, key)
         if form is None:
             return self._atom(value, key)
@@ -99,14 +104,19 @@ class _Writer:
     def _atom(self, value: Any, key: str) -> str:
         if isinstance(value, range):
             return f"{self.imported('builtins', 'range')}{repr(value).removeprefix('range')}"
-        if isinstance(value, float) and not isinstance(value, Enum) and not math.isfinite(value):
-            return f"{self.imported('builtins', 'float')}({str(float(value))!r})"
+        if isinstance(value, float | complex) and not isinstance(value, Enum) and not cmath.isfinite(value):
+            kind = "float" if isinstance(value, float) else "complex"
+            return f"{self.imported('builtins', kind)}({_literal(value)!r})"
         if (literal := _literal(value)) is not None:
             return literal
         if isinstance(value, PurePath):
             return f"{self.imported('pathlib', type(value).__name__)}({str(value)!r})"
+        if (type(value).__module__, type(value).__name__) == ("torch", "device"):
+            return f"{self.imported('torch', 'device')}({str(value)!r})"
         if (path := _import_path(value)) is not None:
             return self.imported(*path)
+        if isinstance(value, Flag) and (path := _import_path(type(value))) is not None:
+            return f"{self.imported(*path)}({value.value!r})"
         if key not in self.lost:
             self.lost.append(key)
         return repr(_description(value))
@@ -127,16 +137,27 @@ class _Writer:
             if all(_is_name(k) for k in value):
                 opening = f"{self.imported('builtins', 'dict')}("
                 return opening, ")", [(f"{k}=", v, f"{key}.{k}") for k, v in value.items()]
-            return "{", "}", [(f"{k!r}: ", v, f"{key}.{k}") for k, v in value.items()]
+            return "{", "}", [(f"{self.write(k, f'{key}.{k}')}: ", v, f"{key}.{k}") for k, v in value.items()]
         if isinstance(value, set | frozenset):
             kind = "set" if isinstance(value, set) else "frozenset"
             opening, closing = f"{self.imported('builtins', kind)}([", "])"
-            value = sorted(value, key=repr)  # so that the same config gives the same text in every process
+            value = _in_order(value)
         elif isinstance(value, list | tuple):
             opening, closing = "[]" if isinstance(value, list) else "()"
         else:
             return None
         return opening, closing, [("", v, f"{key}.{n}") for n, v in enumerate(value)]
+
+
+def _in_order(items: AbstractSet[Any]) -> list[Any]:
+    """Return the items of a set in an order that is the same in every process, also of sets in it."""
+    return sorted(items, key=lambda item: repr(plain_data(item)))
+
+
+def _python_number(value: Any) -> Any:
+    """Return a number or truth value of NumPy as Python's, and anything else as it is."""
+    numpy = sys.modules.get("numpy")
+    return value.item() if numpy and isinstance(value, numpy.generic) and value.dtype.kind in "biufc" else value
 
 
 def _literal(value: Any) -> str | None:
@@ -146,18 +167,20 @@ def _literal(value: Any) -> str | None:
         return None
     for kind in (bool, int, float, complex, str, bytes):
         if isinstance(value, kind):
-            return kind.__repr__(value)  # also for a subclass, such as NumPy's float64
+            return kind.__repr__(value)  # also for a subclass
     return None
 
 
 def _import_path(value: Any) -> tuple[str, str] | None:
-    """Return module and name under which a class, function or enum member can be imported, or None."""
+    """Return module and name under which a class, function, enum member or constant can be imported, or None."""
     if isinstance(value, Enum):
-        owner = _import_path(type(value))
-        return None if owner is None else (owner[0], f"{owner[1]}.{value.name}")
-    if not (inspect.isclass(value) or inspect.isroutine(value)):
-        return None
-    module, name = getattr(value, "__module__", None) or "", value.__qualname__
+        return _path_in_class(type(value), str(value.name), value)  # flags that are combined have no such name
+    if inspect.isroutine(value) and inspect.isclass(owner := getattr(value, "__self__", None)):
+        return _path_in_class(owner, value.__name__, value)  # a classmethod, which is another object each time
+    if inspect.isclass(value) or inspect.isroutine(value):
+        module, name = getattr(value, "__module__", None) or "", value.__qualname__
+    else:
+        module, _, name = repr(value).partition(".")  # a constant may say where it is: torch.bfloat16
     if module == "__main__" or not all(part.isidentifier() for part in module.split(".")):
         return None  # another script in another process, or local to the config file
     # A package may hide its modules: torch.optim has AdamW, but no attribute `adamw`.
@@ -167,6 +190,11 @@ def _import_path(value: Any) -> tuple[str, str] | None:
             return module, name
         module = module.rpartition(".")[0]
     return None  # a lambda, or local to a function
+
+
+def _path_in_class(owner: type, name: str, value: Any) -> tuple[str, str] | None:
+    path = _import_path(owner)
+    return None if path is None or getattr(owner, name, None) != value else (path[0], f"{path[1]}.{name}")
 
 
 def _attribute(owner: Any, path: list[str]) -> Any:
