@@ -54,6 +54,10 @@ def profiled(work_dir: Path, **options: Any) -> dict[str, int]:
             {"profile_times": 2, "schedule": {"wait": 1, "warmup": 1, "active": 2, "repeat": 2}},
             {"profile/trace_rank{}_iter4.json": 2, "profile/trace_rank{}_iter8.json": 2},
         ),
+        (  # the cycle that begins as profiling ends has no iteration
+            {"schedule": {"wait": 0, "warmup": 0, "active": 2, "repeat": 0}},
+            {"profile/trace_rank{}_iter2.json": 2, "profile/trace_rank{}_iter4.json": 2},
+        ),
         ({"json_trace_path": "t.json.gz"}, {"t_rank{}_iter4.json.gz": 4}),
     ],
 )

@@ -83,6 +83,7 @@ class ProfilerHook(Hook):
         self._filter: Any = None  # of the warnings that are not shown meanwhile
         self._done = 0
         self._iteration = 0
+        self._traced: int | None = None
 
     def before_train(self, runner: TrainRun) -> None:
         """Start the profiler."""
@@ -91,7 +92,7 @@ class ProfilerHook(Hook):
         profiler = profile(
             activities=self._activities,
             schedule=self._schedule,
-            on_trace_ready=self._handler(runner),
+            on_trace_ready=self._once_per_iteration(self._handler(runner)),
             record_shapes=self.record_shapes,
             profile_memory=self.profile_memory,
             with_stack=self.with_stack,
@@ -133,6 +134,16 @@ class ProfilerHook(Hook):
         self._done += 1
         if self._done == self.profile_times:
             self.close()
+
+    def _once_per_iteration(self, handler: TraceHandler) -> TraceHandler:
+        """Return a handler that leaves out the cycle that begins, without an iteration, where the last one has ended."""
+
+        def handle(profiler: profile) -> None:
+            if self._traced != self._iteration:
+                self._traced = self._iteration
+                handler(profiler)
+
+        return handle
 
     def _handler(self, runner: Run) -> TraceHandler:
         given = self.on_trace_ready
