@@ -54,10 +54,6 @@ def profiled(work_dir: Path, **options: Any) -> dict[str, int]:
             {"profile_times": 2, "schedule": {"wait": 1, "warmup": 1, "active": 2, "repeat": 2}},
             {"profile/trace_rank{}_iter4.json": 2, "profile/trace_rank{}_iter8.json": 2},
         ),
-        (  # the cycle that begins as profiling ends has no iteration
-            {"schedule": {"wait": 0, "warmup": 0, "active": 2, "repeat": 0}},
-            {"profile/trace_rank{}_iter2.json": 2, "profile/trace_rank{}_iter4.json": 2},
-        ),
         ({"json_trace_path": "t.json.gz"}, {"t_rank{}_iter4.json.gz": 4}),
     ],
 )
@@ -71,6 +67,16 @@ class Fail(Hook):
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
         if runner.iter == 1:
             raise RuntimeError("no")
+
+
+def test_a_cycle_that_ends_with_the_profiling_keeps_its_trace(tmp_path: Path):
+    with pytest.warns(UserWarning, match="won't be using warmup"):
+        hook = ProfilerHook(schedule={"wait": 0, "warmup": 0, "active": 2, "repeat": 0})
+    traces = sorted((run_dir_of(tmp_path, [hook]) / "profile").iterdir())
+    assert {path.name: backward_passes(path) for path in traces} == {
+        "trace_rank0_iter2.json": 2,
+        "trace_rank0_iter4.json": 2,
+    }
 
 
 def test_a_failure_leaves_the_trace_until_then(tmp_path: Path):

@@ -136,7 +136,7 @@ class ProfilerHook(Hook):
             self.close()
 
     def _once_per_iteration(self, handler: TraceHandler) -> TraceHandler:
-        """Return a handler that leaves out the cycle that begins, without an iteration, where the last one has ended."""
+        """Return a handler that leaves out a cycle without an iteration, which begins where the last one has ended."""
 
         def handle(profiler: profile) -> None:
             if self._traced != self._iteration:
