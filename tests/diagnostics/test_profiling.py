@@ -54,6 +54,7 @@ def profiled(work_dir: Path, **options: Any) -> dict[str, int]:
             {"profile_times": 2, "schedule": {"wait": 1, "warmup": 1, "active": 2, "repeat": 2}},
             {"profile/trace_rank{}_iter4.json": 2, "profile/trace_rank{}_iter8.json": 2},
         ),
+        ({"json_trace_path": None}, {"profile/trace_rank{}_iter4.json": 4}),
         ({"json_trace_path": "t.json.gz"}, {"t_rank{}_iter4.json.gz": 4}),
     ],
 )
@@ -122,6 +123,13 @@ def run_dir_of(work_dir: Path, hooks: list[Hook]) -> Path:
     [
         ({"profile_times": 0}, "`profile_times` must be an int of at least 1, but is 0"),
         ({"on_trace_ready": {"type": "print"}}, "must be 'log_trace' or 'tb_trace', but is 'print'"),
+        ({"on_trace_ready": {"type": "log_trace", "bogus": 1}}, "`on_trace_ready` must have options .*'bogus'"),
+        ({"on_trace_ready": {"type": "log_trace", "sort_by": "bogus"}}, "`on_trace_ready` must have options .*'bogus'"),
+        ({"on_trace_ready": {"type": "tb_trace", "bogus": 1}}, "on_trace_ready.*bogus"),
+        ({"on_trace_ready": "x"}, "`on_trace_ready` must be a function or a dict with a 'type', but is 'x'"),
+        ({"schedule": {"wait": 1}}, "`schedule` must have arguments .*{'wait': 1}: .*'warmup'"),
+        ({"schedule": {"wait": 0, "warmup": 0, "active": 0}}, "`schedule` must have arguments .*'active': 0"),
+        ({"schedule": "x"}, "`schedule` must have arguments .* but is 'x'"),
         ({"activity_with_cpu": False, "activity_with_cuda": False}, "`activity_with_cpu` must be True"),
     ],
 )
