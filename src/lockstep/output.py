@@ -54,9 +54,10 @@ def tolerate_closed_output() -> None:
         _open_null_device()
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
-        if stream is None:  # it was closed when the interpreter started
+        is_own = stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper)
+        if stream is None or (is_own and stream.closed):  # when the interpreter started, or by the script
             setattr(sys, name, _stream(_open_null_device()))
-        elif stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper):
+        elif is_own:
             with suppress(OSError):
                 stream.flush()
             is_unbuffered = isinstance(stream.buffer, io.RawIOBase)  # python -u

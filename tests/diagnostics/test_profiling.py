@@ -54,6 +54,7 @@ def profiled(work_dir: Path, **options: Any) -> dict[str, int]:
             {"profile_times": 2, "schedule": {"wait": 1, "warmup": 1, "active": 2, "repeat": 2}},
             {"profile/trace_rank{}_iter4.json": 2, "profile/trace_rank{}_iter8.json": 2},
         ),
+        ({"json_trace_path": None}, {"profile/trace_rank{}_iter4.json": 4}),
         ({"json_trace_path": "t.json.gz"}, {"t_rank{}_iter4.json.gz": 4}),
     ],
 )
@@ -67,6 +68,16 @@ class Fail(Hook):
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
         if runner.iter == 1:
             raise RuntimeError("no")
+
+
+def test_a_cycle_that_ends_with_the_profiling_keeps_its_trace(tmp_path: Path):
+    with pytest.warns(UserWarning, match="won't be using warmup"):
+        hook = ProfilerHook(schedule={"wait": 0, "warmup": 0, "active": 2, "repeat": 0})
+    traces = sorted((run_dir_of(tmp_path, [hook]) / "profile").iterdir())
+    assert {path.name: backward_passes(path) for path in traces} == {
+        "trace_rank0_iter2.json": 2,
+        "trace_rank0_iter4.json": 2,
+    }
 
 
 def test_a_failure_leaves_the_trace_until_then(tmp_path: Path):
@@ -112,6 +123,13 @@ def run_dir_of(work_dir: Path, hooks: list[Hook]) -> Path:
     [
         ({"profile_times": 0}, "`profile_times` must be an int of at least 1, but is 0"),
         ({"on_trace_ready": {"type": "print"}}, "must be 'log_trace' or 'tb_trace', but is 'print'"),
+        ({"on_trace_ready": {"type": "log_trace", "bogus": 1}}, "`on_trace_ready` must have options .*'bogus'"),
+        ({"on_trace_ready": {"type": "log_trace", "sort_by": "bogus"}}, "`on_trace_ready` must have options .*'bogus'"),
+        ({"on_trace_ready": {"type": "tb_trace", "bogus": 1}}, "on_trace_ready.*bogus"),
+        ({"on_trace_ready": "x"}, "`on_trace_ready` must be a function or a dict with a 'type', but is 'x'"),
+        ({"schedule": {"wait": 1}}, "`schedule` must have arguments .*{'wait': 1}: .*'warmup'"),
+        ({"schedule": {"wait": 0, "warmup": 0, "active": 0}}, "`schedule` must have arguments .*'active': 0"),
+        ({"schedule": "x"}, "`schedule` must have arguments .* but is 'x'"),
         ({"activity_with_cpu": False, "activity_with_cuda": False}, "`activity_with_cpu` must be True"),
     ],
 )

@@ -84,6 +84,11 @@ def test_nothing_is_lost_in_a_pipe_that_does_not_block(unbuffered: list[str]) ->
         assert len(read.read()) == 9 * 50_000
 
 
+def test_output_that_the_script_has_closed_is_dropped() -> None:
+    script = "import sys; sys.stdout.close(); from lockstep.output import tolerate_closed_output as t; t(); print(1)"
+    assert subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True).stdout == b""
+
+
 def test_letters_that_the_encoding_lacks_are_shown_as_the_user_has_chosen() -> None:
     done = subprocess.run(
         [sys.executable, "-c", f"{TOLERANT}; print('\u00e9')"],

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import torch
+from torch.autograd.profiler_util import EventList, FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile, supported_activities, tensorboard_trace_handler
 from torch.profiler import schedule as make_schedule
 
 from lockstep.device import get_device
-from lockstep.errors import ConfigError, error_in_words, require_count, require_one_of, with_causes
+from lockstep.errors import ConfigError, error_in_words, require_count, require_known, require_one_of, with_causes
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook, require_epochs
 from lockstep.runner.run import Run, TrainRun
@@ -55,7 +56,7 @@ class ProfilerHook(Hook):
         with_stack: record the lines of code; slow.
         with_flops: estimate the FLOPs of matrix products and convolutions.
         json_trace_path: where traces go, relative to the run's folder; rank and iteration are inserted before the
-            suffix, which may be `.json.gz`.
+            suffix, which may be `.json.gz`. None is the default.
     """
 
     priority = "VERY_LOW"
@@ -70,19 +71,33 @@ class ProfilerHook(Hook):
     profile_memory: bool = False
     with_stack: bool = False
     with_flops: bool = False
-    json_trace_path: str = "profile/trace.json"
+    json_trace_path: str | None = "profile/trace.json"
 
     def __post_init__(self) -> None:
         require_count("profile_times", self.profile_times)
         given = self.on_trace_ready
         if isinstance(given, Mapping):
             require_one_of("on_trace_ready['type']", given.get("type"), ("log_trace", "tb_trace"))
+            if given["type"] == "tb_trace":
+                require_known("on_trace_ready", given, ("type", "dir_name"))
+            else:
+                _require_table_options(_table_options(given))
+        elif given is not None and not callable(given):
+            raise ConfigError(f"`on_trace_ready` must be a function or a dict with a 'type', but is {given!r}")
+        if self.json_trace_path is None:  # MMEngine's default
+            self.json_trace_path = "profile/trace.json"
         self._activities = _activities(self.activity_with_cpu, self.activity_with_cuda)
-        self._schedule = None if self.schedule is None else make_schedule(**self.schedule)
+        try:
+            self._schedule = None if self.schedule is None else make_schedule(**self.schedule)
+        except (TypeError, AssertionError) as error:
+            raise ConfigError(
+                f"`schedule` must have arguments of torch.profiler.schedule, but is {self.schedule!r}: {error}"
+            ) from error
         self._profiler: profile | None = None
         self._filter: Any = None  # of the warnings that are not shown meanwhile
         self._done = 0
         self._iteration = 0
+        self._traced: int | None = None
 
     def before_train(self, runner: TrainRun) -> None:
         """Start the profiler."""
@@ -91,7 +106,7 @@ class ProfilerHook(Hook):
         profiler = profile(
             activities=self._activities,
             schedule=self._schedule,
-            on_trace_ready=self._handler(runner),
+            on_trace_ready=self._once_per_iteration(self._handler(runner)),
             record_shapes=self.record_shapes,
             profile_memory=self.profile_memory,
             with_stack=self.with_stack,
@@ -134,6 +149,16 @@ class ProfilerHook(Hook):
         if self._done == self.profile_times:
             self.close()
 
+    def _once_per_iteration(self, handler: TraceHandler) -> TraceHandler:
+        """Return a handler that leaves out a cycle without an iteration, which begins where the last one has ended."""
+
+        def handle(profiler: profile) -> None:
+            if self._traced != self._iteration:
+                self._traced = self._iteration
+                handler(profiler)
+
+        return handle
+
     def _handler(self, runner: Run) -> TraceHandler:
         given = self.on_trace_ready
         if given is None:
@@ -147,18 +172,34 @@ class ProfilerHook(Hook):
             )
         if runner.rank != 0:
             return lambda _: None
-        options = {"sort_by": "self_cpu_time_total", "row_limit": 20, **given}
-        del options["type"]
+        options = _table_options(given)
         return lambda profiler: runner.logger.info("%s", profiler.key_averages().table(**options))
 
     def _write(self, profiler: profile, runner: Run) -> None:
-        given = Path(self.json_trace_path)
+        given = Path(cast("str", self.json_trace_path))
         suffix = "".join(given.suffixes)
         stem = given.name.removesuffix(suffix)
         path = runner.run_dir / given.with_name(f"{stem}_rank{runner.rank}_iter{self._iteration}{suffix}")
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))
         runner.logger.info("a trace of all operators is at %s", path)
+
+
+def _table_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    options = {"sort_by": "self_cpu_time_total", "row_limit": 20, **given}
+    del options["type"]
+    return options
+
+
+def _require_table_options(options: Mapping[str, Any]) -> None:
+    average = FunctionEventAvg()
+    average.key = "operator"
+    try:
+        EventList([average]).table(**options)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"`on_trace_ready` must have options of torch's table of operators, but {error_in_words(error)}"
+        ) from error
 
 
 def _logging_failures(handler: TraceHandler) -> TraceHandler:

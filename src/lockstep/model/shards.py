@@ -69,7 +69,7 @@ def gather_full(tensor: Any) -> Any:
         return tensor
     from torch.distributed.tensor import Replicate
 
-    # One axis at a time: torch warns about gathering several at once, if one dim is split twice.
+    # One axis at a time. If one dim is split twice, torch warns of it, and gathers once more than it needs to.
     placements = list(tensor.placements)
     for axis in range(len(placements)):
         placements[axis] = Replicate()
