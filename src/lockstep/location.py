@@ -404,7 +404,7 @@ def write_bytes(file: IO[bytes], content: memoryview) -> None:
 
 
 def unlink_all(locations: Iterable[Location]) -> None:
-    """Remove files, several at a time."""
+    """Remove files of a bucket, several at a time."""
     with ThreadPoolExecutor(_REMOVED_AT_A_TIME) as pool:
         for _ in pool.map(methodcaller("unlink"), locations):
             pass

@@ -267,7 +267,12 @@ def _marked_by(draft: Location) -> Location:
 
 def _remove_all_but(directory: Location, kept: Collection[str]) -> None:
     names = [name for name in _names_in(directory) if OWN_FILES.fullmatch(name)]
-    unlink_all(directory / name for name in names if name not in kept and name != MANIFEST_FILE)
+    rest = [directory / name for name in names if name not in kept and name != MANIFEST_FILE]
+    if isinstance(directory, Path):
+        for path in rest:
+            path.unlink()
+    else:
+        unlink_all(rest)
 
 
 def _names_in(folder: Location) -> list[str]:

@@ -195,7 +195,7 @@ def _require_table_options(options: Mapping[str, Any]) -> None:
     average = FunctionEventAvg()
     average.key = "operator"
     try:
-        EventList([average]).table(**options)
+        EventList([average]).table(**options)  # type: ignore[no-untyped-call]
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"`on_trace_ready` must have options of torch's table of operators, but {error_in_words(error)}"
