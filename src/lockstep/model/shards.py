@@ -9,9 +9,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup, group
 
 from lockstep.dist import get_rank, get_world_size
 
@@ -22,6 +24,7 @@ _ROWS_ON_DEVICE = 64
 # Words are widened to 64 bits before they are multiplied. So even their highest bits, such as the signs of two numbers,
 # do not cancel each other, as they would modulo 2**64.
 _WORDS = {1: torch.uint8, 2: torch.int16}
+_meshes_of_rows: WeakKeyDictionary[ProcessGroup, Any] = WeakKeyDictionary()  # by default group
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -134,7 +137,11 @@ def _of_rows(own: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
-    mesh = init_device_mesh("cpu", (get_world_size(),))
+    world = group.WORLD
+    assert world is not None, "there are several ranks"
+    # Where there is CUDA, torch makes a new group for each mesh over a default group of gloo.
+    if (mesh := _meshes_of_rows.get(world)) is None:
+        _meshes_of_rows[world] = mesh = init_device_mesh("cpu", (get_world_size(),))
     return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
