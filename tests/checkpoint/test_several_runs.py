@@ -138,4 +138,4 @@ def test_what_a_run_has_saved_after_another_went_on_from_it_stays(tmp_path: Path
     second = trained(tmp_path, 3, resume=True, load_from=str(first.run_dir / "epoch_2"), default_hooks=keep)
     third = trained(tmp_path, 4, resume=True, load_from=str(second.run_dir / "epoch_3"), default_hooks=keep)
     left = [sorted(path.name for path in one.run_dir.glob("epoch_*")) for one in (first, second, third)]
-    assert left == [["epoch_3", "epoch_4"], [], ["epoch_4"]]
+    assert left == [["epoch_3", "epoch_4"], ["epoch_3"], ["epoch_4"]]  # `load_from` finds its checkpoint again

@@ -233,18 +233,19 @@ class CheckpointHook(Hook):
     def _former_checkpoints(self, runner: TrainRun, template: str) -> list[Location]:
         """Return the regular checkpoints from which this run goes on, the oldest one first.
 
-        Those that another run has saved after this one had gone on from it are not among them.
+        Those that another run has saved after this one had gone on from it are not among them, nor the one that
+        `load_from` names: the same command shall find it again.
         """
         before, _, after = template.partition("{}")
         name = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}")
-        best = {str(one["path"]) for one in self._best.values()}
+        stay = {str(one["path"]) for one in self._best.values()} | {runner.args.beginning}
         found: list[Location] = []
         by_epoch, _ = self._cadence(runner)
         for former in self._former_runs:
             run, last = former["run"], former["epoch" if by_epoch else "iter"]
             folder = self._folder(runner).parent / run
             if re.fullmatch(r"[\w.\-]*\d{8}_\d{6}[\w.\-]*", run) and folder.is_dir() and not folder.is_symlink():
-                matches = [(name.fullmatch(path.name), path) for path in folder.iterdir() if str(path) not in best]
+                matches = [(name.fullmatch(path.name), path) for path in folder.iterdir() if str(path) not in stay]
                 regular = sorted((int(match[1]), path) for match, path in matches if match and is_checkpoint(path))
                 found += [path for done, path in regular if done <= last]
         return found
