@@ -227,7 +227,7 @@ class MMEngineFile:
         if hook is None or "best_score" not in infos or not isinstance(hook.save_best, str) or hook.save_best == "auto":
             return {}
         best = {"value": float(infos["best_score"]), "path": str(infos.get("best_ckpt", self.path))}
-        return {"checkpoint_hook": {"best": {hook.save_best: best}, "runs": []}}
+        return {"checkpoint_hook": {"best": {hook.save_best: best}, "former_runs": []}}
 
 
 @torch.no_grad()

@@ -36,7 +36,7 @@ _OWN = ("train/samples", "amounts/")
 # Parts of a checkpoint that lockstep's hooks add, and ask for by themselves.
 _OWN_PARTS = ("ema",)
 # What lockstep's hooks add to the metadata.
-_OWN_META = ("checkpoint_hook", "early_stopping", "ema")
+_OWN_META = ("checkpoint_hook", "early_stopping", "ema", "logger")
 # A part of its own, because it may hold arrays, which metadata can't.
 _DATASET = "dataset_meta"
 # What a schedule of MMEngine keeps of each parameter group.
