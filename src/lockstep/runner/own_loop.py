@@ -96,8 +96,7 @@ class OwnLoop(TrainLoop):
         run.call_hook("before_train")
         # In what is left of an epoch, a schedule may have no step to make.
         first, begun_at = self.epoch, set() if self._begin.batches else self._schedules_at()
-        if self._begin.is_beginning and self._begin.random is not None:  # a validation may come before the batches
-            set_random_state(self._begin.random)
+        self._go_on_drawing()  # a validation, and a stop in it, may come before the batches
         while self.epoch < count and not self._is_stopped():
             before, self._may_begin, self._is_in_body, self._rates = self.epoch, True, True, Rates(run)
             try:
@@ -130,8 +129,15 @@ class OwnLoop(TrainLoop):
         if self._goes_on_in_body:
             done = iteration - before["epoch_begin"]
             found = self.even_batches.position(before["epoch"], done, before["_begin"])
-            return {**found, "logged": self._logged, "ended": not self._is_open}
-        return {**super().position(epoch, iteration), "logged": 0 if before else self._logged}
+            return {**found, "logged": self._logged_in_all, "ended": self._has_ended or not self._is_open}
+        own = {} if before else {"logged": self._logged_in_all, "ended": self._has_ended}
+        return {**super().position(epoch, iteration), **own}
+
+    @property
+    def _logged_in_all(self) -> int:
+        """The calls of `log_metrics` that a training that resumes here passes over: those before a stop, too."""
+        before, *after = self._logged_before
+        return int(after[0]) if before == math.inf else max(self._logged, int(before))
 
     @property
     def _goes_on_in_body(self) -> bool:
@@ -211,6 +217,7 @@ class OwnLoop(TrainLoop):
         self._schedules_begun = self._schedules_at()
         self.runner.call_hook("before_train_epoch")
         self._begin_training()
+        self._go_on_drawing()
         with self.runner.saving.at_stop():
             try:
                 self._stop_if_asked()
@@ -232,6 +239,11 @@ class OwnLoop(TrainLoop):
             counts = self._counts()
             self._end_epoch()
             self._body_of = counts
+
+    def _go_on_drawing(self) -> None:
+        """Draw random numbers from where the checkpoint is, which a stop before the next batch saves again."""
+        if self._begin.random is not None:
+            set_random_state(self._begin.random)
 
     def _counts(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("epoch", "epoch_begin", "epoch_end", "_begin")}

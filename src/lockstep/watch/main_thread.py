@@ -42,13 +42,13 @@ def frames_of_main_thread() -> list[Frame]:
     printing a tensor uses, would then switch the main thread in the middle of an operation (torch 2.13: "Attempted to
     make a tensor into a differentiable view, but the tensor already had autograd metadata").
     """
-    found: list[Frame] = []
     # Up to Python 3.11, a garbage collection may begin inside of this call, which holds a lock on the list of threads.
     # If that ends an object whose end lets another thread run, as a data loader's does that joins its workers, all wait
     # for ever (seen on 3.11.7).
     collects = sys.version_info < (3, 12) and gc.isenabled()
     if collects:
         gc.disable()
+    found: list[Frame] = []
     try:
         innermost = map(itemgetter(threading.main_thread().ident), iter(sys._current_frames, None))
         stack = accumulate(chain(islice(innermost, 1), repeat("f_back")), getattr)
