@@ -316,6 +316,20 @@ def test_the_models_own_weights_are_back_after_a_validation_that_failed(tmp_path
     assert torch.equal(runner.model.linear.weight, recorder.weights[4])
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@ranks(1, 2)
+def test_a_run_that_has_the_hook_no_more_goes_on_with_the_trained_weights(tmp_path: Path, strategy: str):
+    longer = {"strategy": strategy, "train_cfg": {"max_epochs": 3}}
+    straight, resumed = Recorder(), Recorder()
+    make_runner(tmp_path / "straight", [straight], **longer).train()
+    make_runner(tmp_path / "halves", [EMAHook(momentum=0.1)], strategy=strategy).train()
+    runner = make_runner(tmp_path / "halves", [resumed], **longer, resume=True)
+    runner.train()
+    assert torch.equal(full(resumed.weights[12]), full(straight.weights[12]))
+    if runner.rank == 0:
+        assert "has no EMAHook any more" in (runner.run_dir / "log.txt").read_text()
+
+
 def test_a_checkpoint_without_an_average_begins_one_or_is_refused(tmp_path: Path):
     make_runner(tmp_path, []).train()
     longer = {"train_cfg": {"max_epochs": 3}, "resume": True}

@@ -42,6 +42,10 @@ class Rates(Hook):
 
     def __init__(self) -> None:
         self.by_iter: dict[int, dict[str, Any]] = {}
+        self.states: list[set[str]] = []
+
+    def after_train(self, runner: Any) -> None:
+        self.states = [set(state) for state in runner.strategy.optim_state()["state"].values()]
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         group = runner.optim_wrapper.param_groups[0]
@@ -174,6 +178,24 @@ def test_options_that_the_config_changes_hold(tmp_path, strategy):
     again, _, _ = train(tmp_path, 3, other, strategy=strategy, resume=True)
     assert again.by_iter[8] == resumed.by_iter[4]
     assert not log or "lr 0.1 -> 0.2" in log
+
+
+@pytest.mark.parametrize(
+    ("kind", "off", "on", "key"),
+    [
+        ("AdamW", {"amsgrad": False}, {"amsgrad": True}, "max_exp_avg_sq"),
+        ("SGD", {"momentum": 0}, {"momentum": 0.9}, "momentum_buffer"),
+        ("RMSprop", {"centered": False}, {"centered": True}, "grad_avg"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+@ranks(1, 2)
+def test_an_option_that_is_switched_on_or_off_gives_and_takes_its_state(tmp_path, strategy, kind, off, on, key):
+    for epochs, options in enumerate((off, on, on, off, off), 1):
+        optimizer = {"type": kind, "lr": 0.01, **options}
+        rates, weights, _ = train(tmp_path, epochs, optimizer, strategy=strategy, resume=epochs > 1)
+        assert [key in kept for kept in rates.states] == [options is on] * len(rates.states)
+        assert all(one.isfinite().all() for one in weights)
 
 
 @ranks(1, 2)

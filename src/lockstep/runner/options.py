@@ -22,6 +22,7 @@ from lockstep.location import Location
 from lockstep.optim import FormulaScheduler, OptimWrapperDict, ParamScheduler, ReduceOnPlateauLR, TorchScheduler
 from lockstep.optim.build_schedulers import step_quietly, steps_in
 from lockstep.runner.run import TrainRun
+from lockstep.strategy.optim_state import complete_states
 
 _logger = logging.getLogger(__name__)
 # Keys of a parameter group that are no options, or choose an implementation, which may depend on a rank's device.
@@ -162,6 +163,9 @@ class ResumedOptions:
                         self._rescale(index, group, key, now, former)
                     else:
                         set_option(group, key, first)
+            if any(self.changed):
+                for optimizer in run.optim_wrapper.optimizers:
+                    complete_states(optimizer)
         if self.replays:
             self._replay()
         _logger.info("%s", self._summary())

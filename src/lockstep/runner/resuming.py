@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lockstep.checkpoint import candidates, load_state, remove_dead_drafts, written_at
@@ -35,6 +36,7 @@ from lockstep.runner.options import ResumedOptions
 from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import are_parted, seed_all
 from lockstep.weights import Weights, check_weights, find_checkpoint, sized_on_loading
+from lockstep.weights.export import TRAINED_PART
 
 _MOST_STEPS = 2**60
 _MOST_UNASKED = 2**28  # bytes
@@ -280,13 +282,15 @@ def resume_run(run: TrainRun) -> None:
             run.stored = other
 
 
-def _added_by_hooks(stored: Stored) -> dict[str, int]:
-    """Return what hooks have added to a checkpoint, by name, and how many bytes its tensors have."""
-    sizes = dict.fromkeys(stored.manifest.state.keys() - {"model", OPTIMIZER, "ranks"}, 0)
+def _added_by_hooks(stored: Stored) -> dict[str, dict[str, int]]:
+    """Return what hooks have added to a checkpoint, by name: the bytes of each tensor in it."""
+    parts = sorted(stored.manifest.state.keys() - {"model", OPTIMIZER, "ranks"})
+    sizes: dict[str, dict[str, int]] = {part: {} for part in parts}
     for name, tensor in stored.manifest.tensors.items():
-        if (part := name.partition(".")[0]) in sizes:
-            sizes[part] += tensor.size
-    return dict(sorted(sizes.items()))
+        part, _, own_name = name.partition(".")
+        if part in sizes:
+            sizes[part][own_name] = tensor.size
+    return sizes
 
 
 def _log_passed(faults: Sequence[str]) -> None:
@@ -299,7 +303,7 @@ def restore_run(
     meta: dict[str, Any],
     load: Callable[[dict[str, Any], Any], dict[str, Any]],
     origin: Location,
-    added: Mapping[str, int] = MappingProxyType({}),
+    added: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
 ) -> None:
     """Restore a built run to a state, whatever it is read from.
 
@@ -309,8 +313,7 @@ def restore_run(
         load: returns the tensors that are wanted, read from there; as `load_state`, without its first argument.
         origin: where the state is from, for messages.
         added: what hooks have added to it, and the bytes of its tensors. If no hook says where these belong, they are
-            loaded whole, unless they are too large for every rank to hold: as an average of the weights, whose hook has
-            gone.
+            loaded whole, unless they are too large for every rank to hold.
 
     **Collective**: every rank.
     """
@@ -361,7 +364,7 @@ def _read_state(
     meta: dict[str, Any],
     load: Callable[[dict[str, Any], Any], dict[str, Any]],
     origin: Location,
-    added: Mapping[str, int],
+    added: Mapping[str, Mapping[str, int]],
     *,
     has_own: bool,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -385,10 +388,14 @@ def _read_state(
         _logger.warning("%s was saved without the optimizer's state, which begins anew", origin)
     run.call_hook("before_load_checkpoint", checkpoint=wanted)
     del wanted["meta"]
-    for name, size in added.items():
+    averaged = TRAINED_PART in meta and TRAINED_PART in added and TRAINED_PART not in wanted
+    for name, sizes in added.items():
         if name in wanted:
             continue  # a hook has said where it belongs
-        if size <= _MOST_UNASKED:
+        size = sum(sizes.values())
+        if name == TRAINED_PART and averaged:
+            wanted[name] = {one: torch.empty_like(wanted["model"][one]) for one in sizes if one in wanted["model"]}
+        elif size <= _MOST_UNASKED:
             wanted[name] = AS_SAVED
         else:
             _logger.info("`%s` (%d MiB) is not loaded: no hook asks for it in before_load_checkpoint", name, size >> 20)
@@ -402,6 +409,9 @@ def _read_state(
     for name, entry in state.get("optimizer", {}).get("state", {}).items():
         if isinstance(step := entry.get("step"), Tensor) and step.numel() == 1 and not 0 <= float(step) < _MOST_STEPS:
             raise CheckpointError(f"{origin} says that the optimizer has updated {name!r} {float(step):g} times")
+    if averaged:
+        state["model"] |= state.pop(TRAINED_PART)
+        _logger.info("the run has no EMAHook any more: it goes on with the trained weights, not with their average")
     return wanted, state
 
 

@@ -110,6 +110,27 @@ def write_entries(
                 optimizer.state.update(Adagrad([{**options_of(group), "params": new}]).state)
 
 
+def complete_states(optimizer: Optimizer) -> None:
+    """Give each parameter's state the values that the options of its group need now, and no others.
+
+    Values that an option which was switched on needs, such as `amsgrad`, begin as after a gradient of zero. A parameter
+    without a state, and an optimizer whose state cannot be found in advance (see `first_state`), are left alone.
+    """
+    for group in optimizer.param_groups:
+        first = cache(partial(first_state, optimizer, options_of(group)))
+        for parameter in group["params"]:
+            held = optimizer.state.get(parameter)
+            wanted = first(parameter.dim()) if held else None
+            if not held or wanted is None:
+                continue
+            for key in held.keys() - wanted.keys():
+                del held[key]
+            for key in wanted.keys() - held.keys():
+                value = wanted[key]
+                is_whole = isinstance(value, Tensor) and value.dim() > 0
+                held[key] = torch.full_like(parameter, value.item()) if is_whole else value
+
+
 def named_parameters(core: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters by canonical name; a tied parameter by its first name."""
     first: dict[nn.Parameter, str] = {}

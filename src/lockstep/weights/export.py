@@ -38,7 +38,7 @@ Target: TypeAlias = Literal["safetensors", "hf", "torch"]
 Form: TypeAlias = Literal["safetensors", "hf", "torch", "pretrained"]
 TARGETS: tuple[Target, ...] = ("safetensors", "hf", "torch")
 # EMAHook saves the averaged weights as the checkpoint's model, and the trained ones in this part.
-_TRAINED_PART = "ema"
+TRAINED_PART = "ema"
 # The files of a HuggingFace folder that are copied beside the weights.
 _COPIED_FILES = (
     "config.json", "generation_config.json", "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json",
@@ -294,12 +294,12 @@ class _CheckpointWeights:
     def __init__(self, path: Location, ema: bool | None) -> None:
         self.path = path
         self.meta = read_meta(path)
-        found = {part: read_infos(path, part) for part in ("model", _TRAINED_PART)}
-        if ema and not found[_TRAINED_PART]:
+        found = {part: read_infos(path, part) for part in ("model", TRAINED_PART)}
+        if ema and not found[TRAINED_PART]:
             raise ConfigError(f"{path} must have averaged weights, as EMAHook saves them, but has none")
         self._parts = dict.fromkeys(found["model"], "model")
         if ema is False:
-            self._parts |= dict.fromkeys(found[_TRAINED_PART], _TRAINED_PART)
+            self._parts |= dict.fromkeys(found[TRAINED_PART], TRAINED_PART)
         self.infos = {name: TensorInfo(*found[part][name]) for name, part in self._parts.items()}
         if not self.infos:
             raise ConfigError(f"{path} must hold a model's weights, but has none")
