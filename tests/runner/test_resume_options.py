@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Runner, Session
-from lockstep.dist import get_world_size
+from lockstep.dist import get_rank, get_world_size
 from lockstep.errors import ConfigError
 from lockstep.evaluator import BaseMetric
 from lockstep.hooks import Hook
@@ -307,6 +307,9 @@ def test_schedules_of_a_session_follow_the_script(tmp_path, lr, total):
     loop_by_hand(tmp_path / "halves", 3, 0.2, 4)
     resumed = loop_by_hand(tmp_path / "halves", 6, lr, total, resume=True)
     assert resumed == pytest.approx(straight[3:], rel=1e-12)
+    if get_rank() == 0 and total != 4:
+        log = max(tmp_path.glob("halves/*/log.txt")).read_text()
+        assert "the schedule SequentialLR, 'T_max': 4 -> 'T_max': 8" in log
 
 
 @pytest.mark.parametrize("others", [False, True])

@@ -83,8 +83,8 @@ def run_ranks(
     except _PreemptedError:
         rendezvous.await_others()
         raise LaunchError(
-            "a signal asked the training to stop: all ranks have completed their iteration, saved it, and ended. Start "
-            f"the job again with resume=True, or --resume (exit code {Preempted.EXIT_CODE})",
+            "a signal asked the training to stop: all ranks have saved what was trained, up to the same iteration, and "
+            f"ended. Start the job again with resume=True, or --resume (exit code {Preempted.EXIT_CODE})",
             exit_code=Preempted.EXIT_CODE,
         ) from None
     except JobEndedError as error:

@@ -29,6 +29,7 @@ _logger = logging.getLogger(__name__)
 _IMPLEMENTATION_KEYS = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
 # Also keys that torch's schedules add, and `train_mode`, which a schedule-free optimizer changes with each evaluation.
 _NOT_FROM_CONFIG = _IMPLEMENTATION_KEYS | {"initial_lr", "max_lr", "min_lr", "train_mode"}
+_LONG, _MOST_PARTS = 80, 4  # a description of a schedule, in characters; what is named of one that has changed
 _MOST_STEPS = 10**8  # that a schedule is computed for when a run resumes
 # Entries of a torch schedule's state that change while it runs; all others come from the config.
 _PROGRESS = frozenset({"last_epoch", "_step_count", "_last_lr", "base_lrs"})
@@ -225,7 +226,7 @@ class ResumedOptions:
             return f"the optimizer's options go on as they were saved: {self.origin} does not say what its config had"
         changes = sorted({f"{key} {old} -> {new}" for group in self.changed for key, (old, new) in group.items()})
         pairs = zip_longest(self.begun_with["schedules"], self.run.begun_with["schedules"], fillvalue="none")
-        changes += [f"the schedule {former} -> {now}" for former, now in pairs if former != now]
+        changes += [f"the schedule {_changed_part(former, now)}" for former, now in pairs if former != now]
         if self.has_other_groups and self.takes_config:
             changes.append("the number of parameter groups")
         if not changes:
@@ -291,6 +292,15 @@ def _descriptions(run: TrainRun) -> Iterator[str]:
         else:
             described = type(scheduler).__name__
         yield re.sub(r" at 0x[0-9a-f]+", "", str(described))
+
+
+def _changed_part(former: str, now: str) -> str:
+    """Return in words how two descriptions of a schedule differ: only where, if they are long and of one form."""
+    parts = [(one, other) for one, other in zip(former.split(", "), now.split(", "), strict=False) if one != other]
+    if len(former) < _LONG or former.count(", ") != now.count(", ") or len(parts) > _MOST_PARTS:
+        return f"{former} -> {now}"
+    changes = (" -> ".join(each.rpartition("{")[2].strip("[]{}()") for each in part) for part in parts)
+    return f"{former.partition(' ')[0]}, {listed(changes)}"
 
 
 def _constants(value: Any) -> Any:
