@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -309,6 +310,23 @@ def test_the_mean_of_large_half_numbers_does_not_overflow() -> None:
     data = torch.full((3,), 60000.0, dtype=torch.float16)
     all_reduce(data, "mean")
     assert torch.equal(data, torch.full((3,), 60000.0, dtype=torch.float16))
+
+
+@ranks(1, 2, 3)
+def test_min_and_max_are_nan_where_any_rank_has_nan() -> None:
+    size = get_world_size()
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        limits = torch.finfo(dtype)
+        numbers = torch.tensor([-math.inf, limits.min, -1.5, -limits.tiny, 0, limits.tiny, 2, limits.max, math.inf])
+        values = torch.cat([numbers.to(dtype), torch.full((size,), float(get_rank()), dtype=dtype)])
+        values[len(numbers) + get_rank()] = math.copysign(math.nan, get_rank() - 1)  # each rank in another place
+        for op in ("min", "max"):
+            data, output = values.clone(), torch.empty_like(values)
+            all_reduce(data, op)
+            reduce_scatter(output, [values] * size, op)
+            for result in (data, output):
+                assert torch.equal(result[: len(numbers)], numbers.to(dtype)), (dtype, op)
+                assert result[len(numbers) :].isnan().all(), (dtype, op)
 
 
 @ranks(2, 3)

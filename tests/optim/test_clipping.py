@@ -114,12 +114,13 @@ def test_ranks_without_an_element_of_the_widest_dtype_have_the_same_norm(short, 
 
 
 @ranks(2)
-def test_a_norm_that_is_not_finite_is_refused_on_every_rank():
+@pytest.mark.parametrize("norm_type", [2, math.inf])
+def test_a_norm_that_is_not_finite_is_refused_on_every_rank(norm_type):
     sharded = net_with_gradients(mesh_of((2,)), share=True)
     if get_rank() == 1:
         next(sharded.parameters()).grad.to_local()[0, 0] = math.nan
     with pytest.raises(RuntimeError, match="the norm of the gradients must be finite, but is nan"):
-        clip_by_norm(sharded.parameters(), 1.0, error_if_nonfinite=True)
+        clip_by_norm(sharded.parameters(), 1.0, norm_type, error_if_nonfinite=True)
 
 
 def test_without_gradients_there_is_nothing():

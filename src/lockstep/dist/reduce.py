@@ -63,7 +63,8 @@ def all_reduce(
         data: contiguous or not, on any device. Its dtype is kept: for bool, sum and max mean any, product and min mean
             all; integers wrap around as in torch. A leaf that requires grad, such as a parameter, gets its new values
             as if under ``torch.no_grad()``.
-        op: sum, mean (avg), product (prod), min, max, band, bor, bxor, or torch's `ReduceOp`.
+        op: sum, mean (avg), product (prod), min, max, band, bor, bxor, or torch's `ReduceOp`. Of min and max, too, the
+            result is NaN where any rank has NaN.
         group: the process group; None is the default group.
         async_op: return at once, with a handle to wait for.
         sync_grads: leave `data` unchanged, and return the result as a new tensor through which gradients flow back to
@@ -81,8 +82,8 @@ def all_reduce(
     the mean of integers is not a whole number. With `sync_grads`, CollectiveMismatchError on every rank if dtypes or
     shapes differ, and PeerError if the arguments of another rank are wrong.
 
-    **Cost**: about ``2 * nbytes`` sent per rank, with ``nbytes`` in the dtype that is sent: float32 for the mean of
-    half types; two int64 per element for the mean of integers and bool; int32 for other reductions of int16 and uint16
+    **Cost**: about ``2 * nbytes`` sent per rank, with ``nbytes`` in the dtype that is sent: float32 for the mean, and
+    int32 for min and max, of half types; two int64 per element for the mean of integers and bool; int32 for other reductions of int16 and uint16
     and for the bxor of bool; int64 for uint32. With `sync_grads`, each rank first sends 256 bytes to each rank, and
     backward sends the same bytes again.
 
@@ -99,8 +100,8 @@ def all_reduce(
         >>> total.item(), weight.grad.item() / (get_rank() + 1)
         (6.0, 12.0)
 
-    **Source**: `torch.distributed.all_reduce` (2.13). On gloo the mean of integers, bool and int16 fail there, and a
-    non-contiguous tensor is reduced in part without an error.
+    **Source**: `torch.distributed.all_reduce` (2.13). On gloo the mean of integers, bool and int16 fail there, a
+    non-contiguous tensor is reduced in part without an error, and min and max lose NaN of some ranks.
     """
     comm = resolve(group)
     data = either("data", data, "tensor", tensor)

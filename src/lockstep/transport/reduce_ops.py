@@ -107,6 +107,8 @@ def reduction(op: OpName, dtype: torch.dtype) -> Reduction:
         if op == "mean" and dtype.itemsize == 2:
             # The sum of half numbers may overflow where their mean does not (float16), and each addition rounds it.
             return Reduction("mean", torch.Tensor.float, lambda x, n: x.to(dtype))
+        if op in ("min", "max"):
+            return Reduction(op, partial(_ordered_words, op=op), lambda x, n: _floats_of(x).to(dtype))
         return Reduction(op)
     if dtype.is_complex:
         if op in _ORDERED_OPS:
@@ -119,6 +121,21 @@ def reduction(op: OpName, dtype: torch.dtype) -> Reduction:
     raise TypeError(
         f"`data` must have a dtype that can be reduced, but has {dtype}. Convert it first, e.g. data.float()"
     )
+
+
+def _ordered_words(data: Tensor, op: OpName) -> Tensor:
+    """Return integers in the order of floats; a NaN, which backends may lose, becomes the one that prevails."""
+    wide = data.float() if data.dtype.itemsize == 2 else data
+    words = wide.view(torch.int64 if wide.dtype.itemsize == 8 else torch.int32)
+    limits = torch.iinfo(words.dtype)
+    # The bits of negative floats are in the reverse order.
+    ordered = torch.where(words < 0, words ^ limits.max, words)
+    return ordered.masked_fill_(wide.isnan(), limits.max if op == "max" else limits.min)
+
+
+def _floats_of(ordered: Tensor) -> Tensor:
+    words = torch.where(ordered < 0, ordered ^ torch.iinfo(ordered.dtype).max, ordered)
+    return words.view(torch.float64 if words.dtype.itemsize == 8 else torch.float32)
 
 
 def _bool_reduction(op: OpName) -> Reduction:
