@@ -88,6 +88,7 @@ def saved(runner: Runner) -> list[str]:
         ({"by_epoch": False, "interval": 3}, ["iter_3", "iter_6", "iter_8"]),
         ({"interval": 2, "save_begin": 1}, ["epoch_1", "epoch_3", "epoch_4"]),
         ({"interval": 3, "filename_tmpl": "after_{}.pth"}, ["after_3.pth", "after_4.pth"]),
+        ({"interval": 3, "filename_tmpl": "{net}_{}"}, ["{net}_3", "{net}_4"]),
         ({"type": "CheckpointHook"}, ["epoch_1", "epoch_2", "epoch_3", "epoch_4"]),
         ({"type": "CheckpointHook", "max_keep_ckpts": 2, "async_save": True}, ["epoch_3", "epoch_4"]),
         ({"by_epoch": False}, ["iter_8"]),

@@ -210,7 +210,7 @@ class CheckpointHook(Hook):
     def _save(self, runner: TrainRun, template: str, done: int, *, epoch: int, iteration: int) -> None:
         self._saved = done
         template = self.filename_tmpl or template
-        name = template.format(done)
+        name = template.replace("{}", str(done))
         when_ended = partial(self._keep, runner, template, name)
         self._write(runner, name, when_ended, epoch=epoch, iteration=iteration, is_last=True)
 
