@@ -83,9 +83,9 @@ def all_reduce(
     shapes differ, and PeerError if the arguments of another rank are wrong.
 
     **Cost**: about ``2 * nbytes`` sent per rank, with ``nbytes`` in the dtype that is sent: float32 for the mean, and
-    int32 for min and max, of half types; two int64 per element for the mean of integers and bool; int32 for other reductions of int16 and uint16
-    and for the bxor of bool; int64 for uint32. With `sync_grads`, each rank first sends 256 bytes to each rank, and
-    backward sends the same bytes again.
+    int32 for min and max, of half types; two int64 per element for the mean of integers and bool; int32 for other
+    reductions of int16 and uint16 and for the bxor of bool; int64 for uint32. With `sync_grads`, each rank first sends
+    256 bytes to each rank, and backward sends the same bytes again.
 
     **Example (2 ranks)**::
 
