@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from lockstep.model.autograd_graph import on_backward
+from lockstep.model.autograd_graph import leaves_of, on_backward, reaches_none
 
 
 class Queries(nn.Module):
@@ -27,3 +29,24 @@ def test_each_backward_pass_is_told_once_of_each_output_also_of_a_parameter_that
         own, made = model()
         (3 * own + made).sum().backward()
         assert sorted(told) == [[1.0, 1.0], [5.0, 5.0]]
+
+
+class Noting(torch.autograd.Function):
+    """Keeps what it likes in its node, under a name that nodes of torch have."""
+
+    @staticmethod
+    def forward(ctx: Any, data: Tensor, noted: list[Any]) -> Tensor:
+        [ctx.variable] = noted
+        return data.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def test_what_a_node_of_the_users_own_keeps_is_no_leaf():
+    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    for noted in (unused, ["a list, which has no hash"]):
+        loss = Noting.apply(used, [noted]).sum()
+        assert leaves_of(loss) == {used}
+        assert reaches_none(loss, {id(unused)})

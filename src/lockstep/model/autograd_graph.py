@@ -29,9 +29,16 @@ def nodes_of(loss: Tensor) -> Iterator[Any]:
         open_nodes += [parent for parent, _ in node.next_functions]
 
 
+def leaf_of(node: Any) -> Tensor | None:
+    """Return the leaf tensor whose gradient a node accumulates; None if it does something else."""
+    # A node of the user's own may have any attributes, also a `variable`.
+    leaf: Tensor | None = node.variable if type(node).__name__ == "AccumulateGrad" else None
+    return leaf
+
+
 def leaves_of(loss: Tensor) -> set[Tensor]:
     """Return the leaf tensors that gradients of `loss` flow into."""
-    return {leaf for node in nodes_of(loss) if (leaf := getattr(node, "variable", None)) is not None}
+    return {leaf for node in nodes_of(loss) if (leaf := leaf_of(node)) is not None}
 
 
 def reaches_none(loss: Tensor, parameters: Collection[int], most: int = 32) -> bool:
@@ -43,7 +50,7 @@ def reaches_none(loss: Tensor, parameters: Collection[int], most: int = 32) -> b
         most: larger graphs are not searched, so that this is cheap enough for every step.
     """
     for count, node in enumerate(nodes_of(loss)):
-        leaf = getattr(node, "variable", None)
+        leaf = leaf_of(node)
         if count >= most or hides_leaves(node) or (leaf is not None and id(leaf) in parameters):
             return False
     return id(loss) not in parameters

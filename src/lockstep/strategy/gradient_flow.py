@@ -17,7 +17,7 @@ from lockstep.dist import all_reduce
 from lockstep.dist.agreement import differing
 from lockstep.errors import ConfigError
 from lockstep.groups import this_rank
-from lockstep.model.autograd_graph import hides_leaves, nodes_of
+from lockstep.model.autograd_graph import hides_leaves, leaf_of, nodes_of
 
 
 class GradientFlow:
@@ -51,7 +51,7 @@ class GradientFlow:
         for node in nodes_of(loss):
             self.sees_all &= not hides_leaves(node)
             for parent, _ in node.next_functions:
-                leaf = getattr(parent, "variable", None)
+                leaf = leaf_of(parent)
                 if leaf is not None and (index := self._indices.get(id(leaf))) is not None:
                     number = node._sequence_nr()
                     earliest[index] = min(number, earliest.get(index, number))

@@ -18,7 +18,7 @@ from lockstep.dist import all_reduce
 from lockstep.dist.agreement import from_all
 from lockstep.errors import CollectiveMismatchError, ConfigError, listed
 from lockstep.groups import this_rank
-from lockstep.model.autograd_graph import backward_pass, never_compiled, nodes_of, on_backward
+from lockstep.model.autograd_graph import backward_pass, leaf_of, never_compiled, nodes_of, on_backward
 from lockstep.model.call_order import CallOrder
 from lockstep.model.fsdp.units import is_unit, sites_by_unit
 from lockstep.model.hidden_outputs import without_shown
@@ -192,14 +192,14 @@ class Consistency:
         units: set[str] = set()
         params: set[str] = set()
         for node in nodes_of(loss):
-            leaf = getattr(node, "variable", None)
+            leaf = leaf_of(node)
             if leaf is not None:
                 name = self._gathered.get(leaf) or self._replicated.get(leaf)
                 if name is not None:
                     params.add(name)
-            elif (group := getattr(node, "param_group", None)) is not None:
+            elif type(node).__name__ == "RegisterPostBackwardFunctionBackward":
                 # If a unit's inputs require grad, FSDP's own node reduces the unit's gradients after theirs (2.13).
-                units.update(self._units[unit] for unit in group.modules if unit in self._units)
+                units.update(self._units[unit] for unit in node.param_group.modules if unit in self._units)
         # If they don't, the unit is gathered if some of its parameters get a gradient. The outermost unit stays
         # gathered.
         inner = [unit for unit in self._units if unit is not self._module]
