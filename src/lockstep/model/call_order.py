@@ -95,8 +95,11 @@ class CallOrder:
         self.is_compared = self.has_peers and self.is_sampled
         self._last = ""
 
-    def call(self, index: int) -> None:
+    def call(self, index: int, digest: int = 0) -> bool:
         """Note that a unit is called; in the first passes, meet the other ranks before.
+
+        Returns:
+            Whether all ranks have the same digest, as far as they have met.
 
         Raises:
             Exception: of class `error`, on every rank, if ranks call different units or some end the pass.
@@ -105,9 +108,10 @@ class CallOrder:
         does = f"calls `{self._names[index]}`" if self._names[index] else "calls the whole"
         if not self._meets_at_calls:
             self._called.append(does)
-            return
-        self._meet(does)
+            return True
+        is_same = self._meet(does, digest)
         self._last = does
+        return is_same
 
     def end(self, *, failed: bool) -> None:
         """Meet the other ranks at the end of a pass; raises as `call` does."""
@@ -137,16 +141,17 @@ class CallOrder:
             raise self._mismatch([does for does, _ in events])
         return len(set(events)) == 1
 
-    def _meet(self, does: str, digest: int = 0) -> None:
+    def _meet(self, does: str, digest: int = 0) -> bool:
+        """Meet the other ranks, and return whether all have the same digest; raises as `call` does."""
         if not self.is_compared:
-            return
+            return True
         events = from_all((does, digest), self.groups)
         if len(set(events)) == 1 and does != _FAILS:
-            return
+            return True
         self.is_compared = False
-        if does == _FAILS:  # this rank already raises its own error
-            return
         done = [other for other, _ in events]
+        if does == _FAILS or (does != _ENDS and len(set(done)) == 1):  # this rank already raises its own error, or will
+            return False
         raise self._mismatch(self._first_difference() if set(done) == {_ENDS} else done)
 
     def _first_difference(self) -> list[str]:

@@ -237,6 +237,31 @@ def test_other_passes_are_let_through():
     assert model.module.spare.up.weight.grad is None
 
 
+@ranks(2)
+@pytest.mark.parametrize("frees", ["parameters", "state_dict"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_parameters_that_one_rank_alone_has_freed_are_told_before_ranks_wait_for_each_other(frees, strategy):
+    def free() -> None:
+        if get_rank() == 1:
+            list(getattr(model, frees)())
+
+    model = MMFullyShardedDataParallel(seeded(Experts), sharding_strategy=strategy, auto_wrap_policy="Mixture")
+    loss = model(INPUTS)
+    free()
+    with (
+        pytest.raises(CollectiveMismatchError, match="were called on rank 1 alone"),
+        model.backward_context(loss, syncs=True),
+    ):
+        pass
+    list(model.parameters())
+    with torch.no_grad():
+        model(INPUTS)
+        free()
+        refused(lambda: model(INPUTS), r"`parameters\(\)` and `state_dict\(\)` .* on rank 1 alone. Call them on every")
+        list(model.parameters())
+        model(INPUTS)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()

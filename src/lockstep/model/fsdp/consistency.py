@@ -39,7 +39,8 @@ class Consistency:
     Units are gathered, and their gradients reduced, by collectives that carry no names: see `CallOrder` for forward
     passes. Ranks whose losses depend on different parameters of a unit would wait for each other forever or, if the
     parameters have the same shape, mix up their gradients. Before a compared backward pass, the ranks check that it
-    reaches the same units and parameters on all of them.
+    reaches the same units and parameters on all of them; before it and a compared forward pass, that all or none hold
+    gathered parameters.
 
     The first six passes are compared, unit by unit, and every fiftieth after, at its end; all of them, unit by unit,
     after `check_collectives("always")`.
@@ -80,7 +81,7 @@ class Consistency:
         self._gathered: dict[Tensor, str] = {}
         self._known_units: set[nn.Module] = set()  # units whose gathered parameters are in there
         whole = set(replicated)
-        self._replicated = {own: name for name, own in module.named_parameters() if own in whole}
+        self._replicated: dict[Tensor, str] = {own: name for name, own in module.named_parameters() if own in whole}
         names = [name for sites in self._sites.values() for name in sites.values()]
         self._param_names = list(dict.fromkeys([*names, *self._replicated.values()]))
         # Of the present forward pass: units that run, outermost first; the exception that was being handled before it.
@@ -114,7 +115,7 @@ class Consistency:
 
         Raises:
             CollectiveMismatchError: on every rank, if the passes reach different units or, without `find_unused`,
-                different parameters.
+                different parameters; or if some ranks alone have freed gathered parameters.
             ConfigError: on every rank, if a parameter was written where the change is lost, see `LostWrites`; or if
                 torch has reduced no gradients of a unit that the pass reaches.
         """
@@ -169,8 +170,11 @@ class Consistency:
         of_units = [name in units for name in self._unit_names]
         of_params = [name in self._window for name in names]
         lost = self._writes.resolve()
-        digest = zlib.crc32(bytes(of_units + of_params) + repr(sorted(lost.items())).encode())
+        digest = zlib.crc32(
+            bytes([*of_units, *of_params, self._holds_gathered()]) + repr(sorted(lost.items())).encode()
+        )
         if not self._order.meet_in_backward(digest) or lost:
+            self._refuse_freed()
             self._refuse_writes(lost)
             self._refuse_graphs(of_units, of_params)
         if reduces and self._find_unused:
@@ -214,7 +218,9 @@ class Consistency:
             self._handled = sys.exception()
             self._order.begin()
         if self._order.is_compared:
-            self._order.call(self._unit_names.index(self._units[module]))
+            holds = module is self._module and self._holds_gathered()
+            if not self._order.call(self._unit_names.index(self._units[module]), holds):
+                self._refuse_freed()
         if self._order.is_sampled:
             self._writes.check_shards(module)
         self._running.append(module)
@@ -239,6 +245,24 @@ class Consistency:
             if not self._running:
                 self._order.end(failed=sys.exception() is not self._handled)
         return without_shown(output)
+
+    def _holds_gathered(self) -> bool:
+        """Return whether this rank holds gathered parameters between passes, as of the outermost unit."""
+        return any(parameter_at(site) in self._gathered for sites in self._sites.values() for site in sites)
+
+    def _refuse_freed(self) -> None:
+        """Raise an error if some ranks alone have freed what all had gathered. **Collective**: every rank of the mesh.
+
+        They would gather it again, and the others would not take part in that.
+        """
+        holds = from_all(self._holds_gathered(), self._order.groups)
+        if len(set(holds)) > 1:
+            raise CollectiveMismatchError(
+                "`parameters()` and `state_dict()` of a model under FSDP must be called on every rank after a forward "
+                "pass, because they free the parameters that it has gathered, but were called on "
+                f"{self._order.ranks_with(False, holds)} alone. Call them on every rank, or before the forward pass",
+                failed_ranks=self._order.unlike_most(holds),
+            )
 
     def _refuse_own(self, module: nn.Module, output: Any) -> None:
         """Refuse a parameter, or a view of one, as output: its memory is about to be freed (torch 2.13: SIGSEGV)."""

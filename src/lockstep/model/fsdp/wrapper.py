@@ -276,7 +276,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
         """Yield names and parameters as `nn.Module` does; every parameter is sharded.
 
         After a forward pass the outermost unit holds gathered parameters; if an optimizer updated those, its updates
-        would be lost.
+        would be lost. They are freed here, so a call after a forward pass must be made on every rank.
         """
         reshard(self.module)
         return super().named_parameters(prefix, recurse, remove_duplicate)
