@@ -1,4 +1,4 @@
-"""What the test process and its ranks tell each other: addresses of bodies, requests, and reports.
+"""What the test process and its ranks tell each other: references to bodies, requests, and reports.
 
 Nothing here imports torch.
 """
@@ -28,7 +28,7 @@ STACK_SIGNAL = signal.SIGQUIT
 
 @dataclass(frozen=True, slots=True)
 class FunctionReference:
-    """The location of a module-level function, by which another process can import it.
+    """Where a module-level function is, so that another process can import it.
 
     Attributes:
         file: path of its module.
@@ -44,7 +44,7 @@ class FunctionReference:
 
     @classmethod
     def of(cls, body: Callable[..., Any]) -> FunctionReference:
-        """Return the address of `body`.
+        """Return the reference to `body`.
 
         Raises:
             TypeError: it can't be found by name, so no other process could find it.
@@ -242,7 +242,7 @@ class Task:
     """One body to run, with the state of the test process at the time of the call.
 
     Attributes:
-        address: the location of the body.
+        reference: where the body is.
         arguments: ``(args, kwargs)``, pickled.
         environment: environment variables of the test process.
         folder: its current directory.
@@ -250,7 +250,7 @@ class Task:
         warnings: the action of the `warnings` filter, such as ``error``.
     """
 
-    address: FunctionReference
+    reference: FunctionReference
     arguments: bytes
     environment: dict[str, str]
     folder: str

@@ -99,9 +99,9 @@ def run_body(
     """Run a body on `size` ranks; see `ranks` for the options."""
     __tracebackhide__ = True
     require_count("size", size)
-    address = FunctionReference.of(body)
-    task = Task(address, _pickled(address, args, kwargs), dict(os.environ), os.getcwd(), list(sys.path), warnings)
-    title = f"{address.qualname} on {counted(size, 'rank')}"
+    reference = FunctionReference.of(body)
+    task = Task(reference, _pickled(reference, args, kwargs), dict(os.environ), os.getcwd(), list(sys.path), warnings)
+    title = f"{reference.qualname} on {counted(size, 'rank')}"
     try:
         values = (_run_fresh if fresh else _run_pooled)(size, task, timeout, title)
     except RankFailure as failure:
@@ -235,18 +235,18 @@ def _where_they_stand(pending: list[RankProcess], failed: list[RankReport], time
     return [RankReport(rank.rank, "hung", reason, rank.await_stack()) for rank in pending]
 
 
-def _pickled(address: FunctionReference, args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
+def _pickled(body: FunctionReference, args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
     for name, value in [(f"number {i}", value) for i, value in enumerate(args)] + list(kwargs.items()):
         if type(value).__name__ == "MonkeyPatch":
             raise TypeError(
-                f"argument {name} of {address.qualname} must not be pytest's monkeypatch: the ranks get a copy of it, "
+                f"argument {name} of {body.qualname} must not be pytest's monkeypatch: the ranks get a copy of it, "
                 "which undoes nothing. Use `with pytest.MonkeyPatch.context() as monkeypatch:` in the test"
             )
         try:
             pickle.dumps(value)
         except Exception as error:
             raise TypeError(
-                f"argument {name} of {address.qualname} must be picklable, since it is sent to other processes, but is "
+                f"argument {name} of {body.qualname} must be picklable, since it is sent to other processes, but is "
                 f"not: {error}. Send plain values; name fixtures that only prepare the parent in "
                 "@pytest.mark.usefixtures"
             ) from error

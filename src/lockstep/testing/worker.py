@@ -109,7 +109,7 @@ class _Rank:
         os.chdir(task.folder)
         sys.path[:] = task.import_path
         set_environment({**task.environment, **self._variables})
-        body = self._load(task.address)
+        body = self._load(task.reference)
         args, kwargs = pickle.loads(task.arguments)
         reset_settings(self._seat.rank)
         self._warnings = task.warnings
@@ -145,9 +145,9 @@ class _Rank:
         self._default_group = None  # `destroy_dist` waits for the threads of a group that is still held
         destroy_dist()
 
-    def _load(self, address: FunctionReference) -> Callable[..., Any]:
+    def _load(self, reference: FunctionReference) -> Callable[..., Any]:
         modules = len(sys.modules)
-        body = address.load()
+        body = reference.load()
         if len(sys.modules) != modules:
             # Objects of modules live on. Without them, the garbage collection after each body takes microseconds, not
             # 50 ms.

@@ -172,7 +172,7 @@ def _int_mean(dtype: torch.dtype) -> Reduction:
 def _split_words(data: Tensor) -> Tensor:
     """Split numbers into two 32-bit words, whose sums over up to 2**31 ranks can't overflow.
 
-    Shapes: [n] or any -> [2, *shape], high words first.
+    Shapes: any -> [2, *shape], high words first.
     """
     whole = data.view(torch.int64) if data.dtype.itemsize == 8 else data.long()
     low, high = whole & 0xFFFFFFFF, whole >> 32

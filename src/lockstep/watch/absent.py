@@ -41,9 +41,9 @@ class WatchOfRank:
 
     Attributes:
         board: where ranks ask each other.
-        error: with which this rank ends.
-        looked_after: the last calls of this rank when it looked for others; None if it did not.
-        cut_off_since: when the store has not answered, by the monotonic clock; None while it answers.
+        error: the error with which this rank ends; empty while it goes on.
+        calls_at_search: the last calls of this rank when it searched for absent ones; None if it did not.
+        cut_off_since: since when the store has not answered, by the monotonic clock; None while it answers.
         stopping: set when the thread is to end.
     """
 
@@ -53,7 +53,7 @@ class WatchOfRank:
         self.rank, self.size, self.store = rank, size, store
         self.error = ""
         self.cut_off_since: float | None = None
-        self.looked_after: list[tuple[int, int]] | None = None
+        self.calls_at_search: list[tuple[int, int]] | None = None
         self._to_interrupt: list[tuple[Comm, Calls]] = []  # groups of which another thread has learnt that they fail
         self.stopping = threading.Event()
         self._since = time.monotonic()  # when the main thread has come to where it is
@@ -88,7 +88,7 @@ class WatchOfRank:
             "ended": ended,
             "error": self.error,
             # A collective has failed here, because of another rank, and none was called since: it is not late.
-            "looks": self.looked_after == _calls_made(),
+            "looks": self.calls_at_search == _calls_made(),
         }
 
     def hear(self) -> DistError | None:
@@ -183,7 +183,7 @@ class AbsentSearch:
         Where the network is gone, it is silent for a quarter of an hour.
         """
         watch = self.watch
-        watch.looked_after = _calls_made()
+        watch.calls_at_search = _calls_made()
         found: Future[list[Absent]] = Future()
 
         def find() -> None:
