@@ -74,12 +74,10 @@ class ColossalAIState(EngineState):
         return {"state": state, "param_groups": self._groups()}
 
     def optim_template(self) -> ModelState:
-        """Return tensors by name, sharded as the optimizer's state is to be read. **Collective**: every rank."""
-        own = dict(self._core.named_parameters())
-        gathered = {name for name, param in own.items() if param in self._zero_groups}
+        """Return tensors by parameter name that are sharded as the optimizer's state is to be read."""
         return {
-            name: template_of_rows(value.shape) if name in gathered else value
-            for name, value in self.model_state().items()
+            name: template_of_rows(own.shape) if own in self._zero_groups else own.detach()
+            for name, own in self._core.named_parameters()
         }
 
     def load_optim(self, state: OptimState) -> None:
