@@ -307,6 +307,22 @@ def test_a_run_that_goes_on_remembers_what_was_best(tmp_path: Path):
     assert saved(second) == ["epoch_3", "epoch_4"]
 
 
+@pytest.mark.parametrize("other_first", [False, True])
+def test_what_was_best_is_kept_beside_a_second_hook_that_saves_by_iterations(tmp_path: Path, other_first: bool):
+    options = {"save_best": "accuracy"}
+    priority = "LOW" if other_first else "LOWEST"
+    more = {"custom_hooks": [{"type": "CheckpointHook", "interval": 3, "by_epoch": False, "priority": priority}]}
+    first = train(tmp_path, options, Scripted("accuracy", [5.0, 6.0]), train_cfg={"max_epochs": 2}, **more)
+    assert first.best_checkpoint == first.run_dir / "best_accuracy_epoch_2"
+    metric = Scripted("accuracy", [6.0, 4.0, 9.0])  # the first one makes up for that which followed the checkpoint
+    resumed = {**more, "load_from": first.run_dir / "epoch_2", "resume": True}
+    second = train(tmp_path, options, metric, **resumed, train_cfg={"max_epochs": 4})
+    assert [name for name in saved(second) if "best" in name] == ["best_accuracy_epoch_4"]
+    for name in ("epoch_4", "iter_15"):
+        [best] = read_meta(second.run_dir / name)["checkpoint_hook"]["best"].values()
+        assert best["value"] == 6.0
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -183,7 +183,10 @@ class CheckpointHook(Hook):
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Add the best values so far to the checkpoint."""
-        checkpoint["meta"][_META_KEY] = {"best": self._best, "former_runs": self._former_runs}
+        state = checkpoint["meta"].setdefault(_META_KEY, {"best": {}, "former_runs": self._former_runs})
+        for name, best in self._best.items():  # another hook of this class may have added its own
+            if name in self._best_by() or name not in state["best"]:
+                state["best"][name] = best
 
     def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Restore the best values so far; their checkpoints stay in the previous run's folder."""
