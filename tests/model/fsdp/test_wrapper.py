@@ -336,6 +336,32 @@ class Tied(nn.Module):
         return self.head(self.block(self.words(x))).square().mean()
 
 
+class Preprocessor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def to(self, device: Any) -> Any:
+        self.learnt = torch.device(device)
+        return super().to(device)
+
+
+@ranks(2)
+def test_a_preprocessor_on_the_meta_device_is_made_before_it_learns_its_device():
+    def init(module: nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=False)
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            nn.init.constant_(tensor, 3.0 + get_rank())
+
+    with torch.device("meta"):
+        module = nn.Linear(3, 2)
+        module.data_preprocessor = Preprocessor()
+    model = MMFullyShardedDataParallel(module, param_init_fn=init, device_id="cpu", sync_module_states=True)
+    assert model.module.data_preprocessor.learnt.type == "cpu"
+    assert model.module.data_preprocessor.mean.tolist() == [3.0, 3.0, 3.0]
+    assert model.module.weight.full_tensor().unique().tolist() == [3.0]
+
+
 @ranks(2)
 def test_parameters_on_the_meta_device_are_made_before_they_are_sharded():
     with torch.device("meta"):

@@ -339,11 +339,12 @@ def _shard(
     Returns:
         The parameters of dimension 0, which can't be sharded, and stay whole.
     """
-    # A preprocessor learns its device by `to`. Sharding moves parameters and buffers only, and it may have neither.
-    if isinstance(preprocessor := getattr(module, "data_preprocessor", None), nn.Module):
-        preprocessor.to(materializer.device)
     ignored_params = {parameter for each in ignored for parameter in each.parameters()}
     ignored_buffers = {buffer for each in ignored for buffer in each.buffers()}
+    # A preprocessor learns its device by `to`. Sharding moves parameters and buffers only, and it may have neither.
+    if isinstance(preprocessor := getattr(module, "data_preprocessor", None), nn.Module):
+        materializer.materialize(preprocessor, ignored_params | ignored_buffers)
+        preprocessor.to(materializer.device)
     scalars: list[nn.Parameter] = []
     for unit in reversed(list(module.modules())):
         if unit in precisions:
