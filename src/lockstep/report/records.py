@@ -144,17 +144,20 @@ def _resumed(folder: Path, records: list[Record]) -> tuple[Path | None, int]:
 
 
 def number(value: object) -> float | None:
-    """Return a recorded value as a float, including "nan" and "inf"; None if it is not a number.
+    """Return a recorded value as a float, including "nan" and "inf"; None if it is not a number, or is too large.
 
     Example:
-        >>> number(3), number("nan"), number("seven")
-        (3.0, nan, None)
+        >>> number(3), number("nan"), number("seven"), number(10**400)
+        (3.0, nan, None, None)
     """
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     if isinstance(value, str) and value not in _NOT_FINITE:
         return None
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return None
 
 
 def _json_lines(path: Path, faults: list[str]) -> Iterator[Record]:
