@@ -190,6 +190,19 @@ def test_a_parameter_that_is_added_after_the_model_was_wrapped_is_refused(search
 
 
 @ranks(2)
+def test_a_parameter_that_is_added_when_the_training_has_run_for_long_is_refused():
+    net = Toy()
+    wrapped = MMDistributedDataParallel(net)
+    optim_wrapper = OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1))
+    for _ in range(5):
+        wrapped.train_step(own_part(), optim_wrapper)
+    net.used = nn.Sequential(net.used, late := nn.Linear(1, 1))
+    optim_wrapper.optimizer.add_param_group({"params": list(late.parameters())})
+    with pytest.raises(ConfigError, match=r"used\.1\.weight, used\.1\.bias were added or replaced afterwards"):
+        wrapped.train_step(own_part(), optim_wrapper)
+
+
+@ranks(2)
 def test_each_rank_speaks_for_itself_and_names_a_parameter_once():
     with heard("lockstep.model.ddp") as messages:
         wrapped = MMDistributedDataParallel(

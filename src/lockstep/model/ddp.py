@@ -32,7 +32,7 @@ from lockstep.model.autograd_graph import (
     reaches_none,
 )
 from lockstep.model.hidden_outputs import hidden_tensors
-from lockstep.model.parts import require_same_parameters
+from lockstep.model.parts import refuse_added, require_same_parameters, trains_others
 from lockstep.model.wrapper import ModelWrapper, note_no_backward
 from lockstep.model.written import AVERAGED, OWN_STEP, DriftCheck, refuse_max_norm
 from lockstep.registry import MODEL_WRAPPERS
@@ -196,9 +196,12 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         **Collective**: every rank of the group.
 
         Raises:
+            ConfigError: the optimizer trains parameters that were added to the model after it was wrapped.
             DivergenceError: on every rank, if replicas differ.
         """
         self._follow_trainability()
+        if self._comm.size > 1 and trains_others(optim_wrapper, self._ids):
+            self.replicated()
         before = getattr(optim_wrapper, "inner_count", None)
         self._has_averaged = False
         yield
@@ -324,12 +327,8 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         """
         ignored = self.parameters_to_ignore
         named = [(name, own) for name, own in self.module.named_parameters() if name not in ignored]
-        if added := [name for name, own in named if own.requires_grad and id(own) not in self._ids]:
-            raise ConfigError(
-                f"trainable parameters must be there when DDP wraps the model, but {listed(added, most=4)} were added "
-                f"or replaced afterwards ({self._comm.this_rank}), and their gradients would not be averaged over "
-                "ranks. Build the whole model first, and freeze what is to train later"
-            )
+        added = [name for name, own in named if own.requires_grad and id(own) not in self._ids]
+        refuse_added(added, "DDP wraps the model")
         return named
 
     def _report_anomalous(self, loss: Tensor) -> None:

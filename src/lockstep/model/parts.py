@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.calls import unlike_most
 from lockstep.dist import broadcast
 from lockstep.dist.agreement import differing
-from lockstep.errors import CollectiveMismatchError, ConfigError, did_you_mean, ranks_in_words
-from lockstep.groups import GroupLike
+from lockstep.errors import CollectiveMismatchError, ConfigError, did_you_mean, listed, ranks_in_words
+from lockstep.groups import GroupLike, this_rank
 
 INSIDE_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """The names under which torch's wrappers keep a module, and so in those of its tensors: `torch.compile`, checkpointing.
@@ -28,6 +28,29 @@ ClassNames: TypeAlias = str | type[nn.Module] | Iterable[str | type[nn.Module]]
 
 Site: TypeAlias = tuple[nn.Module, str]
 """The module that owns a parameter, and the parameter's name in it."""
+
+
+def refuse_added(added: Sequence[str], wrapped: str) -> None:
+    """Refuse parameters of a model that were not there when it was distributed over the ranks.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    if added:
+        raise ConfigError(
+            f"trainable parameters must be there when {wrapped}, but {listed(added, most=4)} were added or replaced "
+            f"afterwards ({this_rank()}), and their gradients would not be averaged over ranks. Build the whole model "
+            "first, and freeze what is to train later"
+        )
+
+
+def trains_others(optim_wrapper: Any, known: Collection[int]) -> bool:
+    """Return whether an optimizer trains a parameter whose identity is not `known`.
+
+    Looked at in each step: it is much cheaper than a walk through the model.
+    """
+    groups = getattr(optim_wrapper, "param_groups", ())
+    return any(id(own) not in known and own.requires_grad for group in groups for own in group["params"])
 
 
 def broadcast_from_first(tensors: Iterable[Tensor], *groups: GroupLike) -> None:

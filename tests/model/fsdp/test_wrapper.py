@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +28,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from lockstep import dist
 from lockstep.dist import all_gather, get_rank, get_world_size, is_distributed
+from lockstep.errors import ConfigError
 from lockstep.model import MMFullyShardedDataParallel, checkpoint_activations, is_model_wrapper, unwrap_model
 from lockstep.model.fsdp.arguments import read_offload, read_precision, read_sharding
 from lockstep.optim import OptimWrapper
@@ -296,6 +297,20 @@ def test_replicas_begin_as_the_first_too():
     model = MMFullyShardedDataParallel(seeded(seed=get_rank()), sync_module_states=True, device_mesh=(2, 2))
     for name, value in whole(model).items():
         assert torch.equal(value, seeded(seed=0).state_dict()[name]), name
+
+
+@ranks(1, 2)
+def test_a_parameter_that_is_added_after_the_model_was_sharded_is_refused():
+    net = seeded()
+    model = MMFullyShardedDataParallel(net)
+    optim_wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    model.train_step(own_part(), optim_wrapper)
+    net.blocks.append(late := Block())
+    optim_wrapper.optimizer.add_param_group({"params": list(late.parameters())})
+    # One rank alone trains it rightly.
+    says = r"but blocks\.2\.inner\.weight, .* were added or replaced afterwards \(rank \d of 2\)"
+    with pytest.raises(ConfigError, match=says) if get_world_size() == 2 else nullcontext():
+        model.train_step(own_part(), optim_wrapper)
 
 
 @ranks(2)

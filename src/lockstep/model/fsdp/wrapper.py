@@ -36,7 +36,13 @@ from lockstep.model.fsdp.parameters import (
 from lockstep.model.fsdp.units import choose_units, cut_by_dtype, directly_callable_parts
 from lockstep.model.hidden_outputs import show_hidden
 from lockstep.model.norm import BATCH_NORMS
-from lockstep.model.parts import broadcast_from_first, refuse_sparse_gradients, require_same_parameters
+from lockstep.model.parts import (
+    broadcast_from_first,
+    refuse_added,
+    refuse_sparse_gradients,
+    require_same_parameters,
+    trains_others,
+)
 from lockstep.model.shards import reshard
 from lockstep.model.tensor_parallel import TensorParallel
 from lockstep.model.tensor_parallel_plan import read_request
@@ -184,6 +190,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
         originals.hand_over(module)
         broadcast_from_first(scalars, *whole.get_all_groups())
         self.module = module
+        self._ids = None if whole.size() == 1 else set(map(id, module.parameters()))
         self.process_group = whole.get_group() if whole.ndim == 1 else None
         self._syncs_gradients = True
         self._comm: Comm | None = None
@@ -212,7 +219,16 @@ class MMFullyShardedDataParallel(ModelWrapper):
         """Prepare the module for a step of the user's own; an error about sharded weights says what to do.
 
         **Collective**: every rank of the mesh.
+
+        Raises:
+            ConfigError: the optimizer trains parameters that were added to the model after it was sharded.
         """
+        if self._ids is not None and trains_others(optim_wrapper, self._ids):
+            reshard(self.module)
+            # One that the user's code has sharded itself is averaged.
+            trained = [(name, own) for name, own in self.module.named_parameters() if own.requires_grad]
+            added = [name for name, own in trained if id(own) not in self._ids and not isinstance(own, DTensor)]
+            refuse_added(added, "FSDP shards the model")
         if self._trains_itself:
             assert isinstance(self.module, FSDPModule)
             # The step may call a part first, which FSDP would then take for the outermost unit (2.13).
