@@ -195,6 +195,43 @@ def test_a_checkpoint_before_a_schedules_step_has_the_options_of_the_end_of_the_
     assert rest_left == left
 
 
+def test_a_training_that_goes_on_until_it_was_to_end_says_so(tmp_path):
+    with pytest.raises(Preempted):
+        trained(tmp_path / "work", stops_itself, ("step", 8))
+    trained(tmp_path / "work", stops_itself, resume=True)
+    logs = [path.read_text() for path in sorted((tmp_path / "work").glob("*/log.txt"))]
+    assert ["the training ends with this epoch, as was asked for before" in log for log in logs] == [False, True]
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("schedules", [False, True])
+def test_a_loop_that_has_ended_by_break_goes_on_to_the_end_when_it_is_resumed(schedules, tmp_path):
+    def train(*, resume: bool, budget: int) -> tuple[int, int]:
+        session = Session(tmp_path / "work", resume=resume, log_level="ERROR")
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        loader = DataLoader(TensorDataset(X), batch_size=2 // session.world_size)
+        model, optimizer, loader = session.prepare(model, optimizer, loader, schedulers=[schedule] * schedules)
+        steps = 0
+        with session:
+            for _ in session.epochs(3):
+                for (x,) in loader:
+                    session.step(model(x).square().mean())
+                    schedule.step()
+                    steps += 1
+                    if steps == budget:  # of a job: of time, say
+                        session.save("asked")
+                        session.stop()
+                        break
+                if steps == budget:
+                    break
+        return steps, session.epoch
+
+    assert train(resume=False, budget=8) == (8, 1)
+    assert train(resume=True, budget=100) == (10, 3)
+
+
 @ranks(2)
 def test_one_rank_stops_a_training_that_a_signal_stops_before(tmp_path):
     def stops_on_rank_1(epoch, session, train, validate, **_) -> None:
@@ -275,6 +312,7 @@ class Total(BaseMetric):
 def test_a_runner_that_was_to_end_ends_where_it_would_have(by_epoch, place, tmp_path):
     def run(folder: str, place: str = "", **options: Any):
         hook, counts = StopsIn(place), Counts()
+        torch.manual_seed(0)  # the same model each time, whichever tests came before
         runner = Runner(
             Model(), tmp_path / folder, train_dataloader=DataLoader(TensorDataset(X), batch_size=2, shuffle=True),
             val_dataloader=DataLoader(TensorDataset(X), batch_size=4), custom_hooks=[hook, counts], log_level="ERROR",

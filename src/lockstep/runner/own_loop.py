@@ -101,8 +101,10 @@ class OwnLoop(TrainLoop):
             before, self._may_begin, self._is_in_body, self._rates = self.epoch, True, True, Rates(run)
             try:
                 yield before
-            except GeneratorExit:
+            except GeneratorExit:  # by `break`
                 self._is_in_body = False
+                # It has ended: a checkpoint that is still to be saved is not to end the training that resumes from it.
+                self.stop_training = False
                 raise
             if self._is_open or self._logged or self._rates.have_changed:
                 run.saving.saved_iter = 0  # what was saved in this body lacks the rest of it

@@ -340,7 +340,8 @@ def restore_run(
     with _restored(origin, "a position in the data"):
         begin = loop.even_batches.read_position(position, data, [one["data"] for one in ranks.values()], random)
         loop.resume(meta["iter"], position["epoch"], begin)
-        loop.resume_within(position, will_stop=any(one.get("stops") for one in ranks.values()))
+        will_stop = any(one.get("stops") for one in ranks.values())
+        loop.resume_within(position, will_stop=will_stop)
         _compare_data(run, position, begin, origin, options, meta.get("seed", run.seed))
     with _restored(origin, "options of the optimizer"):
         options.apply()
@@ -357,6 +358,9 @@ def restore_run(
     if seen and getattr(loader, "num_workers", 0) and not hasattr(loader, "state_dict"):
         where += "; what its workers draw, as for augmentations, begins anew"
     _logger.info("resumed from %s: epoch %d, iter %d%s", origin, loop.epoch, loop.iter, where)
+    if will_stop:
+        end = "here" if loop.max_epochs is None else "with this epoch"
+        _logger.info("the training ends %s, as was asked for before the checkpoint was saved", end)
 
 
 def _read_state(
