@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -478,6 +479,55 @@ class Normed(nn.Module):
         x = self.norm(x)
         self.seen.append(self.norm.weight.dtype)
         return self.head(x).float().square().mean()
+
+
+class Translator(nn.Module):
+    """Generates as encoder-decoders of transformers do: the encoder by itself, and then the whole module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.encoder, self.decoder = nn.Linear(6, 6), Net(), Block()
+        self.encoder.words = self.words  # shared, so that the encoder uses weights of the outermost unit
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.encoder(self.encoder.words(x))
+
+    def forward(self, x: Tensor, encoded: Tensor | None = None) -> Tensor:
+        encoded = self.encode(x) if encoded is None else encoded
+        return self.decoder(self.words(x)) + encoded
+
+    def prepare_inputs_for_generation(self) -> None:
+        """By which `generate` is known."""
+
+    @torch.no_grad()
+    def generate(self, x: Tensor) -> Tensor:
+        encoded = self.encode(x)
+        for _ in range(3):
+            x = self(x, encoded)
+        return x
+
+
+@ranks(2)
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": True}, {"mixed_precision": "bf16"}], ids=str)
+def test_an_encoder_that_generate_calls_by_itself_finds_the_shared_weights(options):
+    def steps(model: nn.Module) -> Tensor:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            generated.append(unwrap_model(model).generate(INPUTS))
+            model(INPUTS).square().mean().backward()
+            optimizer.step()
+        with torch.no_grad():
+            return model(INPUTS)
+
+    generated: list[Tensor] = []
+    torch.manual_seed(0)
+    alone = Translator()
+    wrapped = MMFullyShardedDataParallel(copy.deepcopy(alone), auto_wrap_policy="Block", **options)
+    tolerance = 5e-2 if options.get("mixed_precision") else 1e-5
+    torch.testing.assert_close(steps(wrapped).float(), steps(alone), rtol=tolerance, atol=tolerance)
+    for ours, theirs in zip(generated[:3], generated[3:], strict=True):
+        torch.testing.assert_close(ours.float(), theirs, rtol=tolerance, atol=tolerance)
 
 
 @ranks(2)

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from lockstep.dist import get_rank
@@ -188,6 +195,10 @@ class MMFullyShardedDataParallel(ModelWrapper):
         originals = Originals(module)
         scalars = _shard(module, precisions, ignored, materializer, parallel, shard)
         originals.hand_over(module)
+        if hasattr(module, "prepare_inputs_for_generation"):
+            # `generate` of transformers and peft calls parts by themselves, such as an encoder, whose own weights would
+            # be shards there: of what is no unit, the outermost one gathers the weights.
+            register_fsdp_forward_method(module, "generate")
         broadcast_from_first(scalars, *whole.get_all_groups())
         self.module = module
         self._ids = None if whole.size() == 1 else set(map(id, module.parameters()))
