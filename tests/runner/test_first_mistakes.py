@@ -608,3 +608,22 @@ class OfLightning:
 def test_a_data_module_of_lightnings_is_told_to_hand_in_its_loaders(tmp_path):
     with pytest.raises(TypeError, match=r"Hand in its loaders: .* what train_dataloader\(\) returns"):
         Runner(nn.Linear(2, 1), tmp_path, train_dataloader=OfLightning()).train()
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 2)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.embedding(input_ids).mean()
+
+
+def test_samples_that_have_lists_in_the_place_of_tensors_are_told(tmp_path):
+    data = DataLoader([{"input_ids": [0, 1, 2]}] * 4, batch_size=2)
+    with pytest.raises(TypeError) as caught:
+        Runner(Tokens(), tmp_path, train_dataloader=data, train_cfg={"max_epochs": 1}).train()
+    assert any(
+        note.startswith("'input_ids' of the batch: a list of tensors") and "with_format('torch')" in note
+        for note in caught.value.__notes__
+    )

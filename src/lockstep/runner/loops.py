@@ -9,11 +9,13 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any, TypeAlias
 
+from torch import Tensor
+
 from lockstep.dataset import set_epoch
 from lockstep.dataset.position import BEGINNING, Position
 from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.dist import all_gather_object
-from lockstep.errors import CollectiveMismatchError, ConfigError, counted, require_count
+from lockstep.errors import CollectiveMismatchError, ConfigError, counted, listed, require_count
 from lockstep.groups import resolve
 from lockstep.launch.worker import note_trained
 from lockstep.model import train_step_of, unwrap_model
@@ -253,7 +255,11 @@ class TrainLoop(ABC):
         begin_compiled_step()
         # A repeated batch changes neither gradients nor running statistics.
         with nullcontext() if batch.is_own else buffers_kept(runner.model):
-            outputs = self._step(moved, runner.optim_wrapper)
+            try:
+                outputs = self._step(moved, runner.optim_wrapper)
+            except TypeError as error:
+                _note_lists(error, batch.data)
+                raise
         values = values_to_log(outputs)
         self._end_iter(batch_idx, batch, values)
         if self.iters_with_backward:
@@ -480,6 +486,17 @@ def no_batches(loader: Any, name: str = "train_dataloader") -> ConfigError:
     """Return the error for a loader that yields nothing."""
     why = ": its samples do not fill one, and drop_last=True" if getattr(loader, "drop_last", False) else ""
     return ConfigError(f"`{name}` must yield at least one batch per pass, but yields none{why}")
+
+
+def _note_lists(error: TypeError, batch: Any) -> None:
+    """Add to an error of a step that a batch has lists of tensors, as the default collate function makes of lists."""
+    items = batch.items() if isinstance(batch, Mapping) else ()
+    lists = [repr(key) for key, value in items if isinstance(value, list) and value and isinstance(value[0], Tensor)]
+    if lists:
+        error.add_note(
+            f"{listed(lists)} of the batch: a list of tensors, which torch's collate function makes of samples that "
+            "have lists. Give tensors there, as by data.with_format('torch') of the package datasets, or a `collate_fn`"
+        )
 
 
 def _intervals(first: int, later: Sequence[tuple[int, int]] | None) -> list[tuple[int, int]]:
