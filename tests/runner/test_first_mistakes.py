@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -524,6 +525,41 @@ def test_only_a_schedule_whose_rates_change_gradually_is_too_long(schedule, ends
     train(tmp_path, train_cfg={"max_epochs": 1}, param_scheduler={**schedule, "by_epoch": False})
     said = f"ends after {ends} iterations, but the training after 4: the rates stop on their way"
     assert (said in log_of(tmp_path)) == ("on their way" in log_of(tmp_path)) == (ends is not None)
+
+
+def for_one_process(optimizer: torch.optim.Optimizer, kind: str, steps: int) -> Any:
+    if kind == "LambdaLR":  # as transformers makes them
+        return lr_scheduler.LambdaLR(optimizer, partial(falling, num_training_steps=steps))
+    if kind == "OneCycleLR":
+        return lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+    if kind == "CosineAnnealingLR":
+        return lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    constant = lr_scheduler.ConstantLR(optimizer, total_iters=100)
+    if kind == "ConstantLR":
+        return constant
+    return lr_scheduler.SequentialLR(optimizer, [constant, lr_scheduler.CosineAnnealingLR(optimizer, steps - 1)], [1])
+
+
+def falling(step: int, *, num_training_steps: int) -> float:
+    return 1 - step / num_training_steps
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("epochs", [1, 4])
+@pytest.mark.parametrize("kind", ["OneCycleLR", "CosineAnnealingLR", "SequentialLR", "LambdaLR", "ConstantLR"])
+def test_a_schedule_for_the_batches_of_one_process_is_told_on_several_ranks(tmp_path, kind, epochs):
+    session, model, whole = Session(tmp_path), nn.Linear(2, 1), DataLoader(DATA, batch_size=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = for_one_process(optimizer, kind, epochs * len(whole))
+    model, _, batches = session.prepare(model, optimizer, whole, schedulers=schedule)
+    for _ in session.epochs(epochs):
+        for x, y in batches:
+            session.step(nn.functional.mse_loss(model(x), y))
+            schedule.step()
+    is_told = session.world_size == 2 and kind != "ConstantLR"
+    said = f"{kind} ends after {8 * epochs} steps, but makes {4 * epochs} until"
+    log = log_of(tmp_path)
+    assert (log.count(said), log.count("stop on their way")) == (is_told, is_told)
 
 
 @pytest.mark.parametrize("made", ["Runner(nn.Linear(1, 1), 'work')", "Session('work')"])

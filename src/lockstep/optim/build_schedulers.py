@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ConstantLR, LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from lockstep.errors import ConfigError
-from lockstep.optim.scheduler import ParamScheduler, length_argument, window_length
+from lockstep.optim.scheduler import LENGTHS, ParamScheduler, length_argument, window_length
 from lockstep.optim.schedules import ReduceOnPlateauLR
 from lockstep.registry import PARAM_SCHEDULERS, in_default_scope
 from lockstep.registry.registry import SCOPE
@@ -129,6 +129,22 @@ def steps_in(state: Mapping[str, Any]) -> int | None:
     parts = state.get("_schedulers")
     count = state.get("last_epoch", steps_in(parts[0]) if parts else None)
     return count if isinstance(count, int) else None
+
+
+def length_in(schedule: Any) -> int | None:
+    """Return after how many steps a gradual change of a schedule of torch's or transformers' is complete.
+
+    None if it does not say so, or if it has no gradual change.
+    """
+    if isinstance(schedule, SequentialLR):
+        last = length_in(schedule._schedulers[-1])
+        return None if last is None else schedule._milestones[-1] + last
+    if isinstance(schedule, ConstantLR):
+        return None
+    given = [getattr(schedule, name, None) for name in LENGTHS]
+    keywords = [getattr(function, "keywords", {}) for function in getattr(schedule, "lr_lambdas", ())]
+    given += [arguments.get("num_training_steps") for arguments in keywords]  # of transformers'
+    return next((length for length in given if isinstance(length, int)), None)
 
 
 def _is_plain(value: Any) -> bool:

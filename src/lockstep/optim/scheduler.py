@@ -28,7 +28,7 @@ WINDOW: Any = None
 
 # Arguments that are the length of the whole schedule, and by how much it is shorter than the window by default: a ramp
 # reaches its end value in the window's last count.
-_LENGTHS = {"T_max": 0, "total_iters": 1, "total_steps": 0}
+LENGTHS = {"T_max": 0, "total_iters": 1, "total_steps": 0}
 # What tensors of parameter groups hold, and their version then: to read one would wait for its device in each step.
 _held: Any = WeakTensorKeyDictionary()
 
@@ -52,7 +52,7 @@ class ParamScheduler(ABC):
     """
 
     # Arguments that are durations: a conversion from epochs to batches multiplies them.
-    durations: ClassVar[tuple[str, ...]] = (*_LENGTHS, "step_size", "milestones", "periods")
+    durations: ClassVar[tuple[str, ...]] = (*LENGTHS, "step_size", "milestones", "periods")
     # Whether its length is always that of the window, so that `end` defaults to the end of the training.
     needs_end: ClassVar[bool] = False
     # The attributes in the state, without their leading underscore; their values are JSON values.
@@ -178,7 +178,7 @@ class ParamScheduler(ABC):
     def _ramp_length(self) -> int | None:
         if self.needs_end and self.end is not None:
             return self.end - self.begin
-        return next((getattr(self, name) for name in _LENGTHS if hasattr(self, name)), None)
+        return next((getattr(self, name) for name in LENGTHS if hasattr(self, name)), None)
 
     def _shown(self) -> list[str]:
         """Return the subclass's own arguments, as `name=value`."""
@@ -192,7 +192,7 @@ class ParamScheduler(ABC):
             if self.end is None:
                 raise ConfigError(f"{self.title}: `{name}` or `end` must be given, but neither is")
             return window_length(name, self.begin, int(self.end))
-        if name in _LENGTHS or not isinstance(given, Sequence):
+        if name in LENGTHS or not isinstance(given, Sequence):
             self._require(name, above_0=True)
         return given
 
@@ -372,7 +372,7 @@ def _times(length: Any, factor: int) -> Any:
 
 def window_length(name: str, begin: int, end: int) -> int:
     """Return the default of an argument that is the length of a schedule, for the window from `begin` to `end`."""
-    return max(end - begin - _LENGTHS.get(name, 0), 1)
+    return max(end - begin - LENGTHS.get(name, 0), 1)
 
 
 def length_argument(schedule: Any) -> str | None:
@@ -381,7 +381,7 @@ def length_argument(schedule: Any) -> str | None:
         return None
     if not issubclass(schedule, ParamScheduler) and schedule.__module__ != LRScheduler.__module__:
         return None
-    return next((name for name in _LENGTHS if name in inspect.signature(schedule).parameters), None)
+    return next((name for name in LENGTHS if name in inspect.signature(schedule).parameters), None)
 
 
 @dataclass_transform(field_specifiers=(field,))

@@ -23,7 +23,7 @@ from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.compiling import begin_compiled_step
 from lockstep.model.wrapper import forwarded
 from lockstep.optim import OptimWrapper, OptimWrapperDict
-from lockstep.optim.build_schedulers import steps_in
+from lockstep.optim.build_schedulers import length_in, steps_in
 from lockstep.runner.loops import DEFAULT_INTERVAL, CountSamples, TrainLoop, no_batches
 from lockstep.runner.preemption import ranks_meet
 from lockstep.runner.rates import Rates
@@ -113,6 +113,7 @@ class OwnLoop(TrainLoop):
             self._body_of, self._logged, self._logged_before = {}, 0, [0, 0]
             if self.epoch in (first + 2, count):
                 self._warn_of_rest(begun_at)
+                self._warn_of_length(begun_at, self.epoch - first, count - self.epoch)
                 begun_at = set()
             if self.epoch == before:
                 raise _wrong_passes(f"epoch {before} has not begun to")
@@ -182,6 +183,27 @@ class OwnLoop(TrainLoop):
                 "session.step(), as the schedule counts. The learning rates stay as they are",
                 listed(name for _, name, _ in sorted(resting)),
             )
+
+    def _warn_of_length(self, begun_at: set[tuple[int, str, int]], done: int, left: int) -> None:
+        """Warn of schedules that the training leaves on their way, by an epoch's steps or more.
+
+        Args:
+            begun_at: where the schedules were when the training began.
+            done: epochs since then.
+            left: epochs from now to the end.
+        """
+        run, now = self.runner, {place: count for place, _, count in self._schedules_at()}
+        for place, name, begun in sorted(begun_at):
+            made, length = now[place] - begun, length_in(run.param_schedulers[place])
+            if not made or length is None or now[place] * done + made * (left + 1) > length * done:
+                continue
+            run.logger.warning(
+                "%s ends after %d steps, but makes %d until the training ends: the rates stop on their way. An epoch "
+                "has %d batches on %s; len() of a loader that prepare() has not returned is another number on several "
+                "ranks, and `accumulative_counts` batches make an update",
+                name, length, now[place] + round(made * left / done), self.epoch_length,
+                "1 rank" if run.world_size == 1 else f"each of {run.world_size} ranks",
+            )  # fmt: skip
 
     def iterations(self, count: int) -> Iterator[Any]:
         """Yield this rank's batches until `count` iterations are complete, of as many passes as that takes."""
