@@ -13,7 +13,9 @@ import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError
+from lockstep.model import unwrap_model
 from lockstep.runner import Runner
 from lockstep.testing import ranks
 
@@ -201,3 +203,41 @@ def test_a_model_with_a_step_of_its_own_computes_its_loss(tmp_path: Path) -> Non
     model.train_step = lambda data, optim_wrapper: {}
     with pytest.raises(ConfigError, match="but Logits has train_step"):
         train(model, tmp_path, loss=nn.CrossEntropyLoss())
+
+
+WEIGHT = torch.tensor([1.0, 5.0])
+
+
+def weight_of(batch: Any) -> Tensor:
+    return WEIGHT[batch[1]].sum()
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("counts", [1, 2])
+@pytest.mark.parametrize("weighted", ["by labels", "by samples", "in sum", "not"])
+def test_a_loss_that_is_no_mean_over_samples_is_told(weighted: str, counts: int, tmp_path: Path) -> None:
+    loss = nn.CrossEntropyLoss(
+        None if weighted == "not" else WEIGHT, reduction="sum" if weighted == "in sum" else "mean"
+    )
+    cfg = {"max_epochs": 1, **({"batch_size_of": weight_of} if weighted == "by labels" else {})}
+    batch_size = 24 // counts // get_world_size()
+    model, runner, _ = train(
+        Logits(), tmp_path, loss=loss, train_cfg=cfg,
+        train_dataloader={"dataset": TensorDataset(X, Y), "batch_size": batch_size},
+        optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.1}, "accumulative_counts": counts},
+    )  # fmt: skip
+    alone = counts * get_world_size() == 1
+    told = {
+        "by samples": "CrossEntropyLoss is a mean over the weights of its labels",
+        "in sum": "is a sum over samples",
+    }
+    log = (runner.run_dir / "log.txt").read_text()
+    assert (told.get(weighted, "the loss CrossEntropyLoss is") in log) == (weighted in told and not alone)
+    if weighted in ("by labels", "not"):
+        whole = Logits()
+        torch.manual_seed(0)
+        for parameter in whole.parameters():
+            nn.init.normal_(parameter)
+        loss(whole(X), Y).backward()
+        expected = whole.head.weight - 0.1 * whole.head.weight.grad
+        torch.testing.assert_close(unwrap_model(model).head.weight, expected)

@@ -177,6 +177,7 @@ def build_train_loop(cfg: TrainLoop | Mapping[str, Any], run: TrainRun) -> Train
     _refuse_own_steps(loop)
     _require_step(loop)
     _warn_of_sync_norms(run, loop)
+    _warn_of_other_means(run, loop)
     return loop
 
 
@@ -224,6 +225,30 @@ def _warn_of_sync_norms(run: Run, loop: TrainLoop) -> None:
             "sampler with round_up=True or by drop_last=True, or let BatchNorm normalise on each rank",
             len(names), names[0], "may run out before the others" if lengths is None else "runs out before the others",
         )  # fmt: skip
+
+
+def _warn_of_other_means(run: TrainRun, loop: TrainLoop) -> None:
+    """Warn of a loss of torch's that is no mean over samples, of which the mean over ranks is not that of one rank."""
+    outside = outside_loss(unwrap_model(run.model))
+    function = None if outside is None else outside.function
+    ranks, windows = run.data_shard.size, getattr(run.optim_wrapper, "accumulative_counts", 1)
+    if loop.batch_size_of is not None or ranks * windows == 1:
+        return
+    says, name = "", type(function).__name__
+    if getattr(function, "reduction", "") == "sum":
+        says = (
+            f"a sum over samples: on {ranks} rank{'s' if ranks > 1 else ''} with accumulative_counts={windows}, "
+            f"gradients are 1/{ranks * windows} of those of one process with the same global batch. Give it "
+            "reduction='mean'"
+        )
+    elif isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss) and function.weight is not None:
+        says = (
+            "a mean over the weights of its labels, but ranks and accumulated batches count by their samples, so that "
+            "updates differ from those of one process. Give train_cfg a batch_size_of, such as lambda batch: "
+            "weight[batch[1]].sum(), with the weights on the CPU"
+        )
+    if says:
+        _logger.warning("the loss %s is %s", name, says)
 
 
 def build_schedulers(cfg: Any, run: TrainRun) -> list[ParamScheduler]:
