@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 
-from lockstep.dist import all_reduce, barrier, broadcast, get_rank, init_dist, main_process_first
+from lockstep.dist import all_reduce, barrier, broadcast, destroy_dist, get_rank, init_dist, main_process_first
 from lockstep.errors import CollectiveMismatchError, DistError
 from lockstep.groups import resolve
 from lockstep.testing import ranks
@@ -63,6 +63,15 @@ def test_a_collective_inside_a_block_that_others_wait_for() -> None:
     assert re.search(rf"  rank 0: barrier\(\) at {HERE} of the default group \(3\) waits for rank 1\n{waits}", text), (
         text
     )
+
+
+@ranks(2, fresh=True)
+def test_a_call_on_one_rank_alone_whose_other_rank_has_left() -> None:
+    init_dist("pytorch", timeout=60)
+    barrier()
+    text = raised(destroy_dist if get_rank() else lambda: all_reduce(ones()), CollectiveMismatchError)
+    assert re.search(rf"  rank 0: {SUM} at {HERE}\n  rank 1: has ended, after barrier\(\) at {HERE}\n", text), text
+    assert "If one of these lines is under a condition such as `if rank == 0`, take it out of it" in text
 
 
 @ranks(3, fresh=True)

@@ -81,7 +81,7 @@ def described(comm: Comm, records: Mapping[int, Record], ended: Collection[int])
             last = f", after {record.call(record.number)}" if record.number else ""
             lines[rank] = f"{does}{last}"
     text = f"ranks of {comm.name} must make the same call, but their call {number} differs:\n{grouped(lines)}"
-    if len(sites) > 1:
+    if len(sites) > 1 or left:
         text += f"\n{_ON_ALL_RANKS}"
     failed = [comm.ranks[rank] for rank in left or unlike_most(fingerprints)]
     return CollectiveMismatchError(text, failed_ranks=failed)
