@@ -218,6 +218,19 @@ def optimizer(**arguments):
             "mean `accumulative_counts`?",
         ),
         (
+            {"optim_wrapper": {**optimizer(), "clip_grad": {"maxnorm": 1}}},
+            "`optim_wrapper.clip_grad` must have the key `max_norm`, but has only ['maxnorm']: did you mean `max_norm`",
+        ),
+        (
+            {"optim_wrapper": {**optimizer(), "paramwise_cfg": {"custom_keys": {"head": {"lr_mul": 2}}}}},
+            "`optim_wrapper.paramwise_cfg.custom_keys.head.lr_mul` = 2 is no key of "
+            "`optim_wrapper.paramwise_cfg.custom_keys.head`: did you mean `lr_mult`?",
+        ),
+        (
+            {"env_cfg": {"dist_cfg": {"backnd": "gloo"}}},
+            "`env_cfg.dist_cfg.backnd` = 'gloo' is no key of `env_cfg.dist_cfg`: did you mean `backend`?",
+        ),
+        (
             {"param_scheduler": [{"type": "LinearLR"}, {"type": "StepLR", "by_epoch": False}]},
             "`param_scheduler.1` must have the key `step_size`",
         ),
@@ -295,6 +308,9 @@ def test_a_module_that_cannot_be_imported_says_why(tmp_path, monkeypatch):
         {"optim_wrapper": SGD([torch.zeros(1, requires_grad=True)], lr=0.1)},
         {"optim_wrapper": {"constructor": dict, "generator": {"optimizer": {"type": "SGD"}}}},
         {"optim_wrapper": {**optimizer(lr=torch.tensor(0.1), momentum=0), "clip_grad": {"max_norm": 1}}},
+        {"optim_wrapper": {**optimizer(), "clip_grad": {"type": "value", "clip_value": 1}}},
+        {"optim_wrapper": {**optimizer(), "paramwise_cfg": {"custom_keys": {"a": {"lr_mult": 2, "momentum": 0}}}}},
+        {"env_cfg": {"dist_cfg": {"backend": "gloo", "timeout": 60}}},
         {"param_scheduler": {"type": "CosineAnnealingLR", "by_epoch": True, "begin": 1, "end": 5}},
         {"param_scheduler": [{"type": torch.optim.lr_scheduler.StepLR, "step_size": 2}]},
         {"default_hooks": {"timer": None, "logger": {"interval": 5}, "mine": {"type": Watch, "priority": "LOW"}}},

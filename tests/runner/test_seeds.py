@@ -17,6 +17,7 @@ from lockstep.errors import ConfigError
 from lockstep.evaluator import BaseMetric
 from lockstep.hooks import Hook
 from lockstep.runner import Runner, Session
+from lockstep.runner.seeds import set_randomness
 from lockstep.strategy import FSDPStrategy
 from lockstep.testing import ranks
 
@@ -165,6 +166,11 @@ def test_a_session_must_have_one_seed(tmp_path: Path):
     model = nn.Linear(1, 1)
     with pytest.raises(ConfigError, match=r"^`randomness\['seed'\]` .* is 0 on rank 0, 1 on rank 1\."):
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(Drawing()))
+
+
+def test_a_seed_that_is_no_number_is_told():
+    with pytest.raises(ConfigError, match=r"`randomness\['seed'\]` must be a whole number or None, but is 'a'"):
+        set_randomness({"seed": "a"})
 
 
 class Count(BaseMetric):

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lockstep.errors import ConfigError, LaunchError, counted, require_one_of
+from lockstep.errors import ConfigError, LaunchError, counted, require_one_of, wrong_type
 from lockstep.launch.job import FUNCTION, NUMA_MODES, JobSpec, interface_towards, usable_cores, variable_faults
 from lockstep.launch.notices import loading_torch, say
 from lockstep.location import make_folder
@@ -55,6 +55,7 @@ def launch(
             does it, by the program numactl.
 
     Raises:
+        TypeError: `job` is no JobSpec.
         ValueError: `max_restarts` is negative, or `command` is empty.
         ConfigError: `numa` is not known, `log_dir` cannot be created, or OMP_NUM_THREADS or GLOO_SOCKET_IFNAME, which
             the ranks inherit, is none; or the system allows too few open files.
@@ -65,6 +66,8 @@ def launch(
     """
     if max_restarts < 0:
         raise ValueError(f"`max_restarts` must be at least 0, but is {max_restarts}")
+    if not isinstance(job, JobSpec):
+        raise wrong_type("job", "a JobSpec, such as JobSpec(2) for two ranks", job)
     if not command:
         raise ValueError("`command` must name a script, or -m and a module, but is empty")
     if numa is not None:

@@ -13,8 +13,9 @@ from lockstep import registry
 from lockstep.engines import INSTALL
 from lockstep.errors import ConfigError, did_you_mean, lacks_key
 from lockstep.lint.parts import Fault, Kind, resolve, value_faults
-from lockstep.optim import ParamScheduler
-from lockstep.optim.constructor import PARAMWISE_KEYS
+from lockstep.optim import AmpOptimWrapper, OptimWrapper, ParamScheduler
+from lockstep.optim.constructor import CUSTOM, PARAMWISE_KEYS
+from lockstep.optim.wrapper import checked_clipping
 from lockstep.registry import in_default_scope
 from lockstep.registry.registry import SCOPE
 from lockstep.registry.signatures import Arguments
@@ -27,6 +28,7 @@ from lockstep.runner.arguments import (
     default_hook_fault,
     named_loaders,
 )
+from lockstep.runner.start import dist_arguments
 
 _OWN_SCHEDULER_KEYS = frozenset({"convert_to_iter_based"}).union(
     name for name, parameter in Arguments.of(ParamScheduler).named.items() if parameter.kind is parameter.KEYWORD_ONLY
@@ -115,7 +117,12 @@ def _optim_wrapper(key: str, cfg: object) -> Iterator[Fault]:
             yield Fault(f"{key}.constructor", says)
         return
     if "paramwise_cfg" in cfg:
-        yield from _paramwise(f"{key}.paramwise_cfg", cfg["paramwise_cfg"])
+        yield from _paramwise(f"{key}.paramwise_cfg", cfg["paramwise_cfg"], cfg.get("optimizer"))
+    if resolve(cfg.get("type", "OptimWrapper"), registry.OPTIM_WRAPPERS)[0] in (OptimWrapper, AmpOptimWrapper):
+        try:
+            checked_clipping(cfg.get("clip_grad"))
+        except (ConfigError, TypeError, ValueError) as error:
+            yield Fault(f"{key}.clip_grad", str(error).removeprefix("`clip_grad` "))
     if _is_by_name(cfg, "optimizer") and not cfg.keys() & _DICTS_OF_A_WRAPPER:
         for name, part in cfg.items():
             yield from _optim_wrapper(f"{key}.{name}", part)
@@ -125,7 +132,7 @@ def _optim_wrapper(key: str, cfg: object) -> Iterator[Fault]:
     yield from _OPTIM_WRAPPER.faults(key, {name: value for name, value in cfg.items() if name != "optimizer"})
 
 
-def _paramwise(key: str, cfg: object) -> Iterator[Fault]:
+def _paramwise(key: str, cfg: object, optimizer: object) -> Iterator[Fault]:
     if not isinstance(cfg, Mapping):
         return
     yield from _keys(PARAMWISE_KEYS, key, cfg)
@@ -136,9 +143,14 @@ def _paramwise(key: str, cfg: object) -> Iterator[Fault]:
     if not isinstance(custom, Mapping | None):
         yield Fault(f"{key}.custom_keys", "must be a dict of parts of parameters' names")
         return
+    kind = resolve(optimizer.get("type"), registry.OPTIMIZERS)[0] if isinstance(optimizer, Mapping) else None
+    takes = None if kind is None else Arguments.of(kind)
+    known = None if takes is None or takes.takes_others else takes.named
     for name, options in (custom or {}).items():
         if not isinstance(options, Mapping):
             yield Fault(f"{key}.custom_keys.{name}", "must be a dict such as dict(lr_mult=0.1)")
+        elif known is not None:
+            yield from _keys((*CUSTOM, *known), f"{key}.custom_keys.{name}", options)
 
 
 def _param_scheduler(key: str, cfg: object) -> Iterator[Fault]:
@@ -258,5 +270,7 @@ def faults_of(key: str, value: object, argument: Argument) -> Iterator[Fault]:
         return
     if argument.holds == "keys":
         yield from _keys(argument.keys, key, value)
+        if key == "env_cfg" and isinstance(value, Mapping):
+            yield from _keys(dist_arguments(), f"{key}.dist_cfg", value.get("dist_cfg"))
     elif argument.holds is not None:
         yield from _SECTIONS[argument.holds](key, value)

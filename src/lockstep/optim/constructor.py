@@ -25,7 +25,7 @@ Options = dict[str, Any]
 _MULTIPLIERS = (
     "bias_lr_mult", "bias_decay_mult", "norm_decay_mult", "flat_decay_mult", "dwconv_decay_mult", "dcn_offset_lr_mult",
 )  # fmt: skip
-_CUSTOM = {"lr_mult": "lr", "decay_mult": "weight_decay"}
+CUSTOM = {"lr_mult": "lr", "decay_mult": "weight_decay"}
 PARAMWISE_KEYS = ("custom_keys", *_MULTIPLIERS, "bypass_duplicate")
 
 _CONVOLUTIONS = (
@@ -134,11 +134,11 @@ class Paramwise:
         if not isinstance(options, Mapping):
             raise ConfigError(f"`{path}` must be a dict such as dict(lr_mult=0.1), but is {options!r}")
         if known is not None:
-            require_known(path, options, (*_CUSTOM, *known))
+            require_known(path, options, (*CUSTOM, *known))
         read: Options = {}
         for name, value in options.items():
-            if name in _CUSTOM:
-                target = _CUSTOM[name]
+            if name in CUSTOM:
+                target = CUSTOM[name]
                 read[target] = self._multiplied(target, _number(f"{path}.{name}", value), f"{path}.{name}")
             else:
                 read[name] = value

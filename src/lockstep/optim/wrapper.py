@@ -74,7 +74,7 @@ class OptimWrapper:
         self.accumulative_counts = accumulative_counts
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is closure.empty
-        self.clip_grad = _checked_clipping(clip_grad)
+        self.clip_grad = checked_clipping(clip_grad)
         self._grad_norm: Tensor | None = None
         self._windows = Windows(accumulative_counts)
         self._no_sync: Callable[[], AbstractContextManager[Any]] | None = None
@@ -383,7 +383,8 @@ def _has_modes(optimizer: Optimizer) -> bool:
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
-def _checked_clipping(clip_grad: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def checked_clipping(clip_grad: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return `clip_grad` with its `type`, or raise what is wrong with it."""
     if clip_grad is None:
         return None
     if not isinstance(clip_grad, Mapping):

@@ -12,6 +12,7 @@ import torch
 
 from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.dist import get_rank, sync_random_seed
+from lockstep.errors import ConfigError
 from lockstep.runner.arguments import checked_keys
 
 
@@ -32,7 +33,10 @@ def set_randomness(randomness: Mapping[str, Any] | None) -> int:
     """
     options = checked_keys("randomness", randomness)
     given = options.get("seed")
-    seed = sync_random_seed() if given is None else int(given)
+    try:
+        seed = sync_random_seed() if given is None else int(given)
+    except (TypeError, ValueError):
+        raise ConfigError(f"`randomness['seed']` must be a whole number or None, but is {given!r}") from None
     seed_all(seed + get_rank() if options.get("diff_rank_seed") else seed)
     if options.get("deterministic"):
         torch.backends.cudnn.benchmark = False

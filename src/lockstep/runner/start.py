@@ -197,6 +197,11 @@ def find_best(args: RunnerArguments, hooks: Iterable[Any] = (), run: Run | None 
     return best
 
 
+def dist_arguments() -> set[str]:
+    """Return what `env_cfg.dist_cfg` may hold."""
+    return {*Arguments.of(init_dist).named, *Arguments.of(torch.distributed.init_process_group).named}
+
+
 def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
     """Make sure that the ranks of this job form a group, if there are several.
 
@@ -210,8 +215,7 @@ def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
     refuse_script_imported_by_worker()
     options = checked_keys("env_cfg", env_cfg)
     arguments = dict(options.get("dist_cfg") or {})
-    known = {**Arguments.of(init_dist).named, **Arguments.of(torch.distributed.init_process_group).named}
-    require_known("env_cfg.dist_cfg", arguments, known)  # also where no group is made
+    require_known("env_cfg.dist_cfg", arguments, dist_arguments())  # also where no group is made
     if "cudnn_benchmark" in options:
         torch.backends.cudnn.benchmark = bool(options["cudnn_benchmark"])
     if (precision := options.get("float32_matmul_precision")) is not None:
