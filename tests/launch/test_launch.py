@@ -347,3 +347,8 @@ def test_wrong_arguments_are_refused(arguments, says):
     given = {"command": ["x.py"], "nproc": 1, **arguments}
     with pytest.raises(ValueError, match=says):
         launch(given.pop("command"), JobSpec(given.pop("nproc")), **given)
+
+
+def test_a_number_is_no_job():
+    with pytest.raises(TypeError, match=r"`job` must be a JobSpec, such as JobSpec\(2\) for two ranks, but is 2"):
+        launch(["x.py"], 2)  # type: ignore[arg-type]
