@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import Runner, Session
 from lockstep.config import Config
 from lockstep.dist import get_rank
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, DivergenceError
 from lockstep.evaluator import BaseMetric
 from lockstep.hooks import Hook
 from lockstep.testing import ranks
@@ -663,3 +663,18 @@ def test_samples_that_have_lists_in_the_place_of_tensors_are_told(tmp_path):
         note.startswith("'input_ids' of the batch: a list of tensors") and "with_format('torch')" in note
         for note in caught.value.__notes__
     )
+@ranks(1, 2)
+@pytest.mark.parametrize("writes", ["one rank", "all ranks"])
+def test_weights_that_one_rank_writes_between_epochs_are_told(tmp_path, writes):
+    with Session(tmp_path, log_level="ERROR") as session:
+        model = nn.Linear(2, 1)
+        model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+        differs = writes == "one rank" and session.world_size == 2
+        says = r"must be the same on all ranks, but is not.* some ranks alone run, as under `if rank == 0`"
+        with pytest.raises(DivergenceError, match=says) if differs else nullcontext():
+            for epoch in session.epochs(4):
+                for x, y in batches:
+                    session.step(nn.functional.mse_loss(model(x), y))
+                if epoch == 2 and (writes == "all ranks" or get_rank() == 0):  # the first three updates are compared
+                    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+            assert not differs

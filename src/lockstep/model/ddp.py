@@ -90,7 +90,8 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
     weights in the forward pass.
 
     **Cost**: besides the gradients, 8 bytes in each of the first three backward passes; and after the first three
-    updates, and after every 500th, 8 bytes for each parameter, see `lockstep.model.written.DriftCheck`.
+    updates, every 500th, and in a Session the first of each epoch, 8 bytes for each parameter, see
+    `lockstep.model.written.DriftCheck`.
     """
 
     prepares_backward = True
@@ -138,6 +139,10 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         self._comm = resolve(self.process_group)
         self.clock = ExchangeClock()
         self._begin_drift_check()
+
+    def begin_epoch(self) -> None:
+        """Compare replicas after the first update of the epoch, too: one rank alone may have written weights."""
+        self._drift.look_again()
 
     def _begin_drift_check(self) -> None:
         self._drift = DriftCheck(self.replicated, self.process_group, OWN_STEP if self._trains_itself else AVERAGED)

@@ -70,6 +70,9 @@ class ModelWrapper(nn.Module):
         with self.evaluation_context():
             return step_of(self.module, "test_step", predict_step)(data)
 
+    def begin_epoch(self) -> None:
+        """Be told that an epoch begins, on every rank; code of the user's own may have run since the last one."""
+
     def evaluation_context(self) -> AbstractContextManager[Any]:
         """Return the context in which `val_step` and `test_step` run."""
         return nullcontext()

@@ -96,8 +96,9 @@ def _storage(shard: Tensor) -> int:
 class DriftCheck:
     """Compares the parameters of all replicas, which stay equal only if each update is the same on every rank.
 
-    After the first three updates, and after every 500th, one digest of each parameter is compared; or before them, if
-    an engine lays replicas out so that an update makes them equal again, with a mixture of what was in them.
+    After the first three updates, every 500th, and each that `look_again` asks for, one digest of each parameter is
+    compared; or before them, if an engine lays replicas out so that an update makes them equal again, with a mixture of
+    what was in them.
 
     Args:
         named: returns the parameters that must be equal, with their names, the same on every rank.
@@ -112,6 +113,11 @@ class DriftCheck:
         self._named, self._group, self._remedy = named, group, remedy
         self._has_peers = get_world_size(group) > 1
         self._updates = Sampled(first=3, every=500)
+        self._looks_again = False
+
+    def look_again(self) -> None:
+        """Compare after the next update, too: weights may have been written since the last one. On every rank."""
+        self._looks_again = True
 
     def after_update(self) -> None:
         """Compare if that is due, after a training step that may have updated the parameters.
@@ -119,7 +125,8 @@ class DriftCheck:
         Raises:
             DivergenceError: on every rank, if replicas differ.
         """
-        if self._updates.is_due():
+        if self._updates.is_due() or self._looks_again:
+            self._looks_again = False
             self._compare(f"after {counted(self._updates.count, 'update')}")
 
     def before_update(self) -> None:
@@ -158,7 +165,8 @@ _ALIKE = (
 OWN_STEP = (
     "The training step may have updated it with gradients that were not averaged over ranks. Let the optim wrapper "
     "run the backward pass: optim_wrapper.update_params(loss), or optim_wrapper.backward(loss) and "
-    f"optim_wrapper.step(); in the loop of a Session, session.step(loss). Or it was written {_BY_OWN_BATCH}. {_ALIKE}"
+    f"optim_wrapper.step(); in the loop of a Session, session.step(loss). Or it was written {_BY_OWN_BATCH}, or by "
+    f"code that some ranks alone run, as under `if rank == 0`. {_ALIKE}"
 )
 """What to do if a training step of the user's own has let replicas drift apart."""
 AVERAGED = (

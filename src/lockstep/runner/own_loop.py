@@ -239,6 +239,8 @@ class OwnLoop(TrainLoop):
             )
         self._tell_of_rest()
         self._schedules_begun = self._schedules_at()
+        if isinstance(self.runner.model, ModelWrapper):
+            self.runner.model.begin_epoch()
         self.runner.call_hook("before_train_epoch")
         self._begin_training()
         self._go_on_drawing()
