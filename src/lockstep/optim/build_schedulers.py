@@ -138,7 +138,7 @@ def length_in(schedule: Any) -> int | None:
     """
     if isinstance(schedule, SequentialLR):
         last = length_in(schedule._schedulers[-1])
-        return None if last is None else schedule._milestones[-1] + last
+        return None if last is None else int(schedule.state_dict()["_milestones"][-1]) + last
     if isinstance(schedule, ConstantLR):
         return None
     given = [getattr(schedule, name, None) for name in LENGTHS]
