@@ -137,6 +137,12 @@ def scheduler_state() -> dict[str, Any]:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1).state_dict()
 
 
+def sequential_state() -> dict[str, Any]:
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
+    parts = [torch.optim.lr_scheduler.ConstantLR(optimizer), torch.optim.lr_scheduler.ConstantLR(optimizer)]
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[1]).state_dict()
+
+
 def chained_state() -> dict[str, Any]:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     part = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -269,6 +275,7 @@ PRIVATE: dict[str, Private] = {
     "_schedulers": Private(
         lambda: chained_state()["_schedulers"][0]["last_epoch"] == 0, ("optim/build_schedulers.py",)
     ),
+    "_milestones": Private(lambda: sequential_state()["_milestones"] == [1], ("optim/build_schedulers.py",)),
     "_last_lr": Private(lambda: "_last_lr" in scheduler_state(), ("runner/options.py",)),
     "_step_count": Private(lambda: "_step_count" in scheduler_state(), ("runner/options.py",)),
     # Data.
