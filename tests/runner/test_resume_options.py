@@ -238,6 +238,32 @@ def test_other_schedules_go_on_where_they_would_be(tmp_path, before, after):
             train(tmp_path / "halves", 4, ADAM, [], resume=True, resume_options="checkpoint")
 
 
+@pytest.mark.parametrize("stop_after", [3, 6])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("cosine", "cosine by iteration"),
+        ("cosine by iteration", "cosine"),
+        ("cosine", "converted"),
+        ("converted", "poly"),
+        ("torch's", "converted"),
+        ("warm-up and cosine", "cosine and warm-up"),
+    ],
+)
+def test_a_schedule_that_counts_in_another_unit_has_the_rates_of_one_that_always_did(
+    tmp_path, before, after, stop_after
+):
+    schedules = {**SCHEDULES, "cosine and warm-up": SCHEDULES["warm-up and cosine"][::-1]}
+    straight, _, _ = train(tmp_path / "straight", 3, ADAM, schedules[after])
+    hooks = {"checkpoint": {"by_epoch": False, "interval": 1}}
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "cut", 3, ADAM, schedules[before], default_hooks=hooks, stop_after=stop_after)
+    with pytest.raises(ConfigError, match=r"must count (batches|epochs) to resume from .*resume_options='config'"):
+        train(tmp_path / "cut", 3, ADAM, schedules[after], resume=True, resume_options="checkpoint")
+    resumed, _, _ = train(tmp_path / "cut", 3, ADAM, schedules[after], resume=True)
+    assert resumed.lrs() == pytest.approx(straight.lrs()[stop_after:], rel=1e-12)
+
+
 def test_options_are_the_configs_where_their_schedules_are_taken_away(tmp_path):
     momentum = {"type": "LinearMomentum", "start_factor": 0.5, "end": 4}
     train(tmp_path, 2, ADAM, [SCHEDULES["poly"], momentum])

@@ -361,6 +361,7 @@ _META: Form = {
     "has_optimizer": FLAG,
     "optim_wrapper": {"*": {"windows": _WINDOWS}, "windows": _WINDOWS},
     "begun_with": Whole(options=[{}], schedules=[TEXT]),  # its "scheduled" is younger
+    "schedules_by_epoch": [FLAG.or_none()],
     "load_from": TEXT.or_none(),
     "position": Whole(
         epoch=COUNT,

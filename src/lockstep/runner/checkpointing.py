@@ -173,6 +173,7 @@ class Saving:
                 "begun_with": run.begun_with,
                 "load_from": run.args.beginning,
                 "param_schedulers": [scheduler.state_dict() for scheduler in run.param_schedulers],
+                "schedules_by_epoch": [getattr(scheduler, "by_epoch", None) for scheduler in run.param_schedulers],
             },
         }
         if save.has_optimizer:

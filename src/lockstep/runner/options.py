@@ -111,8 +111,9 @@ class ResumedOptions:
         """Restore the states of the schedules.
 
         Raises:
-            ConfigError: the checkpoint has another number of schedules, and `resume_options` is "checkpoint"; or
-                a state to be loaded has values for another number of parameter groups.
+            ConfigError: the checkpoint has another number of schedules, or one that counts in another unit, and
+                `resume_options` is "checkpoint"; or a state to be loaded has values for another number of parameter
+                groups.
         """
         run, states = self.run, self.states
         saved, present = len(states), len(run.param_schedulers)
@@ -129,9 +130,16 @@ class ResumedOptions:
             if isinstance(scheduler, ParamScheduler):
                 done = self.meta["epoch"] if scheduler.by_epoch else self.meta["iter"]
                 initial, key = scheduler.state_dict(), scheduler.count_key
-                if state is None or (self.takes_config and initial.keys() - state.keys()):
-                    # The state is missing, or of another class of schedule: only its count of steps is of use.
-                    state = {**initial, key: (state or {}).get(key, done)}
+                has_other_unit = saved == present and self._counted_otherwise(index, scheduler)
+                if has_other_unit and not self.takes_config and "by_epoch" not in initial:
+                    raise ConfigError(
+                        f"{scheduler.title} must count {'batches' if scheduler.by_epoch else 'epochs'} to resume from "
+                        f"{self.origin}, as it did when that was saved. Give resume_options='config' for the schedule "
+                        "that the config has now"
+                    )
+                if state is None or (self.takes_config and (has_other_unit or initial.keys() - state.keys())):
+                    # The state is missing, or of another schedule: only its count is of use, if it has the same unit.
+                    state = {**initial, key: done if has_other_unit else (state or {}).get(key, done)}
             if state is not None and not (self.replays and _can_replay(scheduler)):
                 if groups := _other_groups(scheduler, state):
                     title = getattr(scheduler, "title", type(scheduler).__name__)
@@ -152,6 +160,11 @@ class ResumedOptions:
             elif isinstance(scheduler, ParamScheduler) and state is not None:
                 key = scheduler.count_key
                 scheduler.load_state_dict({**scheduler.state_dict(), key: state[key]})
+
+    def _counted_otherwise(self, index: int, scheduler: ParamScheduler) -> bool:
+        """Return whether the saved schedule counted epochs, and this one counts batches, or the other way round."""
+        units = self.meta.get("schedules_by_epoch", [])  # a checkpoint of an earlier version does not say it
+        return index < len(units) and units[index] not in (None, scheduler.by_epoch)
 
     def apply(self) -> None:
         """Set the options, once the optimizer's state is loaded, and say in one line which ones hold."""
