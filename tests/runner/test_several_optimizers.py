@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.runs import StopAfter
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError
+from lockstep.hooks import Hook
 from lockstep.model import BaseModel, unwrap_model
 from lockstep.optim import StepLR
 from lockstep.runner import Runner
@@ -111,3 +113,56 @@ def test_a_schedule_of_nobody_is_refused(tmp_path: Path):
     mine = StepLR(optimizer, step_size=1)
     with pytest.raises(ConfigError, match="must say whose each scheduler is"):
         train(tmp_path, param_scheduler=[mine])
+
+
+COSINE = {"type": "CosineAnnealingLR", "by_epoch": False}
+STEPS = {"type": "StepLR", "step_size": 3, "by_epoch": False}
+WARM_UP = [{"type": "LinearLR", "start_factor": 0.1, "end": 1}, {"type": "CosineAnnealingLR", "begin": 1}]
+
+
+class Rates(Hook):
+    """Notes both rates of each iteration."""
+
+    def __init__(self) -> None:
+        self.by_iter: dict[int, list[float]] = {}
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None) -> None:
+        self.by_iter[runner.iter] = [group["lr"] for group in runner.optim_wrapper.param_groups]
+
+
+def rates_of(work_dir: Path, schedule, **changes) -> tuple[dict[int, list[float]], str]:
+    rates = Rates()
+    train(work_dir, 3, param_scheduler=schedule, custom_hooks=[rates, StopAfter(changes.pop("stop", None))], **changes)
+    return rates.by_iter, max(work_dir.glob("*/log.txt")).read_text()
+
+
+@pytest.mark.parametrize("generators", [[COSINE], [STEPS, COSINE]])
+def test_a_schedule_that_another_optimizer_had_before_the_stop_is_its_own_now(generators, tmp_path: Path):
+    after = {"generator": generators, "discriminator": [STEPS]}
+    before = {"generator": [*generators, STEPS], "discriminator": []}
+    hooks = {"checkpoint": {"by_epoch": False, "interval": 5}}
+    straight, _ = rates_of(tmp_path / "straight", after)
+    with pytest.raises(KeyboardInterrupt):
+        rates_of(tmp_path / "cut", before, default_hooks=hooks, stop=5)
+    resumed, log = rates_of(tmp_path / "cut", after, resume=True)
+    assert list(resumed) == list(range(5, 12))
+    for done, values in resumed.items():
+        assert values == pytest.approx(straight[done], rel=1e-12)
+    assert "StepLR(step_size=3, by_epoch=False) in 3 epochs of `generator` -> StepLR(" in log
+    assert "in 3 epochs of `discriminator`, which hold from here on" in log
+
+
+def test_schedules_in_epochs_of_each_optimizer_go_on_at_the_same_part_of_the_run(tmp_path: Path):
+    schedules = [{**one, "convert_to_iter_based": True} for one in WARM_UP]
+    by_name = {"generator": schedules, "discriminator": schedules}
+    hooks = {"checkpoint": {"by_epoch": False, "interval": 2}}
+    with pytest.raises(KeyboardInterrupt):
+        rates_of(tmp_path, by_name, default_hooks=hooks, stop=2)
+    loader = {"dataset": TensorDataset(REAL, REAL.flip(0)), "batch_size": 3}
+    resumed, log = rates_of(tmp_path, by_name, train_dataloader=loader, resume=True)
+    straight, _ = rates_of(tmp_path / "straight", by_name, train_dataloader=loader)
+    assert list(resumed) == list(range(2, 22))  # 2 of 4 iterations, then 4 of 8, and 16
+    assert "the config has the same" in log
+    del resumed[2]  # made at the rates that were saved
+    for done, values in resumed.items():
+        assert values == pytest.approx(straight[done + 2], rel=1e-12)

@@ -287,15 +287,13 @@ def _changes(former: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tupl
 
 def _descriptions(run: TrainRun) -> Iterator[str]:
     """Yield what the config says of each schedule: the same in a run whose batches have another size."""
-    given, epochs = run.args.param_scheduler, run.train_loop.max_epochs
-    configs = given if isinstance(given, list | tuple) else [given]
+    epochs = run.train_loop.max_epochs
     schedulers: list[Any] = list(run.param_schedulers)
-    for index, scheduler in enumerate(schedulers):
+    for config, scheduler in zip(schedule_configs(run), schedulers, strict=True):
         if isinstance(scheduler, ParamScheduler):
             described: Any = scheduler
-            is_config = len(configs) == len(run.param_schedulers) and isinstance(configs[index], Mapping)
-            if is_config and not scheduler.by_epoch and epochs is not None:
-                settings = dict(configs[index])
+            if isinstance(config, Mapping) and not scheduler.by_epoch and epochs is not None:
+                settings = dict(config)
                 kind = settings.pop("type", type(scheduler))
                 name = getattr(kind, "__name__", str(kind).rpartition(".")[2])
                 described = f"{name}({', '.join(f'{key}={value}' for key, value in settings.items())})"
@@ -304,7 +302,22 @@ def _descriptions(run: TrainRun) -> Iterator[str]:
             described = f"{type(scheduler).__name__} {_constants(scheduler.state_dict())}"
         else:
             described = type(scheduler).__name__
-        yield re.sub(r" at 0x[0-9a-f]+", "", str(described))
+        wrapper = run.optim_wrapper
+        parts = wrapper.items() if isinstance(wrapper, OptimWrapperDict) else ()
+        owner = next((f" of `{name}`" for name, part in parts if part.optimizer is scheduler.optimizer), "")
+        yield re.sub(r" at 0x[0-9a-f]+", "", str(described)) + owner
+
+
+def schedule_configs(run: TrainRun) -> list[Any]:
+    """Return what `param_scheduler` says of each schedule of the run; None where it does not say it."""
+    given, wrapper = run.args.param_scheduler, run.optim_wrapper
+    of_each = [given]
+    if isinstance(wrapper, OptimWrapperDict):
+        by_name = isinstance(given, Mapping) and "type" not in given
+        of_each = [given.get(name) if by_name else given for name in wrapper.optim_wrappers]
+    configs = [one for each in of_each for one in (each if isinstance(each, list | tuple) else [each])]
+    configs = [one for one in configs if one is not None]
+    return configs if len(configs) == len(run.param_schedulers) else [None] * len(run.param_schedulers)
 
 
 def _changed_part(former: str, now: str) -> str:

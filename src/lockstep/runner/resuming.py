@@ -32,7 +32,7 @@ from lockstep.optim.scheduler import FormulaScheduler
 from lockstep.registry import HOOKS, in_default_scope
 from lockstep.runner.arguments import RunnerArguments
 from lockstep.runner.build import default_hooks
-from lockstep.runner.options import ResumedOptions
+from lockstep.runner.options import ResumedOptions, schedule_configs
 from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import are_parted, seed_all
 from lockstep.weights import Weights, check_weights, find_checkpoint, sized_on_loading
@@ -498,16 +498,13 @@ def _shift_schedules(run: TrainRun, regular: int, options: ResumedOptions, *, wa
         warns: whether to warn of a schedule that does not begin at the same part of the run as before.
     """
     loop = run.train_loop
-    own = [one for one in run.param_schedulers if isinstance(one, ParamScheduler)]  # not those a session's user steps
     if regular == loop.iter:
         return
     length = (loop.max_epochs or 0) * (loop.epoch_length or 0)
-    given = run.args.param_scheduler
-    configs = given if isinstance(given, list | tuple) else [given]
-    if len(configs) != len(own):
-        configs = [None] * len(own)
+    pairs: list[tuple[Any, Any]] = list(zip(schedule_configs(run), run.param_schedulers, strict=True))
+    own = [pair for pair in pairs if isinstance(pair[1], ParamScheduler)]  # not those a session's user steps
     shifted = []
-    for config, scheduler in zip(configs, own, strict=True):
+    for config, scheduler in own:
         in_epochs = isinstance(config, Mapping) and config.get("convert_to_iter_based")
         is_of_torch = isinstance(scheduler, TorchScheduler) and options.can_replay
         spans = not scheduler.by_epoch and (in_epochs or scheduler.end == length)
