@@ -177,6 +177,20 @@ def test_averaging_begins_in_the_epoch_and_with_the_iteration_that_are_named(tmp
     assert torch.allclose(metric.seen[1][0], expected, atol=1e-6)
 
 
+@pytest.mark.parametrize(("options", "first"), [({"begin_epoch": 2}, 5), ({"begin_iter": 6}, 6)])
+def test_a_resumed_run_forgets_an_average_that_has_not_begun_by_its_config(tmp_path: Path, options, first: int):
+    make_runner(tmp_path, [EMAHook(momentum=0.5)], train_cfg={"max_epochs": 1}).train()
+    recorder, metric = Recorder(), Predicted()
+    hooks = [recorder, EMAHook(momentum=0.5, **options)]
+    runner = make_runner(tmp_path, hooks, metric, resume=True)
+    runner.train()
+    expected = recorder.weights[first]
+    for place in range(first + 1, 9):
+        expected = expected + 0.5 * (recorder.weights[place] - expected)
+    assert torch.allclose(metric.seen[-1][0], expected, atol=1e-6)
+    assert "forgets the average" in (runner.run_dir / "log.txt").read_text()
+
+
 class Torchs(Hook):
     """Averages by torch's own class, from the first iteration's weights."""
 

@@ -47,7 +47,7 @@ class EMAHook(Hook):
       is sent between ranks.
     * During validation and testing, the average replaces the model's weights.
     * The model in a checkpoint is the average, that is, the model that was validated. The trained weights are saved
-      next to it. A run that resumes with this hook continues from the trained weights; without it, from the average.
+      next to it. A run that resumes continues from the trained weights, with this hook or without it.
 
     The first weights that are averaged are those after the first iteration, or after iteration `begin_iter`, as in
     MMEngine's hook and torch's `AveragedModel`. Weights in half precision are averaged in float32, because they would
@@ -174,6 +174,11 @@ class EMAHook(Hook):
             return
         # Through the strategy, because its optimizer may hold its own copy of the weights (ZeRO).
         runner.strategy.load_state({**checkpoint["model"], **checkpoint[_KEY]})
+        loop = runner.train_loop
+        epochs = loop.epoch + (loop.iter > loop.epoch_begin)  # also the one that goes on
+        if loop.iter < self.begin_iter or epochs < self.begin_epoch:  # which was earlier in the run that is resumed
+            runner.logger.warning("EMAHook forgets the average of the checkpoint: averaging has not begun yet")
+            return
         self.ema_model.steps.fill_(checkpoint["meta"][_KEY]["steps"])
 
     def after_load_weights(self, runner: Run | None = None) -> None:
