@@ -663,6 +663,8 @@ def test_samples_that_have_lists_in_the_place_of_tensors_are_told(tmp_path):
         note.startswith("'input_ids' of the batch: a list of tensors") and "with_format('torch')" in note
         for note in caught.value.__notes__
     )
+
+
 @ranks(1, 2)
 @pytest.mark.parametrize("writes", ["one rank", "all ranks"])
 def test_weights_that_one_rank_writes_between_epochs_are_told(tmp_path, writes):
