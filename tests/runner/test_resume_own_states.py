@@ -146,6 +146,26 @@ def test_what_a_hook_adds_comes_back_without_asking(tmp_path: Path) -> None:
     assert more["list"][1].item() == 1
 
 
+@ranks(1, 2)
+def test_what_a_hook_sets_up_before_the_run_does_not_replace_what_it_has_saved(tmp_path: Path) -> None:
+    class SetsUp(Hook):
+        def before_run(self, runner: Any) -> None:
+            self.count = 0
+
+        def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+            self.count += 1
+
+        def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+            checkpoint["count"] = self.count
+
+        def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+            self.count = checkpoint["count"]
+
+    trained(nn.Linear(3, 3), tmp_path, 1, custom_hooks=[hook := SetsUp()])
+    trained(nn.Linear(3, 3), tmp_path, 3, custom_hooks=[later := SetsUp()], resume=True)
+    assert later.count == 3 * hook.count
+
+
 def test_what_is_too_large_for_every_rank_is_left_out_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

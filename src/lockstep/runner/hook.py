@@ -75,7 +75,7 @@ class Hook:
     writes_checkpoints: ClassVar[bool] = False
 
     def before_run(self, runner: Run) -> None:
-        """Act before everything else."""
+        """Act before everything else, also before weights are loaded and a checkpoint is resumed from."""
 
     def after_run(self, runner: Run) -> None:
         """Act after everything else."""

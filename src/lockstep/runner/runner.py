@@ -144,6 +144,7 @@ class Runner(_AttributesOfRun):
         self._run: Run | None = None
         self._has_trained = False
         self._is_running = False
+        self._is_open = False  # and `before_run` need not be called
         self._has_weights = False  # of init_weights, or of a checkpoint
 
     @classmethod
@@ -511,15 +512,24 @@ class Runner(_AttributesOfRun):
         return loop
 
     def _begin(self, run: Run) -> None:
-        """Complete the run, open its records, and call `before_run`."""
-        self._hook_and_load(run)
+        """Open the run's records, and call `before_run`; of a new run, build the hooks before, and restore it after."""
+        if run is self._run:
+            self._open(run)
+        else:
+            self._hook_and_load(run)
+        self._is_open = False
+        self._began = perf_counter()
+
+    def _open(self, run: Run) -> None:
+        """Open the run's records, and call `before_run`, unless that was called when the run was built."""
         start.write_environment(run)
         start.begin_records(run)
-        self._began = perf_counter()
-        run.call_hook("before_run")
+        if not self._is_open:
+            run.call_hook("before_run")
+        self._is_open = True
 
     def _hook_and_load(self, run: Run) -> None:
-        """Build the run's hooks, and restore its state; for an existing run, do nothing."""
+        """Build the run's hooks, open it, and restore its state; for an existing run, do nothing."""
         if run is self._run:
             return
         run.tell_hub()
@@ -527,6 +537,7 @@ class Runner(_AttributesOfRun):
         for hook, priority in [*default, *self._custom_hooks]:
             run.register_hook(hook, priority)
         is_first, self._run = self._run is None, run
+        self._open(run)  # before the state is restored: what a hook sets up in `before_run` must not replace it
         weights = self._load_from
         if weights is None and run.stored is not None:
             weights = Weights(run.stored.directory, strict=True)

@@ -297,6 +297,34 @@ def test_checkpoints_after_iterations(tmp_path):
     assert saved(tmp_path) == ["iter_2", "iter_4", "iter_6"]
 
 
+@pytest.mark.parametrize("touched", [False, True])
+def test_a_hook_sets_up_before_the_run_what_it_then_takes_from_the_checkpoint(tmp_path, touched):
+    class Counts(Hook):
+        def before_run(self, runner):
+            self.count = 0
+
+        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+            self.count += 1
+
+        def before_save_checkpoint(self, runner, checkpoint):
+            checkpoint["count"] = self.count
+
+        def after_load_checkpoint(self, runner, checkpoint):
+            self.count = checkpoint["count"]
+
+    def trained(epochs, **more):
+        cfg = dict(by_epoch=True, max_epochs=epochs)
+        hook = Counts()
+        runner = Runner(**training_only(tmp_path, train_cfg=cfg, custom_hooks=[hook], **more))
+        if touched:
+            assert runner.train_loop.max_epochs == epochs  # which is built then
+        runner.train()
+        return hook.count
+
+    assert trained(2) == 6
+    assert trained(3, resume=True, experiment_name="documented_counts") == 9
+
+
 def test_only_some_checkpoints_are_kept(tmp_path):
     cfg = dict(type="CheckpointHook", interval=1, max_keep_ckpts=1)
     Runner(**training_only(tmp_path, default_hooks=dict(checkpoint=cfg))).train()
