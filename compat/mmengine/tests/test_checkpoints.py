@@ -10,10 +10,12 @@ from pickle import UnpicklingError
 
 import pytest
 import torch
+from documented.toys import Net, training_only
 from environments import REFERENCE, run
 
 from mmengine.runner import (
     CheckpointLoader,
+    Runner,
     export_checkpoint,
     find_latest_checkpoint,
     get_state_dict,
@@ -332,6 +334,24 @@ def test_a_training_that_is_longer_when_it_resumes_has_the_schedules_of_mmengine
     assert as_config == {name: values[6:] for name, values in whole.items()}
     differ = {name for name in whole if saved[name] != whole[name][6:]}
     assert {"linear", "cosine", "converted", "poly", "momentum", "decay", "two"} <= differ
+
+
+def test_counts_beside_an_average_are_those_of_the_trained_model(tmp_path):
+    def trained(folder, epochs, **options):
+        model = Net()
+        model.layers.append(torch.nn.BatchNorm1d(2))
+        hook = {"type": "EMAHook", "momentum": 0.1, "update_buffers": True}
+        cfg = {"by_epoch": True, "max_epochs": epochs}
+        arguments = training_only(folder, model=model, train_cfg=cfg, custom_hooks=[hook], visualizer=[], **options)
+        Runner(**arguments).train()
+        return model.layers[-1].num_batches_tracked.item()
+
+    assert trained(tmp_path / "first", 1) == 3
+    export_checkpoint(str(tmp_path / "first"), str(tmp_path / "epoch_1.pth"))
+    content = torch.load(tmp_path / "epoch_1.pth", weights_only=False)
+    content["state_dict"]["layers.3.num_batches_tracked"] = torch.tensor(1)  # where the average of MMEngine stays
+    torch.save(content, tmp_path / "epoch_1.pth")
+    assert trained(tmp_path / "second", 2, load_from=str(tmp_path / "epoch_1.pth"), resume=True) == 6
 
 
 def test_weights_that_do_not_fit_are_named_or_raised():

@@ -164,9 +164,14 @@ class MMEngineFile:
                 f"the weights in {self.path} do not fit the model (missing: {listed(missing or ['none'])}; unknown to "
                 f"the model: {listed(unknown or ['none'])})"
             )
-        found = {"model": {name: _filled(value, weights[name]) for name, value in wanted["model"].items()}}
+        found: dict[str, Any] = {}
         if "ema" in wanted:
             found["ema"] = {name: _filled(value, trained[name]) for name, value in wanted["ema"].items()}
+            # What is not averaged is the trained model's: MMEngine's average keeps the first count of BatchNorm's.
+            weights = {
+                name: value if name in wanted["ema"] else trained.get(name, value) for name, value in weights.items()
+            }
+        found["model"] = {name: _filled(value, weights[name]) for name, value in wanted["model"].items()}
         schedules = self._content.get("param_schedulers")
         if "optimizer" in wanted:
             groups = wanted["optimizer"]["param_groups"]
