@@ -180,6 +180,7 @@ def test_the_message_hub_tells_where_the_run_is(tmp_path: Path):
     class Look(Hook):
         def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
             seen.append(tuple(runner.message_hub.get_info(key) for key in ("epoch", "iter", "max_epochs", "max_iters")))
+            assert runner.message_hub.get_info("loop_stage") == "train"
 
     runner = make(tmp_path, default_hooks={"runtime_info": {"type": "RuntimeInfoHook"}}, custom_hooks=[Look()])
     runner.train()

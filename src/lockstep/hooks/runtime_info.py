@@ -15,6 +15,8 @@ from lockstep.runner.run import Run, TrainRun
 class RuntimeInfoHook(Hook):
     """Put metrics, as scalars such as `val/accuracy`, and learning rates, as `train/lr`, into the message hub.
 
+    The info `loop_stage` is `"train"`, `"val"` or `"test"` within the loop of this name.
+
     A rate is that of the iteration. One that is a tensor on a device is left out, because to read it would wait for the
     device in each iteration, and so is one that the optimizer sets itself. The other values that MMEngine's hook of
     this name provides are there without this hook: the infos `epoch`, `iter`, `max_epochs`, `max_iters` and
@@ -22,6 +24,32 @@ class RuntimeInfoHook(Hook):
     """
 
     priority = "VERY_HIGH"
+    _stage_around: str | None = None  # of the validation
+
+    def before_train(self, runner: TrainRun) -> None:
+        """Tell that it is the training."""
+        _enter(runner, "train")
+
+    def after_train(self, runner: TrainRun) -> None:
+        """Tell that it is none any more."""
+        _enter(runner, None)
+
+    def before_val(self, runner: Run) -> None:
+        """Tell that it is a validation."""
+        self._stage_around = runner.message_hub.get_info("loop_stage")
+        _enter(runner, "val")
+
+    def after_val(self, runner: Run) -> None:
+        """Tell that it is the training again, if there is one around it."""
+        _enter(runner, self._stage_around)
+
+    def before_test(self, runner: Run) -> None:
+        """Tell that it is a test."""
+        _enter(runner, "test")
+
+    def after_test(self, runner: Run) -> None:
+        """Tell that it is none any more."""
+        _enter(runner, None)
 
     def before_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None) -> None:
         """Put the learning rates of the iteration into the message hub."""
@@ -38,6 +66,13 @@ class RuntimeInfoHook(Hook):
     def after_test_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Put the metrics of a test into the message hub."""
         _leave(runner, "test", metrics)
+
+
+def _enter(runner: Run, stage: str | None) -> None:
+    if stage is None:
+        runner.message_hub.pop_info("loop_stage")
+    else:
+        runner.message_hub.update_info("loop_stage", stage)
 
 
 def _leave(runner: Run, mode: str, metrics: dict[str, Any] | None) -> None:

@@ -105,6 +105,23 @@ def test_what_hooks_are_given(tmp_path):
     assert seen == {"before": (0, 2), "after": (0, ["loss"], 0, 0), "val": (0, 2), "metrics": ["toy/accuracy"]}
 
 
+def test_the_message_hub_says_which_loop_it_is(tmp_path):
+    stages = []
+
+    class Stages(Hook):
+        def note(self, runner, *args, **kwargs):
+            stages.append(runner.message_hub.get_info("loop_stage"))
+
+        before_train_epoch = after_val_epoch = after_test_epoch = after_train = note
+
+    runner = Runner(**arguments(tmp_path, custom_hooks=[Stages()]))
+    runner.train()
+    assert stages == ["train", "val", "train", "val", None]
+    runner.test()
+    assert stages[5:] == ["test"]
+    assert runner.message_hub.get_info("loop_stage") is None
+
+
 def test_hooks_that_do_the_same_in_all_modes(tmp_path):
     modes = []
 
