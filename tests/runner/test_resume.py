@@ -225,10 +225,13 @@ def test_training_begins_with_the_weights_that_fit_and_evaluation_needs_all(in_a
         "val_dataloader": {"dataset": TensorDataset(X, Y.flatten() > 0)},
         "val_evaluator": {"type": "Accuracy"},
     }
+    failed = Runner(model, tmp_path / "val", load_from=source, **evaluation)
     with pytest.raises(
         ConfigError, match=r"fit the model \(missing: more\.weight, more\.bias; of another shape: norm\.weight"
     ):
-        Runner(model, tmp_path / "val", load_from=source, **evaluation).val()
+        failed.val()
+    with pytest.raises(ConfigError, match="fit the model"):  # nor is it evaluated without them
+        failed.val()
     shared = nn.Module()
     shared.linear = nn.Linear(7, 1)
     shared.forward = shared.linear.forward  # type: ignore[method-assign]

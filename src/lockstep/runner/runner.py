@@ -145,6 +145,7 @@ class Runner(_AttributesOfRun):
         self._has_trained = False
         self._is_running = False
         self._is_open = False  # and `before_run` need not be called
+        self._is_loaded = False  # what `load_from` names
         self._has_weights = False  # of init_weights, or of a checkpoint
 
     @classmethod
@@ -336,7 +337,7 @@ class Runner(_AttributesOfRun):
             self._load_from = Weights(locate(filename), strict, revise_keys)
         else:
             self._run.load_checkpoint(filename, strict=strict, revise_keys=revise_keys)
-            self._has_weights = True
+            self._has_weights = self._is_loaded = True
             if self._run.rank == 0:  # which writes the records
                 found = find_checkpoint(locate(filename))
                 meta = {} if found is None else read_meta(found)
@@ -515,8 +516,7 @@ class Runner(_AttributesOfRun):
         """Open the run's records, and call `before_run`; of a new run, build the hooks before, and restore it after."""
         if run is self._run:
             self._open(run)
-        else:
-            self._hook_and_load(run)
+        self._hook_and_load(run)
         self._is_open = False
         self._began = perf_counter()
 
@@ -529,24 +529,26 @@ class Runner(_AttributesOfRun):
         self._is_open = True
 
     def _hook_and_load(self, run: Run) -> None:
-        """Build the run's hooks, open it, and restore its state; for an existing run, do nothing."""
-        if run is self._run:
+        """Build the run's hooks, open it, and restore its state; for an existing run that has it, do nothing."""
+        if run is not self._run:
+            run.tell_hub()
+            default = [(hook, None) for hook in build.default_hooks(self.args.default_hooks)]
+            for hook, priority in [*default, *self._custom_hooks]:
+                run.register_hook(hook, priority)
+            self._run = run
+            self._open(run)  # before the state is restored: what a hook sets up in `before_run` must not replace it
+        elif self._is_loaded:
             return
-        run.tell_hub()
-        default = [(hook, None) for hook in build.default_hooks(self.args.default_hooks)]
-        for hook, priority in [*default, *self._custom_hooks]:
-            run.register_hook(hook, priority)
-        is_first, self._run = self._run is None, run
-        self._open(run)  # before the state is restored: what a hook sets up in `before_run` must not replace it
         weights = self._load_from
         if weights is None and run.stored is not None:
             weights = Weights(run.stored.directory, strict=True)
         if isinstance(run, TrainRun) and (self.args.resume or run.stored is not None):
             resuming.resume_run(run)
             weights = weights if run.stored is None else None
-        if is_first and weights is not None:  # later runs go on with the model of the one before
+        if not self._is_loaded and weights is not None:  # later runs go on with the model of the one before
             load_weights(run.strategy, unwrap_model(run.model), weights, training=isinstance(run, TrainRun))
             self._has_weights = True
+        self._is_loaded = True
 
     def _or_default(self, name: str, default: Mapping[str, Any]) -> Any:
         given = getattr(self.args, name)

@@ -433,16 +433,20 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         return build.build_loader(mode, given, space, shard)
 
     def _hook_and_load(self, run: Run) -> None:
-        is_new = run is not self._run
+        is_new = run is not self._run or not self._is_loaded
         weights, self._load_from = self._load_from, None
-        super()._hook_and_load(run)
-        self._load_from = weights
+        try:
+            super()._hook_and_load(run)
+        finally:
+            self._load_from = weights
+        self._is_loaded = False
         if is_new and weights is not None and run.stored is None:
             with shown_to_hooks(run, weights) as shown:
                 load_weights(run.strategy, unwrap_model(run.model), shown, training=isinstance(run, TrainRun))
         if is_new and self._file is not None and isinstance(run, TrainRun):
             self._file.restore(run)
             self._file = None
+        self._is_loaded = True
 
     def _early(self, name: str) -> Any:
         """Build one part, which the run will use."""
