@@ -7,6 +7,7 @@ import torch
 
 from lockstep.checkpoint import read_meta
 from lockstep.dist import destroy_dist
+from lockstep.errors import ConfigError
 from mmengine.evaluator import DumpResults, Evaluator
 from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
@@ -212,3 +213,11 @@ def test_a_validation_draws_from_the_random_numbers_of_the_training(cfg):
         destroy_dist()
     first, second = drawn
     assert first != second
+
+
+def test_a_runner_whose_weights_cannot_be_loaded_says_so_at_each_call(cfg, tmp_path):
+    (tmp_path / "weights.pth").write_bytes(b"no weights")
+    runner = Runner.from_cfg({**cfg, "load_from": str(tmp_path / "weights.pth")})
+    for _ in range(2):
+        with pytest.raises(ConfigError):
+            runner.test()
