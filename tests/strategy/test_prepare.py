@@ -8,7 +8,7 @@ from torch import nn
 
 from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError
-from lockstep.strategy import DDPStrategy, SingleDeviceStrategy
+from lockstep.strategy import DDPStrategy, SingleDeviceStrategy, build_strategy
 from lockstep.testing import ranks
 
 SGD = {"optimizer": {"type": "SGD", "lr": 0.1}}
@@ -38,3 +38,11 @@ def test_ddp_refuses_to_train_what_it_can_not_wrap():
         return
     with pytest.raises(ConfigError, match="gradients of what is unfrozen later would not be averaged"):
         DDPStrategy().prepare(model, optimizer)
+
+
+@ranks(1, 2)
+def test_an_argument_that_the_wrapper_of_ddp_does_not_have_is_told_on_any_number_of_ranks():
+    build_strategy({"type": "ddp", "find_unused_parameters": True, "static_graph": False, "bucket_cap_mb": 5})
+    for given in ({"find_unused": True}, {"model_wrapper": {"find_unused": True}}):
+        with pytest.raises(ConfigError, match=r"key 'find_unused': did you mean `find_unused_parameters`"):
+            build_strategy({"type": "ddp", **given})

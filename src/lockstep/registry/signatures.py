@@ -86,7 +86,7 @@ def construct(constructor: Callable[..., Any], arguments: Mapping[str, Any], kin
         if refused and refused[1] in arguments and not isinstance(error, BuildError):
             key = refused[1]
             # A base class may accept a key that its subclass refuses.
-            hint = did_you_mean(key, _accepted(constructor) - {key})
+            hint = did_you_mean(key, accepted(constructor) - {key})
             raise BuildError(f"{subject}: unknown argument `{key}`{hint}") from error
         error.add_note(f"while building the {subject} with {', '.join(arguments) or 'no arguments'}")
         raise
@@ -120,7 +120,7 @@ def _subject(constructor: Callable[..., Any], kind: str) -> str:
     return f"{kind} `{getattr(constructor, '__qualname__', None) or repr(constructor)}`"
 
 
-def _accepted(constructor: Callable[..., Any]) -> set[str]:
+def accepted(constructor: Callable[..., Any]) -> set[str]:
     """Return every argument name in the signatures of a function, or of a class and its bases."""
     owners = constructor.__mro__ if inspect.isclass(constructor) else (constructor,)
     return set().union(*(Arguments.of(owner).named for owner in owners))

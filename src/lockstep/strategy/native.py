@@ -16,11 +16,12 @@ from torch.optim import Optimizer
 
 from lockstep.device import get_device
 from lockstep.dist import get_rank, get_world_size, is_distributed
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, require_known
 from lockstep.groups import this_rank
 from lockstep.model import is_model_wrapper, unwrap_model
 from lockstep.optim import OptimWrapper, build_optim_wrapper
 from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
+from lockstep.registry.signatures import accepted
 from lockstep.strategy.base import ModelState, OptimLike, OptimState, Prepared, Strategy, refuse_meta
 
 
@@ -170,12 +171,18 @@ class DDPStrategy(NativeStrategy):
     Args:
         model_wrapper: config of the wrapper, `MMDistributedDataParallel` by default.
         **kwargs: arguments of the wrapper, such as `find_unused_parameters`.
+
+    Raises:
+        ConfigError: the wrapper has no such argument.
     """
 
     keeps_memory_format = True
 
     def __init__(self, model_wrapper: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._wrapper = {"type": _WRAPPER, "broadcast_buffers": False, **(model_wrapper or {}), **kwargs}
+        if self._wrapper["type"] == _WRAPPER:  # also where one rank alone needs no wrapper
+            known = accepted(MODEL_WRAPPERS.get(_WRAPPER)) | {"type", "model_wrapper"}
+            require_known("strategy", self._wrapper, known - {"self", "module"})
 
     def parallelize(self, model: nn.Module, optim_wrapper: OptimLike | None = None) -> Prepared:
         """Wrap the model, then build its optimizer.
