@@ -18,7 +18,7 @@ from lockstep.device import get_device
 from lockstep.dist import get_rank, get_world_size, is_distributed
 from lockstep.errors import ConfigError, require_known
 from lockstep.groups import this_rank
-from lockstep.model import is_model_wrapper, unwrap_model
+from lockstep.model import MMDistributedDataParallel, is_model_wrapper, unwrap_model
 from lockstep.optim import OptimWrapper, build_optim_wrapper
 from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
 from lockstep.registry.signatures import accepted
@@ -181,7 +181,7 @@ class DDPStrategy(NativeStrategy):
     def __init__(self, model_wrapper: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._wrapper = {"type": _WRAPPER, "broadcast_buffers": False, **(model_wrapper or {}), **kwargs}
         if self._wrapper["type"] == _WRAPPER:  # also where one rank alone needs no wrapper
-            known = accepted(MODEL_WRAPPERS.get(_WRAPPER)) | {"type", "model_wrapper"}
+            known = accepted(MMDistributedDataParallel) | {"type", "model_wrapper"}
             require_known("strategy", self._wrapper, known - {"self", "module"})
 
     def parallelize(self, model: nn.Module, optim_wrapper: OptimLike | None = None) -> Prepared:

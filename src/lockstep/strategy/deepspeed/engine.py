@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -206,8 +207,12 @@ def _watch_calls(module: nn.Module) -> CallOrder:
     }
     order = CallOrder(list(layers), rule=_RULE, remedy=_REMEDY, error=ConfigError, first=_FIRST)
     for index, layer in enumerate(layers.values()):
-        layer.register_forward_pre_hook(lambda *_, index=index: order.call(index), prepend=True)
+        layer.register_forward_pre_hook(partial(_note_call, order, index), prepend=True)
     return order
+
+
+def _note_call(order: CallOrder, index: int, *_: Any) -> None:
+    order.call(index)  # what a hook returns, the layer would take for its inputs
 
 
 class MetaPlaceholders:
