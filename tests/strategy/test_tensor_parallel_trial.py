@@ -10,9 +10,12 @@ from warnings import catch_warnings, filterwarnings
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.dist import get_rank
 from lockstep.errors import ConfigError
 from lockstep.model.shards import gather_full
 from lockstep.strategy import FSDPStrategy
@@ -217,3 +220,48 @@ def test_a_first_evaluation_does_not_end_the_trial():
     model.train()
     with pytest.raises(ConfigError, match="FixedHeads may divide"):
         model(torch.randn(2, 5, WIDTH))
+
+
+class Sequence(nn.Module):
+    """A model whose plan splits the sequence around a norm, and whose head is outside of every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(10, WIDTH), nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 10)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(self.head(self.norm(self.embed(tokens))).flatten(0, 1), targets.flatten())
+
+
+def _step_of_a_sequence(plan: dict[str, Any], seed: int = 0, **options: Any) -> list[Tensor]:
+    torch.manual_seed(0)
+    strategy = FSDPStrategy(tensor_parallel={"degree": 2, "plan": plan}, auto_wrap_policy=None, **options)
+    model, optimizer = strategy.prepare(Sequence(), {"optimizer": {"type": "SGD", "lr": 0.1}})
+    torch.manual_seed(seed)
+    for _ in range(2):
+        optimizer.update_params(model(torch.randint(10, (2, 6)), torch.randint(4, (2, 6))))
+    return [gather_full(parameter).detach() for parameter in model.module.parameters()]
+
+
+IN_SEQUENCE = {
+    "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "norm": "sequence_parallel",
+    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+}
+
+
+@ranks(2)
+def test_what_is_outside_of_every_block_must_be_split_so_that_ranks_have_the_same_loss_and_gradients():
+    whole = _step_of_a_sequence({"head": "colwise_rep"})
+    for one, other in zip(whole, _step_of_a_sequence(IN_SEQUENCE), strict=True):
+        torch.testing.assert_close(one, other)
+    with pytest.raises(ConfigError, match=r"must get the same gradients .* those of norm\.weight differ"):
+        _step_of_a_sequence({name: style for name, style in IN_SEQUENCE.items() if name != "norm"})
+    with pytest.raises(ConfigError, match=r"must have the same loss, but in the first step .* write 'colwise_rep'"):
+        _step_of_a_sequence({"head": "colwise"})  # half of the classes on each rank, and targets among them
+
+
+@ranks(2)
+def test_ranks_that_compute_together_must_have_the_same_samples():
+    with pytest.raises(ConfigError, match="must have the same loss"):
+        _step_of_a_sequence({"head": "colwise_rep"}, seed=get_rank())

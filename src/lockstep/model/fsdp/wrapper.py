@@ -51,7 +51,7 @@ from lockstep.model.parts import (
     trains_others,
 )
 from lockstep.model.shards import reshard
-from lockstep.model.tensor_parallel import TensorParallel
+from lockstep.model.tensor_parallel import PeerCheck, TensorParallel
 from lockstep.model.tensor_parallel_plan import read_request
 from lockstep.model.wrapper import ModelWrapper
 from lockstep.model.written import refuse_max_norm
@@ -208,6 +208,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
         self._replicated = ReplicatedParameters(module, scalars, self.mesh, lambda: self._syncs_gradients)
         frees = sharding.reshard_after_forward is not False
         self._consistency = Consistency(module, whole, scalars, find_unused_parameters, frees)
+        self._peers = None if parallel is None else PeerCheck(module, parallel.mesh, self.mesh.ndim)
         axes = [axis for axis in range(whole.ndim) if whole.size(axis) > 1]
         if device.type != "cpu" and axes:
             # The watch reports collectives that hang on a device, but only those that it has been told of.
@@ -268,6 +269,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
 
         Raises:
             CollectiveMismatchError: on every rank, if the losses depend on different units or parameters.
+            ConfigError: ranks that compute together have other losses or gradients; see `PeerCheck`.
         """
         synced = nullcontext() if syncs else self.no_sync()
         with (
@@ -276,6 +278,8 @@ class MMFullyShardedDataParallel(ModelWrapper):
             self._consistency.backward_pass(loss, reduces=self._syncs_gradients),
         ):
             yield loss
+        if self._peers is not None and self._syncs_gradients and syncs:
+            self._peers.after_backward(loss)
         if self._comm is not None:
             check_call("backward_pass", self._comm, compares=False)
             self._note_running()
