@@ -405,6 +405,11 @@ def test_parameters_on_the_meta_device_are_made_before_they_are_sharded():
     assert tied.words.weight.grad.full_tensor().abs().sum() > 0
 
 
+def init_linear(module: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
+    module.reset_parameters()
+
+
 @ranks(2)
 def test_parameters_that_nobody_makes_are_named():
     with torch.device("meta"):
@@ -412,8 +417,23 @@ def test_parameters_that_nobody_makes_are_named():
         loose.weight = nn.Parameter(torch.empty(3))
     with pytest.raises(ValueError, match="Module is on the meta device and has no method reset_parameters"):
         MMFullyShardedDataParallel(loose)
-    with pytest.raises(ValueError, match=r"'blocks.0.inner.weight' of Net is still on the meta device"):
+    with pytest.raises(ValueError, match=r"'blocks.0.inner.weight' of Net is still on the meta device. Begin it with"):
         MMFullyShardedDataParallel(net, param_init_fn=lambda module: None)
+
+
+@ranks(2)
+@pytest.mark.parametrize(("on", "options"), [("meta", {}), ("cpu", {}), ("meta", {"param_init_fn": init_linear})])
+def test_an_init_weights_that_is_not_called_is_named(on: str, options: dict):
+    class Initialised(nn.Linear):
+        def init_weights(self) -> None:
+            nn.init.constant_(self.weight, 0.5)
+
+    with torch.device(on):
+        model = nn.Sequential(Initialised(4, 4), Initialised(4, 4))
+    with warned() as messages:
+        MMFullyShardedDataParallel(model, **options)
+    named = [message for message in messages if "not `init_weights` of Initialised" in message]
+    assert len(named) == (get_rank() == 0 and on == "meta" and not options)
 
 
 @ranks(2)

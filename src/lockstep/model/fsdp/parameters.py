@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lockstep.dist import all_reduce
+from lockstep.dist import all_reduce, get_rank
 from lockstep.errors import ConfigError
 from lockstep.groups import this_rank
 from lockstep.model.autograd_graph import after_backward, backward_pass, never_compiled, on_backward
@@ -22,6 +23,7 @@ from lockstep.model.fsdp.units import sites_by_unit
 from lockstep.model.parts import Site, broadcast_from_first, owners_of_parameters, parameter_at
 from lockstep.tree import tree_leaves
 
+_logger = logging.getLogger("lockstep.model.fsdp")
 InitFunction: TypeAlias = Callable[[nn.Module], None]
 
 
@@ -41,6 +43,7 @@ class Materializer:
         self.device = device
         self._init = init
         self._mesh = mesh
+        self._has_named = False
         self._done: set[Tensor] = set()
         self._moved: dict[Tensor, Tensor] = {}
 
@@ -74,6 +77,8 @@ class Materializer:
         if not waiting:
             return
         owners = owners_of_parameters(unit)
+        if self._init is None:
+            self._name_own_init(unit)
         for module in waiting:
             if self._init is None:
                 _reset(module, self.device)
@@ -86,8 +91,21 @@ class Materializer:
             if tensor.is_meta:
                 raise ValueError(
                     f"`param_init_fn` must put every parameter and buffer of a module on {self.device}, but {name!r} "
-                    f"of {type(unit).__name__} is still on the meta device"
+                    f"of {type(unit).__name__} is still on the meta device. Begin it with "
+                    "module.to_empty(device=..., recurse=False), and then give values"
                 )
+
+    def _name_own_init(self, unit: nn.Module) -> None:
+        """Say once that an `init_weights` is not called, as it is for a whole model that is not on the meta device."""
+        own = next((part for part in unit.modules() if callable(getattr(part, "init_weights", None))), None)
+        if own is not None and not self._has_named and get_rank() == 0:
+            self._has_named = True
+            _logger.warning(
+                "`reset_parameters` of each module has filled the model, which was on the meta device, and not "
+                "`init_weights` of %s, because the model is never whole. Unless weights are loaded, give the strategy "
+                "`param_init_fn`, a function that is called with each module",
+                type(own).__name__,
+            )
 
     @torch.no_grad()
     def _move_to_device(self, unit: nn.Module, ignored: Collection[Tensor]) -> None:
@@ -116,7 +134,8 @@ def _reset(module: nn.Module, device: torch.device) -> None:
     if not callable(reset):
         raise ValueError(
             f"`param_init_fn` must be given, because {type(module).__name__} is on the meta device and has no "
-            "method reset_parameters. For example: lambda module: module.to_empty(device=..., recurse=False)"
+            "method reset_parameters. It is called with each module that has tensors there, allocates its own by "
+            "module.to_empty(device=..., recurse=False), and must then give them values, as by nn.init.normal_"
         )
     given = {name: tensor.detach() for name, tensor in _named_tensors(module) if not tensor.is_meta}
     module.to_empty(device=device, recurse=False)
