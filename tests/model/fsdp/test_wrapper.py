@@ -405,6 +405,19 @@ def test_parameters_on_the_meta_device_are_made_before_they_are_sharded():
     assert tied.words.weight.grad.full_tensor().abs().sum() > 0
 
 
+@ranks(2)
+def test_hooks_that_see_a_whole_window_are_named_where_there_is_one():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net[1].bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    model = MMFullyShardedDataParallel(net)
+    said = []
+    for syncs in (True, False, False, True):
+        with warned() as messages, model.backward_context(model(torch.ones(2, 4)).mean(), syncs=syncs) as loss:
+            loss.backward()
+        said.append(["once for each window" in message and "that of 1.bias." in message for message in messages])
+    assert said == [[], [True] if get_rank() == 0 else [], [], []]
+
+
 def init_linear(module: nn.Module) -> None:
     module.to_empty(device="cpu", recurse=False)
     module.reset_parameters()

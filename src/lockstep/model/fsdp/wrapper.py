@@ -204,6 +204,10 @@ class MMFullyShardedDataParallel(ModelWrapper):
         self._ids = None if whole.size() == 1 else set(map(id, module.parameters()))
         self.process_group = whole.get_group() if whole.ndim == 1 else None
         self._syncs_gradients = True
+        # Shards, until their hooks have been looked at: after a forward pass the outermost unit shows gathered ones.
+        self._to_look_at: list[tuple[str, nn.Parameter]] | None = [
+            (name, own) for name, own in module.named_parameters() if isinstance(own, DTensor)
+        ]
         self._comm: Comm | None = None
         self._replicated = ReplicatedParameters(module, scalars, self.mesh, lambda: self._syncs_gradients)
         frees = sharding.reshard_after_forward is not False
@@ -271,6 +275,8 @@ class MMFullyShardedDataParallel(ModelWrapper):
             CollectiveMismatchError: on every rank, if the losses depend on different units or parameters.
             ConfigError: ranks that compute together have other losses or gradients; see `PeerCheck`.
         """
+        if not syncs:
+            self._name_hooks_of_windows()
         synced = nullcontext() if syncs else self.no_sync()
         with (
             synced,
@@ -283,6 +289,20 @@ class MMFullyShardedDataParallel(ModelWrapper):
         if self._comm is not None:
             check_call("backward_pass", self._comm, compares=False)
             self._note_running()
+
+    def _name_hooks_of_windows(self) -> None:
+        """Say once which hooks see a whole window of accumulation, where one process calls them for each part of it."""
+        hooked = [name for name, own in self._to_look_at or () if own._post_accumulate_grad_hooks]
+        self._to_look_at = None
+        if hooked and get_rank() == 0:
+            _logger.warning(
+                "hooks of `register_post_accumulate_grad_hook` are called once for each window of accumulation under "
+                "FSDP, with the averaged gradient of all its batches; in one process and under 'ddp' they are called "
+                "after each backward pass, with what has been accumulated until then. One that changes the gradient "
+                "trains something else than there: that of %s. Use `register_hook`, or a hook of the optimizer "
+                "(`register_step_pre_hook`), if it must be the same",
+                listed(hooked, most=4),
+            )
 
     def _note_running(self, *_: object) -> None:
         if self._comm is not None:
