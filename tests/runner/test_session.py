@@ -616,8 +616,8 @@ def test_a_rank_that_leaves_an_epoch_alone_is_told_so(tmp_path):
     with pytest.raises(CollectiveMismatchError, match="a loop is left in the same iteration on all") as raised:
         train()
     if get_rank() == 1:
-        assert "Rank 1 has left the loop after 1 iteration, by `break`" in str(raised.value.__notes__)
-        assert "after 1 iterations" in str(raised.value.__notes__)
+        assert "Rank 1 has left the loop after 2 iterations, by `break`" in str(raised.value.__notes__)
+        assert "after 2 iterations" in str(raised.value.__notes__)
 
 
 @ranks(2)
@@ -760,3 +760,27 @@ def test_an_update_is_the_mean_over_what_batch_size_of_counts(tmp_path: Path) ->
     loss_of(plain, x, tokens).backward()
     for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(own, expected - 0.1 * expected.grad)
+
+
+@ranks(1, 2)
+def test_hooks_see_the_iteration_in_which_an_epoch_is_left_by_break(tmp_path):
+    average = {"type": "EMAHook", "momentum": 0.5}
+    session = session_of(tmp_path, custom_hooks=[average], default_hooks={"logger": {"interval": 1}})
+    model = nn.Linear(8, 1, bias=False)
+    data = DataLoader(X8, batch_size=4 // get_world_size())
+    model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+    held_out, expected, losses = session.prepare_evaluation(data), None, []
+    for _ in session.epochs(2):
+        for x in batches:
+            loss = model(x).square().mean()
+            session.step(loss)
+            losses.append(loss.item())
+            now = model.weight.detach().clone()
+            expected = now if expected is None else (expected + now) / 2
+            if session.batch_idx == 1:
+                break
+        for _ in held_out:
+            assert torch.allclose(model.weight, expected)
+    if session.is_main:
+        records = map(json.loads, (session.run_dir / "metrics.jsonl").read_text().splitlines())
+        assert len([one for one in records if one["mode"] == "train"]) == len(losses) == 4

@@ -61,6 +61,7 @@ class OwnLoop(TrainLoop):
         self.is_stepping = False  # within an iteration
         self._is_evaluating = False
         self._is_uncounted = False  # an iteration has begun, and has not ended: the user's code may have left it
+        self._present: tuple[int, Batch] | None = None  # the number and the batch of that iteration
         self._iterated = False  # since the last look at the count of backward passes
         self._counted = 0
         self._has_warned = self._has_warned_of_gather = False
@@ -310,6 +311,7 @@ class OwnLoop(TrainLoop):
             self.counts, self._values, self.batch = batch.is_own, {}, batch.data
             self._begin_iter(batch_idx, batch)
             self.is_stepping = self._is_uncounted = True
+            self._present = batch_idx, batch
             try:
                 with nothing if is_plain else self._led(), nothing if batch.is_own else buffers_kept(run.model):
                     moved = run.to_device(batch.data) if self.has_data else self.iter
@@ -325,9 +327,17 @@ class OwnLoop(TrainLoop):
 
     def _end_iter(self, batch_idx: int, batch: Batch, outputs: dict[str, Any]) -> None:
         super()._end_iter(batch_idx, batch, outputs)
-        self._is_uncounted, self.batch = False, None
+        self._is_uncounted, self.batch, self._present = False, None, None
         self._save_requested()
         self.iter_ended = perf_counter()
+
+    def _end_left_iter(self) -> None:
+        """End an iteration that the user's code has left by `break` after its step, which hooks must see, too.
+
+        Not where it is left, since that may be by an error of this rank alone.
+        """
+        if self._present is not None and self._is_uncounted and not self.is_stepping and self.has_backward:
+            self._end_iter(*self._present, self._values)
 
     def evaluation_batches(self, loader: Any) -> Iterator[Any]:
         """Yield equally many batches on every rank; training then draws the same random numbers as without."""
@@ -335,6 +345,7 @@ class OwnLoop(TrainLoop):
         context = model.evaluation_context() if isinstance(model, ModelWrapper) else nullcontext()
         set_epoch(loader, 0)
         run = self.runner
+        self._end_left_iter()
         # In the midst of an iteration or of an accumulation window, what has been computed can't be saved.
         may_stop = not self.is_stepping and not run.optim_wrapper.has_open_window
         with run.saving.at_stop(), random_state_kept(), run.evaluated(), self._weights_to_evaluate(), context:
@@ -414,6 +425,7 @@ class OwnLoop(TrainLoop):
 
     def log_metrics(self, metrics: dict[str, Any]) -> None:
         """Call the hooks of a validation."""
+        self._end_left_iter()
         run, metrics = self.runner, {name: plain_value(value) for name, value in metrics.items()}
         if self._is_in_body and not self.is_stepping:
             self._logged += 1
@@ -458,7 +470,8 @@ class OwnLoop(TrainLoop):
             self._to_save.append((name, async_save))
             self.runner.logger.info("%s is saved at the end of the present iteration", name or f"iter_{self.iter + 1}")
             return
-        self._save_requested()  # in an iteration that was left
+        self._end_left_iter()
+        self._save_requested()  # in an iteration that was left without a step
         self._to_save.append((name, async_save))
         with self._counted_so_far() if self._is_in_body else nullcontext():
             self._save_requested()
@@ -516,7 +529,8 @@ class OwnLoop(TrainLoop):
     def _end_epoch(self) -> None:
         vars(self).update(self._body_of)
         self._body_of, self._logged = {}, 0
-        self._save_requested()  # in an iteration that was left by `break`
+        self._end_left_iter()
+        self._save_requested()  # in an iteration that was left without a step
         self._is_uncounted = False
         self._warn_of_missing_steps(f"epoch {self.epoch}")
         self._is_open = False
