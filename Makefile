@@ -162,10 +162,14 @@ soak-faults: $(READY)  ## jobs in which a rank fails, in random order and at ran
 soak-preemption: $(READY)  ## a training that is stopped fifty times, and goes on each time
 	$(BIN)/python tests/launch/soak_preemption.py
 
-# CASES=N: how many trainings; SEED=N: the first of them.
+# CASES=N: how many trainings; SEED=N: the first of them. So for soak-numbers.
 .PHONY: soak-resume
 soak-resume: $(READY)  ## loops with random options, stopped at random moments, which must go on as if they had not been
 	$(BIN)/python -m tests.runner.soak_resume --cases $(or $(CASES),300) --seed $(or $(SEED),0)
+
+.PHONY: soak-numbers
+soak-numbers: $(READY)  ## trainings with random options on one to three ranks, against a loop by hand in plain torch
+	$(BIN)/python -m tests.runner.soak_numbers --cases $(or $(CASES),300) --seed $(or $(SEED),0)
 
 .PHONY: test-buckets
 test-buckets: .venv-buckets/.ready  ## weights and checkpoints in a bucket, of a server that speaks S3, on this machine

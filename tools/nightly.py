@@ -26,8 +26,8 @@ WORDS = (
     "check", "test", "demo", "test-checkpoints", "test-layouts", "test-jobs", "faults-page", "test-deepspeed",
     "test-colossalai", "test-models", "parity", "resume-matrix", "test-docs", "test-huggingface", "test-buckets",
     "test-trackers", "test-data-packages", "test-integrations", "dist", "test-mmengine", "mmengine-trainings",
-    "mmengine-models", "soak-kills", "soak-preemption", "soak-resume", "soak-elastic", "soak-faults", "bench-scale",
-    "test-device", "test-gpu",
+    "mmengine-models", "soak-kills", "soak-preemption", "soak-resume", "soak-numbers", "soak-elastic", "soak-faults",
+    "bench-scale", "test-device", "test-gpu",
 )  # fmt: skip
 HEAD = """# What was verified, when, and on what
 
