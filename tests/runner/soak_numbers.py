@@ -122,6 +122,9 @@ def fitting(case: dict[str, Any]) -> dict[str, Any]:
         case["model"] = model = "conv"
     if model == "branch" and case["strategy"] == "fsdp":
         case["strategy"] = "ddp"
+    if model == "branch" and case["sampler"] in ("batches", "unequal", "stream"):
+        # What only a batch that counts for nothing reaches gets a gradient of 0, so that weight decay moves it.
+        case["sampler"] = "list"
     if model in ("tokens", "tied"):
         case |= {"loss": "left out", "steps": 1}
     if model == "losses" or own_steps:
