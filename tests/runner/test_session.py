@@ -784,3 +784,19 @@ def test_hooks_see_the_iteration_in_which_an_epoch_is_left_by_break(tmp_path):
     if session.is_main:
         records = map(json.loads, (session.run_dir / "metrics.jsonl").read_text().splitlines())
         assert len([one for one in records if one["mode"] == "train"]) == len(losses) == 4
+
+
+@ranks(2)
+def test_weights_are_averaged_under_fsdp_after_a_validation_within_a_window(tmp_path):
+    average = {"type": "EMAHook", "momentum": 0.5}
+    session = session_of(tmp_path, strategy="fsdp", accumulative_counts=4, custom_hooks=[average])
+    model, data = nn.Linear(8, 1), DataLoader(X8, batch_size=1)
+    model, _, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+    held_out = session.prepare_evaluation(data)
+    for x in session.iterations(4):
+        session.step(model(x).square().mean())
+        model.eval()
+        with torch.no_grad():
+            _ = [model(one) for one in held_out]
+        model.train()
+    assert session.iter == 4

@@ -21,6 +21,7 @@ from lockstep.evaluator.evaluator import plain_value
 from lockstep.logging.meters import require_scalar
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.compiling import begin_compiled_step
+from lockstep.model.shards import reshard
 from lockstep.model.wrapper import forwarded
 from lockstep.optim import OptimWrapper, OptimWrapperDict
 from lockstep.optim.build_schedulers import length_in, steps_in
@@ -416,6 +417,7 @@ class OwnLoop(TrainLoop):
         finally:
             self.counts, self._is_evaluating = True, False
             self.runner.call_hook("after_val")
+            reshard(unwrap_model(self.runner.model))  # hooks of an iteration that goes on look for shards
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Add values to the record of the present iteration."""
