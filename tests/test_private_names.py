@@ -191,7 +191,7 @@ PRIVATE: dict[str, Private] = {
         ("strategy/gradient_flow.py",),
     ),
     "_backward_hooks": Private(hooks_kept, ("model/fsdp/parameters.py",)),
-    "_post_accumulate_grad_hooks": Private(hooks_kept, ("model/fsdp/parameters.py",)),
+    "_post_accumulate_grad_hooks": Private(hooks_kept, ("model/fsdp/parameters.py", "model/fsdp/wrapper.py")),
     # Tensors.
     "_foreach_copy_": Private(foreach, ("model/averaged.py",)),
     "_foreach_lerp_": Private(foreach, ("model/averaged.py",)),
