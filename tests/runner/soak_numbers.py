@@ -6,12 +6,10 @@ on the global batches. Losses, norms of gradients, rates, metrics, records, aver
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,8 @@ from lockstep.hooks import Hook
 from lockstep.model import unwrap_model
 from lockstep.testing import RankFailure
 from lockstep.testing.pool import run_body
+
+from .soak import main
 
 CLASSES = 3
 SAMPLERS = ["shuffled", "sequential", "list", "weighted", "batches", "unequal", "infinite", "stream"]
@@ -1002,7 +1002,14 @@ def faults_in(found: Any, expected: Any, tolerance: float, where: str = "") -> I
 
 
 def differences(seed: int, folder: Path) -> Iterator[str]:
+    """Yield the first faults of a case, after its options."""
     case = drawn(seed)
+    if found := [*compared(case, folder)]:
+        yield from [str(case), *found[:6]]
+
+
+def compared(case: dict[str, Any], folder: Path) -> Iterator[str]:
+    """Yield how a training by lockstep differs from that by hand."""
     try:
         told = run_body(by_lockstep, (case, folder), {}, size=case["ranks"], warnings="default", timeout=120)
     except RankFailure as failure:
@@ -1046,21 +1053,5 @@ def recorded(case: dict[str, Any], records: list[Any], expected: dict[str, Any])
     return found, wanted
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    faults = 0
-    for seed in range(options.seed, options.seed + options.cases):
-        with tempfile.TemporaryDirectory() as folder:
-            found = [*differences(seed, Path(folder))]
-        faults += bool(found)
-        if found:
-            print(f"FAULT {seed}: {drawn(seed)}", *found[:6], sep="\n    ", flush=True)
-    print(f"{options.cases} cases, {faults} of them with faults")
-    return faults > 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, differences))

@@ -6,14 +6,10 @@ same samples, rates, losses and validations, and leave the same weights, states,
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +24,8 @@ from lockstep.checkpoint import is_checkpoint
 from lockstep.dataset.random_state import random_state
 from lockstep.errors import Preempted
 from lockstep.hooks import Hook
+
+from .soak import main
 
 MEASURED = {"time", "data_time", "samples_per_second", "memory_mib", "timestamp"}
 SCHEDULES = {
@@ -280,20 +278,5 @@ def differences(seed: int, folder: Path) -> Iterator[str]:
             yield f"{name} after stops at {moments}, of {case}:\n  {told['left'][name]}\n  {value}"[:3000]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    faults = 0
-    for seed in range(options.seed, options.seed + options.cases):
-        with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
-            found = [*differences(seed, Path(folder))]
-        faults += bool(found)
-        print(*(f"FAULT {seed}: {one}" for one in found), sep="\n", end="\n" * bool(found), flush=True)
-    print(f"{options.cases} cases, {faults} of them with faults")
-    return faults > 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, differences))

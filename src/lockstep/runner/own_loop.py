@@ -16,7 +16,7 @@ from lockstep.dataset import set_epoch
 from lockstep.dataset.random_state import set_random_state
 from lockstep.device import get_device
 from lockstep.dist.agreement import differing
-from lockstep.errors import ConfigError, Preempted, listed
+from lockstep.errors import ConfigError, Preempted
 from lockstep.evaluator.evaluator import plain_value
 from lockstep.logging.meters import require_scalar
 from lockstep.model import ModelWrapper, unwrap_model
@@ -24,8 +24,8 @@ from lockstep.model.compiling import begin_compiled_step
 from lockstep.model.shards import reshard
 from lockstep.model.wrapper import forwarded
 from lockstep.optim import OptimWrapper, OptimWrapperDict
-from lockstep.optim.build_schedulers import length_in, steps_in
 from lockstep.runner.loops import DEFAULT_INTERVAL, CountSamples, TrainLoop, no_batches
+from lockstep.runner.own_schedules import schedules_at, warn_of_length, warn_of_rest
 from lockstep.runner.preemption import ranks_meet
 from lockstep.runner.rates import Rates
 from lockstep.runner.run import TrainRun
@@ -97,7 +97,7 @@ class OwnLoop(TrainLoop):
         self._tell_if_complete(self.epoch, count, "epoch")
         run.call_hook("before_train")
         # In what is left of an epoch, a schedule may have no step to make.
-        first, begun_at = self.epoch, set() if self._begin.batches else self._schedules_at()
+        first, begun_at = self.epoch, set() if self._begin.batches else schedules_at(self.runner)
         self._go_on_drawing()  # a validation, and a stop in it, may come before the batches
         while self.epoch < count and not self._is_stopped():
             before, self._may_begin, self._is_in_body, self._rates = self.epoch, True, True, Rates(run)
@@ -114,8 +114,8 @@ class OwnLoop(TrainLoop):
                 self._end_epoch()
             self._body_of, self._logged, self._logged_before = {}, 0, [0, 0]
             if self.epoch in (first + 2, count):
-                self._warn_of_rest(begun_at)
-                self._warn_of_length(begun_at, self.epoch - first, count - self.epoch)
+                warn_of_rest(run, begun_at)
+                warn_of_length(run, begun_at, self.epoch - first, count - self.epoch)
                 begun_at = set()
             if self.epoch == before:
                 raise _wrong_passes(f"epoch {before} has not begun to")
@@ -146,7 +146,7 @@ class OwnLoop(TrainLoop):
 
     @property
     def _goes_on_in_body(self) -> bool:
-        return bool(self._body_of) and (self._has_stopped or bool(self._schedules_begun & self._schedules_at()))
+        return bool(self._body_of) and (self._has_stopped or bool(self._schedules_begun & schedules_at(self.runner)))
 
     @contextmanager
     def as_resumed(self) -> Iterator[None]:
@@ -171,41 +171,6 @@ class OwnLoop(TrainLoop):
     def ends_here(self) -> bool:
         """Whether the training ends here: never where it can be stopped, since the user's code validates before."""
         return False
-
-    def _schedules_at(self) -> set[tuple[int, str, int]]:
-        """Return the place, the name, and the count of steps of each schedule of the user's."""
-        schedules = [(type(one).__name__, steps_in(one.state_dict())) for one in self.runner.param_schedulers]
-        return {(place, name, count) for place, (name, count) in enumerate(schedules) if count is not None}
-
-    def _warn_of_rest(self, begun_at: set[tuple[int, str, int]]) -> None:
-        """Warn of schedules that are where they were when the training began."""
-        if resting := begun_at & self._schedules_at():
-            self.runner.logger.warning(
-                "no step of %s since the training began: call scheduler.step(), after each epoch or each "
-                "session.step(), as the schedule counts. The learning rates stay as they are",
-                listed(name for _, name, _ in sorted(resting)),
-            )
-
-    def _warn_of_length(self, begun_at: set[tuple[int, str, int]], done: int, left: int) -> None:
-        """Warn of schedules that the training leaves on their way, by an epoch's steps or more.
-
-        Args:
-            begun_at: where the schedules were when the training began.
-            done: epochs since then.
-            left: epochs from now to the end.
-        """
-        run, now = self.runner, {place: count for place, _, count in self._schedules_at()}
-        for place, name, begun in sorted(begun_at):
-            made, length = now[place] - begun, length_in(run.param_schedulers[place])
-            if not made or length is None or now[place] * done + made * (left + 1) > length * done:
-                continue
-            run.logger.warning(
-                "%s ends after %d steps, but makes %d until the training ends: the rates stop on their way. An epoch "
-                "has %d batches on %s; len() of a loader that prepare() has not returned is another number on several "
-                "ranks, and `accumulative_counts` batches make an update",
-                name, length, now[place] + round(made * left / done), self.epoch_length,
-                "1 rank" if run.world_size == 1 else f"each of {run.world_size} ranks",
-            )  # fmt: skip
 
     def iterations(self, count: int) -> Iterator[Any]:
         """Yield this rank's batches until `count` iterations are complete, of as many passes as that takes."""
@@ -240,7 +205,7 @@ class OwnLoop(TrainLoop):
                 "that it has changed again are those of the checkpoint"
             )
         self._tell_of_rest()
-        self._schedules_begun = self._schedules_at()
+        self._schedules_begun = schedules_at(self.runner)
         if isinstance(self.runner.model, ModelWrapper):
             self.runner.model.begin_epoch()
         self.runner.call_hook("before_train_epoch")

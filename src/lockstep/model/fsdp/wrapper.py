@@ -51,7 +51,8 @@ from lockstep.model.parts import (
     trains_others,
 )
 from lockstep.model.shards import reshard
-from lockstep.model.tensor_parallel import PeerCheck, TensorParallel
+from lockstep.model.tensor_parallel import TensorParallel
+from lockstep.model.tensor_parallel_peers import PeerCheck
 from lockstep.model.tensor_parallel_plan import read_request
 from lockstep.model.wrapper import ModelWrapper
 from lockstep.model.written import refuse_max_norm

@@ -1,0 +1,51 @@
+"""The schedules that the code of a Session's user steps: where they are, and what is said of those that stay behind."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from lockstep.errors import listed
+from lockstep.optim.build_schedulers import length_in, steps_in
+from lockstep.runner.run import TrainRun
+
+At: TypeAlias = tuple[int, str, int]
+"""The place of a schedule among those of the run, its name, and its count of steps."""
+
+
+def schedules_at(run: TrainRun) -> set[At]:
+    """Return where each schedule of the run is that counts its steps."""
+    schedules = [(type(one).__name__, steps_in(one.state_dict())) for one in run.param_schedulers]
+    return {(place, name, count) for place, (name, count) in enumerate(schedules) if count is not None}
+
+
+def warn_of_rest(run: TrainRun, begun_at: set[At]) -> None:
+    """Warn of schedules that are where they were when the training began."""
+    if resting := begun_at & schedules_at(run):
+        run.logger.warning(
+            "no step of %s since the training began: call scheduler.step(), after each epoch or each "
+            "session.step(), as the schedule counts. The learning rates stay as they are",
+            listed(name for _, name, _ in sorted(resting)),
+        )
+
+
+def warn_of_length(run: TrainRun, begun_at: set[At], done: int, left: int) -> None:
+    """Warn of schedules that will be short of their end by an epoch's steps or more when the training ends.
+
+    Args:
+        run: the run.
+        begun_at: where the schedules were when the training began.
+        done: epochs since then.
+        left: epochs from now to the end.
+    """
+    now = {place: count for place, _, count in schedules_at(run)}
+    for place, name, begun in sorted(begun_at):
+        made, length = now[place] - begun, length_in(run.param_schedulers[place])
+        if not made or length is None or now[place] * done + made * (left + 1) > length * done:
+            continue
+        run.logger.warning(
+            "%s ends after %d steps, but makes %d until the training ends: the rates stop on their way. An epoch "
+            "has %d batches on %s; len() of a loader that prepare() has not returned is another number on several "
+            "ranks, and `accumulative_counts` batches make an update",
+            name, length, now[place] + round(made * left / done), run.train_loop.epoch_length,
+            "1 rank" if run.world_size == 1 else f"each of {run.world_size} ranks",
+        )  # fmt: skip
