@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import sleep
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from lockstep.dist import check_collectives, get_rank
+from lockstep.dist import check_collectives, get_rank, init_dist
 from lockstep.errors import CollectiveMismatchError, PeerError
 from lockstep.model import MMFullyShardedDataParallel, call_order, checkpoint_activations
 from lockstep.model.shards import gather_full
@@ -187,6 +188,23 @@ def test_a_later_pass_is_compared_at_its_end_by_one_exchange():
                 model(own_inputs(), fails=False)
             if number in (0, 49, 50):
                 assert exchange.call_count == {0: 4, 49: 0, 50: 1}[number]  # the whole, its two blocks, and the end
+
+
+@ranks(2, fresh=True)
+def test_gradients_of_different_layers_are_found_soon_between_the_passes_that_are_compared():
+    init_dist("pytorch", timeout=60)
+    model = MMFullyShardedDataParallel(seeded(Twins), auto_wrap_policy=None)
+    optim_wrapper = wrapper_of(model)
+    for _ in range(7):
+        model.train_step({"x": own_inputs(), "left": True}, optim_wrapper)
+
+    def goes_on() -> None:
+        for _ in range(40):
+            model.train_step({"x": own_inputs(), "left": get_rank() == 0}, optim_wrapper)
+            sleep(0.1)
+
+    says = r"rank 0: backward_pass\(no gradient of right.weight, right.bias; see find_unused_parameters\) at .*"
+    refused(goes_on, f"(?s)must make the same call, but .*.*{says}rank 1: .*no gradient of left.weight")
 
 
 @ranks(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -25,7 +26,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from lockstep.dist import get_rank
+from lockstep.dist import get_rank, get_world_size
 from lockstep.dist.consistency import check_call
 from lockstep.errors import ConfigError, did_you_mean, listed, message_of, wrong_type
 from lockstep.groups import Comm, resolve
@@ -205,20 +206,21 @@ class MMFullyShardedDataParallel(ModelWrapper):
         self._ids = None if whole.size() == 1 else set(map(id, module.parameters()))
         self.process_group = whole.get_group() if whole.ndim == 1 else None
         self._syncs_gradients = True
-        # Shards, until their hooks have been looked at: after a forward pass the outermost unit shows gathered ones.
-        self._to_look_at: list[tuple[str, nn.Parameter]] | None = [
-            (name, own) for name, own in module.named_parameters() if isinstance(own, DTensor)
-        ]
+        # After a forward pass the outermost unit shows gathered parameters in their places.
+        self._shards = [(name, own) for name, own in module.named_parameters() if isinstance(own, DTensor)]
+        self._finds_unused = find_unused_parameters
+        self._knows_hooks = False
         self._comm: Comm | None = None
         self._replicated = ReplicatedParameters(module, scalars, self.mesh, lambda: self._syncs_gradients)
         frees = sharding.reshard_after_forward is not False
         self._consistency = Consistency(module, whole, scalars, find_unused_parameters, frees)
         self._peers = None if parallel is None else PeerCheck(module, parallel.mesh, self.mesh.ndim)
         axes = [axis for axis in range(whole.ndim) if whole.size(axis) > 1]
-        if device.type != "cpu" and axes:
+        if axes:
+            self._comm = resolve(None if whole.size() == get_world_size() else whole.get_group(axes[-1]))
             # The watch reports collectives that hang on a device, but only those that it has been told of.
-            self._comm = resolve(whole.get_group(axes[-1]))
-            module.register_forward_hook(never_compiled(self._note_running))
+            if device.type != "cpu":
+                module.register_forward_hook(never_compiled(self._note_running))
         if forward_prefetch:
             for unit, following in pairwise(part for part in module.modules() if isinstance(part, FSDPModule)):
                 unit.set_modules_to_forward_prefetch([following])
@@ -288,13 +290,25 @@ class MMFullyShardedDataParallel(ModelWrapper):
         if self._peers is not None and self._syncs_gradients and syncs:
             self._peers.after_backward(loss)
         if self._comm is not None:
-            check_call("backward_pass", self._comm, compares=False)
+            # Ranks with gradients of different parameters mix them up. They are found as ranks whose calls differ are.
+            without = () if self._finds_unused or not self._syncs_gradients else self._without_gradient()
+            check_call("backward_pass", self._comm, *without, compares=False)
             self._note_running()
+
+    def _without_gradient(self) -> tuple[str, ...]:
+        """Return which parameters have got no gradient, as the record of calls shows it; nothing if all have one."""
+        names = [name for name, own in self._shards if own.requires_grad and own.grad is None]
+        if not names:
+            return ()
+        # The whole list could be long, and another one in each pass.
+        digest = f", {zlib.crc32(repr(names).encode()):x}" if len(names) > 4 else ""
+        return (f"no gradient of {listed(names, most=4)}{digest}; see find_unused_parameters",)
 
     def _name_hooks_of_windows(self) -> None:
         """Say once which hooks see a whole window of accumulation, where one process calls them for each part of it."""
-        hooked = [name for name, own in self._to_look_at or () if own._post_accumulate_grad_hooks]
-        self._to_look_at = None
+        shards = () if self._knows_hooks else self._shards
+        hooked = [name for name, own in shards if own._post_accumulate_grad_hooks]
+        self._knows_hooks = True
         if hooked and get_rank() == 0:
             _logger.warning(
                 "hooks of `register_post_accumulate_grad_hook` are called once for each window of accumulation under "
