@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from lockstep.dist import get_rank, get_world_size
+from lockstep.dist import get_rank
 from lockstep.dist.consistency import check_call
 from lockstep.errors import ConfigError, did_you_mean, listed, message_of, wrong_type
 from lockstep.groups import Comm, resolve
@@ -217,7 +217,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
         self._peers = None if parallel is None else PeerCheck(module, parallel.mesh, self.mesh.ndim)
         axes = [axis for axis in range(whole.ndim) if whole.size(axis) > 1]
         if axes:
-            self._comm = resolve(None if whole.size() == get_world_size() else whole.get_group(axes[-1]))
+            self._comm = resolve(whole.get_group(axes[-1]))  # on failure, this is the group whose waits end
             # The watch reports collectives that hang on a device, but only those that it has been told of.
             if device.type != "cpu":
                 module.register_forward_hook(never_compiled(self._note_running))
