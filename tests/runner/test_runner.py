@@ -377,6 +377,11 @@ def test_what_is_missing_is_missing_in_the_call_of_the_runner():
         ({"randomness": {"sed": 1}}, ConfigError, "`randomness` has the unknown key 'sed': did you mean `seed`"),
         ({"env_cfg": {"backend": "gloo"}}, ConfigError, "`env_cfg` has the unknown key 'backend'. Known: .*`dist_cfg`"),
         (
+            {"env_cfg": {"mp_cfg": {"mp_start_metod": "spawn"}}},
+            ConfigError,
+            "`env_cfg.mp_cfg` has the unknown key 'mp_start_metod': did you mean `mp_start_method`",
+        ),
+        (
             {"env_cfg": {"dist_cfg": {"timout": 3}}},
             ConfigError,
             "`env_cfg.dist_cfg` has the unknown key 'timout': did you mean `timeout`",

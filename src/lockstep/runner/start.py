@@ -221,7 +221,9 @@ def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
     if (precision := options.get("float32_matmul_precision")) is not None:
         require_one_of("env_cfg.float32_matmul_precision", precision, MATMUL_PRECISIONS)
         torch.set_float32_matmul_precision(precision)
-    start_method = (options.get("mp_cfg") or {}).get("mp_start_method")
+    multiprocessing = options.get("mp_cfg") or {}
+    require_known("env_cfg.mp_cfg", multiprocessing, {"mp_start_method", "opencv_num_threads"})
+    start_method = multiprocessing.get("mp_start_method")
     if start_method is not None:
         torch.multiprocessing.set_start_method(start_method, force=True)
     if options.get("resource_limit") is not None:
