@@ -24,10 +24,10 @@ from lockstep.model.compiling import begin_compiled_step
 from lockstep.model.shards import reshard
 from lockstep.model.wrapper import forwarded
 from lockstep.optim import OptimWrapper, OptimWrapperDict
+from lockstep.runner.epoch_body import EpochBody
 from lockstep.runner.loops import DEFAULT_INTERVAL, CountSamples, TrainLoop, no_batches
 from lockstep.runner.own_schedules import schedules_at, warn_of_length, warn_of_rest
 from lockstep.runner.preemption import ranks_meet
-from lockstep.runner.rates import Rates
 from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import random_state_kept
 from lockstep.runner.uneven_inputs import Batch, EvenBatches, buffers_kept
@@ -67,15 +67,7 @@ class OwnLoop(TrainLoop):
         self._counted = 0
         self._has_warned = self._has_warned_of_gather = False
         self._samples_to_gather = 0  # of all ranks' batches in a pass over evaluation data
-        self._body_of: dict[str, Any] = {}  # in the rest of an epoch's body: the counts before the epoch was complete
-        self._schedules_begun: set[tuple[int, str, int]] = set()  # when this epoch began
-        self._has_stopped = False  # in a validation of the user's
-        # Those from which code around an epoch's batches goes on, which a resumed training runs once more.
-        self._rates: Rates | None = None
-        self._is_in_body = False  # of `epochs`
-        self._logged = 0  # calls of `log_metrics` in this body: before its batches, or, once they are over, after them
-        self._has_ended = False  # whether hooks have been told so before the stop, after which the body runs once more
-        self._logged_before = [0.0, 0.0]  # those before the stop, in these two parts of a body that runs once more
+        self._body = EpochBody(run)
         self._to_save: list[tuple[str | None, bool]] = []  # names, and whether in the background
 
     def run(self) -> None:
@@ -100,26 +92,27 @@ class OwnLoop(TrainLoop):
         first, begun_at = self.epoch, set() if self._begin.batches else schedules_at(self.runner)
         self._go_on_drawing()  # a validation, and a stop in it, may come before the batches
         while self.epoch < count and not self._is_stopped():
-            before, self._may_begin, self._is_in_body, self._rates = self.epoch, True, True, Rates(run)
+            before, self._may_begin = self.epoch, True
+            self._body.begin()
             try:
                 yield before
             except GeneratorExit:  # by `break`
-                self._is_in_body = False
+                self._body.is_running = False
                 # It has ended: a checkpoint that is still to be saved is not to end the training that resumes from it.
                 self.stop_training = False
                 raise
-            if self._is_open or self._logged or self._rates.have_changed:
+            if self._is_open or self._body.has_changed:
                 run.saving.saved_iter = 0  # what was saved in this body lacks the rest of it
             if self._is_open:
                 self._end_epoch()
-            self._body_of, self._logged, self._logged_before = {}, 0, [0, 0]
+            self._body.end()
             if self.epoch in (first + 2, count):
                 warn_of_rest(run, begun_at)
                 warn_of_length(run, begun_at, self.epoch - first, count - self.epoch)
                 begun_at = set()
             if self.epoch == before:
                 raise _wrong_passes(f"epoch {before} has not begun to")
-        self._is_in_body = False
+        self._body.is_running = False
         self._end_training()
         run.call_hook("after_train")
         run.call_hook("after_run")
@@ -130,42 +123,22 @@ class OwnLoop(TrainLoop):
         After an epoch's batches, where a schedule may still make a step, the epoch has not ended: a training that
         resumes there goes through the rest of its body. So it does after a stop in a validation.
         """
-        before = self._body_of
-        if self._goes_on_in_body:
+        if self._body.is_resumed_in:
+            before = self._body.counts
             done = iteration - before["epoch_begin"]
             found = self.even_batches.position(before["epoch"], done, before["_begin"])
-            return {**found, "logged": self._logged_in_all, "ended": self._has_ended or not self._is_open}
-        own = {} if before else {"logged": self._logged_in_all, "ended": self._has_ended}
+            return {**found, **self._body.position(has_ended=not self._is_open)}
+        own = {} if self._body.counts else self._body.position()
         return {**super().position(epoch, iteration), **own}
 
-    @property
-    def _logged_in_all(self) -> int:
-        """The calls of `log_metrics` that a training that resumes here passes over: those before a stop, too."""
-        before, *after = self._logged_before
-        return int(after[0]) if before == math.inf else max(self._logged, int(before))
-
-    @property
-    def _goes_on_in_body(self) -> bool:
-        return bool(self._body_of) and (self._has_stopped or bool(self._schedules_begun & schedules_at(self.runner)))
-
-    @contextmanager
-    def as_resumed(self) -> Iterator[None]:
+    def as_resumed(self) -> AbstractContextManager[None]:
         """Have the schedules and options of optimizers from which the rest of the body runs once more."""
-        if self._rates is None or not self._goes_on_in_body:
-            yield
-            return
-        now = Rates(self.runner)
-        self._rates.restore()
-        try:
-            yield
-        finally:
-            now.restore()
+        return self._body.as_resumed()
 
     def resume_within(self, position: Mapping[str, Any], *, will_stop: bool) -> None:
         """Pass over those calls of `log_metrics` in the body of this epoch that have been made before the stop."""
         self._will_stop = will_stop
-        logged, self._has_ended = int(position.get("logged", 0)), bool(position.get("ended"))
-        self._logged_before = [math.inf, logged] if self._begin.batches else [logged, 0]
+        self._body.restore(position, in_batches=bool(self._begin.batches))
 
     @property
     def ends_here(self) -> bool:
@@ -197,15 +170,12 @@ class OwnLoop(TrainLoop):
         if not self._may_begin:
             raise _wrong_passes("this is one more" if self.max_epochs else "none has begun")
         self._is_open, self._may_begin = True, False
-        rates = self._rates
-        assert rates is not None
-        if self._begin.batches and rates.restore():
+        if self._body.begin_batches(are_resumed=bool(self._begin.batches)):
             self.runner.logger.info(
                 "the body of this epoch had run before the stop up to its batches: schedules and options of optimizers "
                 "that it has changed again are those of the checkpoint"
             )
         self._tell_of_rest()
-        self._schedules_begun = schedules_at(self.runner)
         if isinstance(self.runner.model, ModelWrapper):
             self.runner.model.begin_epoch()
         self.runner.call_hook("before_train_epoch")
@@ -215,23 +185,23 @@ class OwnLoop(TrainLoop):
             try:
                 self._stop_if_asked()
             except Preempted:
-                self._go_back()
+                self._body.go_back()
                 raise
-            self._logged, self._logged_before = 0, self._logged_before[1:] or [0]
+            self._body.pass_on()
             try:
                 yield from self._batches(self.even_batches.iterate(self._begin), self._begin.batches)
             except GeneratorExit:  # by `break`
-                self._rates = Rates(self.runner)
+                self._body.end_batches()
                 raise
         self.runner.set_optimizer_mode(training=False)  # for a validation of the user's own
-        self._rates = Rates(self.runner)
+        self._body.end_batches()
         if self.runner.param_schedulers:
             # The user's code may step them now, which the checkpoint of this epoch must have. It counts already.
             self._count_epoch()
         else:
             counts = self._counts()
             self._end_epoch()
-            self._body_of = counts
+            self._body.counts = counts
 
     def _go_on_drawing(self) -> None:
         """Draw random numbers from where the checkpoint is, which a stop before the next batch saves again."""
@@ -243,7 +213,7 @@ class OwnLoop(TrainLoop):
 
     def _count_epoch(self) -> None:
         """Count the present epoch, of whose body the rest is still to run."""
-        self._body_of, self._is_uncounted = self._counts(), False
+        self._body.counts, self._is_uncounted = self._counts(), False
         self.iter = self.epoch_end or 0
         self._complete_epoch()
 
@@ -255,7 +225,7 @@ class OwnLoop(TrainLoop):
     @property
     def _was_left(self) -> bool:
         """Whether the user's code has left the batches of this epoch by `break`."""
-        return self._is_open and not self.is_stepping and not self._body_of
+        return self._is_open and not self.is_stepping and not self._body.counts
 
     def _tell_of_rest(self) -> None:
         """Say what the user's code sees of an epoch that goes on after some of its batches."""
@@ -331,18 +301,11 @@ class OwnLoop(TrainLoop):
             if self._was_left:
                 self._save_requested()
                 self._count_epoch()
-            if self._body_of:  # a resumed training goes through the rest of the body anew
-                self._has_stopped = True
+            if self._body.counts:  # a resumed training goes through the rest of the body anew
+                self._body.has_stopped = True
                 self.runner.saving.saved_iter = self.iter - 1  # another checkpoint may be of after the body
-            self._go_back()
+            self._body.go_back()
             raise
-
-    def _go_back(self) -> None:
-        """Undo what this part of the body has changed, before a stop after which it runs once more."""
-        if self._is_in_body and self._rates is not None:
-            self._rates.restore()
-            if self._logged:  # what has been saved at the end of the epoch before does not count it
-                self.runner.saving.saved_iter = 0
 
     def require_training(self) -> None:
         """Refuse to train in a pass over evaluation data, which would be trained on."""
@@ -394,13 +357,9 @@ class OwnLoop(TrainLoop):
         """Call the hooks of a validation."""
         self._end_left_iter()
         run, metrics = self.runner, {name: plain_value(value) for name, value in metrics.items()}
-        if self._is_in_body and not self.is_stepping:
-            self._logged += 1
-            if self._logged <= self._logged_before[0]:
-                run.logger.info(
-                    "log_metrics() is passed over: this part of the epoch's body had logged before the stop"
-                )
-                return
+        if not self.is_stepping and self._body.passes_over_metrics():
+            run.logger.info("log_metrics() is passed over: this part of the epoch's body had logged before the stop")
+            return
         if by_rank := differing(metrics):
             metrics = by_rank[0]  # where they differ in last digits alone, as on unlike processors
             other = next((rank for rank, one in enumerate(by_rank) if not _close(one, metrics)), None)
@@ -421,7 +380,7 @@ class OwnLoop(TrainLoop):
     @contextmanager
     def _counted_so_far(self) -> Iterator[None]:
         """Count the iteration that has made its step, and an epoch left by `break`, in what hooks save now."""
-        before = self._counts() | {name: getattr(self, name) for name in ("iter", "_body_of", "_is_uncounted")}
+        before, counts = self._counts() | {"iter": self.iter, "_is_uncounted": self._is_uncounted}, self._body.counts
         if self._was_left:
             self._count_epoch()
         elif self._is_uncounted and self.has_backward:
@@ -430,6 +389,7 @@ class OwnLoop(TrainLoop):
             yield
         finally:
             vars(self).update(before)
+            self._body.counts = counts
 
     def save(self, name: str | None, async_save: bool) -> None:
         """Save a checkpoint after the present iteration, or now if there is none."""
@@ -440,7 +400,7 @@ class OwnLoop(TrainLoop):
         self._end_left_iter()
         self._save_requested()  # in an iteration that was left without a step
         self._to_save.append((name, async_save))
-        with self._counted_so_far() if self._is_in_body else nullcontext():
+        with self._counted_so_far() if self._body.is_running else nullcontext():
             self._save_requested()
 
     def _save_requested(self) -> None:
@@ -494,17 +454,16 @@ class OwnLoop(TrainLoop):
         self._iterated, self._counted = False, count
 
     def _end_epoch(self) -> None:
-        vars(self).update(self._body_of)
-        self._body_of, self._logged = {}, 0
+        vars(self).update(self._body.take_counts())
         self._end_left_iter()
         self._save_requested()  # in an iteration that was left without a step
         self._is_uncounted = False
         self._warn_of_missing_steps(f"epoch {self.epoch}")
         self._is_open = False
         done, self.iter = self.iter, self.epoch_end or 0  # also where the epoch was left early
-        if not self._has_ended:
+        if not self._body.has_ended:
             self._call_after_epoch(done, "`break` or `return`" if done < self.iter else None)
-        self._has_ended = False
+        self._body.has_ended = False
         self._complete_epoch()
 
     @contextmanager

@@ -1,0 +1,160 @@
+"""`EpochBody`: what the user's code does around the batches of an epoch, which a resumed training may run once more.
+
+A loop of a Session is the user's own code: it may validate, step schedules, and call `log_metrics`, before the batches
+of an epoch and after them. A training that stops there, or whose checkpoint is saved there, goes through this body of
+the epoch once more when it is resumed, without its batches. So it must begin with the rates of then, and pass over what
+had been logged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+from lockstep.optim import OptimWrapperDict
+from lockstep.runner.own_schedules import At, schedules_at
+from lockstep.runner.run import TrainRun
+
+
+class Rates:
+    """The states of all schedules, and the options of the optimizers' groups, as they are now.
+
+    Args:
+        run: the run whose they are.
+    """
+
+    def __init__(self, run: TrainRun) -> None:
+        wrapper = run.optim_wrapper
+        wrappers = list(wrapper.values()) if isinstance(wrapper, OptimWrapperDict) else [wrapper]
+        self._run = run
+        self._groups = [group for one in wrappers for group in one.param_groups]
+        # Not switches: a schedule-free optimizer has one for the weights that its parameters hold now.
+        options = [{k: v for k, v in g.items() if k != "params" and not isinstance(v, bool)} for g in self._groups]
+        self._values: tuple[list[dict[str, Any]], list[dict[str, Any]]] = deepcopy(
+            (options, [schedule.state_dict() for schedule in run.param_schedulers])
+        )
+
+    @property
+    def have_changed(self) -> bool:
+        """Whether they are others now. **Cost**: it waits for options that are on a device."""
+        return repr(Rates(self._run)._values) != repr(self._values)
+
+    def restore(self) -> bool:
+        """Undo all changes since; return whether there were any."""
+        is_changed = self.have_changed
+        options, states = deepcopy(self._values)
+        for group, values in zip(self._groups, options, strict=True):
+            group.update(values)
+        for schedule, state in zip(self._run.param_schedulers, states, strict=True):
+            schedule.load_state_dict(state)
+        return is_changed
+
+
+class EpochBody:
+    """Where the user's code is in the body of an epoch, and what a training that is resumed there must know.
+
+    Args:
+        run: the run.
+
+    Attributes:
+        is_running: whether the user's code is in a body.
+        counts: after the batches, the loop's counts from before the epoch was complete; empty before.
+        has_ended: whether hooks have been told, before the stop, that the epoch has ended.
+        has_stopped: whether a validation of the user's code has been stopped here.
+    """
+
+    def __init__(self, run: TrainRun) -> None:
+        self._run = run
+        self.is_running = self.has_ended = self.has_stopped = False
+        self.counts: dict[str, Any] = {}
+        self._rates: Rates | None = None  # with which this part of the body has begun
+        self._schedules_begun: set[At] = set()  # when the batches began
+        self._logged = 0  # calls of `log_metrics` in this part of the body: before the batches, or after them
+        self._logged_before = [0.0, 0.0]  # those before the stop, in these two parts
+
+    def begin(self) -> None:
+        """Begin the body of an epoch."""
+        self.is_running, self._rates = True, Rates(self._run)
+
+    def begin_batches(self, *, are_resumed: bool) -> bool:
+        """Begin the epoch's batches; after a stop in them, with the rates of then.
+
+        Returns:
+            Whether the body had changed rates once more, before the batches.
+        """
+        assert self._rates is not None
+        is_changed = are_resumed and self._rates.restore()
+        self._schedules_begun = schedules_at(self._run)
+        return is_changed
+
+    def pass_on(self) -> None:
+        """Note that the batches follow, so that `log_metrics` is counted anew after them."""
+        self._logged, self._logged_before = 0, self._logged_before[1:] or [0]
+
+    def end_batches(self) -> None:
+        """Note with which rates the code after the batches begins."""
+        self._rates = Rates(self._run)
+
+    def take_counts(self) -> dict[str, Any]:
+        """Return `counts`, which the loop takes back to tell hooks of the end of the epoch; there are none then."""
+        counts, self.counts, self._logged = self.counts, {}, 0
+        return counts
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the user's code has logged or changed rates, which a checkpoint from before then lacks."""
+        return bool(self._logged) or (self._rates is not None and self._rates.have_changed)
+
+    def end(self) -> None:
+        """End the body of an epoch."""
+        self.counts, self._logged, self._logged_before = {}, 0, [0, 0]
+
+    def go_back(self) -> None:
+        """Undo what this part of the body has changed, before a stop after which it runs once more."""
+        if self.is_running and self._rates is not None:
+            self._rates.restore()
+            if self._logged:  # what has been saved at the end of the epoch before does not count it
+                self._run.saving.saved_iter = 0
+
+    @property
+    def is_resumed_in(self) -> bool:
+        """Whether a training that is resumed now goes through the rest of this body, after the batches."""
+        return bool(self.counts) and (self.has_stopped or bool(self._schedules_begun & schedules_at(self._run)))
+
+    def position(self, *, has_ended: bool = False) -> dict[str, Any]:
+        """Return what a training that is resumed here must know; the loop's position holds it."""
+        before, *after = self._logged_before
+        logged = int(after[0]) if before == math.inf else max(self._logged, int(before))
+        return {"logged": logged, "ended": self.has_ended or has_ended}
+
+    def restore(self, position: Mapping[str, Any], *, in_batches: bool) -> None:
+        """Pass over what has been logged in this body before the stop.
+
+        Args:
+            position: what `position` has returned.
+            in_batches: whether the training stopped within the batches, or after them.
+        """
+        logged, self.has_ended = int(position.get("logged", 0)), bool(position.get("ended"))
+        self._logged_before = [math.inf, logged] if in_batches else [logged, 0]
+
+    def passes_over_metrics(self) -> bool:
+        """Count a call of `log_metrics`, and return whether it was made before the stop."""
+        if self.is_running:
+            self._logged += 1
+        return self.is_running and self._logged <= self._logged_before[0]
+
+    @contextmanager
+    def as_resumed(self) -> Iterator[None]:
+        """Have inside the schedules and options of optimizers from which the rest of the body runs once more."""
+        if self._rates is None or not self.is_resumed_in:
+            yield
+            return
+        now = Rates(self._run)
+        self._rates.restore()
+        try:
+            yield
+        finally:
+            now.restore()
