@@ -103,6 +103,8 @@ def fitting(case: dict[str, Any]) -> dict[str, Any]:
         case["model"] = model = "conv"
     if model == "branch" and case["strategy"] == "fsdp":
         case["strategy"] = "ddp"
+    if session and case["strategy"] == "fsdp" and case["optimizer"] == "Adagrad":
+        case["strategy"] = "ddp"  # it has a state from the first, and must be given as a config
     if model == "branch" and case["sampler"] in ("batches", "unequal", "stream"):
         # What only a batch that counts for nothing reaches gets a gradient of 0, so that weight decay moves it.
         case["sampler"] = "list"
