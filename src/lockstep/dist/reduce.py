@@ -377,11 +377,12 @@ def _reduce(
     def finish() -> None:
         if not keeps:
             return
+        used_on_current_stream(travelling)
         if parts:
-            combine(parts, plan.wire_op, travelling)
+            combine([used_on_current_stream(part) for part in parts], plan.wire_op, travelling)
         elif is_missing:
             travelling.div_(comm.size)
-        result = wire if plan.decode is None else plan.decode(used_on_current_stream(travelling), comm.size)
+        result = wire if plan.decode is None else plan.decode(travelling, comm.size)
         if result.data_ptr() != data.data_ptr() or result.device != data.device:
             copy_into(data, result)
 
