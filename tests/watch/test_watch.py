@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -144,6 +145,20 @@ def test_ranks_that_wait_for_each_other_on_devices() -> None:
 
 
 # The store.
+
+
+@ranks(2, fresh=True)
+def test_a_group_that_torch_has_made_after_another_one_is_watched_whose_store_is_gone(tmp_path: Path) -> None:
+    rank = int(os.environ["RANK"])
+    for number in range(2):
+        store = torch_dist.FileStore(str(tmp_path / str(number)), 2)
+        torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        all_reduce(ones())
+        watch = current_watch()
+        assert watch is not None
+        assert watch.default() is torch_dist.GroupMember.WORLD
+        watch.cut_off()
+        torch_dist.destroy_process_group()
 
 
 @ranks(4, fresh=True)

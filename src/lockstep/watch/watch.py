@@ -23,6 +23,7 @@ from contextlib import suppress
 from copy import copy
 from datetime import timedelta
 from typing import Any, cast
+from weakref import ref
 
 import torch.distributed as torch_dist
 from torch.distributed import GroupMember, ProcessGroup, Store
@@ -80,10 +81,10 @@ def start_watch() -> None:
     default = GroupMember.WORLD
     if default is None or default.size() < 2 or torch_dist.get_backend(default) == "fake":
         return
-    if _watch is not None and _watch.default == id(default):
+    if _watch is not None and _watch.default() is default:
         return
-    if _watch is not None:
-        _watch.stop()
+    if (former := take_watch()) is not None:  # of a group that torch's own function has ended
+        former.stop()
     with suppress(DistError):
         _watch = Watch(default)
 
@@ -104,11 +105,11 @@ class Watch(WatchOfRank):
     """The thread of a rank, which looks at the store, at devices and at the last call of each group.
 
     Attributes:
-        default: `id` of the default group.
+        default: weak reference to the default group.
     """
 
     def __init__(self, default: ProcessGroup) -> None:
-        self.default = id(default)
+        self.default = ref(default)
         self._beat = _heartbeat_seconds()
         # For each group: when a call began, and after how many seconds of it to look and to warn.
         self._waits: dict[str, tuple[float, float, float]] = {}
