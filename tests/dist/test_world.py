@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -114,6 +115,18 @@ def test_processes_meet_that_have_joined_differently_many_groups_before(free_por
                 init_dist("pytorch", timeout=20)
                 assert_group_works()
                 destroy_dist()
+
+
+@ranks(1, fresh=True)
+def test_a_limit_of_open_files_that_macos_does_not_tell_is_left_as_it_is() -> None:
+    above = ValueError("current limit exceeds maximum limit")
+    with (
+        patch("resource.getrlimit", return_value=(256, resource.RLIM_INFINITY)),
+        patch("resource.setrlimit", side_effect=above) as setting,
+    ):
+        init_dist("none")
+    assert setting.called
+    assert_group_works()
 
 
 @ranks(1, fresh=True)
