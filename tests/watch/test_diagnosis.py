@@ -71,7 +71,7 @@ def test_a_call_on_one_rank_alone_whose_other_rank_has_left() -> None:
     barrier()
     text = raised(destroy_dist if get_rank() else lambda: all_reduce(ones()), CollectiveMismatchError)
     assert re.search(rf"  rank 0: {SUM} at {HERE}\n  rank 1: has ended, after barrier\(\) at {HERE}\n", text), text
-    assert "If one of these lines is under a condition such as `if rank == 0`, take it out of it" in text
+    assert "If one of these lines is under a condition such as `if rank == 0`, move it out of there" in text
 
 
 @ranks(3, fresh=True)

@@ -120,6 +120,23 @@ def test_a_call_that_has_raised_at_its_timeout_is_not_compared_any_more(tmp_path
     assert resolve().calls.failure is None
 
 
+@ranks(5, fresh=True)
+def test_the_stack_of_ranks_that_are_late_at_one_place_is_shown_once(tmp_path: Path) -> None:
+    init_dist("pytorch", timeout=2)
+    if get_rank() == 0:
+        text = raised(barrier, CollectiveTimeoutError)
+        (tmp_path / "raised").touch()
+        assert re.search(
+            r"\n  rank 1: no call .* now in\n +File .*(\n +File .*)+\n  ranks 2, 4: at the same place", text
+        )
+        assert re.search(r"\n  rank 3: no call .* now in\n +File ", text)
+    elif get_rank() == 3:
+        until(lambda: (tmp_path / "raised").exists())
+    else:
+        while not (tmp_path / "raised").exists():
+            time.sleep(1)
+
+
 @ranks(2, fresh=True)
 def test_a_call_that_ends_on_its_device_does_not_fail() -> None:
     init_dist("pytorch", timeout=2)
