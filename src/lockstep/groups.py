@@ -248,12 +248,17 @@ def _warn_of_early_question() -> None:
 
     with suppress(TopologyError):
         topology = read_topology(os.environ, infer_launcher(os.environ))
-        if topology.world_size > 1 and get_worker_info() is None:
+        if topology.world_size > 1:
+            remedy = "Call lockstep.dist.init_dist() before"
+            if get_worker_info() is not None:
+                remedy = (
+                    "A worker of a data loader that is not forked has no group: ask where the dataset is made, and "
+                    "keep the answer in it"
+                )
             _logger.warning(
                 "%s:%d asks for this process's rank or world size, which are 0 and 1 until there is a group, but it "
-                "was started as rank %d of %d: what is built of them differs from what is meant. Call "
-                "lockstep.dist.init_dist() before",
-                asking.f_code.co_filename, asking.f_lineno, topology.rank, topology.world_size,
+                "was started as rank %d of %d: what is built of them differs from what is meant. %s",
+                asking.f_code.co_filename, asking.f_lineno, topology.rank, topology.world_size, remedy,
             )  # fmt: skip
 
 
