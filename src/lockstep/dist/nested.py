@@ -195,12 +195,12 @@ def all_reduce_params(
     if any(x.requires_grad and not x.is_leaf for x in tensors):
         warn_of_lost_gradients("all_reduce_params", GRADIENT_STAYS_LOCAL)
     limit_bytes = sys.maxsize if bucket_size_mb <= 0 else int(bucket_size_mb * _MIB)
-    alone_from = min(_MIB, limit_bytes) if coalesce else 0
-    buckets = _buckets([x for x in tensors if x.nbytes < alone_from], limit_bytes)
+    large_from = min(_MIB, limit_bytes) if coalesce else 0
+    buckets = _buckets([x for x in tensors if x.nbytes < large_from], limit_bytes)
     flats = [_joined(bucket) for bucket in buckets]
-    alone = [x for x in tensors if x.nbytes >= alone_from]
-    check_call("all_reduce_params", comm, name, *alone, *flats)  # one comparison for all
-    handles = [start_reduction(x, None, reduction(name, x.dtype), comm, async_op=True) for x in (*alone, *flats)]
+    large = [x for x in tensors if x.nbytes >= large_from]
+    check_call("all_reduce_params", comm, name, *large, *flats)  # one comparison for all
+    handles = [start_reduction(x, None, reduction(name, x.dtype), comm, async_op=True) for x in (*large, *flats)]
     with ExitStack() as stack:  # what is last here comes first; an error, after all others
         for bucket, flat in zip(buckets, flats, strict=True):
             for tensor, reduced in zip(bucket, _parts(flat, bucket), strict=True):

@@ -256,8 +256,8 @@ class Watch(WatchOfRank):
     def _is_overdue(self, comm: Comm, seconds: float) -> bool:
         """Return whether a call fails by now; backends of devices would end the process, and name nobody."""
         since = self.cut_off_since
-        is_alone = since is not None and time.monotonic() - since >= _SECONDS_OF_STORE
-        if is_alone and any(self.board.process(rank) == "gone" for rank in comm.ranks):
+        is_store_gone = since is not None and time.monotonic() - since >= _SECONDS_OF_STORE
+        if is_store_gone and any(self.board.process(rank) == "gone" for rank in comm.ranks):
             return True
         return comm.timeout is not None and seconds >= comm.timeout.total_seconds()
 
