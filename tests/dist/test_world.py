@@ -216,6 +216,14 @@ def test_a_launcher_that_did_not_start_this_process_is_refused() -> None:
         refuse(TopologyError, f"{variable}.* must be set for launcher '{launcher}'", launcher)
 
 
+@pytest.mark.parametrize("seconds", ["soon", "0", "inf", "nan"])
+def test_a_heartbeat_that_is_no_number_of_seconds_is_refused_before_there_is_a_group(monkeypatch, seconds: str):
+    monkeypatch.setenv("LOCKSTEP_HEARTBEAT", seconds)
+    with pytest.raises(ValueError, match=f"LOCKSTEP_HEARTBEAT must be a positive number .*, but is '{seconds}'"):
+        init_dist("none")
+    assert not is_distributed()
+
+
 def test_ending_what_did_not_begin_does_nothing() -> None:
     destroy_dist()
     destroy_dist()

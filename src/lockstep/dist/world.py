@@ -29,7 +29,7 @@ from lockstep.errors import DistError, PeerError, TopologyError, counted
 from lockstep.topology import LauncherName, Topology, environ, read_topology
 from lockstep.watch.ending import end_watch, raised_error
 from lockstep.watch.interrupt import end_process, groups_in_error, leave_process
-from lockstep.watch.watch import start_watch
+from lockstep.watch.watch import heartbeat_seconds, start_watch
 
 _SECONDS_FOR_THREADS = 0.1  # in which threads of an ended group free their tensors
 _STORE_TIMEOUT = timedelta(minutes=5)
@@ -113,6 +113,7 @@ def init_dist(
     duration = _checked_timeout(timeout)
     _check_port(port)
     _read_check_mode()
+    heartbeat_seconds()  # raises if the variable is wrong
     if init_backend != "torch":
         load_engine(init_backend)  # fails before the others wait
     address = (topology.master_addr, port or topology.master_port)

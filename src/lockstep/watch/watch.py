@@ -110,7 +110,7 @@ class Watch(WatchOfRank):
 
     def __init__(self, default: ProcessGroup) -> None:
         self.default = ref(default)
-        self._beat = _heartbeat_seconds()
+        self._beat = heartbeat_seconds()
         # For each group: when a call began, and after how many seconds of it to look and to warn.
         self._waits: dict[str, tuple[float, float, float]] = {}
         self._compared = time.monotonic()
@@ -281,7 +281,8 @@ class Watch(WatchOfRank):
                 self._doubts.add(doubt)  # the main threads may be about to raise an error themselves
 
 
-def _heartbeat_seconds() -> float:
+def heartbeat_seconds() -> float:
+    """Return after how many seconds to say first for whom a rank waits; ValueError if the variable is wrong."""
     text = os.environ.get(_HEARTBEAT, "30")
     try:
         seconds = float(text)
