@@ -176,9 +176,9 @@ def resolve(group: GroupLike = None) -> Comm:
 
 def known_groups() -> list[Comm]:
     """Return the communicators of all groups that have been used. Any thread may call this."""
-    with suppress(RuntimeError):  # another thread adds one during the iteration
-        return list(_resolved.values())
-    return []
+    while True:
+        with suppress(RuntimeError):  # another thread adds one during the iteration
+            return list(_resolved.values())
 
 
 def recorded_groups() -> list[tuple[Comm, Calls]]:
