@@ -13,6 +13,7 @@ from lockstep.dist import all_reduce, barrier, broadcast, destroy_dist, get_rank
 from lockstep.errors import CollectiveMismatchError, DistError
 from lockstep.groups import resolve
 from lockstep.testing import ranks
+from lockstep.watch.diagnosis import Absent, lines_of
 
 from ..dist.reference import assert_group_works, ones, raised
 
@@ -63,6 +64,13 @@ def test_a_collective_inside_a_block_that_others_wait_for() -> None:
     assert re.search(rf"  rank 0: barrier\(\) at {HERE} of the default group \(3\) waits for rank 1\n{waits}", text), (
         text
     )
+
+
+def test_of_many_ranks_that_are_absent_the_first_are_shown() -> None:
+    absent = [Absent(rank, f"is gone (process {rank} on a)", has_ended=True, cause="") for rank in range(300)]
+    *shown, last = lines_of(absent).split("\n")
+    assert shown == [f"  rank {rank}: is gone (process {rank} on a)" for rank in range(16)]
+    assert last == "  and others at 284 further places"
 
 
 @ranks(2, fresh=True)

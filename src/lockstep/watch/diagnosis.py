@@ -25,6 +25,7 @@ from lockstep.watch.board import Board, State
 _OF_OTHERS = (f"{PeerError.__name__}:", f"{CollectiveTimeoutError.__name__}:")
 
 _NOW_IN = "; now in"  # what comes before a stack
+_MOST_SHOWN = 16  # places where absent ranks are: each rank that waited shows them
 _SECONDS_STILL = 1.5  # a main thread that stays in one line so long waits for its device
 
 
@@ -179,15 +180,17 @@ def absence(
 
 
 def lines_of(absent: Sequence[Absent]) -> str:
-    """Return what is known of each rank that is absent; the stack of the first alone where several have the same."""
+    """Return what is known of absent ranks, at most at `_MOST_SHOWN` places; of several at one, the first one's."""
     alike: dict[str, list[Absent]] = {}
     for one in absent:
         alike.setdefault(one.words.partition(_NOW_IN)[2] or one.words, []).append(one)
     lines = []
-    for first, *others in alike.values():
+    for first, *others in list(alike.values())[:_MOST_SHOWN]:
         lines.append(f"  rank {first.rank}: {first.words}")
         if others:
             lines.append(f"  {ranks_in_words([one.rank for one in others])}: at the same place")
+    if len(alike) > _MOST_SHOWN:
+        lines.append(f"  and others at {len(alike) - _MOST_SHOWN} further places")
     return "\n".join(lines)
 
 
