@@ -227,7 +227,8 @@ def cast_data_device(data: Any, device: torch.device | str, out: Any = None) -> 
 
 def copy_into(target: Tensor, values: Tensor) -> None:
     """Copy `values`, of any shape with as many elements, into `target`, without recording it in the autograd graph."""
-    with torch.no_grad():
+    # torch lets an inference tensor be changed under inference_mode alone.
+    with torch.inference_mode() if target.is_inference() else torch.no_grad():
         target.copy_(values.reshape(target.shape))
 
 

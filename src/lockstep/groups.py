@@ -176,9 +176,9 @@ def resolve(group: GroupLike = None) -> Comm:
 
 def known_groups() -> list[Comm]:
     """Return the communicators of all groups that have been used. Any thread may call this."""
-    with suppress(RuntimeError):  # another thread adds one during the iteration
-        return list(_resolved.values())
-    return []
+    while True:
+        with suppress(RuntimeError):  # another thread adds one during the iteration
+            return list(_resolved.values())
 
 
 def recorded_groups() -> list[tuple[Comm, Calls]]:
@@ -248,12 +248,17 @@ def _warn_of_early_question() -> None:
 
     with suppress(TopologyError):
         topology = read_topology(os.environ, infer_launcher(os.environ))
-        if topology.world_size > 1 and get_worker_info() is None:
+        if topology.world_size > 1:
+            remedy = "Call lockstep.dist.init_dist() before"
+            if get_worker_info() is not None:
+                remedy = (
+                    "A worker of a data loader that is not forked has no group: ask where the dataset is made, and "
+                    "keep the answer in it"
+                )
             _logger.warning(
                 "%s:%d asks for this process's rank or world size, which are 0 and 1 until there is a group, but it "
-                "was started as rank %d of %d: what is built of them differs from what is meant. Call "
-                "lockstep.dist.init_dist() before",
-                asking.f_code.co_filename, asking.f_lineno, topology.rank, topology.world_size,
+                "was started as rank %d of %d: what is built of them differs from what is meant. %s",
+                asking.f_code.co_filename, asking.f_lineno, topology.rank, topology.world_size, remedy,
             )  # fmt: skip
 
 
@@ -264,7 +269,7 @@ def this_rank() -> str:
 
 def is_main_process(group: GroupLike = None) -> bool:
     """Return whether this process is rank 0 of the group."""
-    return resolve(group).rank == 0
+    return _asked(group).rank == 0
 
 
 def get_default_group() -> ProcessGroup | None:
@@ -294,24 +299,26 @@ def get_local_rank() -> int:
     **Raises**: DistError if the default group was not made by `init_dist` and the environment does not describe its
     nodes.
     """
-    local = _initialised_local_group()
-    return _known_topology("local rank").local_rank if local is None else get_rank(local)
+    comm = _asked(None)
+    local = _initialised_local_group(comm)
+    return _known_topology("local rank", comm).local_rank if local is None else get_rank(local)
 
 
 def get_local_size() -> int:
     """Return the number of ranks on this node; 1 where no group exists. Raises as `get_local_rank`."""
-    local = _initialised_local_group()
-    return _known_topology("local size").local_size if local is None else get_world_size(local)
+    comm = _asked(None)
+    local = _initialised_local_group(comm)
+    return _known_topology("local size", comm).local_size if local is None else get_world_size(local)
 
 
 def get_node_rank() -> int:
     """Return the number of this node, counted from 0; 0 where no group exists. Raises as `get_local_rank`."""
-    return _known_topology("node rank").node_rank
+    return _known_topology("node rank", _asked(None)).node_rank
 
 
 def get_num_nodes() -> int:
     """Return the number of nodes; 1 where no group exists. Raises as `get_local_rank`."""
-    return _known_topology("number of nodes").num_nodes
+    return _known_topology("number of nodes", _asked(None)).num_nodes
 
 
 def get_local_group() -> ProcessGroup | None:
@@ -321,7 +328,7 @@ def get_local_group() -> ProcessGroup | None:
 
     **Raises**: DistError on several nodes, if `init_local_group` has not been called.
     """
-    local = _initialised_local_group()
+    local = _initialised_local_group(resolve())
     if local is not None:
         return local
     if get_num_nodes() == 1:
@@ -470,18 +477,16 @@ def _let_threads_leave_python() -> None:
 os.register_at_fork(before=_let_threads_leave_python, after_in_child=_leave_groups_to_parent)
 
 
-def _initialised_local_group() -> ProcessGroup | None:
-    pg = resolve().pg
-    return None if pg is None else local_groups.get(pg)
+def _initialised_local_group(comm: Comm) -> ProcessGroup | None:
+    return None if comm.pg is None else local_groups.get(comm.pg)
 
 
-def _known_topology(what: str) -> Topology:
-    """Return the topology of the job.
+def _known_topology(what: str, comm: Comm) -> Topology:
+    """Return the topology of the job; `comm`: of the default group.
 
     This is the topology that `init_dist` read. If the default group was initialised by other means, it is what the
     environment says, provided that it agrees with that group.
     """
-    comm = resolve()
     if comm.pg is None:
         return Topology("none")
     known = topologies.get(comm.pg)

@@ -14,7 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.dist import all_to_all, barrier, broadcast, get_dist_info, get_rank
+from lockstep.dist import (
+    CollectiveMismatchError,
+    all_to_all,
+    barrier,
+    broadcast,
+    check_collectives,
+    get_dist_info,
+    get_rank,
+)
 from lockstep.testing import ranks
 from lockstep.transport.handles import Handle
 
@@ -130,6 +138,17 @@ def test_all_to_all_asks_for_equal_numbers_of_elements_alone() -> None:
     outputs = [torch.zeros(2, 3) for _ in range(3)]
     all_to_all(outputs, [torch.full((6,), 10.0 * get_rank() + i) for i in range(3)])
     assert [x.unique().tolist() for x in outputs] == [[0.0 + get_rank()], [10.0 + get_rank()], [20.0 + get_rank()]]
+
+
+@ranks(3)
+def test_all_to_all_of_numbers_of_elements_that_do_not_fit_is_an_error_on_every_rank() -> None:
+    check_collectives("always")
+    lengths = [1, 1, 4 if get_rank() == 1 else 1]
+    with pytest.raises(CollectiveMismatchError, match=r"but rank 1 sends 4 to rank 2, which expects 1$") as caught:
+        all_to_all([torch.zeros(1)] * 3, [torch.zeros(length) for length in lengths])
+    check_collectives("off")
+    assert caught.value.failed_ranks == (1, 2)
+    assert_group_works()
 
 
 @ranks(3)

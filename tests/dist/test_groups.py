@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from typing import Any
-from weakref import ref
+from unittest.mock import patch
+from weakref import WeakKeyDictionary, ref
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lockstep import groups
 from lockstep.dist import (
     all_gather,
     all_gather_object,
@@ -43,7 +45,7 @@ from lockstep.dist import (
     sync_random_seed,
 )
 from lockstep.errors import PeerError
-from lockstep.groups import GroupLike
+from lockstep.groups import GroupLike, known_groups, resolve
 from lockstep.testing import ranks, run_ranks
 
 from .reference import assert_group_works
@@ -261,6 +263,15 @@ def test_a_backend_that_names_devices_which_are_not_there_talks_on_the_cpu() -> 
     barrier(async_op=True).wait()
     large = "x" * 10_000
     assert gather_object(large, 3)[3] == broadcast_object(large) == run_on_main(lambda: large) == large
+
+
+@ranks(1)
+def test_groups_are_known_to_a_thread_while_another_one_makes_a_group() -> None:
+    resolve()
+    found, values = known_groups(), WeakKeyDictionary.values
+    changed = RuntimeError("dictionary changed size during iteration")
+    with patch.object(WeakKeyDictionary, "values", side_effect=[changed, values(groups._resolved)]):
+        assert known_groups() == found != []
 
 
 @ranks(2)

@@ -151,6 +151,20 @@ def test_a_dict_is_reduced_on_the_ranks_of_a_group() -> None:
     assert all_reduce_dict({"a": 1}, "sum", get_default_group()) == {"a": 2}
 
 
+@ranks(1, 2)
+def test_what_an_evaluation_under_inference_mode_has_made_is_reduced_in_place_outside_of_it() -> None:
+    size = get_world_size()
+    with torch.inference_mode():
+        losses = {"loss": torch.ones(2), "samples": torch.tensor(8), "ratio": 0.5}
+        params, best = [torch.ones(2), torch.ones(2**18)], torch.tensor([1.0, -1.0])
+    all_reduce_dict(losses)
+    all_reduce_params(params)
+    all_reduce(best, "max")
+    assert [losses["loss"].tolist(), losses["samples"].item(), losses["ratio"]] == [[size, size], 8 * size, size / 2]
+    assert [x.unique().tolist() for x in params] == [[size], [size]]
+    assert best.tolist() == [1.0, -1.0]
+
+
 @ranks(2)
 def test_to_float_makes_float32_tensors_of_all_entries() -> None:
     loss = torch.tensor(1.5)

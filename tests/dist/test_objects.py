@@ -29,6 +29,7 @@ from lockstep.dist import (
     broadcast_object,
     broadcast_object_list,
     broadcast_tree,
+    gather,
     gather_object,
     get_rank,
     get_world_size,
@@ -181,8 +182,10 @@ def test_one_process_may_name_no_group_too() -> None:
 
 
 def test_a_group_is_given_once() -> None:
-    with pytest.raises(TypeError, match="`group` of gather_object must be given once, but is given by its place and"):
+    with pytest.raises(TypeError, match="`group` must be given once, but is given by its place and"):
         gather_object(1, 0, [0], group=[0])  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="`group` must be given once, but is given by its place and"):
+        gather(torch.ones(1), 0, [0], group=[0])
 
 
 @ranks(2)

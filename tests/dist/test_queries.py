@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as torch_dist
 from torch.distributed import FileStore
+from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep import groups
 from lockstep.dist import (
@@ -143,7 +145,9 @@ def test_master_only_runs_on_rank_0_and_gives_none_elsewhere(size: int) -> None:
     assert (greet.__name__, greet.__doc__) == ("greet", "Say hello.")
 
 
-@pytest.mark.parametrize("ask", [get_rank, get_world_size, get_dist_info])
+@pytest.mark.parametrize(
+    "ask", [get_rank, get_world_size, get_dist_info, get_local_rank, get_local_size, get_node_rank, is_main_process]
+)
 @pytest.mark.parametrize("world_size", ["1", "2"])
 def test_who_asks_a_rank_for_its_place_before_there_is_a_group_is_told_once(monkeypatch, caplog, ask, world_size):
     monkeypatch.setattr(groups, "_is_told_alone", False)
@@ -154,7 +158,24 @@ def test_who_asks_a_rank_for_its_place_before_there_is_a_group_is_told_once(monk
     exec("ask()", {"__name__": "lockstep.model", "ask": ask})  # lockstep's own question is none of the user's
     assert not caplog.records
     for _ in range(2):
-        assert ask() in (0, 1, (0, 1))
+        assert ask() in (0, 1, (0, 1))  # True is 1
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == int(world_size) - 1
     assert all("test_queries.py:" in one and "as rank 1 of 2" in one and "init_dist()" in one for one in told)
+
+
+class Strided(IterableDataset):
+    """Yields every nth number, for this rank of n."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(get_rank(), 8, get_world_size()))
+
+
+def test_a_worker_that_is_not_forked_is_told_that_it_has_no_group(monkeypatch, capfd):
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    loader = DataLoader(Strided(), batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    assert len(list(loader)) == 8
+    told = capfd.readouterr().err
+    assert "as rank 1 of 2" in told
+    assert "ask where the dataset is made, and keep the answer in it" in told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -117,6 +118,18 @@ def test_processes_meet_that_have_joined_differently_many_groups_before(free_por
 
 
 @ranks(1, fresh=True)
+def test_a_limit_of_open_files_that_macos_does_not_tell_is_left_as_it_is() -> None:
+    above = ValueError("current limit exceeds maximum limit")
+    with (
+        patch("resource.getrlimit", return_value=(256, resource.RLIM_INFINITY)),
+        patch("resource.setrlimit", side_effect=above) as setting,
+    ):
+        init_dist("none")
+    assert setting.called
+    assert_group_works()
+
+
+@ranks(1, fresh=True)
 def test_an_interface_that_the_user_chose_is_kept() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     init_dist("none")
@@ -201,6 +214,14 @@ def test_a_launcher_that_did_not_start_this_process_is_refused() -> None:
     assert infer_launcher() == "none"
     for launcher, variable in (("pytorch", "RANK"), ("slurm", "SLURM_PROCID"), ("mpi", "OMPI_COMM_WORLD_RANK")):
         refuse(TopologyError, f"{variable}.* must be set for launcher '{launcher}'", launcher)
+
+
+@pytest.mark.parametrize("seconds", ["soon", "0", "inf", "nan"])
+def test_a_heartbeat_that_is_no_number_of_seconds_is_refused_before_there_is_a_group(monkeypatch, seconds: str):
+    monkeypatch.setenv("LOCKSTEP_HEARTBEAT", seconds)
+    with pytest.raises(ValueError, match=f"LOCKSTEP_HEARTBEAT must be a positive number .*, but is '{seconds}'"):
+        init_dist("none")
+    assert not is_distributed()
 
 
 def test_ending_what_did_not_begin_does_nothing() -> None:

@@ -13,6 +13,7 @@ from lockstep.dist import all_reduce, barrier, broadcast, destroy_dist, get_rank
 from lockstep.errors import CollectiveMismatchError, DistError
 from lockstep.groups import resolve
 from lockstep.testing import ranks
+from lockstep.watch.diagnosis import Absent, lines_of
 
 from ..dist.reference import assert_group_works, ones, raised
 
@@ -65,13 +66,20 @@ def test_a_collective_inside_a_block_that_others_wait_for() -> None:
     )
 
 
+def test_of_many_ranks_that_are_absent_the_first_are_shown() -> None:
+    absent = [Absent(rank, f"is gone (process {rank} on a)", has_ended=True, cause="") for rank in range(300)]
+    *shown, last = lines_of(absent).split("\n")
+    assert shown == [f"  rank {rank}: is gone (process {rank} on a)" for rank in range(16)]
+    assert last == "  and others at 284 further places"
+
+
 @ranks(2, fresh=True)
 def test_a_call_on_one_rank_alone_whose_other_rank_has_left() -> None:
     init_dist("pytorch", timeout=60)
     barrier()
     text = raised(destroy_dist if get_rank() else lambda: all_reduce(ones()), CollectiveMismatchError)
     assert re.search(rf"  rank 0: {SUM} at {HERE}\n  rank 1: has ended, after barrier\(\) at {HERE}\n", text), text
-    assert "If one of these lines is under a condition such as `if rank == 0`, take it out of it" in text
+    assert "If one of these lines is under a condition such as `if rank == 0`, move it out of there" in text
 
 
 @ranks(3, fresh=True)

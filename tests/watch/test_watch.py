@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -119,6 +120,23 @@ def test_a_call_that_has_raised_at_its_timeout_is_not_compared_any_more(tmp_path
     assert resolve().calls.failure is None
 
 
+@ranks(5, fresh=True)
+def test_the_stack_of_ranks_that_are_late_at_one_place_is_shown_once(tmp_path: Path) -> None:
+    init_dist("pytorch", timeout=2)
+    if get_rank() == 0:
+        text = raised(barrier, CollectiveTimeoutError)
+        (tmp_path / "raised").touch()
+        assert re.search(
+            r"\n  rank 1: no call .* now in\n +File .*(\n +File .*)+\n  ranks 2, 4: at the same place", text
+        )
+        assert re.search(r"\n  rank 3: no call .* now in\n +File ", text)
+    elif get_rank() == 3:
+        until(lambda: (tmp_path / "raised").exists())
+    else:
+        while not (tmp_path / "raised").exists():
+            time.sleep(1)
+
+
 @ranks(2, fresh=True)
 def test_a_call_that_ends_on_its_device_does_not_fail() -> None:
     init_dist("pytorch", timeout=2)
@@ -144,6 +162,20 @@ def test_ranks_that_wait_for_each_other_on_devices() -> None:
 
 
 # The store.
+
+
+@ranks(2, fresh=True)
+def test_a_group_that_torch_has_made_after_another_one_is_watched_whose_store_is_gone(tmp_path: Path) -> None:
+    rank = int(os.environ["RANK"])
+    for number in range(2):
+        store = torch_dist.FileStore(str(tmp_path / str(number)), 2)
+        torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        all_reduce(ones())
+        watch = current_watch()
+        assert watch is not None
+        assert watch.default() is torch_dist.GroupMember.WORLD
+        watch.cut_off()
+        torch_dist.destroy_process_group()
 
 
 @ranks(4, fresh=True)

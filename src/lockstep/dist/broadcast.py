@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import overload
 
+import numpy as np
 import torch
 import torch.distributed as torch_dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.device import copy_into
@@ -22,6 +24,7 @@ from lockstep.dist.gradients import (
     warn_of_lost_gradients,
 )
 from lockstep.dist.validate import NOT_GIVEN, No, Yes, either, require_list, require_rank, require_tensor
+from lockstep.errors import CollectiveMismatchError
 from lockstep.groups import Comm, GroupLike, resolve
 from lockstep.transport.control import control_group, exchange, report_failure
 from lockstep.transport.handles import Handle, note_running, start, wait_unless_async
@@ -125,6 +128,9 @@ def all_to_all(
     **Collective**: every rank of the group. **Shapes**: rank a's ``input_tensor_list[b]`` has as many elements as rank
     b's ``output_tensor_list[a]``; otherwise any sizes. All tensors have one dtype.
 
+    **Raises**: CollectiveMismatchError on every rank if numbers of elements don't fit, in calls that are compared (see
+    `check_collectives`). In others, gloo ends the process, and NCCL hangs.
+
     **Gradients**: as for `all_reduce`: rank a's ``input_tensor_list[b]`` gets the gradient of rank b's
     ``output_tensor_list[a]``.
 
@@ -188,7 +194,13 @@ def _all_to_all_with_grads(
 def _start_all_to_all(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], comm: Comm, async_op: bool = False
 ) -> Handle:
-    check_call("all_to_all", comm, inputs[comm.rank].dtype, async_op=async_op)
+
+    def numels() -> bytes:
+        return np.array([[x.numel() for x in tensors] for tensors in (inputs, outputs)], np.int64).tobytes()
+
+    told = check_call("all_to_all", comm, inputs[comm.rank].dtype, async_op=async_op, payload=numels)
+    if told:
+        _require_pairs(np.frombuffer(b"".join(told), np.int64).reshape(comm.size, 2, comm.size), comm)
     if comm.pg is None:
         copy_into(outputs[0], inputs[0])
         return Handle((), comm)
@@ -209,6 +221,22 @@ def _start_all_to_all(
             copy_into(output, part)
 
     return Handle([work], comm, finish)
+
+
+def _require_pairs(numels: NDArray[np.int64], comm: Comm) -> None:
+    """Raise CollectiveMismatchError, on every rank, unless all get as many elements as are sent to them.
+
+    Args:
+        numels: of each rank, how many elements it sends to each, and how many it expects of each.
+        comm: the group.
+    """
+    sent, expected = numels[:, 0], numels[:, 1].T
+    for source, target in np.argwhere(sent != expected)[:1].tolist():
+        raise CollectiveMismatchError(
+            f"ranks of {comm.name} must expect as many elements in all_to_all as are sent to them, but rank {source} "
+            f"sends {sent[source, target]} to rank {target}, which expects {expected[source, target]}",
+            failed_ranks=[comm.ranks[source], comm.ranks[target]],
+        )
 
 
 @overload

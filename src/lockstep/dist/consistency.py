@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
@@ -71,8 +71,15 @@ def check_mode() -> CheckMode:
     return _mode
 
 
-def check_call(name: str, comm: Comm, *arguments: object, compares: bool = True, async_op: bool = False) -> None:
-    """Record this call; if a comparison is due, compare it with those of all ranks.
+def check_call(
+    name: str,
+    comm: Comm,
+    *arguments: object,
+    compares: bool = True,
+    async_op: bool = False,
+    payload: Callable[[], bytes] = bytes,
+) -> list[bytes]:
+    """Record this call; if a comparison is due, compare it with those of all ranks, and return their payloads.
 
     Whether one is due depends only on facts that are the same on all ranks of a correct program: the number of the
     call, and the calls before it. The line that makes the call is not one of them.
@@ -84,12 +91,13 @@ def check_call(name: str, comm: Comm, *arguments: object, compares: bool = True,
         compares: False for a call that makes an exchange itself, which compares, or that must not be compared before it
             begins.
         async_op: the call must not wait for other ranks, so it is not compared now.
+        payload: makes what this rank tells the others in a comparison.
 
     **Raises**: CollectiveMismatchError, on every rank; DistError where this rank is in a block that it runs alone.
     """
     calls = comm.calls
     if calls is None:
-        return
+        return []
     calls.raise_failure()
     if calls.inside:
         raise DistError(
@@ -102,7 +110,8 @@ def check_call(name: str, comm: Comm, *arguments: object, compares: bool = True,
         arguments = (*arguments, "on the CPU")  # another backend sends it
     is_new = calls.add(name, (*arguments, "async") if async_op else arguments)
     if compares and not async_op and comm.size > 1 and (is_new or _mode == "always" or _is_due(calls.number)):
-        exchange(comm)
+        return exchange(comm, payload())
+    return []
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from lockstep.dist.validate import (
     No,
     Yes,
     either,
+    places_given,
     require_alike,
     require_list,
     require_only_on,
@@ -203,10 +204,7 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
         >>> [x.tolist() for x in parts] == ([[1.0], [1.0, 1.0]] if get_rank() == 1 else [])
         True
     """
-    if isinstance(gather_list, Integral):
-        if not (isinstance(dst, int) and dst == 0):  # the group, in the third place
-            group = cast(GroupLike, dst)
-        gather_list, dst = None, gather_list
+    gather_list, dst, group = places_given(gather_list, dst, group)
     comm = resolve(group)
     data = either("data", data, "tensor", tensor)
     dst = require_rank("dst", dst, comm)

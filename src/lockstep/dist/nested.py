@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.calls import grouped, unlike_most
+from lockstep.device import copy_into
 from lockstep.dist.consistency import check_call
 from lockstep.dist.gradients import GRADIENT_ENDS, GRADIENT_STAYS_LOCAL, warn_of_lost_gradients
 from lockstep.dist.pickling import all_gather_pickled, broadcast_pickled
@@ -82,12 +83,11 @@ def all_reduce_dict(
         if any(isinstance(x, Tensor) and x.requires_grad and not x.is_leaf for _, x in values):
             warn_of_lost_gradients("all_reduce_dict", GRADIENT_STAYS_LOCAL)
     reduced = _reduce_leaves(values, op, comm, torch.float32 if to_float else None, is_filled=not to_float)
-    with torch.no_grad():
-        for (key, value), result in zip(list(data.items()), reduced, strict=True):
-            if isinstance(value, Tensor) and value.dtype == result.dtype:
-                value.copy_(result)
-            else:
-                data[key] = result.clone() if to_float else _as_leaf(result, value)
+    for (key, value), result in zip(list(data.items()), reduced, strict=True):
+        if isinstance(value, Tensor) and value.dtype == result.dtype:
+            copy_into(value, result)
+        else:
+            data[key] = result.clone() if to_float else _as_leaf(result, value)
     return data
 
 
@@ -195,16 +195,16 @@ def all_reduce_params(
     if any(x.requires_grad and not x.is_leaf for x in tensors):
         warn_of_lost_gradients("all_reduce_params", GRADIENT_STAYS_LOCAL)
     limit_bytes = sys.maxsize if bucket_size_mb <= 0 else int(bucket_size_mb * _MIB)
-    alone_from = min(_MIB, limit_bytes) if coalesce else 0
-    buckets = _buckets([x for x in tensors if x.nbytes < alone_from], limit_bytes)
+    large_from = min(_MIB, limit_bytes) if coalesce else 0
+    buckets = _buckets([x for x in tensors if x.nbytes < large_from], limit_bytes)
     flats = [_joined(bucket) for bucket in buckets]
-    alone = [x for x in tensors if x.nbytes >= alone_from]
-    check_call("all_reduce_params", comm, name, *alone, *flats)  # one comparison for all
-    handles = [start_reduction(x, None, reduction(name, x.dtype), comm, async_op=True) for x in (*alone, *flats)]
-    with torch.no_grad(), ExitStack() as stack:  # what is last here comes first; an error, after all others
+    large = [x for x in tensors if x.nbytes >= large_from]
+    check_call("all_reduce_params", comm, name, *large, *flats)  # one comparison for all
+    handles = [start_reduction(x, None, reduction(name, x.dtype), comm, async_op=True) for x in (*large, *flats)]
+    with ExitStack() as stack:  # what is last here comes first; an error, after all others
         for bucket, flat in zip(buckets, flats, strict=True):
             for tensor, reduced in zip(bucket, _parts(flat, bucket), strict=True):
-                stack.callback(tensor.copy_, reduced)
+                stack.callback(copy_into, tensor, reduced)
         for handle in handles:
             stack.callback(handle.wait)
 
@@ -300,10 +300,12 @@ def _reduce_leaves(
     for leaf_dtype, indices in indices_of.items():
         members = [tensors[index] for index in indices]
         device = members[0].device if comm.pg is None else travels_on
-        joined = _joined([x if x.device == device else x.to(device) for x in members])
+        are_on_cpu = all(x.is_cpu for x in members)
+        joined = _joined(members if are_on_cpu else [x.to(device) for x in members])
+        joined = joined.to(device)  # in one copy
         # The exchange has compared the calls.
         start_reduction(joined, None, reduction(name, leaf_dtype), comm, async_op=False).wait()
-        if all(x.is_cpu for x in members):
+        if are_on_cpu:
             joined = joined.cpu()  # in one read of the device
         for index, result in zip(indices, _parts(joined, members), strict=True):
             reduced[index] = result.to(tensors[index].device)

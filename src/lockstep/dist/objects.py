@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from numbers import Integral
 from typing import Any, TypeVar, overload
 
 import torch
@@ -12,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.dist.consistency import alone, check_call
 from lockstep.dist.pickling import all_gather_pickled, broadcast_pickled, gather_pickled, scatter_pickled
-from lockstep.dist.validate import NOT_GIVEN, either, require_only_on, require_rank
+from lockstep.dist.validate import NOT_GIVEN, either, places_given, require_only_on, require_rank
 from lockstep.groups import Comm, GroupLike, resolve
 from lockstep.transport.control import GatherHandle, report_failure
 
@@ -114,14 +113,7 @@ def gather_object(
         >>> gather_object("ab"[get_rank()]) == (["a", "b"] if get_rank() == 0 else None)
         True
     """
-    if isinstance(object_gather_list, Integral):
-        if not (isinstance(dst, int) and dst == 0):  # in the short form the group is the third argument
-            if group is not None:
-                raise TypeError(
-                    "`group` of gather_object must be given once, but is given by its place and by its name"
-                )
-            group = dst
-        object_gather_list, dst = None, object_gather_list
+    object_gather_list, dst, group = places_given(object_gather_list, dst, group)
     data = either("data", data, "obj", obj)
     comm = resolve(group)
     dst = require_rank("dst", dst, comm)

@@ -260,7 +260,7 @@ def _reduce_scatter(
         copy_into(output, input_list[0])
         _alone(output, plan)
         return Handle((), comm)
-    device = comm.to_wire(output).device
+    device = output.device if comm.carries(output) else comm.comm_device
     wires = [comm.to_wire(entry).to(device) for entry in input_list]
     travelling = wires if plan.encode is None else [plan.encode(wire) for wire in wires]
     is_even = all(entry.shape == shape for entry in input_list)
@@ -276,7 +276,7 @@ def _reduce_scatter(
 def _combine_here(output: Tensor, travelling: Sequence[Tensor], plan: Reduction, comm: Comm, async_op: bool) -> Handle:
     """Send each rank its tensors, which it combines: entries of any shape, and what a backend can't reduce.
 
-    So with `async_op` on the CPU, where a `reduce_scatter` can't be asked whether it is complete (gloo, torch 2.13).
+    Also with `async_op` on the CPU, where a `reduce_scatter` can't be asked whether it is complete (gloo, torch 2.13).
     """
     own = travelling[comm.rank]
     received = own.new_empty((comm.size, *own.shape))
@@ -377,11 +377,12 @@ def _reduce(
     def finish() -> None:
         if not keeps:
             return
+        used_on_current_stream(travelling)
         if parts:
-            combine(parts, plan.wire_op, travelling)
+            combine([used_on_current_stream(part) for part in parts], plan.wire_op, travelling)
         elif is_missing:
             travelling.div_(comm.size)
-        result = wire if plan.decode is None else plan.decode(used_on_current_stream(travelling), comm.size)
+        result = wire if plan.decode is None else plan.decode(travelling, comm.size)
         if result.data_ptr() != data.data_ptr() or result.device != data.device:
             copy_into(data, result)
 

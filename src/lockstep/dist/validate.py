@@ -45,6 +45,17 @@ def either(name: str, value: Any, published: str, other: Any) -> Any:
     raise TypeError(f"{function}() got both `{name}` and `{published}`, two names of one argument. Give one of them")
 
 
+def places_given(places: Any, dst: Any, group: Any) -> tuple[Any, Any, Any]:
+    """Return list, `dst` and group of a call ``f(data, places, dst, group)``, or ``f(data, dst, group)``."""
+    if not isinstance(places, Integral):
+        return places, dst, group
+    if isinstance(dst, int) and dst == 0:
+        return None, places, group
+    if group is not None:
+        raise TypeError("`group` must be given once, but is given by its place and by its name")
+    return None, places, dst
+
+
 def require_rank(name: str, rank: object, comm: Comm) -> int:
     """Return `rank` as an int (numpy integers are accepted) if it is a rank within the group of `comm`.
 

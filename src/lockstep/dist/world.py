@@ -10,7 +10,7 @@ import resource
 import sys
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any, Literal, cast, overload
 from weakref import ref
@@ -29,12 +29,12 @@ from lockstep.errors import DistError, PeerError, TopologyError, counted
 from lockstep.topology import LauncherName, Topology, environ, read_topology
 from lockstep.watch.ending import end_watch, raised_error
 from lockstep.watch.interrupt import end_process, groups_in_error, leave_process
-from lockstep.watch.watch import start_watch
+from lockstep.watch.watch import heartbeat_seconds, start_watch
 
 _SECONDS_FOR_THREADS = 0.1  # in which threads of an ended group free their tensors
 _STORE_TIMEOUT = timedelta(minutes=5)
 _TIMEOUT = timedelta(minutes=10)  # torch's own is 10 minutes with NCCL, and 30 with gloo
-_OPEN_FILES = 2**16
+_OPEN_FILES = 2**16  # for connections to all ranks, each for several groups; shells often allow 1,024
 _INIT_BACKENDS = ("torch", "deepspeed", "colossalai")
 # Each backend's variable for the network interface of its own connections.
 _INTERFACE_VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
@@ -113,6 +113,7 @@ def init_dist(
     duration = _checked_timeout(timeout)
     _check_port(port)
     _read_check_mode()
+    heartbeat_seconds()  # raises if the variable is wrong
     if init_backend != "torch":
         load_engine(init_backend)  # fails before the others wait
     address = (topology.master_addr, port or topology.master_port)
@@ -124,7 +125,7 @@ def init_dist(
     with ExitStack() as undo:
         if is_one_node(topology):
             _keep_on_loopback(backend, undo)
-        _allow_many_files()
+        allow_files(_OPEN_FILES)
         shared_store = meet(topology, store, port, duration or _STORE_TIMEOUT, _generations[address])
         if topology.world_size > 1:
             await_all(shared_store, topology, duration or _STORE_TIMEOUT)
@@ -337,12 +338,13 @@ def _keep_on_loopback(backend: str, undo: ExitStack) -> None:
             os.environ[variable] = "lo0" if sys.platform == "darwin" else "lo"
 
 
-def _allow_many_files() -> None:
-    """Allow as many open files as connections to all ranks need, each for several groups; shells often allow 1,024."""
+def allow_files(count: int) -> None:
+    """Let this process have `count` files open at a time, or as many as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with suppress(ValueError):  # macOS may say that there is no limit, and has one, kern.maxfilesperproc
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _destroy_at_exit() -> None:

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import platform
-import resource
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,6 +39,7 @@ from lockstep.dist import (
     run_on_main,
 )
 from lockstep.dist.agreement import differing
+from lockstep.dist.world import allow_files
 from lockstep.errors import ConfigError, DistError, TopologyError, require_known, require_one_of
 from lockstep.evaluator import format_metrics
 from lockstep.launch.worker import note_run
@@ -227,7 +227,7 @@ def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
     if start_method is not None:
         torch.multiprocessing.set_start_method(start_method, force=True)
     if options.get("resource_limit") is not None:
-        _allow_files(int(options["resource_limit"]))
+        allow_files(int(options["resource_limit"]))
     if is_distributed():
         return
     found = infer_launcher()
@@ -254,14 +254,6 @@ def _warn_of_lone_ranks(found: LauncherName) -> None:
                 "so do the others. To train together, give launcher=%r, in a script for MMEngine --launcher %s",
                 topology.rank, topology.world_size, found, found,
             )  # fmt: skip
-
-
-def _allow_files(count: int) -> None:
-    """Raise the number of files that this process may open, up to the hard limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def make_run_dir(work_dir: Path, experiment_name: str | None, others: Sequence[Location] = ()) -> Path:

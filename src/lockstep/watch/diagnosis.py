@@ -24,6 +24,8 @@ from lockstep.watch.board import Board, State
 # A rank that has ended with one of these errors was not the cause: another rank was.
 _OF_OTHERS = (f"{PeerError.__name__}:", f"{CollectiveTimeoutError.__name__}:")
 
+_NOW_IN = "; now in"  # what comes before a stack
+_MOST_SHOWN = 16  # places where absent ranks are: each rank that waited shows them
 _SECONDS_STILL = 1.5  # a main thread that stays in one line so long waits for its device
 
 
@@ -44,7 +46,7 @@ class Absent(NamedTuple):
 
 
 _ON_ALL_RANKS = (
-    "If one of these lines is under a condition such as `if rank == 0`, take it out of it: saving, logging and "
+    "If one of these lines is under a condition such as `if rank == 0`, move it out of there: saving, logging and "
     "evaluating communicate, and are called on every rank; a loop is left in the same iteration on all"
 )
 
@@ -126,7 +128,7 @@ def _words(location: str, state: State | None, process: str, record: Record | No
         cause = f" with {state['error']}" if state["error"] else ""
         return f"has ended{cause} ({location}); {last}"
     stack = "".join(f"\n      {line}" for line in state["stack"])
-    return f"{last} ({location}); now in{stack}"
+    return f"{last} ({location}){_NOW_IN}{stack}"
 
 
 def absence(
@@ -178,8 +180,18 @@ def absence(
 
 
 def lines_of(absent: Sequence[Absent]) -> str:
-    """Return a line for each rank that is absent."""
-    return "\n".join(f"  rank {one.rank}: {one.words}" for one in absent)
+    """Return what is known of absent ranks, at most at `_MOST_SHOWN` places; of several at one, the first one's."""
+    alike: dict[str, list[Absent]] = {}
+    for one in absent:
+        alike.setdefault(one.words.partition(_NOW_IN)[2] or one.words, []).append(one)
+    lines = []
+    for first, *others in list(alike.values())[:_MOST_SHOWN]:
+        lines.append(f"  rank {first.rank}: {first.words}")
+        if others:
+            lines.append(f"  {ranks_in_words([one.rank for one in others])}: at the same place")
+    if len(alike) > _MOST_SHOWN:
+        lines.append(f"  and others at {len(alike) - _MOST_SHOWN} further places")
+    return "\n".join(lines)
 
 
 class Blocked(NamedTuple):

@@ -23,6 +23,7 @@ from contextlib import suppress
 from copy import copy
 from datetime import timedelta
 from typing import Any, cast
+from weakref import ref
 
 import torch.distributed as torch_dist
 from torch.distributed import GroupMember, ProcessGroup, Store
@@ -80,10 +81,10 @@ def start_watch() -> None:
     default = GroupMember.WORLD
     if default is None or default.size() < 2 or torch_dist.get_backend(default) == "fake":
         return
-    if _watch is not None and _watch.default == id(default):
+    if _watch is not None and _watch.default() is default:
         return
-    if _watch is not None:
-        _watch.stop()
+    if (former := take_watch()) is not None:  # of a group that torch's own function has ended
+        former.stop()
     with suppress(DistError):
         _watch = Watch(default)
 
@@ -104,12 +105,12 @@ class Watch(WatchOfRank):
     """The thread of a rank, which looks at the store, at devices and at the last call of each group.
 
     Attributes:
-        default: `id` of the default group.
+        default: weak reference to the default group.
     """
 
     def __init__(self, default: ProcessGroup) -> None:
-        self.default = id(default)
-        self._beat = _heartbeat_seconds()
+        self.default = ref(default)
+        self._beat = heartbeat_seconds()
         # For each group: when a call began, and after how many seconds of it to look and to warn.
         self._waits: dict[str, tuple[float, float, float]] = {}
         self._compared = time.monotonic()
@@ -255,8 +256,8 @@ class Watch(WatchOfRank):
     def _is_overdue(self, comm: Comm, seconds: float) -> bool:
         """Return whether a call fails by now; backends of devices would end the process, and name nobody."""
         since = self.cut_off_since
-        is_alone = since is not None and time.monotonic() - since >= _SECONDS_OF_STORE
-        if is_alone and any(self.board.process(rank) == "gone" for rank in comm.ranks):
+        is_store_gone = since is not None and time.monotonic() - since >= _SECONDS_OF_STORE
+        if is_store_gone and any(self.board.process(rank) == "gone" for rank in comm.ranks):
             return True
         return comm.timeout is not None and seconds >= comm.timeout.total_seconds()
 
@@ -280,7 +281,8 @@ class Watch(WatchOfRank):
                 self._doubts.add(doubt)  # the main threads may be about to raise an error themselves
 
 
-def _heartbeat_seconds() -> float:
+def heartbeat_seconds() -> float:
+    """Return after how many seconds to say first for whom a rank waits; ValueError if the variable is wrong."""
     text = os.environ.get(_HEARTBEAT, "30")
     try:
         seconds = float(text)
