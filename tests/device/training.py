@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 from lockstep import Runner, Session
 from lockstep.hooks import EMAHook, Hook
 from lockstep.model import ExponentialMovingAverage
+from lockstep.model.fsdp.parameters import Materializer
 from lockstep.model.shards import gather_full
 from lockstep.model.tensor_parallel import _differences, _TrialRun
 
@@ -140,6 +141,13 @@ def trial(device: str) -> list[float]:
     inputs = (torch.ones(4, 2, device=device),), {}
     runs = [_TrialRun(copy.deepcopy(layer).to(device), inputs) for _ in range(2)]
     return _differences(*runs).tolist()
+
+
+def moved(device: str) -> list[str]:
+    """Return where FSDP puts a layer, before it sends its values, that is on the first device on every rank."""
+    layer = nn.BatchNorm1d(2).to(f"{device}:0")
+    Materializer(torch.device(device), None, None).materialize(layer, ())
+    return [str(tensor.device) for tensor in (*layer.parameters(), *layer.buffers())]
 
 
 def train_all(folder: Path, size: int) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Materializer:
     """
 
     def __init__(self, device: torch.device, init: InitFunction | None, mesh: DeviceMesh | None) -> None:
-        self.device = device
+        self.device = torch.empty(0, device=device).device  # with its number: a model may be on that of another rank
         self._init = init
         self._mesh = mesh
         self._has_named = False
@@ -110,7 +110,7 @@ class Materializer:
     @torch.no_grad()
     def _move_to_device(self, unit: nn.Module, ignored: Collection[Tensor]) -> None:
         for parameter, owners in owners_of_parameters(unit).items():
-            if isinstance(parameter, DTensor) or parameter in ignored or parameter.device.type == self.device.type:
+            if isinstance(parameter, DTensor) or parameter in ignored or parameter.device == self.device:
                 continue
             value = parameter.data.to(self.device)
             try:
@@ -124,7 +124,7 @@ class Materializer:
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
                 if isinstance(buffer, DTensor) or buffer in ignored:
                     continue
-                if buffer.device.type != self.device.type:  # modules may share it
+                if buffer.device != self.device:  # modules may share it
                     buffer = self._moved.setdefault(buffer, buffer.to(self.device))
                     setattr(module, name, buffer)
 
