@@ -132,17 +132,33 @@ class Materializer:
 def _reset(module: nn.Module, device: torch.device) -> None:
     reset = getattr(module, "reset_parameters", None)
     if not callable(reset):
-        raise ValueError(
-            f"`param_init_fn` must be given, because {type(module).__name__} is on the meta device and has no "
-            "method reset_parameters. It is called with each module that has tensors there, allocates its own by "
-            "module.to_empty(device=..., recurse=False), and must then give them values, as by nn.init.normal_"
-        )
+        raise _lacks_values(module, "has no method reset_parameters")
     given = {name: tensor.detach() for name, tensor in _named_tensors(module) if not tensor.is_meta}
     module.to_empty(device=device, recurse=False)
+    empty = {name: tensor for name, tensor in _named_tensors(module) if name not in given and tensor.numel()}
+    for tensor in empty.values():
+        if tensor.is_floating_point():
+            tensor.fill_(torch.nan)
+    versions = {name: tensor._version for name, tensor in empty.items()}
     reset()
     for name, tensor in _named_tensors(module):
         if name in given:
             tensor.copy_(given[name])
+        elif tensor is empty.get(name) and tensor._version == versions[name] and not _is_written(tensor):
+            raise _lacks_values(module, f"its reset_parameters gives no values to {name!r}")
+
+
+def _is_written(tensor: Tensor) -> bool:
+    """Return whether a tensor that was NaN has been written through `.data`, which leaves its version as it is."""
+    return tensor.is_floating_point() and not tensor.isnan().all()
+
+
+def _lacks_values(module: nn.Module, why: str) -> ValueError:
+    return ValueError(
+        f"`param_init_fn` must be given, because {type(module).__name__} is on the meta device and {why}. It is called "
+        "with each module that has tensors there, allocates its own by module.to_empty(device=..., recurse=False), and "
+        "must then give them values, as by nn.init.normal_"
+    )
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
