@@ -144,10 +144,10 @@ def trial(device: str) -> list[float]:
 
 
 def moved(device: str) -> list[str]:
-    """Return where FSDP puts a layer, before it sends its values, that is on the first device on every rank."""
-    layer = nn.BatchNorm1d(2).to(f"{device}:0")
-    Materializer(torch.device(device), None, None).materialize(layer, ())
-    return [str(tensor.device) for tensor in (*layer.parameters(), *layer.buffers())]
+    """Return where FSDP puts layers before it sends values: one that is on the first device, one that it ignores."""
+    layers = nn.Sequential(nn.BatchNorm1d(2).to(f"{device}:0"), nn.BatchNorm1d(2))
+    Materializer(torch.device(device), None, None, [layers[1]]).materialize(layers)
+    return [str(tensor.device) for tensor in (*layers.parameters(), *layers.buffers())]
 
 
 def train_all(folder: Path, size: int) -> dict[str, Any]:

@@ -37,22 +37,30 @@ class Materializer:
         init: called with each module that owns tensors on the meta device; must put those on `device`. By default they
             are allocated, and `reset_parameters` is called.
         mesh: the ranks that start with the values of its first rank; with None, each rank keeps its own values.
+        ignored: modules of which every rank keeps its own values, with all modules inside them.
     """
 
-    def __init__(self, device: torch.device, init: InitFunction | None, mesh: DeviceMesh | None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        init: InitFunction | None,
+        mesh: DeviceMesh | None,
+        ignored: Collection[nn.Module] = (),
+    ) -> None:
         self.device = torch.empty(0, device=device).device  # with its number: a model may be on that of another rank
         self._init = init
         self._mesh = mesh
+        self._ignored = ignored
         self._has_named = False
         self._done: set[Tensor] = set()
         self._moved: dict[Tensor, Tensor] = {}
 
-    def materialize(self, unit: nn.Module, ignored: Collection[Tensor]) -> None:
-        """Give values to a part of the model, except to parameters that are sharded already.
+    def ignored_tensors(self) -> set[Tensor]:
+        """Return the tensors of ignored modules, as they are now: to materialize or to move one may replace it."""
+        return {tensor for part in self._ignored for _, tensor in _named_tensors(part)}
 
-        Args:
-            unit: the part.
-            ignored: tensors that every rank keeps as its own.
+    def materialize(self, unit: nn.Module) -> None:
+        """Give values to a part of the model, except to parameters that are sharded already.
 
         **Collective**: every rank of the mesh, where there is one.
 
@@ -60,14 +68,15 @@ class Materializer:
             ValueError: a module has no `reset_parameters`, or a tensor is still on the meta device.
         """
         self._fill_meta_tensors(unit)
-        self._move_to_device(unit, ignored)
+        self._move_to_device(unit)
         if self._mesh is not None:
+            left_out = self.ignored_tensors() | self._done
             tensors = [
                 tensor.detach()
                 for tensor in chain(unit.parameters(), unit.buffers())
-                if not isinstance(tensor, DTensor) and tensor not in self._done and tensor not in ignored
+                if not isinstance(tensor, DTensor) and tensor not in left_out
             ]
-            self._done.update(unit.buffers())
+            self._done.update(unit.buffers(), (own for own in unit.parameters() if own.dim() == 0))
             # Along the next axis, ranks send what they have got along the first.
             broadcast_from_first(tensors, *self._mesh.get_all_groups())
 
@@ -108,9 +117,9 @@ class Materializer:
             )
 
     @torch.no_grad()
-    def _move_to_device(self, unit: nn.Module, ignored: Collection[Tensor]) -> None:
+    def _move_to_device(self, unit: nn.Module) -> None:
         for parameter, owners in owners_of_parameters(unit).items():
-            if isinstance(parameter, DTensor) or parameter in ignored or parameter.device == self.device:
+            if isinstance(parameter, DTensor) or parameter.device == self.device:
                 continue
             value = parameter.data.to(self.device)
             try:
@@ -122,9 +131,7 @@ class Materializer:
                     setattr(owner, name, moved)
         for module in unit.modules():
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-                if isinstance(buffer, DTensor) or buffer in ignored:
-                    continue
-                if buffer.device != self.device:  # modules may share it
+                if not isinstance(buffer, DTensor) and buffer.device != self.device:  # modules may share it
                     buffer = self._moved.setdefault(buffer, buffer.to(self.device))
                     setattr(module, name, buffer)
 
