@@ -59,3 +59,8 @@ def test_an_average_on_the_cpu_waits_for_the_weights(found: Any) -> None:
 
 def test_copies_of_a_layer_are_compared_on_the_device(found: Any) -> None:
     assert [rank["trial"] for rank in found[2]] == [[0.0] * 4] * 2
+
+
+def test_fsdp_moves_what_is_on_the_device_of_another_rank_and_what_it_ignores(found: Any) -> None:
+    for rank, own in enumerate(found[2]):
+        assert set(own["moved"]) == {f"sim:{rank}"}

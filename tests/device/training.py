@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 from lockstep import Runner, Session
 from lockstep.hooks import EMAHook, Hook
 from lockstep.model import ExponentialMovingAverage
+from lockstep.model.fsdp.parameters import Materializer
 from lockstep.model.shards import gather_full
 from lockstep.model.tensor_parallel import _differences, _TrialRun
 
@@ -140,6 +141,13 @@ def trial(device: str) -> list[float]:
     inputs = (torch.ones(4, 2, device=device),), {}
     runs = [_TrialRun(copy.deepcopy(layer).to(device), inputs) for _ in range(2)]
     return _differences(*runs).tolist()
+
+
+def moved(device: str) -> list[str]:
+    """Return where FSDP puts layers before it sends values: one that is on the first device, one that it ignores."""
+    layers = nn.Sequential(nn.BatchNorm1d(2).to(f"{device}:0"), nn.BatchNorm1d(2))
+    Materializer(torch.device(device), None, None, [layers[1]]).materialize(layers)
+    return [str(tensor.device) for tensor in (*layers.parameters(), *layers.buffers())]
 
 
 def train_all(folder: Path, size: int) -> dict[str, Any]:

@@ -64,6 +64,19 @@ def test_of_whole_gradients_it_is_bit_by_bit_torchs(norm_type, max_norm):
         assert torch.equal(own, other)
 
 
+@ranks(2)
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_shards_of_complex_gradients_have_a_real_norm(norm_type):
+    values = [torch.full((rows, 2), 3 + 4j) for rows in (3, 1)]  # of the last, one rank has nothing
+    whole, sharded = ([nn.Parameter(torch.zeros_like(value)) for value in values] for _ in range(2))
+    for one, part, value in zip(whole, sharded, values, strict=True):
+        one.grad, part.grad = value.clone(), distribute_tensor(value, mesh_of((2,)), [Shard(0)])
+    expected = nn.utils.clip_grad_norm_(whole, 0.5, norm_type)
+    assert torch.allclose(clip_by_norm(sharded, 0.5, norm_type), expected)
+    for one, part in zip(whole, sharded, strict=True):
+        assert torch.allclose(part.grad.full_tensor(), one.grad)
+
+
 @ranks(4)
 def test_gradients_of_several_layouts_have_one_norm():
     wide, row = mesh_of((4,)), mesh_of((2, 2))

@@ -51,6 +51,20 @@ def test_a_training_does_not_begin_with_the_gradients_of_one_that_ended_inside_a
     assert torch.allclose(before - model.weight, torch.full((1, 3), 1e-3))
 
 
+@pytest.mark.parametrize(("size", "updates"), [(4, [3, 7]), (3, [3, 6, 9])])
+def test_a_window_that_was_open_goes_on_unless_windows_have_another_size_now(size: int, updates: list[int]):
+    _, former = make(4)
+    former.update_params(torch.ones(1, requires_grad=True).sum())
+    model, wrapper = make(size)
+    wrapper.load_extra_state(former.extra_state())
+    wrapper.initialize_count_status(model, 1)
+    due = []
+    for batch in BATCHES[:9]:
+        wrapper.update_params(model(batch).sum())
+        due.append(wrapper.should_update())
+    assert [index for index, is_due in enumerate(due, 1) if is_due] == updates
+
+
 def test_without_a_known_end_an_open_window_is_kept():
     model, wrapper = make(4)
     before = model.weight.clone()

@@ -105,9 +105,13 @@ def _norm(parts: list[Tensor], sharding: Sharding | None, norm_type: float, fore
     mesh, axes = sharding
     # A rank may hold no element of a short parameter, and an empty tensor has no maximum.
     present = [part for part in parts if part.numel()]
-    norm = get_total_norm(present, norm_type, foreach=foreach) if present else parts[0].new_zeros(())
-    # One dtype on every rank, whatever it holds; and a square may overflow float16.
-    norm = norm.to(reduce(torch.promote_types, (part.dtype for part in parts), torch.float32))
+    # One dtype on every rank, whatever it holds, real for complex numbers; and a square may overflow float16.
+    dtype = reduce(torch.promote_types, (part.dtype.to_real() for part in parts), torch.float32)
+    norm = (
+        get_total_norm(present, norm_type, foreach=foreach).to(dtype)
+        if present
+        else parts[0].new_zeros((), dtype=dtype)
+    )
     infinite = math.isinf(norm_type)
     if not infinite:
         norm = norm**norm_type

@@ -43,7 +43,8 @@ class Windows:
         Returns:
             The number of backward passes of an open window whose gradients are lost.
         """
-        state = {"backward_passes": done, "open": done % self.size, "updates": done // self.size, **self._loaded}
+        begun = {"size": self.size, "backward_passes": done, "open": done % self.size, "updates": done // self.size}
+        state = {**begun, **self._loaded}
         self._loaded = {}
         self.count: int = state["backward_passes"]
         self.updates: int = state["updates"]
@@ -53,7 +54,7 @@ class Windows:
         self._end = None if total is None else self.count + total - done
         lost: int = state["open"]
         # The window goes on with what is left of it, unless windows have another size now.
-        self._left = self.size - lost if 0 < lost < self.size else 0
+        self._left = self.size - lost if lost and state["size"] == self.size else 0
         self._made = 0
         self._reference, self._samples = 1.0, 0.0
         return lost

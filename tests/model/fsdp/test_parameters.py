@@ -238,6 +238,35 @@ def test_values_beside_meta_tensors_are_kept():
     assert unwrap_model(model)[0].weight.full_tensor().tolist() == [1.0] * 4
 
 
+class Masked(nn.Module):
+    """Gives values to its weight through `.data`, as older code does, and to its other tensors if it is told to."""
+
+    def __init__(self, left_out: str) -> None:
+        super().__init__()
+        self.left_out = left_out
+        self.weight = nn.Parameter(torch.empty(4, 4))
+        self.scale = nn.Parameter(torch.empty(4))
+        self.register_buffer("mask", torch.empty(4, 4, dtype=torch.bool), persistent=False)
+        self.register_buffer("none", torch.empty(0))
+
+    def reset_parameters(self) -> None:
+        self.weight.data.uniform_(-1, 1)
+        if self.left_out != "scale":
+            nn.init.ones_(self.scale)
+        if self.left_out != "mask":
+            self.mask = torch.ones(4, 4, dtype=torch.bool, device=self.mask.device).tril()
+
+
+@ranks(1)
+@pytest.mark.parametrize("left_out", ["scale", "mask"])
+def test_what_reset_parameters_gives_no_values_is_named(left_out: str):
+    with torch.device("meta"):
+        whole, lacking = Masked(""), Masked(left_out)
+    MMFullyShardedDataParallel(whole, device_id="cpu")
+    with pytest.raises(ValueError, match=f"its reset_parameters gives no values to '{left_out}'"):
+        MMFullyShardedDataParallel(lacking, device_id="cpu")
+
+
 @ranks(2)
 def test_ignored_modules_keep_their_buffers_as_they_keep_their_parameters():
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))

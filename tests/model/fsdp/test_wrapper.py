@@ -315,8 +315,10 @@ def test_a_parameter_that_is_added_after_the_model_was_sharded_is_refused():
 
 
 @ranks(2)
-def test_ignored_modules_stay_as_they_are():
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_ignored_modules_stay_as_they_are(device: str):
     net = seeded()
+    net.blocks[1].to(device)
     model = MMFullyShardedDataParallel(net, auto_wrap_policy="Block", ignored_modules=[net.blocks[1]])
     assert [name for name, p in net.named_parameters() if not isinstance(p, DTensor)] == [
         "blocks.1.inner.weight", "blocks.1.inner.bias", "blocks.1.outer.weight", "blocks.1.outer.bias",

@@ -37,22 +37,30 @@ class Materializer:
         init: called with each module that owns tensors on the meta device; must put those on `device`. By default they
             are allocated, and `reset_parameters` is called.
         mesh: the ranks that start with the values of its first rank; with None, each rank keeps its own values.
+        ignored: modules of which every rank keeps its own values, with all modules inside them.
     """
 
-    def __init__(self, device: torch.device, init: InitFunction | None, mesh: DeviceMesh | None) -> None:
-        self.device = device
+    def __init__(
+        self,
+        device: torch.device,
+        init: InitFunction | None,
+        mesh: DeviceMesh | None,
+        ignored: Collection[nn.Module] = (),
+    ) -> None:
+        self.device = torch.empty(0, device=device).device  # with its number: a model may be on that of another rank
         self._init = init
         self._mesh = mesh
+        self._ignored = ignored
         self._has_named = False
         self._done: set[Tensor] = set()
         self._moved: dict[Tensor, Tensor] = {}
 
-    def materialize(self, unit: nn.Module, ignored: Collection[Tensor]) -> None:
-        """Give values to a part of the model, except to parameters that are sharded already.
+    def ignored_tensors(self) -> set[Tensor]:
+        """Return the tensors of ignored modules, as they are now: to materialize or to move one may replace it."""
+        return {tensor for part in self._ignored for _, tensor in _named_tensors(part)}
 
-        Args:
-            unit: the part.
-            ignored: tensors that every rank keeps as its own.
+    def materialize(self, unit: nn.Module) -> None:
+        """Give values to a part of the model, except to parameters that are sharded already.
 
         **Collective**: every rank of the mesh, where there is one.
 
@@ -60,14 +68,15 @@ class Materializer:
             ValueError: a module has no `reset_parameters`, or a tensor is still on the meta device.
         """
         self._fill_meta_tensors(unit)
-        self._move_to_device(unit, ignored)
+        self._move_to_device(unit)
         if self._mesh is not None:
+            left_out = self.ignored_tensors() | self._done
             tensors = [
                 tensor.detach()
                 for tensor in chain(unit.parameters(), unit.buffers())
-                if not isinstance(tensor, DTensor) and tensor not in self._done and tensor not in ignored
+                if not isinstance(tensor, DTensor) and tensor not in left_out
             ]
-            self._done.update(unit.buffers())
+            self._done.update(unit.buffers(), (own for own in unit.parameters() if own.dim() == 0))
             # Along the next axis, ranks send what they have got along the first.
             broadcast_from_first(tensors, *self._mesh.get_all_groups())
 
@@ -108,9 +117,9 @@ class Materializer:
             )
 
     @torch.no_grad()
-    def _move_to_device(self, unit: nn.Module, ignored: Collection[Tensor]) -> None:
+    def _move_to_device(self, unit: nn.Module) -> None:
         for parameter, owners in owners_of_parameters(unit).items():
-            if isinstance(parameter, DTensor) or parameter in ignored or parameter.device.type == self.device.type:
+            if isinstance(parameter, DTensor) or parameter.device == self.device:
                 continue
             value = parameter.data.to(self.device)
             try:
@@ -122,9 +131,7 @@ class Materializer:
                     setattr(owner, name, moved)
         for module in unit.modules():
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-                if isinstance(buffer, DTensor) or buffer in ignored:
-                    continue
-                if buffer.device.type != self.device.type:  # modules may share it
+                if not isinstance(buffer, DTensor) and buffer.device != self.device:  # modules may share it
                     buffer = self._moved.setdefault(buffer, buffer.to(self.device))
                     setattr(module, name, buffer)
 
@@ -132,17 +139,33 @@ class Materializer:
 def _reset(module: nn.Module, device: torch.device) -> None:
     reset = getattr(module, "reset_parameters", None)
     if not callable(reset):
-        raise ValueError(
-            f"`param_init_fn` must be given, because {type(module).__name__} is on the meta device and has no "
-            "method reset_parameters. It is called with each module that has tensors there, allocates its own by "
-            "module.to_empty(device=..., recurse=False), and must then give them values, as by nn.init.normal_"
-        )
+        raise _lacks_values(module, "has no method reset_parameters")
     given = {name: tensor.detach() for name, tensor in _named_tensors(module) if not tensor.is_meta}
     module.to_empty(device=device, recurse=False)
+    empty = {name: tensor for name, tensor in _named_tensors(module) if name not in given and tensor.numel()}
+    for tensor in empty.values():
+        if tensor.is_floating_point():
+            tensor.fill_(torch.nan)
+    versions = {name: tensor._version for name, tensor in empty.items()}
     reset()
     for name, tensor in _named_tensors(module):
         if name in given:
             tensor.copy_(given[name])
+        elif tensor is empty.get(name) and tensor._version == versions[name] and not _is_written(tensor):
+            raise _lacks_values(module, f"its reset_parameters gives no values to {name!r}")
+
+
+def _is_written(tensor: Tensor) -> bool:
+    """Return whether a tensor that was NaN has been written through `.data`, which leaves its version as it is."""
+    return tensor.is_floating_point() and not tensor.isnan().all()
+
+
+def _lacks_values(module: nn.Module, why: str) -> ValueError:
+    return ValueError(
+        f"`param_init_fn` must be given, because {type(module).__name__} is on the meta device and {why}. It is called "
+        "with each module that has tensors there, allocates its own by module.to_empty(device=..., recurse=False), and "
+        "must then give them values, as by nn.init.normal_"
+    )
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

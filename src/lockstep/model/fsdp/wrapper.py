@@ -95,6 +95,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
             such as `"bf16"`, with which gradients are reduced in float32. The others mean what they mean to torch:
             without `reduce_dtype`, gradients are reduced in `param_dtype`. BatchNorm layers keep their precision.
         ignored_modules: modules inside `module` whose parameters are not sharded, and whose gradients are not averaged.
+            They are moved to the device, too.
         param_init_fn: called with each module that owns parameters on the meta device, to materialize them; by default
             its `reset_parameters` is called. Units are materialized and sharded one after the other.
         device_id: the device to train on; by default that of the parameters.
@@ -189,13 +190,14 @@ class MMFullyShardedDataParallel(ModelWrapper):
             ranks = self.mesh.mesh.flatten().tolist()
             self.data_shard = (ranks.index(get_rank()), len(ranks))
         # Ranks that compute together must start with the same values.
-        materializer = Materializer(device, param_init_fn, whole if sync_module_states else self.tensor_mesh)
+        synced = whole if sync_module_states else self.tensor_mesh
+        materializer = Materializer(device, param_init_fn, synced, ignored)
         shard = partial(
             fully_shard, mesh=self.mesh, reshard_after_forward=sharding.reshard_after_forward, offload_policy=offload
         )
         precisions = dict.fromkeys([module, *units], precision) | _precisions_of_norms(module, precision, ignored)
         originals = Originals(module)
-        scalars = _shard(module, precisions, ignored, materializer, parallel, shard)
+        scalars = _shard(module, precisions, materializer, parallel, shard)
         originals.hand_over(module)
         if hasattr(module, "prepare_inputs_for_generation"):
             # `generate` of transformers and peft calls parts by themselves, such as an encoder, whose own weights would
@@ -395,7 +397,6 @@ def _compare(module: nn.Module, mesh: DeviceMesh, ignored: Iterable[nn.Module]) 
 def _shard(
     module: nn.Module,
     precisions: Mapping[nn.Module, MixedPrecisionPolicy],
-    ignored: Collection[nn.Module],
     materializer: Materializer,
     parallel: TensorParallel | None,
     shard: partial[Any],
@@ -405,30 +406,27 @@ def _shard(
     Returns:
         The parameters of dimension 0, which can't be sharded, and stay whole.
     """
-    ignored_params = {parameter for each in ignored for parameter in each.parameters()}
-    ignored_buffers = {buffer for each in ignored for buffer in each.buffers()}
     # A preprocessor learns its device by `to`. Sharding moves parameters and buffers only, and it may have neither.
     if isinstance(preprocessor := getattr(module, "data_preprocessor", None), nn.Module):
-        materializer.materialize(preprocessor, ignored_params | ignored_buffers)
+        materializer.materialize(preprocessor)
         preprocessor.to(materializer.device)
     scalars: list[nn.Parameter] = []
     for unit in reversed(list(module.modules())):
         if unit in precisions:
-            materializer.materialize(unit, ignored_params | ignored_buffers)
+            materializer.materialize(unit)
             if parallel is not None:
                 parallel.apply(unit)
+            whole = {*materializer.ignored_tensors(), *scalars}
             for name, parameter in unit.named_parameters():
-                if parameter.dim() == 0 and parameter not in ignored_params:
+                if parameter.dim() == 0 and parameter not in whole:
                     if isinstance(parameter, DTensor):
                         raise ConfigError(
                             "`tensor_parallel` must leave out parameters of dimension 0, but splits the module of "
                             f"`{name}`. Give that parameter a dimension, or leave the module out of the plan"
                         )
-                    parameter.data = parameter.data.to(materializer.device)
                     scalars.append(parameter)
-                    ignored_params.add(parameter)
             unit.register_forward_hook(never_compiled(show_hidden))  # to FSDP's own hook; `Consistency` takes it back
-            shard(unit, mp_policy=precisions[unit], ignored_params=ignored_params or None)
+            shard(unit, mp_policy=precisions[unit], ignored_params={*whole, *scalars} or None)
     return scalars
 
 
