@@ -74,7 +74,7 @@ def encode(value: Any, path: Path = (), tensors: dict[str, Tensor] | None = None
         case float():
             return float(value) if math.isfinite(value) else {"$float": str(float(value))}
         case str():
-            return str(value)
+            return str.__str__(value)  # of a member of an enum, its value
         case Mapping():
             return _encode_dict(value, path, tensors)
         case list():
