@@ -102,6 +102,16 @@ SCHEDULES = {
 }
 
 
+def test_a_rate_in_a_tensor_with_a_dim_is_changed_like_a_number(tmp_path: Path):
+    found = []
+    for name, kept in {"number": float, "tensor": lambda rate: torch.tensor([rate])}.items():
+        for epochs, rate in ((1, 0.1), (2, 0.2)):
+            adam = {**ADAM, "lr": kept(rate), "foreach": False}
+            _, weights, _ = train(tmp_path / name, epochs, adam, SCHEDULES["cosine"], resume=True)
+        found.append(weights)
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @ranks(1, 2)

@@ -374,7 +374,7 @@ def _step(schedulers: Iterable[ParamScheduler]) -> None:
 def set_option(group: dict[str, Any], key: str, value: Any) -> None:
     """Set an option of a parameter group; one that is a tensor stays the same tensor."""
     if isinstance(group.get(key), Tensor):  # a compiled or captured step reads this tensor
-        group[key].fill_(value)
+        group[key].fill_(float(value))
     else:
         group[key] = value.clone() if isinstance(value, Tensor) else value
 
