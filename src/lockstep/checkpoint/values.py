@@ -360,7 +360,7 @@ _META: Form = {
     "validated_iter": COUNT.or_none(),
     "has_optimizer": FLAG,
     "optim_wrapper": {"*": {"windows": _WINDOWS}, "windows": _WINDOWS},
-    "begun_with": Whole(options=[{}], schedules=[TEXT]),  # its "scheduled" is younger
+    "begun_with": Whole(options=[{}], schedules=[TEXT], scheduled=[TEXT]),
     "schedules_by_epoch": [FLAG.or_none()],
     "load_from": TEXT.or_none(),
     "position": Whole(

@@ -163,7 +163,7 @@ class ResumedOptions:
 
     def _counted_otherwise(self, index: int, scheduler: ParamScheduler) -> bool:
         """Return whether the saved schedule counted epochs, and this one counts batches, or the other way round."""
-        units = self.meta.get("schedules_by_epoch", [])  # a checkpoint of an earlier version does not say it
+        units = self.meta.get("schedules_by_epoch", [])  # one of MMEngine does not say it
         return index < len(units) and units[index] not in (None, scheduler.by_epoch)
 
     def apply(self) -> None:

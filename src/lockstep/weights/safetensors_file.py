@@ -166,11 +166,6 @@ def check_dtypes(tensors: Mapping[str, TensorInfo]) -> None:
             )
 
 
-def write_header(file: IO[bytes], tensors: Mapping[str, TensorInfo]) -> None:
-    """Write the header of a file that will hold these tensors, in this order."""
-    file.write(header_bytes((name, _NAMES[info.dtype], info.shape, info.nbytes) for name, info in tensors.items()))
-
-
 def write_tensor(file: IO[bytes], tensor: Tensor) -> None:
     """Write the bytes of the next tensor."""
     if tensor.numel():
@@ -322,7 +317,8 @@ class SafetensorsWriter:
         """Return the open file, which is a new one for the first tensor in it."""
         if self._open is None:
             self._open = self._create(file)
-            write_header(self._open, {name: self.infos[name] for name in self.shards[file]})
+            held = [(name, self.infos[name]) for name in self.shards[file]]
+            self._open.write(header_bytes((name, _NAMES[one.dtype], one.shape, one.nbytes) for name, one in held))
         return self._open
 
     def _create(self, file: str) -> IO[bytes]:
