@@ -27,8 +27,8 @@ from lockstep.strategy.optim_state import complete_states
 _logger = logging.getLogger(__name__)
 # Keys of a parameter group that are no options, or choose an implementation, which may depend on a rank's device.
 _IMPLEMENTATION_KEYS = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
-# Also keys that torch's schedules add, and `train_mode`, which a schedule-free optimizer changes with each evaluation.
-_NOT_FROM_CONFIG = _IMPLEMENTATION_KEYS | {"initial_lr", "max_lr", "min_lr", "train_mode"}
+# Also the rate before schedules, and `train_mode`, which a schedule-free optimizer changes with each evaluation.
+_NOT_FROM_CONFIG = _IMPLEMENTATION_KEYS | {"initial_lr", "train_mode"}
 _LONG, _MOST_PARTS = 80, 4  # a description of a schedule, in characters; what is named of one that has changed
 _MOST_STEPS = 10**8  # that a schedule is computed for when a run resumes
 # Entries of a torch schedule's state that change while it runs; all others come from the config.
