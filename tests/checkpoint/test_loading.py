@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from lockstep.checkpoint import load_state, loading, save_state, saving, together
 from lockstep.dist import all_gather_object, broadcast_object, get_rank, get_world_size
+from lockstep.errors import ConfigError
 from lockstep.testing import ranks, run_ranks
 
 ROWS, COLUMNS = 12, 8
@@ -143,3 +144,10 @@ def test_an_error_of_the_rank_that_reads_is_raised_on_all(reader: int, tmp_path:
     ):
         load_state(folder, state)
     assert all_gather_object(get_rank()) == [0, 1, 2]  # nobody is left behind
+
+
+def test_an_empty_dict_that_a_checkpoint_lacks_is_named(tmp_path: Path):
+    save_state(tmp_path / "state", {"model": {"w": torch.ones(2)}}, {})
+    wanted = {"model": {"w": torch.zeros(2), "layer._extra_state": {}}}
+    with pytest.raises(ConfigError, match=r"does not fit: there is no `model\.layer\._extra_state` in it\. Resume"):
+        load_state(tmp_path / "state", wanted)

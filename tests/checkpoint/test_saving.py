@@ -8,6 +8,8 @@ import random
 import sys
 from collections import OrderedDict
 from contextlib import nullcontext
+from enum import Enum
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -51,6 +53,14 @@ def test_what_json_does_not_have_is_kept():
     assert math.isnan(back.pop("nan"))
     assert back == {"numpy": 0.5, "order": {"b": 1, "a": 2}, "size": (2,)}
     assert type(back["numpy"]) is float
+
+
+class Colour(str, Enum):  # noqa: UP042  # not a StrEnum, whose text is its value
+    RED = "red"
+
+
+def test_of_an_enum_of_strings_or_numbers_the_value_is_kept():
+    assert encode([Colour.RED, HTTPStatus.OK, {Colour.RED: 1}]) == ["red", 200, {"$dict": [["red", 1]]}]
 
 
 def test_arrays_of_another_byte_order_and_the_largest_number_are_kept():
@@ -101,6 +111,15 @@ def test_a_tensor_of_another_kind_is_refused_by_name(tmp_path: Path):
         save_state(tmp_path / "state", {"model": {"w": torch.eye(2).to_sparse()}}, {})
     with pytest.raises(ConfigError, match=r"two are called a.b.c"):
         save_state(tmp_path / "state", {"a": {"b.c": torch.ones(1)}, "a.b": {"c": torch.ones(1)}}, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tensor_that_is_made_of_others_is_refused_by_name(tmp_path: Path):
+    kinds = pytest.importorskip("torchao.optim.subclass_8bit")  # an extra
+    quantized = kinds.OptimState8bit.zeros((64, 64), True, 256)
+    says = r"`optimizer.state.w.exp_avg` must be a plain tensor .* is a torchao.*OptimState8bit, .*save_optimizer=False"
+    with pytest.raises(ConfigError, match=says):
+        save_state(tmp_path / "state", {"optimizer": {"state": {"w": {"exp_avg": quantized}}}}, {})
     assert list(tmp_path.iterdir()) == []
 
 

@@ -71,6 +71,14 @@ def test_a_process_that_is_killed_while_it_overwrites_leaves_no_index_of_former_
     assert torch.equal(open_source(tmp_path / "out").read("b"), torch.ones(4))
 
 
+def test_behind_a_url_neither() -> None:
+    out = locate("memory://overwritten")
+    write(str(out), {"a": torch.zeros(4), "b": torch.zeros(4)}, most=16)
+    infos = {name: TensorInfo((4,), torch.float32) for name in "ab"}
+    SafetensorsWriter(out, plan_shards(infos, "model", 16), infos, {}).write(torch.ones(4))  # killed after this
+    assert sorted(file.name for file in out.iterdir()) == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)),

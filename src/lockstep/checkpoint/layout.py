@@ -25,6 +25,7 @@ from torch import Tensor
 from lockstep.checkpoint.manifest import ITEM_SIZES, Place, StoredTensor
 from lockstep.checkpoint.values import encode, tagged
 from lockstep.errors import ConfigError, listed
+from lockstep.transport.moving import as_bytes
 
 Sizes: TypeAlias = tuple[int, ...]
 _Held: TypeAlias = tuple[tuple[str, str], int]  # key and digest of a section, and the number of a box in it
@@ -295,7 +296,7 @@ def _evenly(begins: Sequence[int], length: int) -> range | Sizes:
     return even if list(even) == begins else tuple(begins)
 
 
-def _require_plain(name: str, tensor: Tensor) -> None:
+def _require_plain(name: str, tensor: Any) -> None:
     placements = getattr(tensor, "placements", ())
     if any(placement.is_partial() for placement in placements):
         raise ConfigError(
@@ -306,3 +307,13 @@ def _require_plain(name: str, tensor: Tensor) -> None:
     if dtype not in ITEM_SIZES or tensor.layout is not torch.strided:
         what = dtype if dtype not in ITEM_SIZES else f"of the layout {str(tensor.layout).removeprefix('torch.')}"
         raise ConfigError(f"`{name}` must be a dense tensor of a usual dtype to be saved, but is {what}. Convert it")
+    part = tensor.to_local() if hasattr(tensor, "device_mesh") else tensor
+    if hasattr(part, "__tensor_flatten__"):  # made of other tensors, as those that torchao quantizes
+        try:
+            as_bytes(part)
+        except (NotImplementedError, TypeError) as error:
+            raise ConfigError(
+                f"`{name}` must be a plain tensor to be saved, but is a {type(part).__module__}."
+                f"{type(part).__qualname__}, which is made of several. Convert it; or save without the optimizer's "
+                "state, if it is in that, by CheckpointHook(save_optimizer=False)"
+            ) from error

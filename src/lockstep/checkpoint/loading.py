@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.files import DAMAGED
 from lockstep.checkpoint.layout import digest_of, pieces_of
 from lockstep.checkpoint.manifest import ITEM_SIZES, Block, Manifest, StoredTensor, checksum_at, read_manifest
 from lockstep.checkpoint.together import on_all, read_once
@@ -387,18 +386,18 @@ class _Load:
         tag, held = tagged(node)
         if _is_as_saved(path) and node is not _MISSING:
             self._ask_as_saved(node, path)
+        elif node is _MISSING and (len(path) > 1 or not isinstance(part, Mapping)):
+            self._differences.append(f"there is no `{name}` in it")
         elif isinstance(part, Mapping):
             for key, item in part.items():
                 below = node.get(str(key), _MISSING) if isinstance(node, dict) and tag is None else _MISSING
                 self._ask(item, below, (*path, str(key)))
-        elif node is _MISSING:
-            self._differences.append(f"there is no `{name}` in it")
         elif _is_nested(part):
             nodes = node if isinstance(node, list) else held if tag == "$tuple" else []
             for i, item in enumerate(part):
                 self._ask(item, nodes[i] if i < len(nodes) else _MISSING, (*path, str(i)))
         elif isinstance(part, Tensor) and tag == "$tensor":
-            if (shape := self._tensor(held).shape) != tuple(part.shape):
+            if (shape := self._stored.manifest.tensors[held].shape) != tuple(part.shape):
                 if name in self._resizable:
                     self._ask_as_saved(node, path)
                     return
@@ -413,7 +412,7 @@ class _Load:
         """Make tensors for all that is saved under a node."""
         tag, held = tagged(node)
         if tag in ("$tensor", "$array"):
-            stored = self._tensor(held)
+            stored = self._stored.manifest.tensors[held]
             like = self._layout.get(path[2]) if path[0] == OPTIMIZER and path[1] == "state" else None
             if not isinstance(like, Tensor) or tuple(like.shape) != stored.shape:
                 self._wanted[held] = _empty(stored)
@@ -431,11 +430,6 @@ class _Load:
             items = list(node.items())
         for key, item in items:
             self._ask_as_saved(item, (*path, str(key)))
-
-    def _tensor(self, name: Any) -> StoredTensor:
-        if name not in self._stored.manifest.tensors:
-            raise CheckpointError(f"{self._stored.directory} has no tensor {name!r}, although it says so. {DAMAGED}")
-        return self._stored.manifest.tensors[name]
 
     def _read(self, part: Any, node: Any, path: tuple[str, ...]) -> Any:
         """Return a part of the state with what was read."""

@@ -13,8 +13,8 @@ A value of JSON stands for itself. An object with one key that begins with `$` s
 
 What is read must also have the form that its reader expects. A form is a test with words for messages, a dict of forms
 by key (`"*"`: for all other keys), or a list with the form of its items. The keys of a `Whole` must all be there; those
-of another dict may be missing. There are forms of what a model says of its weights, whose texts become names of files,
-and of what a run resumes from. This module does not import torch.
+of another dict may be missing. Here are the form of what a model says of its weights, whose texts become names of
+files, and the form of what a run resumes from. Only to read a dtype does this module import torch.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def encode(value: Any, path: Path = (), tensors: dict[str, Tensor] | None = None
         case float():
             return float(value) if math.isfinite(value) else {"$float": str(float(value))}
         case str():
-            return str(value)
+            return str.__str__(value)  # of a member of an enum, its value
         case Mapping():
             return _encode_dict(value, path, tensors)
         case list():
@@ -360,7 +360,7 @@ _META: Form = {
     "validated_iter": COUNT.or_none(),
     "has_optimizer": FLAG,
     "optim_wrapper": {"*": {"windows": _WINDOWS}, "windows": _WINDOWS},
-    "begun_with": Whole(options=[{}], schedules=[TEXT]),  # its "scheduled" is younger
+    "begun_with": Whole(options=[{}], schedules=[TEXT], scheduled=[TEXT]),
     "schedules_by_epoch": [FLAG.or_none()],
     "load_from": TEXT.or_none(),
     "position": Whole(

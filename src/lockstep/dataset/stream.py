@@ -356,7 +356,7 @@ class StreamLoader(DataLoader[Any]):
         layout, batches = list(state_dict["layout"]), state_dict["batches"]
         if self.dataset.splits_samples:
             _, ranks, _, batch_size = layout
-            self.begin_at(state_dict.get("begin", 0) + batches * batch_size * ranks, [state_dict])
+            self.begin_at(state_dict["begin"] + batches * batch_size * ranks, [state_dict])
             return
         if layout != self._layout():
             raise ValueError(
@@ -370,8 +370,7 @@ class StreamLoader(DataLoader[Any]):
                 "and `load_state_dict`, or take and discard as many batches"
             )
         workers = {str(worker): state for worker, state in state_dict["workers"].items()}
-        turn = state_dict.get("turn", batches)  # states of former versions have none: as if no worker had ended
-        self._at = self._begin = Begin(batches=batches, workers=workers, turn=turn)
+        self._at = self._begin = Begin(batches=batches, workers=workers, turn=state_dict["turn"])
 
     def _layout(self) -> list[int]:
         return [*self.dataset.shard, max(1, self.num_workers), self.dataset.batch_size]

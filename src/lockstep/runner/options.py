@@ -27,8 +27,8 @@ from lockstep.strategy.optim_state import complete_states
 _logger = logging.getLogger(__name__)
 # Keys of a parameter group that are no options, or choose an implementation, which may depend on a rank's device.
 _IMPLEMENTATION_KEYS = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
-# Also keys that torch's schedules add, and `train_mode`, which a schedule-free optimizer changes with each evaluation.
-_NOT_FROM_CONFIG = _IMPLEMENTATION_KEYS | {"initial_lr", "max_lr", "min_lr", "train_mode"}
+# Also the rate before schedules, and `train_mode`, which a schedule-free optimizer changes with each evaluation.
+_NOT_FROM_CONFIG = _IMPLEMENTATION_KEYS | {"initial_lr", "train_mode"}
 _LONG, _MOST_PARTS = 80, 4  # a description of a schedule, in characters; what is named of one that has changed
 _MOST_STEPS = 10**8  # that a schedule is computed for when a run resumes
 # Entries of a torch schedule's state that change while it runs; all others come from the config.
@@ -163,7 +163,7 @@ class ResumedOptions:
 
     def _counted_otherwise(self, index: int, scheduler: ParamScheduler) -> bool:
         """Return whether the saved schedule counted epochs, and this one counts batches, or the other way round."""
-        units = self.meta.get("schedules_by_epoch", [])  # a checkpoint of an earlier version does not say it
+        units = self.meta.get("schedules_by_epoch", [])  # one of MMEngine does not say it
         return index < len(units) and units[index] not in (None, scheduler.by_epoch)
 
     def apply(self) -> None:
@@ -374,7 +374,7 @@ def _step(schedulers: Iterable[ParamScheduler]) -> None:
 def set_option(group: dict[str, Any], key: str, value: Any) -> None:
     """Set an option of a parameter group; one that is a tensor stays the same tensor."""
     if isinstance(group.get(key), Tensor):  # a compiled or captured step reads this tensor
-        group[key].fill_(value)
+        group[key].fill_(float(value))
     else:
         group[key] = value.clone() if isinstance(value, Tensor) else value
 

@@ -149,8 +149,9 @@ class PretrainedOptions(TypedDict, total=False):
         dtype: convert floating-point weights to it.
         prefix: write only the part of the model with this name, its weights without the prefix.
         ema: beside EMAHook, False for the trained weights; by default the averaged ones, as in a checkpoint.
-        overwrite: replace the weights that a folder holds, and files of the same names, one by one; others stay. Who is
-            killed meanwhile leaves weights without an index, which nothing loads, or the whole of one kind.
+        overwrite: replace the weights that a folder holds, and files of the same names, one by one; others stay. A
+            process that is killed meanwhile leaves all former weights, or all new ones, or files without an index,
+            which nothing loads.
     """
 
     max_shard_size: int | str

@@ -166,11 +166,6 @@ def check_dtypes(tensors: Mapping[str, TensorInfo]) -> None:
             )
 
 
-def write_header(file: IO[bytes], tensors: Mapping[str, TensorInfo]) -> None:
-    """Write the header of a file that will hold these tensors, in this order."""
-    file.write(header_bytes((name, _NAMES[info.dtype], info.shape, info.nbytes) for name, info in tensors.items()))
-
-
 def write_tensor(file: IO[bytes], tensor: Tensor) -> None:
     """Write the bytes of the next tensor."""
     if tensor.numel():
@@ -322,7 +317,8 @@ class SafetensorsWriter:
         """Return the open file, which is a new one for the first tensor in it."""
         if self._open is None:
             self._open = self._create(file)
-            write_header(self._open, {name: self.infos[name] for name in self.shards[file]})
+            held = [(name, self.infos[name]) for name in self.shards[file]]
+            self._open.write(header_bytes((name, _NAMES[one.dtype], one.shape, one.nbytes) for name, one in held))
         return self._open
 
     def _create(self, file: str) -> IO[bytes]:
@@ -331,6 +327,8 @@ class SafetensorsWriter:
             place = self._draft / _plain(file)
             if not self._written:
                 self._draft.mkdir(parents=True)
+        elif not (self._written or self.single):
+            self._remove_index()
         self._written.append(place)
         return place.open("wb")
 
@@ -368,14 +366,19 @@ class SafetensorsWriter:
                 self._draft.rename(self.out)
                 sync_folder(self.out.parent)
                 return
-            if not self.single:  # a process that is killed in between leaves no index that names former and new parts
-                (self.out / self._index_file()).unlink(missing_ok=True)
+            if not self.single:
+                self._remove_index()
             for written in self._written:
                 (self._draft / written.name).replace(self.out if self.single else self.out / written.name)
             self._draft.rmdir()
             sync_folder(self.out.parent if self.single else self.out)
         if not self.single:
             self._remove_former()
+
+    def _remove_index(self) -> None:
+        """Remove the former index: a process that is killed from here on leaves none of former and new parts."""
+        with suppress(FileNotFoundError):
+            (self.out / self._index_file()).unlink()
 
     def _remove_former(self) -> None:
         """Remove the other weights of a folder that is overwritten, which might be read in place of these."""
