@@ -39,6 +39,19 @@ def test_a_call_that_no_line_of_a_user_has_made_is_that_of_lockstep(loop: str, l
     assert calls.call(1).site.endswith(f"made_up.py:{line}")
 
 
+def test_what_has_called_the_command_has_not_made_its_calls() -> None:
+    calls, folder = Calls(), os.path.dirname(lockstep.__file__)
+    names: dict[str, Any] = {"check_call": lambda: calls.add("barrier", ())}
+    exec(compile(PLAIN, os.path.join(folder, "made_up.py"), "exec"), names)
+    exec(compile("def command():\n    loop()", os.path.join(folder, "cli", "made_up.py"), "exec"), names)
+    exec(compile("command()", "/somewhere/typer/main.py", "exec"), names)
+    assert calls.call(1).site.endswith("lockstep/made_up.py:2")
+    exec(compile("def hook():\n    collective()", "/home/me/hook.py", "exec"), names)
+    exec(compile("def command():\n    hook()", os.path.join(folder, "cli", "made_up.py"), "exec"), names)
+    exec(compile("command()", "/somewhere/typer/main.py", "exec"), names)
+    assert calls.call(2).site.endswith("hook.py:2")
+
+
 def test_a_call_that_is_not_kept_is_none() -> None:
     calls = Calls()
     calls.add("barrier", ())

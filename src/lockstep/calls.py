@@ -27,6 +27,7 @@ _MOST_EXPORTED = 2**12  # calls, as other ranks are told of them
 _MOST_FINGERPRINTS = 2**12
 _LOCKSTEP = os.path.dirname(__file__) + os.sep
 _DIST = os.path.join(_LOCKSTEP, "dist") + os.sep
+_COMMAND = os.path.join(_LOCKSTEP, "cli") + os.sep
 # Frames that are neither the caller's nor lockstep's: those of torch and of `with`, and Python's own, such as runpy.
 _FOREIGN = (os.path.dirname(torch.__file__) + os.sep, contextlib.__file__, "<frozen ")
 
@@ -34,11 +35,11 @@ _Key: TypeAlias = tuple[Any, ...]
 
 
 class _Owners(dict[str, str]):
-    """Whose a file is, by path: "caller", "dist", "lockstep" or "". A look-up is three times as fast."""
+    """Whose a file is, by path: "caller", "dist", "command", "lockstep" or "". A look-up is three times as fast."""
 
     def __missing__(self, file: str) -> str:
         if file.startswith(_LOCKSTEP):
-            owner = "dist" if file.startswith(_DIST) else "lockstep"
+            owner = "dist" if file.startswith(_DIST) else "command" if file.startswith(_COMMAND) else "lockstep"
         else:
             owner = "" if file.startswith(_FOREIGN) else "caller"
         self[file] = owner
@@ -143,10 +144,11 @@ class Calls:
         # not be taken for each other.
         user = "" if _owners[function.f_code.co_filename] == "dist" else None
         while (owner := _owners[frame.f_code.co_filename]) != "caller":
-            if owner == "lockstep" and user == "":
+            if user == "" and owner in ("lockstep", "command"):
                 user = frame.f_code.co_qualname
             own = own or (frame if owner else None)
-            if frame.f_back is None:  # as in `python -m lockstep`: the line of lockstep's that has made the call
+            # Outside of the command are only the program and typer; then it is the line of lockstep's.
+            if owner == "command" or frame.f_back is None:
                 frame = own or function
                 break
             frame = frame.f_back

@@ -343,6 +343,21 @@ def is_of_disk(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _DISK_ERRORS and bool(getattr(error, "failed_ranks", ()))
 
 
+@contextmanager
+def writing_into(folder: Path) -> Iterator[None]:
+    """Let an error of the disk name the folder, and what to do: Python's own names neither.
+
+    Raises:
+        ConfigError: the disk takes no more.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not (remedy := disk_remedy(error.errno, folder)):
+            raise
+        raise ConfigError(f"{folder} must take the files of the run, but does not: {error}. {remedy}") from error
+
+
 def make_folder(folder: Path, argument: str, *, anew: bool = False) -> None:
     """Create the folder that an argument or option names, or one in it; with `anew`, it must not exist yet.
 

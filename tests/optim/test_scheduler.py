@@ -274,6 +274,8 @@ def test_a_ramp_that_is_converted_takes_its_window():
     for wrong in ({"by_epoch": False}, {"type": lr_scheduler.LinearLR}):
         with pytest.raises(ConfigError, match="LinearLR: `convert_to_iter_based` must be False unless"):
             build(optimizer, {**cfg, **wrong}, epochs=6, iters=6 * EPOCH)
+    with pytest.raises(ConfigError, match="Elsewhere give numbers of iterations, with by_epoch=False"):
+        build(optimizer, cfg, epochs=None, iters=6 * EPOCH)
 
 
 @pytest.mark.parametrize("kind", ["StepLR", lr_scheduler.StepLR])

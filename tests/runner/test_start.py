@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -279,3 +280,22 @@ def test_a_link_to_nothing_is_no_folder_for_runs(tmp_path: Path):
     (tmp_path / "work").symlink_to(tmp_path / "gone")
     with pytest.raises(ConfigError, match=r"`work_dir` must be a folder that can be created .* File exists"):
         make(tmp_path).train()
+
+
+@pytest.mark.parametrize("name", ["config.py", "environment.json"])
+def test_a_disk_that_takes_no_more_is_named_before_the_training(tmp_path: Path, name: str):
+    script = (
+        "import resource, sys, torch\n"
+        "from lockstep.config import Config\n"
+        "from lockstep.runner import Runner\n"
+        "parts = dict(model=torch.nn.Linear(2, 2), train_dataloader=[(torch.ones(1, 2), torch.ones(1, 2))])\n"
+        "cfg = Config({}) if sys.argv[2] == 'config.py' else None\n"
+        "runner = Runner(**parts, work_dir=sys.argv[1], loss=torch.nn.MSELoss(), cfg=cfg)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (16, resource.RLIM_INFINITY))\n"
+        "runner.train()\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path), name]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert "must take the files of the run, but does not: [Errno 27] File too large. A file would be" in ended.stderr
+    (written,) = tmp_path.glob(f"*/{name}")
+    assert written.stat().st_size == 16

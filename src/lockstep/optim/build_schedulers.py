@@ -242,7 +242,7 @@ def _in_batches(
     if not arguments.get("by_epoch", True) or not issubclass(schedule, ParamScheduler) or not max_epochs:
         raise ConfigError(
             f"{schedule.__name__}: `convert_to_iter_based` must be False unless it is one of lockstep's schedules, it "
-            "counts epochs, and so does the training"
+            "counts epochs, and so does the training. Elsewhere give numbers of iterations, with by_epoch=False"
         )
     assert max_iters is not None
     return {**schedule.stretched(arguments, max_iters // max_epochs), "by_epoch": False}

@@ -43,7 +43,7 @@ from lockstep.dist.world import allow_files
 from lockstep.errors import ConfigError, DistError, TopologyError, require_known, require_one_of
 from lockstep.evaluator import format_metrics
 from lockstep.launch.worker import note_run
-from lockstep.location import Location, make_folder
+from lockstep.location import Location, make_folder, writing_into
 from lockstep.logging import JsonLinesSink, MessageHub, open_console, run_logging, warnings_once
 from lockstep.logging.loggers import broken_between_values
 from lockstep.masking import mask_text, mask_value, mask_words, secrets_in
@@ -348,11 +348,12 @@ def stoppable(run: TrainRun) -> Iterator[None]:
 def save_config(cfg: Any, run_dir: Path) -> None:
     """Write the config, if there is one, into the run's folder, its secrets masked."""
     file = run_dir / "config.py"
-    if isinstance(cfg, Config):
-        cfg.masked().dump(file)
-    elif cfg is not None and hasattr(cfg, "dump"):  # that of another library
-        cfg.dump(file)
-        file.write_text(mask_text(file.read_text(encoding="utf-8")), encoding="utf-8")
+    with writing_into(run_dir):
+        if isinstance(cfg, Config):
+            cfg.masked().dump(file)
+        elif cfg is not None and hasattr(cfg, "dump"):  # that of another library
+            cfg.dump(file)
+            file.write_text(mask_text(file.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def write_environment(run: Run) -> None:
@@ -365,7 +366,9 @@ def write_environment(run: Run) -> None:
     def write() -> None:
         file = run.run_dir / "environment.json"
         if not file.exists():
-            file.write_text(json.dumps(_describe_run(run, ranks), indent=1) + "\n", encoding="utf-8")
+            text = json.dumps(_describe_run(run, ranks), indent=1) + "\n"
+            with writing_into(run.run_dir):
+                file.write_text(text, encoding="utf-8")
 
     run_on_main(write)
 

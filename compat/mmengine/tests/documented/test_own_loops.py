@@ -248,6 +248,48 @@ def test_a_loop_of_ones_own_gets_a_list_of_evaluators(tmp_path):
     assert own.val().keys() == {"0/toy/accuracy", "1/toy/accuracy"}
 
 
+@LOOPS.register_module(force=True)
+class OverSetsOfItsOwn(OverSets):
+    """The same without an attribute `dataloader` before the first set begins: `BaseLoop.__init__` is not called."""
+
+    def __init__(self, runner, dataloader, evaluator):
+        self._runner = runner
+        self.dataloaders = [runner.build_dataloader(one) for one in dataloader]
+        self.evaluators = [runner.build_evaluator(one) for one in evaluator]
+
+    def run(self):
+        self.runner.call_hook("before_val")
+        self.runner.call_hook("before_val_epoch")
+        self.runner.model.eval()
+        metrics, done = {}, 0
+        for index, (batches, evaluator) in enumerate(zip(self.dataloaders, self.evaluators, strict=True)):
+            self.dataloader = batches  # MMEngine's IterTimerHook asks for it
+            for batch in batches:
+                self.runner.call_hook("before_val_iter", batch_idx=done, data_batch=batch)
+                with torch.no_grad():
+                    outputs = self.runner.model.val_step(batch)
+                evaluator.process(data_samples=outputs, data_batch=batch)
+                self.runner.call_hook("after_val_iter", batch_idx=done, data_batch=batch, outputs=outputs)
+                done += 1
+            found = evaluator.evaluate(len(batches.dataset))
+            metrics |= {f"{index}/{name}": value for name, value in found.items()}
+        self.runner.call_hook("after_val_epoch", metrics=metrics)
+        self.runner.call_hook("after_val")
+        return metrics
+
+
+def test_a_loop_of_ones_own_may_set_its_data_loader_late(tmp_path):
+    sets = dict(
+        val_dataloader=[loader(8), loader(4)],
+        val_evaluator=[dict(type=Accuracy), dict(type=Accuracy)],
+        val_cfg=dict(type="OverSetsOfItsOwn"),
+        default_hooks=dict(checkpoint=dict(type="CheckpointHook", save_best="1/toy/accuracy", rule="greater")),
+    )
+    losses, own = trained(tmp_path, **sets)
+    assert len(losses.found) == 6
+    assert own.val().keys() == {"0/toy/accuracy", "1/toy/accuracy"}
+
+
 def test_load_checkpoint_loads_at_once_and_returns_what_it_holds(tmp_path):
     source = Net()
     torch.save({"state_dict": source.state_dict(), "meta": {"epoch": 7}}, tmp_path / "weights.pth")

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD
 
 from mmengine.config import Config
-from mmengine.dataset import DefaultSampler
+from mmengine.dataset import DefaultSampler, default_collate
 from mmengine.evaluator import Evaluator
 from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
@@ -83,6 +83,52 @@ def test_training_counts_iterations(tmp_path):
     runner = Runner(**arguments(tmp_path, train_cfg=cfg))
     runner.train()
     assert runner.iter == 5
+
+
+def test_each_later_pass_of_a_training_by_iterations_draws_a_number_when_it_begins(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # MMEngine waits between two passes
+    drawn = []
+
+    class Draw(Hook):
+        def before_train(self, runner):
+            torch.manual_seed(11)
+
+        def before_train_iter(self, runner, batch_idx, data_batch=None):
+            drawn.append(torch.rand(()).item())
+
+    batches = dict(dataset=Points(), batch_size=4, sampler=dict(type="DefaultSampler"), collate_fn=default_collate)
+    changes = dict(train_cfg=dict(by_epoch=False, max_iters=7), custom_hooks=[Draw()], train_dataloader=batches)
+    Runner(**training_only(tmp_path, **changes)).train()
+    torch.manual_seed(11)
+    expected = []
+    for iteration in range(7):
+        if iteration in (3, 6):  # a data loader seeds its workers by a number of torch's global generator
+            torch.empty((), dtype=torch.int64).random_()
+        expected.append(torch.rand(()).item())
+    assert drawn == expected
+
+
+@pytest.mark.skipif(not LOCKSTEP, reason="MMEngine resumes with other random numbers")
+@pytest.mark.parametrize("stop", [2, 3, 4])
+def test_a_training_by_iterations_resumes_at_each_place_of_a_pass(tmp_path, stop):
+    class Draw(Hook):
+        def __init__(self):
+            self.drawn = []
+
+        def before_train_iter(self, runner, batch_idx, data_batch=None):
+            self.drawn.append(torch.rand(()).item())
+
+    def trained(folder, iters, **changes):
+        batches = dict(dataset=Points(), batch_size=4, sampler=dict(type="DefaultSampler"), collate_fn=default_collate)
+        saved = dict(checkpoint=dict(type="CheckpointHook", by_epoch=False, interval=10))
+        draw = Draw()
+        changes |= dict(train_cfg=dict(by_epoch=False, max_iters=iters), custom_hooks=[draw], default_hooks=saved)
+        Runner(**training_only(folder, train_dataloader=batches, **changes)).train()
+        return draw.drawn
+
+    whole = trained(tmp_path / "whole", 7)
+    assert trained(tmp_path / "parts", stop) == whole[:stop]
+    assert trained(tmp_path / "parts", 7, resume=True) == whole[stop:]
 
 
 def test_a_model_of_several_losses(tmp_path):

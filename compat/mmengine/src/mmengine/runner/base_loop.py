@@ -37,6 +37,7 @@ class BaseLoop(metaclass=ABCMeta):
         dataloader: a data loader, or the config of one.
     """
 
+    dataloader: Any = None  # a loop over several loaders may keep them elsewhere, and not call `__init__`
     metrics: Mapping[str, Any] = {}
     at_iter: int | None = None
     metric_names: Sequence[str] | None = None

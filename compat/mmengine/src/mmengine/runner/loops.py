@@ -186,6 +186,21 @@ class IterBasedTrainLoop(_OpenTrainLoop, lockstep.runner.IterBasedTrainLoop):
     def dataloader_iterator(self, iterator: Any) -> None:
         self._iterator = iterator
 
+    def resume(self, iteration: int, epoch: int, begin: Any) -> None:
+        """Go on after so many iterations and passes."""
+        super().resume(iteration, epoch, begin)
+        self._draw_at_passes()
+
+    def _complete_epoch(self) -> None:
+        super()._complete_epoch()
+        self._draw_at_passes()
+
+    def _draw_at_passes(self) -> None:
+        """Let each pass begin with a number of torch's global generator, as torch does; that of the first is drawn."""
+        cfg = self.runner.args.train_dataloader
+        if isinstance(cfg, Mapping) and cfg.get("generator") is None:
+            self.dataloader.generator = None
+
     def _own_iter(self, batch_idx: int, batch: Any) -> None:
         self.run_iter(batch)
 
