@@ -247,6 +247,7 @@ class OwnLoop(TrainLoop):
             if not is_endless and self.iter == self.epoch_end:
                 raise self._too_many_batches()
             self.counts, self._values, self.batch = batch.is_own, {}, batch.data
+            self.rates_of_step.clear()
             self._begin_iter(batch_idx, batch)
             self.is_stepping = self._is_uncounted = True
             self._present = batch_idx, batch
