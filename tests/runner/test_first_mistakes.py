@@ -436,6 +436,28 @@ def test_rows_that_are_not_one_for_each_sample_are_told(tmp_path, repeats):
     assert told.get(repeats, "") in log_of(tmp_path)
 
 
+@ranks(1, 2)
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("samples", [5, 7, 8])
+def test_a_batch_that_a_rank_gets_again_is_told_where_it_may_be_counted_twice(tmp_path, samples, gathers):
+    session = Session(tmp_path)
+    model = nn.Linear(2, 1)
+    model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    data = DataLoader(TensorDataset(torch.ones(samples, 2)), batch_size=2)
+    seen = 0
+    with torch.no_grad():
+        for (x,) in session.prepare_evaluation(data):
+            outputs = model(x)
+            seen += len(session.gather(outputs) if gathers else outputs)
+    session.save("done")
+    again = session.world_size == 2 and samples == 5  # batches of 2 and 1, and of 2
+    log = log_of(tmp_path)
+    assert ("leaves it out, but was not called; a sum of your own" in log) == (again and not gathers)
+    assert ("leaves it out; a sum of your own" in log) == (again and gathers)
+    if gathers:
+        assert seen == samples
+
+
 @ranks(2)
 def test_metrics_of_one_ranks_part_are_refused(tmp_path):
     session = Session(tmp_path, log_level="ERROR")

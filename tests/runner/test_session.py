@@ -213,6 +213,24 @@ def test_gathered_rows_are_the_dataset_in_its_order(tmp_path, strategy):
             session.gather(X[:2, : get_rank() + 1])
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(1, 2)
+def test_records_have_the_rates_of_the_update_although_the_loop_steps_its_schedule_after_it(tmp_path, strategy):
+    session = session_of(tmp_path, strategy=strategy, default_hooks={"logger": {"interval": 1}})
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    model, _, batches = session.prepare(model, optimizer, loader(), schedulers=schedule)
+    for _ in session.epochs(1):
+        for x, y in batches:
+            session.step(F.cross_entropy(model(x), y))
+            schedule.step()
+    if session.is_main:
+        records = [json.loads(line) for line in (session.run_dir / "metrics.jsonl").read_text().splitlines()]
+        rates = [record["lr"] for record in records if record["mode"] == "train"]
+        assert rates == [0.5**update for update in range(6)]
+
+
 @ranks(2)
 def test_a_validation_changes_no_random_number_of_training(tmp_path):
     plain, validated = [], []

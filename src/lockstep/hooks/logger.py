@@ -407,9 +407,11 @@ def _shown(value: Any) -> str:
 def _first_learning_rates(runner: TrainRun) -> dict[str, float]:
     """Return each optimizer's first learning rate: `{"lr": ...}`, or, for several, `{"generator.lr": ..., ...}`.
 
-    One that sets its rate itself has none.
+    One that sets its rate itself has none. In a loop by hand, they are those with which the iteration has updated.
     """
-    return {name: rates[0] for name, rates in runner.optim_wrapper.get_lr().items() if not math.isnan(rates[0])}
+    present = {name: rates[0] for name, rates in runner.optim_wrapper.get_lr().items() if not math.isnan(rates[0])}
+    of_step: dict[str, float] = runner.train_loop.rates_of_step
+    return present | of_step
 
 
 def _check_options(by_rank: Sequence[tuple[int, Mapping[str, float]]], iteration: int) -> None:

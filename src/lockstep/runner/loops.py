@@ -90,6 +90,7 @@ class TrainLoop(ABC):
         self.epoch_end = self.epoch_length
         self._begin = BEGINNING
         self.samples: float = 1  # in a loop of the user's own, which does not say
+        self.rates_of_step: dict[str, float] = {}  # there, where code may change them after a step
         self.iter_ended = 0.0
         self.stop_training = False
         self._will_stop = False  # after the present epoch, as was asked for before the training resumed

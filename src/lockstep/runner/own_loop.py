@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -65,7 +66,8 @@ class OwnLoop(TrainLoop):
         self._present: tuple[int, Batch] | None = None  # the number and the batch of that iteration
         self._iterated = False  # since the last look at the count of backward passes
         self._counted = 0
-        self._has_warned = self._has_warned_of_gather = False
+        self._has_warned = self._has_warned_of_gather = self._has_told_of_stand_ins = False
+        self._has_gathered = False  # in the present iteration of a pass over evaluation data
         self._samples_to_gather = 0  # of all ranks' batches in a pass over evaluation data
         self._body = EpochBody(run)
         self._to_save: list[tuple[str | None, bool]] = []  # names, and whether in the background
@@ -245,6 +247,7 @@ class OwnLoop(TrainLoop):
             if not is_endless and self.iter == self.epoch_end:
                 raise self._too_many_batches()
             self.counts, self._values, self.batch = batch.is_own, {}, batch.data
+            self.rates_of_step.clear()
             self._begin_iter(batch_idx, batch)
             self.is_stepping = self._is_uncounted = True
             self._present = batch_idx, batch
@@ -290,9 +293,27 @@ class OwnLoop(TrainLoop):
                     self._stop_in_validation()
                 self.counts = batch.is_own
                 self._samples_to_gather = round(batch.mean_samples * run.data_shard.size)
+                self._has_gathered = False
                 moved = self.runner.to_device(batch.data)
                 begin_compiled_step()
                 yield moved
+                if batch.stands_in:
+                    self._tell_of_stand_ins()
+
+    def _tell_of_stand_ins(self) -> None:
+        """Say, once, that a rank got a batch twice: what the user's code sums itself contains it twice.
+
+        A warning where nothing was gathered; else the code may still sum something else beside it.
+        """
+        if not self._has_told_of_stand_ins:
+            self._has_told_of_stand_ins = True
+            self.runner.logger.log(
+                logging.INFO if self._has_gathered else logging.WARNING,
+                "in a validation, a rank that had run out of batches got its last one again. session.gather() leaves "
+                "it out%s; a sum of your own, with or without all_reduce(), and a metric that your loop updates count "
+                "it twice: compute them from what gather() returns",
+                "" if self._has_gathered else ", but was not called",
+            )  # fmt: skip
 
     def _stop_in_validation(self) -> None:
         try:
@@ -317,6 +338,7 @@ class OwnLoop(TrainLoop):
 
     def warn_of_gather(self, rows: int) -> None:
         """Warn, once, if rows are gathered that no loader of this session has given, or not one for each sample."""
+        self._has_gathered = True
         if self._has_warned_of_gather or self.is_stepping:
             return
         if not self._is_evaluating:

@@ -58,5 +58,11 @@ def guard_steps(loop: OwnLoop, wrapper: OptimWrapper, name: str | None = None) -
         if not wrapper.should_update():
             refuse("step", "must end a window of accumulation, but comes within one")
 
+    def note_rate(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
+        rate = wrapper.param_groups[0]["lr"]
+        if isinstance(rate, int | float):  # reading a tensor might wait for the device
+            loop.rates_of_step["lr" if name is None else f"{name}.lr"] = float(rate)
+
     wrapper.update_params = update  # type: ignore[method-assign]
     wrapper.optimizer.register_step_pre_hook(before_step)
+    wrapper.optimizer.register_step_pre_hook(note_rate)

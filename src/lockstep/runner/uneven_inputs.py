@@ -52,6 +52,7 @@ class Batch(NamedTuple):
         mean_samples: the mean of `samples` over the ranks.
         is_own: whether the batch is this rank's own, not a stand-in.
         indices: the indices of its samples in the dataset; None if they are not known.
+        stands_in: whether some rank has a stand-in.
     """
 
     data: Any
@@ -59,6 +60,7 @@ class Batch(NamedTuple):
     mean_samples: float
     is_own: bool
     indices: Sequence[int] | None = None
+    stands_in: bool = False
 
 
 class EvenBatches:
@@ -281,7 +283,7 @@ class EvenBatches:
             self._all_have_a_batch = True
             known = [size or 0 for size in sizes]
             mean = sum(known) / self._world_size
-            yield Batch(self._stand_in, known[self._rank], mean, is_own, batches.indices)
+            yield Batch(self._stand_in, known[self._rank], mean, is_own, batches.indices, not all(held))
 
     def _exchanged_sizes(self, own: float | None, *, compares: bool) -> list[float | None]:
         """Return the number of samples in each rank's batch; None for ranks that have run out.
