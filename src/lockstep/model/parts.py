@@ -230,11 +230,11 @@ def _without_cache(module: nn.Module, arguments: Any, options: dict[str, Any]) -
     return arguments, {**options, "use_cache": False} if torch.is_grad_enabled() else options
 
 
-def train_without_cache(model: nn.Module) -> None:
-    """Have models of transformers keep no keys and values where nobody reads them, unless a call says `use_cache`.
+def pack_without_cache(model: nn.Module) -> None:
+    """Have models of transformers keep no keys and values of packed rows, unless a call says `use_cache`.
 
-    With them, transformers (5.24) takes the texts that are packed into a row for one, which `position_ids` without an
-    `attention_mask` tell apart otherwise. Its Trainer leaves them out for the whole training.
+    With them, transformers (5.24) takes the texts of a row for one, which `position_ids` without an `attention_mask`
+    tell apart otherwise. Its Trainer leaves them out for the whole training.
     """
     for module, place in _with_cache(model):
         if not any(isinstance(hook, _NoCache) for hook in module._forward_pre_hooks.values()):
@@ -242,7 +242,7 @@ def train_without_cache(model: nn.Module) -> None:
 
 
 class _NoCache:
-    """Says `use_cache=False` in calls with gradients, and in those of packed rows, that do not say anything else."""
+    """Says `use_cache=False` in calls with rows that may be packed and that do not say anything else."""
 
     def __init__(self, place: int) -> None:
         self._place = place  # of `use_cache` among the arguments of `forward`
@@ -250,9 +250,7 @@ class _NoCache:
     def __call__(self, module: nn.Module, arguments: Any, options: dict[str, Any]) -> Any:
         says = len(arguments) > self._place or options.get("use_cache") is not None
         is_packed = options.get("position_ids") is not None and options.get("attention_mask") is None
-        if says or not (torch.is_grad_enabled() or is_packed):
-            return arguments, options
-        return arguments, {**options, "use_cache": False}
+        return arguments, {**options, "use_cache": False} if is_packed and not says else options
 
 
 def _with_cache(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
