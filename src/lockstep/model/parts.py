@@ -237,8 +237,7 @@ def pack_without_cache(model: nn.Module) -> None:
     tell apart otherwise. Its Trainer leaves them out for the whole training.
     """
     for module, place in _with_cache(model):
-        if not any(isinstance(hook, _NoCache) for hook in module._forward_pre_hooks.values()):
-            module.register_forward_pre_hook(_NoCache(place), with_kwargs=True)
+        module.register_forward_pre_hook(_NoCache(place), with_kwargs=True)
 
 
 class _NoCache:
