@@ -259,6 +259,9 @@ PRIVATE: dict[str, Private] = {
         ("model/compiling.py",),
     ),
     # Wrappers.
+    "_check_reducer_finalized": Private(
+        lambda: takes(DistributedDataParallel._check_reducer_finalized, "self"), ("model/ddp.py",)
+    ),
     "_comm_hooks": Private(
         lambda: "self._comm_hooks" in inspect.getsource(DistributedDataParallel.__init__), ("model/ddp.py",)
     ),

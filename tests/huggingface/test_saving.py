@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging.handlers
+import queue
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, VeraConfig, get_peft_model
 from safetensors import safe_open
 from tests.runs import change_meta
 from transformers import (
@@ -147,6 +149,49 @@ def test_of_a_model_of_peft_the_adapter_is_written(strategy: str, tmp_path: Path
     assert sorted(names_in(tmp_path / "saved")) == sorted(names_in(tmp_path / "theirs"))
     ours, theirs = (json.loads((tmp_path / one / "adapter_config.json").read_text()) for one in ("saved", "theirs"))
     assert ours == theirs
+
+
+SHARING = {  # adapters with tensors under several names
+    "tied embeddings": LoraConfig(
+        r=2,
+        target_modules=["q_proj"],
+        modules_to_save=["embed_tokens"],
+        ensure_weight_tying=True,
+        task_type="CAUSAL_LM",
+    ),
+    "projections of all layers": VeraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize("kind", SHARING)
+def test_an_adapter_that_shares_tensors_has_all_names_that_peft_looks_for(kind: str, tmp_path: Path) -> None:
+    runner = trained(get_peft_model(make("llama"), SHARING[kind]), tmp_path / "work")
+    runner.save_pretrained(tmp_path / "saved")
+    export_checkpoint(tmp_path / "work", tmp_path / "exported", "hf")
+    runner.model.save_pretrained(tmp_path / "theirs")
+    for folder in ("saved", "exported"):
+        assert sorted(names_in(tmp_path / folder)) == sorted(names_in(tmp_path / "theirs"))
+        reloaded = PeftModel.from_pretrained(make("llama"), tmp_path / folder)
+        assert torch.equal(logits(reloaded), logits(runner.model))
+
+
+def save_prompts(folder: Path) -> list[str]:
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+    heard: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+    handler = logging.handlers.QueueHandler(heard)
+    logger = logging.getLogger("lockstep.weights.description")
+    logger.addHandler(handler)
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    trained(get_peft_model(make("gpt2"), config), folder / "work", "fsdp").save_pretrained(folder / "saved")
+    logger.removeHandler(handler)
+    return [heard.get().getMessage() for _ in range(heard.qsize())]
+
+
+def test_prompts_are_written_among_all_weights_and_a_warning_says_why(tmp_path: Path) -> None:
+    for messages in run_ranks(2, save_prompts, tmp_path):
+        assert any("the prompts of PromptTuningConfig are computed when they are saved" in text for text in messages)
+    assert "prompt_encoder.default.embedding.weight" in names_in(tmp_path / "saved")
 
 
 def save_inside(folder: Path, strategy: Any) -> None:

@@ -178,6 +178,14 @@ def test_parameters_without_gradient_are_named_with_the_rank():
     assert f"rank {get_rank()} of 2" in message
 
 
+@ranks(1)
+def test_a_pass_that_leaves_parameters_out_ends_in_an_error_before_anything_else_is_exchanged():
+    wrapped = MMDistributedDataParallel(ToyWithSpare())
+    optim_wrapper = OptimWrapper(torch.optim.SGD(wrapped.module.used.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match=r"not on 2 of them on rank 0 of 1: spare\.weight, spare\.bias"):
+        wrapped.train_step(own_part(), optim_wrapper)
+
+
 @ranks(2)
 @pytest.mark.parametrize("searches", [False, True])
 def test_a_parameter_that_is_added_after_the_model_was_wrapped_is_refused(searches: bool):

@@ -246,8 +246,21 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
             loss.register_hook(self.clock.follow)  # type: ignore[no-untyped-call]
         with waiting(self._comm) if syncs and self.device_type == "cpu" else nullcontext():
             yield loss
+        if syncs:
+            self._require_all_reduced()
         if syncs and self.device_type != "cpu":
             note_running(self._comm, loss.device)
+
+    def _require_all_reduced(self) -> None:
+        """Raise an error if the backward pass that has just ended left out parameters for whose gradients others wait.
+
+        torch says so in the next forward pass, which a rank may never reach: before it, ranks may exchange the sizes of
+        their batches, in which this rank would wait for those that wait for its gradients.
+        """
+        try:
+            self._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            self._explain(error)
 
     def _contribute_nothing(self) -> None:
         """Take part in the exchange of gradients with zeros: torch begins it only when some gradient is computed.

@@ -220,17 +220,46 @@ def checkpoint_activations(model: nn.Module, check: Check) -> list[str]:
     for name in names:
         part = model.get_submodule(name)
         part.forward = partial(checkpoint, part.forward, use_reentrant=False)
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        keeps = getattr(config, "use_cache", False) is True  # a model of transformers, or an attention in one
-        if keeps and "use_cache" in inspect.signature(module.forward).parameters:
-            module.register_forward_pre_hook(_without_cache, with_kwargs=True)
+    for module, _ in _with_cache(model):
+        module.register_forward_pre_hook(_without_cache, with_kwargs=True)
     return names
 
 
 def _without_cache(module: nn.Module, arguments: Any, options: dict[str, Any]) -> Any:
     """Have a model keep no keys and values where gradients follow, whose recomputation would add them once more."""
     return arguments, {**options, "use_cache": False} if torch.is_grad_enabled() else options
+
+
+def pack_without_cache(model: nn.Module) -> None:
+    """Have models of transformers keep no keys and values of packed rows, unless a call says `use_cache`.
+
+    With them, transformers (5.24) takes the texts of a row for one, which `position_ids` without an `attention_mask`
+    tell apart otherwise. Its Trainer leaves them out for the whole training.
+    """
+    for module, place in _with_cache(model):
+        module.register_forward_pre_hook(_NoCache(place), with_kwargs=True)
+
+
+class _NoCache:
+    """Says `use_cache=False` in calls with rows that may be packed and that do not say anything else."""
+
+    def __init__(self, place: int) -> None:
+        self._place = place  # of `use_cache` among the arguments of `forward`
+
+    def __call__(self, module: nn.Module, arguments: Any, options: dict[str, Any]) -> Any:
+        says = len(arguments) > self._place or options.get("use_cache") is not None
+        is_packed = options.get("position_ids") is not None and options.get("attention_mask") is None
+        return arguments, {**options, "use_cache": False} if is_packed and not says else options
+
+
+def _with_cache(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
+    """Yield models of transformers that keep keys and values, with the place of `use_cache` among their arguments."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False) is True:  # or an attention in one
+            names = list(inspect.signature(module.forward).parameters)
+            if "use_cache" in names:
+                yield module, names.index("use_cache")
 
 
 def _outermost(module: nn.Module, name: str, accept: Callable[[nn.Module], bool]) -> Iterator[str]:

@@ -128,6 +128,12 @@ def _adapter(model: Any, prefix: str, state: Mapping[str, Any]) -> dict[str, Any
     from peft import get_peft_model_state_dict
 
     adapter = model.active_adapter
+    config = model.peft_config[adapter]
+    if config.is_prompt_learning:  # peft would compute them from weights, which may be shards
+        raise ConfigError(
+            f"the prompts of {type(config).__name__} are computed when they are saved, which only peft itself can do. "
+            "Load all weights into a model of peft, and save that"
+        )
     names = [name for name in state if name.startswith(prefix)]
     # Empty tensors instead of the weights: peft chooses and renames them without reading them, and each is recognised
     # by its id afterwards.
@@ -137,8 +143,7 @@ def _adapter(model: Any, prefix: str, state: Mapping[str, Any]) -> dict[str, Any
     chosen = get_peft_model_state_dict(model, probes, adapter_name=adapter, save_embedding_layers=False)
     if computed := [name for name, probe in chosen.items() if id(probe) not in known]:
         raise ConfigError(f"the adapter computes {computed[0]} when it is saved, which only peft itself can do")
-    config = model.peft_config[adapter]
-    base = model.base_model if config.is_prompt_learning else model.base_model.model
+    base = model.base_model.model
     facts = {key: list(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
     facts["inference_mode"] = True
     facts["base_model_name_or_path"] = config.base_model_name_or_path or getattr(base, "name_or_path", None) or None

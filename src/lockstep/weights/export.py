@@ -266,12 +266,13 @@ def select_weights(
     first_names = _first_of_tied(inside, description.get("tied", ()))
     origins: dict[str, str] = {}
     for name in inside:
-        if (form != "torch" and first_names[name] != name) or (names is not None and name not in names):
+        # An adapter has a tensor under each of the names by which its library looks for it.
+        if name not in names if names is not None else form != "torch" and first_names[name] != name:
             continue
         written = name.removeprefix(prefix) if names is None else names[name]
         if written in origins:
             raise ConfigError(f"each weight must keep a name of its own, but two of {what} would be called `{written}`")
-        origins[written] = first_names[name] if form == "torch" else name
+        origins[written] = first_names[name]
     target = _dtype(dtype)
     infos = {name: _converted(stored[origin], target) for name, origin in origins.items()}
     if form != "torch":
