@@ -194,7 +194,6 @@ def _all_to_all_with_grads(
 def _start_all_to_all(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], comm: Comm, async_op: bool = False
 ) -> Handle:
-
     def numels() -> bytes:
         return np.array([[x.numel() for x in tensors] for tensors in (inputs, outputs)], np.int64).tobytes()
 

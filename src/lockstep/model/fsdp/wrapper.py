@@ -359,6 +359,8 @@ class MMFullyShardedDataParallel(ModelWrapper):
 
     def _set_gradient_sync(self, syncs: bool) -> None:
         assert isinstance(self.module, FSDPModule)
+        if syncs == self._syncs_gradients:  # torch would go through all modules
+            return
         self._syncs_gradients = syncs
         self.module.set_requires_gradient_sync(syncs)
 
@@ -416,9 +418,9 @@ def _shard(
             materializer.materialize(unit)
             if parallel is not None:
                 parallel.apply(unit)
-            whole = {*materializer.ignored_tensors(), *scalars}
+            left_out = {*materializer.ignored_tensors(), *scalars}
             for name, parameter in unit.named_parameters():
-                if parameter.dim() == 0 and parameter not in whole:
+                if parameter.dim() == 0 and parameter not in left_out:
                     if isinstance(parameter, DTensor):
                         raise ConfigError(
                             "`tensor_parallel` must leave out parameters of dimension 0, but splits the module of "
@@ -426,7 +428,7 @@ def _shard(
                         )
                     scalars.append(parameter)
             unit.register_forward_hook(never_compiled(show_hidden))  # to FSDP's own hook; `Consistency` takes it back
-            shard(unit, mp_policy=precisions[unit], ignored_params={*whole, *scalars} or None)
+            shard(unit, mp_policy=precisions[unit], ignored_params={*left_out, *scalars} or None)
     return scalars
 
 
