@@ -218,7 +218,8 @@ class LoggerHook(Hook):
             self._make_record(runner, runner.iter, _first_learning_rates(runner))
         self._finish_gathering()
         sums = asdict(self._epoch) | {"parts": {name: [*part] for name, part in self._epoch.parts.items()}}
-        checkpoint["meta"][_KEY] = {"epoch": sums, "rates": [*self._last_rates]}
+        of_step = dict(runner.train_loop.rates_of_step)
+        checkpoint["meta"][_KEY] = {"epoch": sums, "rates": [*self._last_rates], "rates_of_step": of_step}
 
     def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Restore the sums of the epoch."""
@@ -230,6 +231,7 @@ class LoggerHook(Hook):
             parts = {name: (float(total), float(weight)) for name, (total, weight) in sums["parts"].items()}
             numbers = {name: float(sums[name]) for name in ("seconds", "peak_flops", "memory_mib")}
             self._epoch, self._last_rates = _Sums(parts, **numbers), (int(at), {**rates})
+            runner.train_loop.rates_of_step = {**saved["rates_of_step"]}
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"`meta.{_KEY}` of the checkpoint must be what LoggerHook saves, but is {saved!r:.100}"
