@@ -115,6 +115,25 @@ def test_a_parameter_that_two_share_is_left_to_what_is_around_both():
     )
 
 
+class Sparse(nn.Module):
+    """A layer most of whose parameters are those of experts."""
+
+    def __init__(self, experts: int, width: int = 4) -> None:
+        super().__init__()
+        self.attention = nn.Linear(width, width)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(width, 8), nn.Linear(8, width)) for _ in range(experts))
+
+    def forward(self, x):
+        return x
+
+
+def test_experts_are_gathered_with_their_layer_and_blocks_of_stages_by_themselves():
+    layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), *(Sparse(3) for _ in range(2))])
+    assert units("repeated_blocks", layers) == ["1", "2"]
+    stages = nn.ModuleList([Sparse(3, width=4), Sparse(3, width=8)])  # of other sizes, as in a vision transformer
+    assert units("repeated_blocks", stages) == [f"{s}.experts.{i}" for s in (0, 1) for i in range(3)]
+
+
 def test_a_model_may_name_its_blocks_as_huggingfaces_do():
     model = Model()
     model._no_split_modules = ["Stage", "StageOfAnotherModel"]

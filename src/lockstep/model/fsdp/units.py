@@ -63,7 +63,8 @@ class RepeatedBlocks:
     The blocks are the modules whose classes the model names in `_no_split_modules`, as HuggingFace's models do; else
     the items of each `ModuleList`, `ModuleDict` or `Sequential` with at least two items of one class that have children
     with parameters. If a block consists mostly of repeated blocks, such as a stage of a vision transformer, those
-    become units instead.
+    become units instead; not so experts, whose parts have no parts, in layers of one size: each token calls a few of
+    them, so that they are gathered with their layer.
     """
 
     def choose(self, model: nn.Module) -> list[nn.Module]:
@@ -74,9 +75,11 @@ class RepeatedBlocks:
 
     def _blocks_in(self, module: nn.Module) -> Iterator[nn.Module]:
         repeated = _repeated_items(module)
+        sizes = Counter(_numel([item]) for item in repeated)
         for child in module.children():
             inner = list(self._blocks_in(child))
-            if child in repeated and 2 * _numel(inner) <= _numel([child]):
+            are_experts = sizes[_numel([child])] > 1 and not any(map(_is_deep, inner))
+            if child in repeated and (are_experts or 2 * _numel(inner) <= _numel([child])):
                 yield child
             else:
                 yield from inner
@@ -189,6 +192,10 @@ def _repeated_items(module: nn.Module) -> set[nn.Module]:
     items = [item for item in module.children() if any(_numel([child]) for child in item.children())]
     kinds = [type(item) for item in items]
     return {item for item in items if kinds.count(type(item)) > 1}
+
+
+def _is_deep(module: nn.Module) -> bool:
+    return any(_numel(list(child.children())) for child in module.children())
 
 
 def _numel(modules: list[nn.Module]) -> int:
