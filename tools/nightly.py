@@ -76,11 +76,11 @@ def _run(word: str) -> tuple[int, str]:
 
 
 def _last_word(lines: list[str]) -> str:
-    """Return pytest's closing lines if there are any, else the last line."""
+    """Return pytest's closing lines if there are any, else the last line that is not of make or a run's folder."""
     closing = [
         match[1] for line in lines if (match := re.fullmatch(r"=+ (.*\b(?:passed|failed|error)\b.*) in .*=+", line))
     ]
-    last = next((line for line in reversed(lines) if line and not line.startswith("make")), "no output")
+    last = next((line for line in reversed(lines) if line and not line.startswith(("make", "run "))), "no output")
     text = "; ".join(closing) or last.replace(f"{ROOT}{os.sep}", "")[:120]
     return re.sub(r"\x1b\[[0-9;]*m", "", text).replace("|", "\\|")
 
