@@ -256,6 +256,15 @@ def test_what_is_dealt_out_is_told():
     assert "ShardedSampler in place of WeightedRandomSampler; if it shards by itself, an attribute `rank` s" in message
 
 
+@ranks(2)
+@pytest.mark.parametrize(("evaluation", "says"), [(True, ", of which drop_last leaves out 5"), (False, ", 1 repeated")])
+def test_samples_that_an_evaluation_leaves_out_are_told(evaluation, says):
+    with logged() as messages:
+        build_dataloader(DataLoader([*range(21)], batch_size=4, drop_last=True), seed=0, evaluation=evaluation)
+    (message,) = messages
+    assert message.endswith(f"on each of 2 ranks{says}")
+
+
 class Subclass(DataLoader[int]):
     """Takes other arguments than its base class, as those of graph libraries do."""
 

@@ -497,6 +497,10 @@ def _log_split(loader: Any, sampler: Any, split: DefaultSampler | ShardedSampler
         count += f", {each}on each of {counted(shards, 'rank')}"
         if whole is not None and whole % shards and split.round_up:
             count += f", {-whole % shards} repeated"
+    if whole is not None and not split.round_up and getattr(loader, "drop_last", False):
+        sizes = [whole // shards + (shard < whole % shards) for shard in range(shards)]
+        if left_out := sum(size % (loader.batch_size or 1) for size in sizes):
+            count += f", of which drop_last leaves out {left_out}"
     if isinstance(split, ShardedSampler):
         count += f" (ShardedSampler in place of {type(sampler).__name__}; {_HOW_TO_SAY})"
     _logger.info("%s: %s", _describe(loader), count)
