@@ -28,6 +28,7 @@ from lockstep.dist import (
 from lockstep.dist.consistency import FIRST_CALLS
 from lockstep.groups import resolve
 from lockstep.testing import ranks
+from lockstep.transport.handles import in_backend
 from lockstep.watch.watch import side_store
 
 from ..dist.reference import assert_group_works
@@ -181,3 +182,13 @@ def test_an_asynchronous_call_waits_for_nobody() -> None:
         assert handle.wait()
     assert filled.item() == 1
     assert_group_works()
+
+
+@ranks(2, fresh=True)
+def test_a_device_without_memory_is_told_by_torchs_own_error() -> None:
+    init_dist("pytorch", timeout=60)
+    comm = resolve(None)
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"), in_backend(comm):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    assert comm.calls is not None
+    assert comm.calls.has_failed

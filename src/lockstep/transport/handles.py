@@ -105,6 +105,8 @@ class in_backend(waiting):  # noqa: N801
         try:
             if isinstance(error, RuntimeError) and not isinstance(error, DistError):
                 translated = translate_error(error, self._comm)
+                if translated is error:
+                    return
                 # Of a mismatch, the backend's error only comes from the way in which the watch has ended the wait.
                 cause = None if isinstance(translated, CollectiveMismatchError) else error
                 raise translated from cause

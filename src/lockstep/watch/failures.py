@@ -39,6 +39,8 @@ def translate_error(error: RuntimeError, comm: Comm, *, is_called_by_torch: bool
         failure = calls.failure or (failure_of_any() if any(words in text for words in _ABORT_MESSAGES) else None)
     if failure is not None:
         return copy(failure)
+    if isinstance(error, torch.OutOfMemoryError):  # this rank's own, which callers look for by its class
+        return error
     is_gone = any(words in text for words in PEER_IS_GONE)
     if not is_gone and not any(words in text for words in _TIMEOUT_MESSAGES):
         return DistError(f"{text} ({comm.this_rank})")
