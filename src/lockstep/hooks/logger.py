@@ -231,7 +231,7 @@ class LoggerHook(Hook):
             parts = {name: (float(total), float(weight)) for name, (total, weight) in sums["parts"].items()}
             numbers = {name: float(sums[name]) for name in ("seconds", "peak_flops", "memory_mib")}
             self._epoch, self._last_rates = _Sums(parts, **numbers), (int(at), {**rates})
-            runner.train_loop.rates_of_step = {**saved["rates_of_step"]}
+            runner.train_loop.rates_of_step = {**saved.get("rates_of_step", {})}  # a checkpoint may be older
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"`meta.{_KEY}` of the checkpoint must be what LoggerHook saves, but is {saved!r:.100}"
