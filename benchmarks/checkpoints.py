@@ -29,7 +29,6 @@ from torch import nn
 from torch.optim import Adam
 
 from lockstep.checkpoint import BackgroundSaver, load_state, save_state, saving
-from lockstep.checkpoint.verifying import check, verify_share
 from lockstep.dist import all_gather_object, barrier, destroy_dist, get_rank, get_world_size, init_dist
 
 Save = Callable[[Path], Callable[[], object]]
@@ -147,7 +146,6 @@ def run(folder: Path, mib: int, repeats: int, results_file: Path | None) -> None
                 shutil.rmtree(folder / "saved")
     save_state(folder / "saved", state, {})
     reading: dict[str, Save] = {
-        "verify": at_once(lambda saved: verify_share(saved, check(saved), rank, world_size)),
         "load": at_once(lambda saved: load_state(saved, {"model": state["model"], "optimizer": None})),
     }
     for _ in range(repeats):

@@ -222,21 +222,21 @@ def test_the_newest_of_two_pointers_counts(on_disk: int, tmp_path: Path):
 
 @ranks(2)
 def test_damage_is_named_and_passed_over(tmp_path: Path):
-    root = at(tmp_path / "net")
-    saved(root, 1, 2, 3)
+    options = saving(tmp_path / "runs")
+    first = train(tmp_path / "one" / "net", 3, **options)
+    root = at(tmp_path / "runs" / "net")
     if get_rank() == 0:
         for number, name in ((3, "rank_0.safetensors"), (2, "manifest.json")):
-            file = tmp_path / "net" / "run" / f"epoch_{number}" / name
+            file = Path(root.path) / first.run_dir.name / f"epoch_{number}" / name
             content = bytearray(file.read_bytes())
-            content[len(content) // 2] ^= 1
+            content[-1 if number == 3 else len(content) // 2] ^= 1
             file.write_bytes(content)
     all_gather_object(None)
-    found, faults = find_resumption(None, [tmp_path / "work", root])
-    assert found is not None
-    assert found.directory == root / "run" / "epoch_1"
-    assert "epoch_3/rank_0.safetensors has wrong bytes between" in faults[0]
-    assert "epoch_2/manifest.json" in faults[1]
-    assert len(faults) == 2
+    second = train(tmp_path / "two" / "net", 4, resume=True, **options)
+    assert second.run.resume_from == root / first.run_dir.name / "epoch_1"
+    log = next((tmp_path / "two" / "net").glob("*/log*.txt")).read_text()
+    assert "epoch_3/rank_0.safetensors has wrong bytes between" in log
+    assert "epoch_2/manifest.json" in log
 
 
 @ranks(2)

@@ -6,13 +6,17 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
+from lockstep.checkpoint import loading, verifying
+from lockstep.checkpoint.manifest import Block, read_manifest
 from lockstep.checkpoint.search import POINTER_FILE, candidates
-from lockstep.dist import barrier, get_rank
+from lockstep.checkpoint.verifying import read_block
+from lockstep.dist import all_gather_object, barrier, get_rank, main_process_first
 from lockstep.errors import CheckpointError
 from lockstep.hooks import Hook
 from lockstep.launch.worker import RESUME_SINCE
@@ -34,11 +38,12 @@ class Saves(Hook):
             first["exp_avg"] = torch.zeros(1, 1, 1)
 
 
-def trained(work_dir: Path, epochs: int, *hooks: Hook, **arguments: Any) -> Runner:
-    x = torch.ones(8, 3)
-    data = {"dataset": torch.utils.data.TensorDataset(x, x[:, :1]), "batch_size": 2}
+def trained(work_dir: Path, epochs: int, *hooks: Hook, width: int = 3, **arguments: Any) -> Runner:
+    torch.manual_seed(0)
+    x = torch.randn(8, width)
+    data = {"dataset": torch.utils.data.TensorDataset(x, x), "batch_size": 2}
     runner = Runner(
-        nn.Linear(3, 1), work_dir, loss=nn.MSELoss(), train_dataloader=data, train_cfg={"max_epochs": epochs},
+        nn.Linear(width, width), work_dir, loss=nn.MSELoss(), train_dataloader=data, train_cfg={"max_epochs": epochs},
         optim_wrapper={"optimizer": {"type": "AdamW"}}, custom_hooks=list(hooks), **arguments,
     )  # fmt: skip
     runner.train()
@@ -63,6 +68,42 @@ def test_an_older_one_is_taken_on_every_rank(tmp_path: Path, where: str) -> None
     resumed = trained(work_dir, 3, resume=True)
     assert resumed.run.resume_from == first.run_dir / "epoch_1"
     assert resumed.epoch == 3
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_one_with_wrong_bytes_is_passed_over_when_it_is_read(tmp_path: Path, strategy: str) -> None:
+    options: dict[str, Any] = {"strategy": strategy, "width": 100, "randomness": {"seed": 1}}
+    first = trained(tmp_path / "one", 2, **options)
+    damaged = first.run_dir / "epoch_2"
+    with main_process_first():
+        if get_rank() == 0:
+            file = max(damaged.glob("*.safetensors"))
+            content = bytearray(file.read_bytes())
+            header = read_manifest(damaged).files[file.name].header
+            content[(header + len(content)) // 2] ^= 1
+            file.write_bytes(content)
+    resumed = trained(tmp_path / "one", 3, resume=True, **options)
+    assert resumed.run.resume_from == first.run_dir / "epoch_1"
+    whole = trained(tmp_path / "whole", 3, **options)
+    for own, other in zip(resumed.run.model.parameters(), whole.run.model.parameters(), strict=True):
+        assert getattr(own, "to_local", own.clone)().tolist() == getattr(other, "to_local", other.clone)().tolist()
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_all_ranks_together_read_each_block_once(tmp_path: Path, strategy: str) -> None:
+    trained(tmp_path, 1, strategy=strategy, width=200)
+    read: list[Block] = []
+
+    def counted(file: Any, block: Block, into: memoryview) -> None:
+        read.append(block)
+        read_block(file, block, into)
+
+    with patch.object(loading, "read_block", counted), patch.object(verifying, "read_block", counted):
+        trained(tmp_path, 2, strategy=strategy, width=200, resume=True)
+    blocks = [block for of_rank in all_gather_object(read) for block in of_rank if block.size > 50_000]
+    assert len(blocks) == len(set(blocks)) == (3 if strategy == "ddp" else 6)  # the weight and two moments
 
 
 def test_in_a_copy_the_newest_is_that_which_says_so(tmp_path: Path) -> None:

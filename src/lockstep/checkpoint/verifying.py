@@ -5,7 +5,6 @@ This module does not import torch.
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections.abc import Callable
 from contextlib import closing
@@ -75,31 +74,12 @@ def verify(directory: Location) -> None:
     Raises:
         ConfigError: a checksum differs, or something else is wrong; the message names the file.
     """
-    verify_share(directory, check(directory))
-
-
-def verify_share(directory: Location, manifest: Manifest, share: int = 0, shares: int = 1) -> None:
-    """Compare a part of the bytes of a checkpoint with their checksums.
-
-    Args:
-        directory: the checkpoint.
-        manifest: its manifest.
-        share: which part of it, from 0 on; ranks verify a part each.
-        shares: number of parts.
-
-    Raises:
-        ConfigError: a checksum differs; the message names the file.
-    """
-    ends = list(itertools.accumulate((file.size for file in manifest.files.values()), initial=0))
-    first, last = ends[-1] * share // shares, ends[-1] * (share + 1) // shares
-    for number, (begin, end) in enumerate(itertools.pairwise(ends)):
-        if begin >= last or end <= first:
-            continue
+    manifest = check(directory)
+    for number in range(len(manifest.files)):
         with closing(OpenFile(directory, manifest, number)) as file:
-            blocks = manifest.blocks_of(number, file.layout, file.checksums)
-            own = [block for block in blocks if first <= begin + block.start < last and block.size]
-            buffer = memoryview(bytearray(max((block.size for block in own), default=0)))
-            for block in own:
+            blocks = list(manifest.blocks_of(number, file.layout, file.checksums))
+            buffer = memoryview(bytearray(max(block.size for block in blocks)))
+            for block in blocks:
                 read_block(file.file, block, buffer[: block.size])
 
 

@@ -19,10 +19,10 @@ from lockstep.checkpoint.files import DAMAGED, is_there
 from lockstep.checkpoint.loading import AS_SAVED, OPTIMIZER, Stored, open_checkpoint
 from lockstep.checkpoint.search import readable_manifest
 from lockstep.checkpoint.together import on_all
-from lockstep.checkpoint.verifying import check_files, check_resumable, verify_share
+from lockstep.checkpoint.verifying import check_files, check_resumable
 from lockstep.dataset.position import Position
 from lockstep.dataset.random_state import random_state, set_random_state
-from lockstep.dist import all_gather_object, get_dist_info, get_rank, run_on_main
+from lockstep.dist import all_gather_object, get_rank, is_main_process, run_on_main
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, counted
 from lockstep.launch.worker import RESUME_SINCE, noted_runs
 from lockstep.location import Location, RemotePath, absolute, locate
@@ -107,8 +107,7 @@ def find_resumption(
     In ranks that were restarted it is the last one that this job has saved, asked for or not. Else, if asked for, it is
     the last one of the work_dir, or the newest one that is whole. With `load_from` it is the newest one of a training
     that began there, because a job that was stopped is started by the same command again; if there is none, it is
-    `load_from` itself, unless that has weights alone. Its bytes are compared with their checksums here, before anything
-    of the run is built; each rank reads a part of them.
+    `load_from` itself, unless that has weights alone. Its bytes are compared with their checksums when they are read.
 
     Args:
         load_from: where the training begins.
@@ -220,18 +219,16 @@ def _began_at(directory: Location, beginning: str) -> bool:
 
 
 def _opened(directory: Location) -> tuple[Stored | None, str | None]:
-    """Return a checkpoint of which all bytes have their checksums, or what is wrong, the same on every rank.
+    """Return a checkpoint whose files are there in their sizes, or what is wrong, the same on every rank.
 
-    **Collective**: every rank; each reads the manifest, and a part of the rest. Rank 0 looks at each file.
+    **Collective**: every rank; each reads the manifest. Rank 0 looks at each file.
     """
-    rank, world_size = get_dist_info()
     stored, fault = None, None
     try:
         stored = open_checkpoint(directory)
-        if rank == 0:
+        if is_main_process():
             check_files(directory, stored.manifest)
             check_resumable(directory, stored.manifest)
-        verify_share(directory, stored.manifest, rank, world_size)
     except (ConfigError, OSError) as error:
         fault = str(error)
     fault = next((one for one in all_gather_object(fault) if one is not None), None)
