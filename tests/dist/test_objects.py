@@ -31,6 +31,7 @@ from lockstep.dist import (
     broadcast_tree,
     gather,
     gather_object,
+    get_default_group,
     get_rank,
     get_world_size,
     scatter_object_list,
@@ -186,6 +187,14 @@ def test_a_group_is_given_once() -> None:
         gather_object(1, 0, [0], group=[0])  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="`group` must be given once, but is given by its place and"):
         gather(torch.ones(1), 0, [0], group=[0])
+
+
+@ranks(2)
+def test_a_group_is_given_once_to_a_call_that_gathers_on_all() -> None:
+    group = get_default_group()
+    for call, data in ((all_gather, torch.ones(1)), (all_gather_object, 1)):
+        with pytest.raises(TypeError, match="`group` must be given once, but is given by its place and"):
+            call(data, group, group=group)
 
 
 @ranks(2)

@@ -69,7 +69,11 @@ def test_a_class_that_needs_arguments_is_no_model(tmp_path):
         session.prepare(nn.Linear, torch.optim.SGD(model.parameters(), lr=0.1), loader())
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
 def test_a_function_that_builds_no_module_is_refused(tmp_path):
+    scripted = torch.jit.trace(nn.Linear(2, 1), torch.ones(1, 2))
+    with pytest.raises(TypeError, match=r"`model` must be a module of Python, but is a TopLevelTracedModule of torch"):
+        Runner(scripted, tmp_path, train_dataloader=[torch.ones(2)]).train()
     with pytest.raises(TypeError, match=r"`model` must build a torch\.nn\.Module, but built 3"):
         Runner(lambda: 3, tmp_path, train_dataloader=[torch.ones(2)]).train()
 

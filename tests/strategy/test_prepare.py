@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import nn
 
-from lockstep.dist import get_world_size
-from lockstep.errors import ConfigError
+from lockstep.dist import get_rank, get_world_size
+from lockstep.errors import ConfigError, PeerError
 from lockstep.strategy import DDPStrategy, SingleDeviceStrategy, build_strategy
-from lockstep.testing import ranks
+from lockstep.testing import RankFailure, ranks, run_ranks
 
 SGD = {"optimizer": {"type": "SGD", "lr": 0.1}}
 
@@ -46,3 +51,23 @@ def test_an_argument_that_the_wrapper_of_ddp_does_not_have_is_told_on_any_number
     for given in ({"find_unused": True}, {"model_wrapper": {"find_unused": True}}):
         with pytest.raises(ConfigError, match=r"key 'find_unused': did you mean `find_unused_parameters`"):
             build_strategy({"type": "ddp", **given})
+
+
+def lose_rank_1_while_ddp_is_built(folder: Path) -> None:
+    """Kill rank 1 before torch's DDP sends the values of rank 0."""
+
+    def kill(*args: object, **kwargs: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if get_rank() == 1:
+        with patch("torch.nn.parallel.distributed._sync_module_states", kill):
+            DDPStrategy().prepare(nn.Linear(2**10, 2**10))
+    with pytest.raises(PeerError, match=r"rank 1 of the default group .*a collective of torch's own"):
+        DDPStrategy().prepare(nn.Linear(2**10, 2**10))
+    (folder / "named").touch()
+
+
+def test_a_rank_that_is_killed_while_a_model_is_wrapped_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="SIGKILL"):
+        run_ranks(2, lose_rank_1_while_ddp_is_built, tmp_path)
+    assert (tmp_path / "named").exists()

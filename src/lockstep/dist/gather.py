@@ -21,6 +21,7 @@ from lockstep.dist.gradients import GRADIENT_ENDS, LinearMap, apply_with_gradien
 from lockstep.dist.header import Header, decode, encode, header_of, require_expected
 from lockstep.dist.reduce import scatter_sums
 from lockstep.dist.validate import (
+    GROUP_TWICE,
     NOT_GIVEN,
     No,
     Yes,
@@ -142,6 +143,8 @@ def all_gather(  # type: ignore[misc]  # the overloads share their places, not t
     if isinstance(data, Tensor):
         if async_op:
             raise TypeError("`async_op` needs the form all_gather(tensor_list, tensor)")
+        if tensor is not None and group is not None:
+            raise TypeError(GROUP_TWICE)
         comm = resolve(group if tensor is None else cast(GroupLike, tensor))  # which checks it
         own, outputs = data, NOT_GIVEN
     else:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.dist.consistency import alone, check_call
 from lockstep.dist.pickling import all_gather_pickled, broadcast_pickled, gather_pickled, scatter_pickled
-from lockstep.dist.validate import NOT_GIVEN, either, places_given, require_only_on, require_rank
+from lockstep.dist.validate import GROUP_TWICE, NOT_GIVEN, either, places_given, require_only_on, require_rank
 from lockstep.groups import Comm, GroupLike, resolve
 from lockstep.transport.control import GatherHandle, report_failure
 
@@ -70,6 +70,8 @@ def all_gather_object(  # type: ignore[misc]  # the overloads share places, not 
         raise TypeError("`all_gather_object` must be given `obj`, this rank's object, with `object_list`")
     data = either("data", data, "object_list", object_list)
     if not is_filling and _is_short(data, obj, group):
+        if isinstance(obj, ProcessGroup | DeviceMesh) and group is not None:
+            raise TypeError(GROUP_TWICE)
         comm = resolve(group if obj is NOT_GIVEN else obj)
         check_call("all_gather_object", comm, compares=False)
         return all_gather_pickled(data, comm)

@@ -23,6 +23,8 @@ class _NotGiven:
 
 NOT_GIVEN: Final[Any] = _NotGiven()
 
+GROUP_TWICE: Final = "`group` must be given once, but is given by its place and by its name"
+
 # For signatures in which a switch determines what is returned.
 Yes: TypeAlias = Literal[True]
 No: TypeAlias = Literal[False]
@@ -52,7 +54,7 @@ def places_given(places: Any, dst: Any, group: Any) -> tuple[Any, Any, Any]:
     if isinstance(dst, int) and dst == 0:
         return None, places, group
     if group is not None:
-        raise TypeError("`group` must be given once, but is given by its place and by its name")
+        raise TypeError(GROUP_TWICE)
     return None, places, dst
 
 

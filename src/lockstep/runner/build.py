@@ -153,6 +153,11 @@ def _build_module(
         built = given if isinstance(given, nn.Module) else given()
     if not isinstance(built, nn.Module):
         raise TypeError(f"`{name}` must build a torch.nn.Module, but built {built!r}")
+    if isinstance(built, torch.jit.ScriptModule):  # its forward has no signature by which a batch is handed to it
+        raise TypeError(
+            f"`{name}` must be a module of Python, but is a {type(built).__name__} of torch.jit. Train the module that "
+            "it was made of; compile=True makes it fast"
+        )
     return built
 
 

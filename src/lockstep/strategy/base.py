@@ -20,6 +20,7 @@ from lockstep.model import compile_in_place, is_model_wrapper
 from lockstep.model.parts import pack_without_cache
 from lockstep.optim import OptimWrapper
 from lockstep.registry import CONVERTERS, MODELS, STRATEGIES
+from lockstep.watch.failures import backend_errors_translated
 
 ModelState: TypeAlias = dict[str, Any]
 OptimState: TypeAlias = dict[str, Any]
@@ -76,7 +77,8 @@ class Strategy(ABC):
         if compile is not False:
             options = compile if isinstance(compile, Mapping) else {}
             compile_in_place(built, self.compiled_parts(built), options)
-        parallelized, wrapper = self.parallelize(built, optim_wrapper)
+        with backend_errors_translated():
+            parallelized, wrapper = self.parallelize(built, optim_wrapper)
         if wrapper is not None:
             wrapper.bind(parallelized)
         return parallelized, wrapper
