@@ -21,6 +21,7 @@ from lockstep.checkpoint import place_of, read_infos, read_meta, read_tensors
 from lockstep.dist import is_main_process, run_on_main
 from lockstep.errors import ConfigError, counted, require_known, require_one_of
 from lockstep.location import Location, locate
+from lockstep.model.shards import gather_full
 from lockstep.weights.description import describe_model
 from lockstep.weights.safetensors_file import (
     MAX_SHARD_SIZE,
@@ -177,8 +178,6 @@ def save_pretrained(core: nn.Module, state: Mapping[str, Any], out: str | Path, 
         ConfigError: there is no such option.
     """
     require_known("save_pretrained", options, PretrainedOptions.__annotations__)
-    from lockstep.model.shards import gather_full
-
     location = locate(out)
     run_on_main(partial(check_new, location, file=False, overwrite=options.get("overwrite", False)))
     infos = {n: TensorInfo(tuple(value.shape), value.dtype) for n, value in state.items() if isinstance(value, Tensor)}
