@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 from fnmatch import fnmatch
 from functools import partial
@@ -132,7 +132,7 @@ def export_checkpoint(
         shards = plan_shards(chosen.infos, chosen.stem, math.inf if is_file else most)
         writer = SafetensorsWriter(place, shards, chosen.infos, {**copied, **chosen.files}, single=is_file)
         names = chain.from_iterable(shards.values())
-        with _nothing_left(writer):
+        with writer:
             for _, tensor in weights.read(chosen.origins[name] for name in names):
                 writer.write(tensor)
                 if writer.failure is not None:
@@ -186,7 +186,7 @@ def save_pretrained(core: nn.Module, state: Mapping[str, Any], out: str | Path, 
     chosen = select_weights(infos, description, "pretrained", what=type(core).__name__, prefix=prefix, dtype=dtype)
     shards = plan_shards(chosen.infos, chosen.stem, read_size(options.get("max_shard_size", MAX_SHARD_SIZE)))
     writer = SafetensorsWriter(location, shards, chosen.infos, chosen.files) if is_main_process() else None
-    with _nothing_left(writer):
+    with writer or nullcontext():
         for name in chain.from_iterable(shards.values()):
             whole = gather_full(state[chosen.origins[name]])
             if writer is not None:
@@ -342,17 +342,6 @@ def _config_and_tokenizer(folder: Location) -> dict[str, Any]:
     if not found:
         raise ConfigError(f"`files_from` must be a folder with a config or a tokenizer, but {folder} has neither")
     return found
-
-
-@contextmanager
-def _nothing_left(writer: SafetensorsWriter | None) -> Iterator[None]:
-    """Remove what has been written if the block does not come to its end."""
-    try:
-        yield
-    except BaseException:
-        if writer is not None:
-            writer.discard()
-        raise
 
 
 def _write_torch(place: Location, chosen: Selection, weights: _CheckpointWeights) -> None:
