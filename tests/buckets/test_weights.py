@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from lockstep.errors import ConfigError
-from lockstep.weights import export_checkpoint, load_checkpoint, locate
+from lockstep.location import locate
+from lockstep.weights import export_checkpoint, load_checkpoint
 
 from ..weights.test_export import Tied, content, equal, train
 from ..weights.test_safetensors_file import write

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
-from lockstep.weights import load_checkpoint, locate, open_source
+from lockstep.location import locate
+from lockstep.weights import load_checkpoint, open_source
 from lockstep.weights.safetensors_file import SafetensorsFile, SafetensorsWriter, TensorInfo, plan_shards, read_size
 
 DTYPES = [

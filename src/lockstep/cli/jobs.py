@@ -36,7 +36,7 @@ from lockstep.errors import ConfigError, Preempted, TopologyError
 from lockstep.launch import JobSpec, launch
 from lockstep.launch.job import STOP_SIGNALS
 from lockstep.launch.notices import loading_torch, say
-from lockstep.location import make_folder, require_disk
+from lockstep.location import locate, make_folder, require_disk
 from lockstep.topology import LauncherName, infer_launcher, read_topology
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ class Test(Job):
                 "`--checkpoint` must be a checkpoint, or a folder or a file of weights, but "
                 f"{self.checkpoint} does not exist"
             )
-        from lockstep.weights import check_weights, locate  # imports torch
+        from lockstep.weights import check_weights  # imports torch
 
         place = locate(self.checkpoint)
         check_weights(place, "`--checkpoint`")

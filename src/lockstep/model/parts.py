@@ -237,19 +237,14 @@ def pack_without_cache(model: nn.Module) -> None:
     tell apart otherwise. Its Trainer leaves them out for the whole training.
     """
     for module, place in _with_cache(model):
-        module.register_forward_pre_hook(_NoCache(place), with_kwargs=True)
+        module.register_forward_pre_hook(partial(_without_packed_cache, place), with_kwargs=True)
 
 
-class _NoCache:
-    """Says `use_cache=False` in calls with rows that may be packed and that do not say anything else."""
-
-    def __init__(self, place: int) -> None:
-        self._place = place  # of `use_cache` among the arguments of `forward`
-
-    def __call__(self, module: nn.Module, arguments: Any, options: dict[str, Any]) -> Any:
-        says = len(arguments) > self._place or options.get("use_cache") is not None
-        is_packed = options.get("position_ids") is not None and options.get("attention_mask") is None
-        return arguments, {**options, "use_cache": False} if is_packed and not says else options
+def _without_packed_cache(place: int, module: nn.Module, arguments: Any, options: dict[str, Any]) -> Any:
+    """Say `use_cache=False`, the argument at `place`, in a call with rows that may be packed, if it says nothing."""
+    says = len(arguments) > place or options.get("use_cache") is not None
+    is_packed = options.get("position_ids") is not None and options.get("attention_mask") is None
+    return arguments, {**options, "use_cache": False} if is_packed and not says else options
 
 
 def _with_cache(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:

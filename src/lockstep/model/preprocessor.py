@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass
 from functools import cache
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.registry import MODELS
-from lockstep.tree import TreeNode, is_tensordict, map_children
+from lockstep.tree import is_tensordict, map_children
 
 
 @MODELS.register_module()
@@ -82,11 +81,9 @@ def _moved(data: Any, device: torch.device, non_blocking: bool) -> Any:
         return type(data)(data)
     if isinstance(data, str | bytes | int | float | type | None):
         return data
-    if isinstance(data, Mapping | list | tuple) and not is_tensordict(data) and not has_own_to(data):
+    is_container = isinstance(data, Mapping | list | tuple) and not is_tensordict(data) and not has_own_to(data)
+    if is_container or not hasattr(data, "to"):
         return map_children(lambda value: _moved(value, device, non_blocking), data)
-    if not hasattr(data, "to"):
-        is_node = is_dataclass(data) or isinstance(data, TreeNode)
-        return map_children(lambda value: _moved(value, device, non_blocking), data) if is_node else data
     kind: type = type(data)
     return data.to(device, non_blocking=True) if non_blocking and _takes_non_blocking(kind) else data.to(device)
 

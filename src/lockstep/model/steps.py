@@ -7,7 +7,7 @@ is trained in exactly the same way as a model that inherits from `BaseModel`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from numbers import Real
@@ -80,16 +80,20 @@ def call_forward(model: nn.Module, core: nn.Module, batch: Any, mode: Mode) -> A
             "out bad samples before batches are made of them, for instance by a Subset of the dataset"
         )
     kwargs = {"mode": mode} if takes_mode(type(core).forward) else {}
+    args, named = _unpacked(batch)
     try:
-        if isinstance(batch, list | tuple):
-            return model(*batch, **kwargs)
-        if isinstance(batch, Mapping) and not is_tensordict(batch):
-            return model(**batch, **kwargs)
-        return model(batch, **kwargs)
+        return model(*args, **named, **kwargs)
     except TypeError as error:
-        if (misfit := _misfit(core, batch, kwargs)) is not None:
+        if (misfit := _misfit(core, args, named, kwargs)) is not None:
             raise TypeError(misfit) from error
         raise
+
+
+def _unpacked(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return the positional and the named arguments that `forward` gets of a batch."""
+    if isinstance(batch, Mapping) and not is_tensordict(batch):
+        return (), batch
+    return batch if isinstance(batch, list | tuple) else [batch], {}
 
 
 def parse_losses(losses: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -107,19 +111,15 @@ def parse_losses(losses: Any) -> tuple[Tensor, dict[str, Tensor]]:
         TypeError: there is no loss in `losses`, or an entry is not a tensor.
         ValueError: a bare loss is not a scalar.
     """
-    if isinstance(losses, Tensor):
-        return _scalar(losses), {"loss": losses.detach()}
+    # A dict with an attribute `loss`, as many libraries return, may hold more than tensors; then only `loss` is read.
+    loss = losses if isinstance(losses, Tensor) else getattr(losses, "loss", None)
+    if isinstance(loss, Tensor):
+        return _scalar(loss), {"loss": loss.detach()}
     if not isinstance(losses, Mapping):
-        loss = getattr(losses, "loss", None)
-        if isinstance(loss, Tensor):
-            return _scalar(loss), {"loss": loss.detach()}
         raise TypeError(
             "`forward` must return a loss in training (a scalar tensor, a dict of tensors or an "
             f"object with a tensor `.loss`), but returned {_describe(losses)}"
         )
-    # A dict with an attribute `loss`, as many libraries return, may hold more than tensors; then only `loss` is read.
-    if isinstance(losses.get("loss"), Tensor) and hasattr(losses, "loss"):
-        return _scalar(losses["loss"]), {"loss": losses["loss"].detach()}
     values = {name: _mean(name, value) for name, value in losses.items()}
     parts = [value for name, value in values.items() if "loss" in name]
     if not parts:
@@ -198,16 +198,14 @@ def _describe(value: Any) -> str:
     return f"{value!r} of type {type(value).__name__}"
 
 
-def _misfit(core: nn.Module, batch: Any, kwargs: Mapping[str, Any]) -> str | None:
+def _misfit(core: nn.Module, args: Sequence[Any], named: Mapping[str, Any], kwargs: Mapping[str, Any]) -> str | None:
     """Return the error message for a batch that the `forward` of `core` does not accept; None if it does."""
-    named = batch if isinstance(batch, Mapping) and not is_tensordict(batch) else None
-    args = [] if named is not None else batch if isinstance(batch, list | tuple) else [batch]
     signature = inspect.signature(type(core).forward)
     try:
-        signature.bind(core, *args, **(named or {}), **kwargs)
+        signature.bind(core, *args, **named, **kwargs)
     except TypeError as error:
         places = "1 entry" if len(args) == 1 else f"{len(args)} entries"
-        given = places if named is None else f"the keys {', '.join(map(str, named)) or '(none)'}"
+        given = f"the keys {', '.join(map(str, named))}" if named else places
         return (
             f"`forward` of {type(core).__name__} must take the batch, which has {given}, but its parameters are "
             f"{signature}: {error}. A tuple is passed by position, a dict by its keys. A model trains in one of three "

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleOutput,
     RowwiseParallel,
 )
+from torch.nn.utils import get_total_norm
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.dist import all_reduce
@@ -400,7 +401,7 @@ def _differences(whole: _TrialRun, split: _TrialRun) -> Tensor:
         [*zip(*pair, strict=True)] for pair in zip(whole.gradients(chosen), split.gradients(chosen), strict=True)
     )
     gradients = [one for one, _ in inputs + parameters]
-    least = NEGLIGIBLE * _size(gradients) / max(1, sum(one.numel() for one in gradients)) ** 0.5
+    least = NEGLIGIBLE * get_total_norm(gradients) / max(1, sum(one.numel() for one in gradients)) ** 0.5
     found = [
         _relative([outputs[index] for index in chosen]),
         _relative(inputs),
@@ -411,13 +412,8 @@ def _differences(whole: _TrialRun, split: _TrialRun) -> Tensor:
 
 def _relative(pairs: list[tuple[Tensor, Tensor]], floor: Tensor | float = 0.0) -> Tensor:
     """Return how far the second tensors are from the first, as a part of their norm, or of a larger one."""
-    difference, size = _size([other - one for one, other in pairs]), _size([one for one, _ in pairs])
+    difference, size = get_total_norm([other - one for one, other in pairs]), get_total_norm([one for one, _ in pairs])
     return difference / torch.clamp(size, min=torch.as_tensor(floor, device=size.device) + 1e-30)
-
-
-def _size(tensors: list[Tensor]) -> Tensor:
-    norms = [torch.linalg.vector_norm(tensor) for tensor in tensors]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device="cpu")
 
 
 def _gradient(tensor: Tensor) -> Tensor:

@@ -129,12 +129,11 @@ class AmpOptimWrapper(OptimWrapper):
             return
         self._even_out()
         self._scaler.unscale_(self.optimizer)
-        if self.clip_grad is not None:
-            former = self._grad_norm
-            self._clip_grad()
-            if (norm := self._grad_norm) is not None:  # of an update that is made; nothing is read from the device
-                former = torch.zeros_like(norm) if former is None else former
-                self._grad_norm = torch.where(norm.isfinite(), norm, former)
+        former = self._grad_norm
+        self._clip_grad()
+        if (norm := self._grad_norm) is not None:  # of an update that is made; nothing is read from the device
+            former = torch.zeros_like(norm) if former is None else former
+            self._grad_norm = torch.where(norm.isfinite(), norm, former)
         self._scaler.step(self.optimizer, **kwargs)
         self._scaler.update()
 

@@ -89,13 +89,8 @@ def gradient_norm(gradients: Sequence[Tensor], norm_type: float = 2.0, foreach: 
     for gradient in gradients:
         sharding, own = _own_part(gradient)
         parts.setdefault(sharding, []).append(own)
-    norms = [_norm(own, sharding, norm_type, foreach) for sharding, own in parts.items()] or [
-        torch.zeros((), device="cpu")
-    ]
-    if len(norms) == 1:
-        return norms[0]
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
-    return total
+    norms = [_norm(own, sharding, norm_type, foreach) for sharding, own in parts.items()]
+    return norms[0] if len(norms) == 1 else get_total_norm(norms, norm_type)
 
 
 def _norm(parts: list[Tensor], sharding: Sharding | None, norm_type: float, foreach: bool | None) -> Tensor:

@@ -62,15 +62,11 @@ class ParamSite:
     parent: str
 
 
-def param_sites(model: nn.Module) -> list[ParamSite]:
-    """Return the occurrences of all parameters, in the order of `model.parameters()`.
+def param_sites(module: nn.Module, prefix: str = "", parent: str = "") -> Iterator[ParamSite]:
+    """Yield the occurrences of all parameters, in the order of `module.parameters()`.
 
-    A shared parameter has several occurrences. Wrappers around the model or its submodules are skipped.
+    A shared parameter has several occurrences. Wrappers around the module or its submodules are skipped.
     """
-    return list(_sites(model, "", ""))
-
-
-def _sites(module: nn.Module, prefix: str, parent: str) -> Iterator[ParamSite]:
     module = inside_wrappers(module)
     # torch's own iterators leave out a module that has two names, or have no place for its parent.
     for name, parameter in module._parameters.items():
@@ -78,7 +74,7 @@ def _sites(module: nn.Module, prefix: str, parent: str) -> Iterator[ParamSite]:
             yield ParamSite(prefix + name, parameter, module, parent)
     for name, child in module._modules.items():
         if child is not None:
-            yield from _sites(child, f"{prefix}{name}.", type(module).__name__)
+            yield from param_sites(child, f"{prefix}{name}.", type(module).__name__)
 
 
 class Paramwise:
@@ -314,7 +310,7 @@ class DefaultOptimWrapperConstructor:
         """
         if prefix:
             raise ConfigError(f"`prefix` must be empty, but is {prefix!r}: one call goes through the whole module")
-        sites = param_sites(module)
+        sites = list(param_sites(module))
         paramwise = Paramwise(self.paramwise_cfg, self._base, self._known)
         paramwise.check_keys([site.name for site in sites])
         chosen: dict[int, tuple[ParamSite, Options]] = {}

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.errors import require_count, require_key, require_known, wrong_type
+from lockstep.errors import require_count, require_key, require_known, require_one_of, wrong_type
 from lockstep.groups import this_rank
 from lockstep.model import ModelWrapper
 from lockstep.model.norm import BATCH_NORMS
@@ -231,8 +231,7 @@ class OptimWrapper:
             RuntimeError: a window is open: its gradients are those of some of its batches.
         """
         self._even_out()
-        if self.clip_grad is not None:
-            self._clip_grad()
+        self._clip_grad()
         self.optimizer.step(**kwargs)
 
     def zero_grad(self, **kwargs: Any) -> None:
@@ -369,13 +368,13 @@ class OptimWrapper:
                     parameter.grad.mul_(factor)
 
     def _clip_grad(self) -> None:
-        params = [parameter for group in self.param_groups for parameter in group["params"]]
-        if self.clip_grad is None or all(parameter.grad is None for parameter in params):
+        if self.clip_grad is None:
             return
+        params = [own for group in self.param_groups for own in group["params"] if own.grad is not None]
         kwargs = {name: value for name, value in self.clip_grad.items() if name != "type"}
-        if self.clip_grad["type"] == "norm":
+        if params and self.clip_grad["type"] == "norm":
             self._grad_norm = clip_by_norm(params, **kwargs)
-        else:
+        elif params:
             clip_by_value(params, **kwargs)
 
 
@@ -390,13 +389,9 @@ def checked_clipping(clip_grad: Mapping[str, Any] | None) -> dict[str, Any] | No
     if not isinstance(clip_grad, Mapping):
         raise TypeError(f"`clip_grad` must be a dict such as dict(max_norm=1.0) or None, but is {clip_grad!r}")
     kwargs = {"type": "norm", **clip_grad}
-    ways: dict[Any, tuple[str, Callable[..., Any]]] = {
-        "norm": ("max_norm", clip_by_norm),
-        "value": ("clip_value", clip_by_value),
-    }
-    if kwargs["type"] not in ways:
-        raise ValueError(f"`clip_grad['type']` must be 'norm' or 'value', but is {kwargs['type']!r}")
-    needed, clip = ways[kwargs["type"]]
-    require_key("clip_grad", clip_grad, needed)
-    require_known("clip_grad", clip_grad, {"type", *inspect.signature(clip).parameters} - {"params"})
+    require_one_of("clip_grad['type']", kwargs["type"], ("norm", "value"))
+    by_norm = kwargs["type"] == "norm"
+    require_key("clip_grad", clip_grad, "max_norm" if by_norm else "clip_value")
+    takes = inspect.signature(clip_by_norm if by_norm else clip_by_value).parameters
+    require_known("clip_grad", clip_grad, {"type", *takes} - {"params"})
     return kwargs

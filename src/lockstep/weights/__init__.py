@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lockstep.location import RemotePath, locate
 from lockstep.weights.description import describe_model, sized_on_loading
 from lockstep.weights.export import Exported, describe_left_out, export_checkpoint, save_pretrained
 from lockstep.weights.loading import Weights, load_checkpoint, load_weights
@@ -10,7 +9,6 @@ from lockstep.weights.source import best_checkpoint_in, check_weights, find_chec
 
 __all__ = [
     "Exported",
-    "RemotePath",
     "Weights",
     "best_checkpoint_in",
     "check_weights",
@@ -20,7 +18,6 @@ __all__ = [
     "find_checkpoint",
     "load_checkpoint",
     "load_weights",
-    "locate",
     "open_source",
     "save_pretrained",
     "sized_on_loading",

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 from fnmatch import fnmatch
 from functools import partial
@@ -21,6 +21,7 @@ from lockstep.checkpoint import place_of, read_infos, read_meta, read_tensors
 from lockstep.dist import is_main_process, run_on_main
 from lockstep.errors import ConfigError, counted, require_known, require_one_of
 from lockstep.location import Location, locate
+from lockstep.model.shards import gather_full
 from lockstep.weights.description import describe_model
 from lockstep.weights.safetensors_file import (
     MAX_SHARD_SIZE,
@@ -131,7 +132,7 @@ def export_checkpoint(
         shards = plan_shards(chosen.infos, chosen.stem, math.inf if is_file else most)
         writer = SafetensorsWriter(place, shards, chosen.infos, {**copied, **chosen.files}, single=is_file)
         names = chain.from_iterable(shards.values())
-        with _nothing_left(writer):
+        with writer:
             for _, tensor in weights.read(chosen.origins[name] for name in names):
                 writer.write(tensor)
                 if writer.failure is not None:
@@ -177,8 +178,6 @@ def save_pretrained(core: nn.Module, state: Mapping[str, Any], out: str | Path, 
         ConfigError: there is no such option.
     """
     require_known("save_pretrained", options, PretrainedOptions.__annotations__)
-    from lockstep.model.shards import gather_full
-
     location = locate(out)
     run_on_main(partial(check_new, location, file=False, overwrite=options.get("overwrite", False)))
     infos = {n: TensorInfo(tuple(value.shape), value.dtype) for n, value in state.items() if isinstance(value, Tensor)}
@@ -187,7 +186,7 @@ def save_pretrained(core: nn.Module, state: Mapping[str, Any], out: str | Path, 
     chosen = select_weights(infos, description, "pretrained", what=type(core).__name__, prefix=prefix, dtype=dtype)
     shards = plan_shards(chosen.infos, chosen.stem, read_size(options.get("max_shard_size", MAX_SHARD_SIZE)))
     writer = SafetensorsWriter(location, shards, chosen.infos, chosen.files) if is_main_process() else None
-    with _nothing_left(writer):
+    with writer or nullcontext():
         for name in chain.from_iterable(shards.values()):
             whole = gather_full(state[chosen.origins[name]])
             if writer is not None:
@@ -343,17 +342,6 @@ def _config_and_tokenizer(folder: Location) -> dict[str, Any]:
     if not found:
         raise ConfigError(f"`files_from` must be a folder with a config or a tokenizer, but {folder} has neither")
     return found
-
-
-@contextmanager
-def _nothing_left(writer: SafetensorsWriter | None) -> Iterator[None]:
-    """Remove what has been written if the block does not come to its end."""
-    try:
-        yield
-    except BaseException:
-        if writer is not None:
-            writer.discard()
-        raise
 
 
 def _write_torch(place: Location, chosen: Selection, weights: _CheckpointWeights) -> None:

@@ -21,6 +21,7 @@ from lockstep.groups import resolve
 from lockstep.location import Location, locate
 from lockstep.model import unwrap_model
 from lockstep.model.parts import INSIDE_WRAPPERS
+from lockstep.model.shards import is_dtensor, shard_like
 from lockstep.strategy import Strategy
 from lockstep.transport.moving import as_bytes
 from lockstep.weights.description import sized_on_loading, tied_names
@@ -188,7 +189,7 @@ class _Matched:
         comm, source = resolve(), self._source
         if source is None or comm.is_alone:
             return self.read()
-        whole = [name for name in self._fitting if not hasattr(self._own[name], "placements")]
+        whole = [name for name in self._fitting if not is_dtensor(self._own[name])]
         parts = self._parts(source, whole)
         if len(set(all_gather_object(digest_of([str(part) for part in parts])))) > 1:
             return on_all(failed, self.read)
@@ -218,12 +219,8 @@ class _Matched:
             value = self._rows(source, name, rows)
             if rows is not None:
                 target.to_local().copy_(value)
-            elif hasattr(target, "placements"):
-                from lockstep.model.shards import shard_like
-
-                target.copy_(shard_like(value, target))
             else:
-                target.copy_(value)
+                target.copy_(shard_like(value, target))
 
     def _rows(self, source: WeightSource, name: str, rows: slice | None) -> Tensor:
         try:
@@ -254,21 +251,19 @@ class _Matched:
         (target if part.rows is None else target[part.rows]).copy_(sent.view(part.dtype).view(part.shape))
 
 
-def _own_rows(tensor: Tensor) -> slice | None:
+def _own_rows(tensor: Any) -> slice | None:
     """Return the rows of a DTensor that this rank holds; None if it holds something else."""
-    if not hasattr(tensor, "placements"):  # DTensor is imported by those who make some
+    if not is_dtensor(tensor):
         return None
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import Shard  # by those alone who have a DTensor
 
-    assert isinstance(tensor, DTensor)
     axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     sharding = tensor.placements[axes[0]] if len(axes) == 1 else None
     if type(sharding) is not Shard or sharding.dim != 0:
         return None
-    mesh, place = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    if place is None:
-        return None
-    begin = min(len(tensor), place[axes[0]] * -(-len(tensor) // mesh.size(axes[0])))  # in chunks, as `torch.chunk`
+    mesh = tensor.device_mesh
+    rows = -(-len(tensor) // mesh.size(axes[0]))  # in chunks, as `torch.chunk`
+    begin = min(len(tensor), mesh.get_local_rank(axes[0]) * rows)
     return slice(begin, begin + len(tensor.to_local()))
 
 

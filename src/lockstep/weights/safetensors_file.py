@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -246,7 +246,7 @@ class SafetensorsWriter:
     On a disk all is written into a hidden folder beside OUT, which gets its name at the end. In a folder that is
     there, which may be a link or a volume of its own, it is one inside, from which the files are moved one by one, the
     JSON files last. Behind a URL they appear one by one, too. A failure is kept until `finish`, so that a rank that
-    writes can go on taking part in collectives.
+    writes can go on taking part in collectives. As a context, it removes what has been written at an exception.
 
     Args:
         out: the folder; or, with `single`, the file.
@@ -272,6 +272,13 @@ class SafetensorsWriter:
         self._open: IO[bytes] | None = None
         self._written: list[Location] = []
         self.failure: Exception | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.discard()
 
     def write(self, tensor: Tensor) -> None:
         """Write the next tensor, in the order of the shards."""

@@ -107,16 +107,8 @@ def read_precision(precision: Precision | None) -> MixedPrecisionPolicy:
             "mixed_precision", "a MixedPrecisionPolicy, a MixedPrecision, a dict, a dtype or None", precision
         )
     options: dict[str, Any] = {key: value for key, value in precision.items() if key != "type"}
-    require_known(
-        "mixed_precision",
-        options,
-        {
-            field.name
-            for kind in (MixedPrecisionPolicy, MixedPrecision)
-            for field in fields(kind)
-            if field.name[0] != "_"
-        },
-    )
+    known = {own.name for kind in (MixedPrecisionPolicy, MixedPrecision) for own in fields(kind) if own.name[0] != "_"}
+    require_known("mixed_precision", options, known)
     for key, value in options.items():
         if key.endswith("_dtype") and value is not None:
             options[key] = _dtype(f"mixed_precision[{key!r}]", value)
@@ -150,12 +142,12 @@ def check_meaningless(backward_prefetch: Any, limit_all_gathers: bool, use_orig_
         TypeError: `backward_prefetch` has an unknown type.
         ValueError: `backward_prefetch` is an unknown name.
     """
-    kinds = "'pre', 'post', a BackwardPrefetch or None"
-    given = None
     if backward_prefetch is not None:
+        kinds = "'pre', 'post', a BackwardPrefetch or None"
         given = _member("backward_prefetch", backward_prefetch, BackwardPrefetch, kinds, "backward_")
-    if given is BackwardPrefetch.BACKWARD_POST:
-        _warn_of_no_meaning("backward_prefetch", "post", "the next part is gathered before the present one's gradients")
+        if given is BackwardPrefetch.BACKWARD_POST:
+            instead = "the next part is gathered before the present one's gradients"
+            _warn_of_no_meaning("backward_prefetch", "post", instead)
     if not limit_all_gathers:
         _warn_of_no_meaning("limit_all_gathers", False, "the memory of gathered parameters is always limited")
     if not use_orig_params:
