@@ -105,6 +105,15 @@ class ProgressHook(Hook):
         if self._is_due():
             self._show(batch_idx + 1)
 
+    def before_test_epoch(self, runner: Run) -> None:
+        """Show a bar for the test, or for what is predicted."""
+        is_test = runner.predict_loop is None
+        loop = runner.test_loop if is_test else runner.predict_loop
+        if loop is not None:  # else it is a pass of the user's own code
+            self._begin(runner, "testing" if is_test else "predicting", loop.length)
+
+    after_test_iter = after_val_iter
+
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Print the line of the epoch, or of the validation alone."""
         names = sorted(metrics or {}, key="loss".__ne__)  # the loss first, beside that of training
@@ -124,6 +133,7 @@ class ProgressHook(Hook):
         if self._display is not None:
             self._display.close()
             self._display = None
+            self._values = []  # a test may follow
 
     def _begin(self, runner: Run, label: str, total: int | None) -> None:
         if self._display is None:

@@ -510,6 +510,7 @@ class Runner(_AttributesOfRun):
         if loop is None:
             loop = build.build_eval_loop(mode, run, self._build_loader(mode, run, run.data_shard))
             setattr(run, f"{mode}_loop", loop)
+        run.predict_loop = None
         return loop
 
     def _begin(self, run: Run) -> None:
