@@ -38,7 +38,7 @@ class BaseMetric(ABC):
     if a sampler repeats some; the results are then in the order of the dataset.
 
     Args:
-        collect_device: the device through which results are collected, `"cpu"` or `"gpu"`.
+        collect_device: accepted for compatibility, `"cpu"` or `"gpu"`: the hosts collect results, whatever it is.
         prefix: put before the names of the values, as in `"val/accuracy"`.
         collect_dir: accepted for compatibility, like `collect_device`; results need no shared disk.
 
@@ -124,7 +124,7 @@ class BaseMetric(ABC):
                 "equally many: only the first %d count. Append one result per sample or per batch",
                 type(self).__name__, total, size, get_world_size(), size,
             )  # fmt: skip
-        collected = collect_results(results, size, device=self.collect_device, tmpdir=self.collect_dir)
+        collected = collect_results(results, size)
         return run_on_main(lambda: self._computed(collected or []))
 
     def _computed(self, results: list[Any]) -> dict[str, Any]:
