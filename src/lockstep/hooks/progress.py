@@ -232,7 +232,8 @@ class Display:
         """Replace the bar by a new one, with the text and the label width of the old one."""
         self._label_width = max(self._label_width, len(label))
         self._progress.start()
-        self._progress.reset(self._task, description=label.ljust(self._label_width), total=total)
+        self._progress.reset(self._task, description=label.ljust(self._label_width))
+        self._progress.tasks[0].total = total  # `reset` takes None for the old one
 
     def show(self, done: int, values: Sequence[str]) -> None:
         """Draw the bar, with those of the first values for which there is room; or print a line."""
