@@ -35,7 +35,8 @@ class BaseMetric(ABC):
 
     A subclass appends to `self.results` in `process`, on every rank, and computes the metric values from the results of
     all ranks in `compute_metrics`, on rank 0. Append one result per sample if each sample must count exactly once even
-    if a sampler repeats some; the results are then in the order of the dataset.
+    if a sampler repeats some; the results are then in the order of the sampler. With a batch sampler of the user's own,
+    of which each rank gets whole batches, they are in another order on several ranks.
 
     Args:
         collect_device: accepted for compatibility, `"cpu"` or `"gpu"`: the hosts collect results, whatever it is.
