@@ -35,6 +35,15 @@ def test_no_bar_is_drawn_into_a_pipe_though_colours_are_forced(monkeypatch: pyte
     assert console.file.getvalue() == ""
 
 
+def test_a_pass_of_unknown_length_does_not_have_that_of_the_one_before():
+    console = Console(file=StringIO(), width=80)
+    display = Display(console, period_seconds=0.0)
+    for label, total in (("training", 6), ("validating", None)):
+        display.begin(label, total)
+        display.show(1, [])
+    assert console.file.getvalue() == "training  1/6\nvalidating  1\n"
+
+
 def test_a_name_with_markup_is_shown_as_it_is() -> None:
     shown = StringIO()
     display = Display(Console(file=shown, force_terminal=True, width=80))

@@ -126,3 +126,9 @@ def test_arguments_that_contradict_each_other_are_refused(options, says):
 def test_images_that_do_not_fit_are_refused(options, batch, says):
     with pytest.raises(ValueError, match=says):
         ImgDataPreprocessor(**options)(batch)
+
+
+def test_a_model_on_the_meta_device_has_one_whose_numbers_are_there():
+    with torch.device("meta"):
+        preprocessor = ImgDataPreprocessor(mean=MEAN, std=STD)
+    assert torch.equal(preprocessor(torch.zeros(1, 3, 1, 1)).flatten(), torch.tensor([-10.0, -10.0, -7.5]))

@@ -218,6 +218,13 @@ def test_arguments_that_would_train_wrongly_or_fail_later_are_refused(kind, argu
         build(sgd(), [{"type": kind, **arguments, "convert_to_iter_based": convert}], epochs=9, iters=90)
 
 
+def test_lists_are_not_iterators_which_a_check_would_leave_empty():
+    with pytest.raises(ConfigError, match="`milestones` must be a list of numbers of at least 0, but is <map object"):
+        build(sgd(), {"type": "MultiStepLR", "milestones": map(int, ["2", "4"])}, epochs=9, iters=90)
+    highest = torch.tensor([2.0]).numpy()
+    assert build(sgd(), {"type": "OneCycleLR", "eta_max": highest}, epochs=9, iters=90)[0].first_values() == [2.0]
+
+
 def test_epochs_are_not_counted_where_the_training_counts_none():
     for cfg in ({"type": "StepLR", "step_size": 1}, {"type": lr_scheduler.StepLR, "step_size": 1}):
         with pytest.raises(ConfigError, match=r"StepLR: `by_epoch` must be False.*an epoch would never end"):

@@ -242,6 +242,11 @@ def test_predictions_of_shards_and_of_outputs_in_parts(tmp_path: Path):
         assert (total, found[12]["name"]) == (X[12].sum(), "a")
 
 
+def test_predictions_are_made_in_the_precision_of_a_test(tmp_path: Path):
+    runner = make(Scores(), tmp_path, test_dataloader=DataLoader(X, batch_size=7), test_cfg={"dtype": "bfloat16"})
+    assert {scores.dtype for scores in runner.predict()} == {torch.bfloat16}
+
+
 def test_an_evaluator_may_be_that_of_several_runners(tmp_path: Path):
     data = {"dataset": pairs(), "batch_size": 4}
     for metrics in (["Accuracy"], [LossMetric()]):

@@ -403,6 +403,17 @@ def test_a_log_shows_plain_lines(tmp_path: Path):
     assert "\x1b" not in shown
 
 
+def test_a_test_and_a_prediction_show_how_far_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    data, lines = {"dataset": TensorDataset(torch.ones(8)), "batch_size": 4}, {"progress": {"period_seconds": 0.0}}
+    scripted = Scripted("accuracy", [0.5, 0.5])
+    runner = train(tmp_path, test_dataloader=data, test_evaluator=scripted, default_hooks=lines)
+    for evaluate, label in ((runner.test, "testing"), (runner.predict, "predicting"), (runner.test, "testing")):
+        capsys.readouterr()
+        evaluate()
+        shown = "".join(capsys.readouterr())
+        assert re.findall(r"^(.*)/2\b(.*)$", shown, re.M) == [(f"{label}  1", ""), (f"{label}  2", "")]
+
+
 def test_the_line_of_an_epoch_shows_the_metrics_of_its_own_validation(tmp_path: Path):
     runner = train(tmp_path, metric=Scripted("a  b", [0.25, 0.5]), train_cfg={"max_epochs": 4, "val_interval": 2})
     log = (runner.run_dir / "log.txt").read_text()

@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 _MOST_COMPARED = 64  # values and letters of a sample
 _RARELY_CHANGED = ("str", "bytes", "int", "int16", "int32", "int64")
 _OFTEN_CHANGED = ("float", "float16", "bfloat16", "float32", "float64", "uint8")
-_NO_SAMPLE = object()  # takes the turn of a worker that has none
+_NO_SAMPLE = object()  # fills the batch of a worker whose turn has not come yet; the batch is left out
 
 
 def _is_dense(data: Tensor) -> bool:

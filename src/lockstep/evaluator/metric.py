@@ -35,10 +35,11 @@ class BaseMetric(ABC):
 
     A subclass appends to `self.results` in `process`, on every rank, and computes the metric values from the results of
     all ranks in `compute_metrics`, on rank 0. Append one result per sample if each sample must count exactly once even
-    if a sampler repeats some; the results are then in the order of the dataset.
+    if a sampler repeats some; the results are then in the order of the sampler. With a batch sampler of the user's own,
+    of which each rank gets whole batches, they are in another order on several ranks.
 
     Args:
-        collect_device: the device through which results are collected, `"cpu"` or `"gpu"`.
+        collect_device: accepted for compatibility, `"cpu"` or `"gpu"`: the hosts collect results, whatever it is.
         prefix: put before the names of the values, as in `"val/accuracy"`.
         collect_dir: accepted for compatibility, like `collect_device`; results need no shared disk.
 
@@ -124,7 +125,7 @@ class BaseMetric(ABC):
                 "equally many: only the first %d count. Append one result per sample or per batch",
                 type(self).__name__, total, size, get_world_size(), size,
             )  # fmt: skip
-        collected = collect_results(results, size, device=self.collect_device, tmpdir=self.collect_dir)
+        collected = collect_results(results, size)
         return run_on_main(lambda: self._computed(collected or []))
 
     def _computed(self, results: list[Any]) -> dict[str, Any]:

@@ -105,6 +105,15 @@ class ProgressHook(Hook):
         if self._is_due():
             self._show(batch_idx + 1)
 
+    def before_test_epoch(self, runner: Run) -> None:
+        """Show a bar for the test, or for what is predicted."""
+        is_test = runner.predict_loop is None
+        loop = runner.test_loop if is_test else runner.predict_loop
+        if loop is not None:  # else it is a pass of the user's own code
+            self._begin(runner, "testing" if is_test else "predicting", loop.length)
+
+    after_test_iter = after_val_iter
+
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Print the line of the epoch, or of the validation alone."""
         names = sorted(metrics or {}, key="loss".__ne__)  # the loss first, beside that of training
@@ -124,6 +133,7 @@ class ProgressHook(Hook):
         if self._display is not None:
             self._display.close()
             self._display = None
+            self._values = []  # a test may follow
 
     def _begin(self, runner: Run, label: str, total: int | None) -> None:
         if self._display is None:
@@ -222,7 +232,8 @@ class Display:
         """Replace the bar by a new one, with the text and the label width of the old one."""
         self._label_width = max(self._label_width, len(label))
         self._progress.start()
-        self._progress.reset(self._task, description=label.ljust(self._label_width), total=total)
+        self._progress.reset(self._task, description=label.ljust(self._label_width))
+        self._progress.tasks[0].total = total  # `reset` takes None for the old one
 
     def show(self, done: int, values: Sequence[str]) -> None:
         """Draw the bar, with those of the first values for which there is room; or print a line."""

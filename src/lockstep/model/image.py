@@ -135,7 +135,8 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
 def _per_channel(name: str, values: Sequence[float]) -> Tensor:
     if not isinstance(values, Sequence) or not values:
         raise ValueError(f"`{name}` must be a list with a number for each channel, but is {values!r}")
-    channels = torch.tensor(values, dtype=torch.float32).view(-1, 1, 1)
+    # On the CPU also of a model that is made on the meta device.
+    channels = torch.tensor(values, dtype=torch.float32, device="cpu").view(-1, 1, 1)
     if name == "std" and not bool((channels > 0).all()):
         raise ValueError(f"`std` must be above 0, but is {values!r}")
     return channels

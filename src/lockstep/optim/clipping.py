@@ -48,15 +48,14 @@ def clip_by_norm(
     Raises:
         RuntimeError: on every rank, with `error_if_nonfinite`, if the norm is not finite.
     """
-    by_mesh = _by_mesh(params)
-    gradients = [param.grad for alike in by_mesh for param in alike if param.grad is not None]  # all have one
-    total = gradient_norm(gradients, norm_type, foreach)
+    params = list(params)
+    total = gradient_norm([param.grad for param in params if param.grad is not None], norm_type, foreach)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the norm of the gradients must be finite, but is {total.item()}. Look for the loss that is not finite, "
             "or set error_if_nonfinite=False"
         )
-    for alike in by_mesh:
+    for alike in _by_mesh(params):
         clip_grads_with_norm_(alike, max_norm, total, foreach)
     return total
 

@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Any, ClassVar, TypeVar, dataclass_transform
@@ -208,7 +208,7 @@ class ParamScheduler(ABC):
         """Refuse arguments that are not lists of numbers of at least 0, or, with `or_one`, one such number."""
         for name in names:
             given = getattr(self, name)
-            is_list = isinstance(given, Iterable) and all(map(is_in_range, given))
+            is_list = isinstance(given, Collection) and all(map(is_in_range, given))
             if not is_list and not (or_one and is_in_range(given)):
                 or_number = "a number of at least 0, or " if or_one else ""
                 raise ConfigError(
@@ -218,7 +218,7 @@ class ParamScheduler(ABC):
     def _by_group(self, name: str) -> list[float]:
         """Return an argument as a list with one number per parameter group; it may be given as one number."""
         given, groups = getattr(self, name), len(self.optimizer.param_groups)
-        values = list(given) if isinstance(given, Sequence) else [given] * groups
+        values = list(given) if isinstance(given, Collection) else [given] * groups
         if len(values) != groups:
             raise ConfigError(
                 f"{self.title}: `{name}` must be one number, or {groups}, one for each parameter group, but has "

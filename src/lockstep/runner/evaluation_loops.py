@@ -146,7 +146,7 @@ class EvalLoop:
                 if runner.iter == 0:  # else the training has done so
                     part_ranks(runner.args.randomness, runner.seed, runner.data_shard.rank)
                 self._predict(one.dataloader, one.evaluator, counter)
-            check_alike(one.dataloader)  # not above, where a rank that has done would wait for one that stops
+            check_alike(one.dataloader)  # not above, where a rank that is done would wait here for one that stops
             self.metrics |= one.evaluate()
         self.at_iter = runner.iter
         runner.last_evaluation = self

@@ -113,7 +113,7 @@ class Run(Workspace):
         param_schedulers: the schedulers of learning rates; empty for a run that only evaluates.
         val_loop: the loop that validates, an `EvalLoop`; None without one.
         test_loop: the loop that tests; None without one.
-        predict_loop: the loop that predicted last; None before.
+        predict_loop: the loop that predicts, or predicted last; None before, and again from the next evaluation on.
         last_evaluation: the one of these two loops that ran last; None before.
         loaded: on rank 0, the checkpoint whose weights are evaluated instead of those that were trained, and its epoch
             and iteration, for records.

@@ -269,7 +269,7 @@ class Runner(_AttributesOfRun):
         """Return what the model predicts for each sample, in the order of the dataset, each sample once.
 
         A prediction is what `forward` returns, or the model's own `test_step`, split into samples; see `per_sample`.
-        Targets and the loss are not needed. Hooks act as in a test.
+        Targets and the loss are not needed. Hooks act as in a test, and `test_cfg` says the precision.
 
         Args:
             dataloader: a `DataLoader` or the config of one, which may shuffle; by default `test_dataloader`. Its
@@ -293,9 +293,12 @@ class Runner(_AttributesOfRun):
             raise ConfigError(f"`dataloader` must be one data loader to predict for, but is {found}")
         keeper = Predictions(out_dir)
 
+        cfg = self.args.test_cfg if isinstance(self.args.test_cfg, Mapping) else {}
+        precision = {name: cfg[name] for name in ("fp16", "dtype") if name in cfg}
+
         def make_loop(run: Run) -> EvalLoop:
             own = build.build_loader("test", loader, run, run.data_shard)
-            run.predict_loop = loop = PredictLoop(run, own, Evaluator(keeper))
+            run.predict_loop = loop = PredictLoop(run, own, Evaluator(keeper), **precision)
             return loop
 
         self._evaluate("predict", checkpoint, make_loop)
@@ -510,6 +513,7 @@ class Runner(_AttributesOfRun):
         if loop is None:
             loop = build.build_eval_loop(mode, run, self._build_loader(mode, run, run.data_shard))
             setattr(run, f"{mode}_loop", loop)
+        run.predict_loop = None
         return loop
 
     def _begin(self, run: Run) -> None:
