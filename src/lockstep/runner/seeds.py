@@ -63,18 +63,6 @@ def are_parted(randomness: Mapping[str, Any] | None, shard: int) -> bool:
     return shard > 0 and (randomness or {}).get("diff_rank_seed") is None
 
 
-def set_random_seed(seed: int | None = None, deterministic: bool = False, diff_rank_seed: bool = False) -> int:
-    """Seed the random generators in a script without a Runner: alike on all ranks, unless `diff_rank_seed`.
-
-    See `set_randomness`; a Runner, by default, lets ranks that see other samples draw other numbers.
-
-    Example:
-        >>> set_random_seed(3)
-        3
-    """
-    return set_randomness({"seed": seed, "deterministic": deterministic, "diff_rank_seed": diff_rank_seed})
-
-
 def seed_all(seed: int) -> None:
     """Seed Python's, numpy's and torch's generators."""
     random.seed(seed)
