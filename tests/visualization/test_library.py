@@ -131,7 +131,7 @@ def test_what_is_shown_can_be_read_with_its_library(name: str, run_dir: Path):
     READ[name](run_dir)
 
 
-@pytest.mark.parametrize("name", [*INSTALLED, "LocalVisualizer", "CsvVisualizer"])
+@pytest.mark.parametrize("name", [*INSTALLED, "LocalVisualizer"])
 def test_unopened_it_holds_nothing_and_shows_nothing(name: str, run_dir: Path):
     visualizer = build(name)
     with pytest.raises(RuntimeError, match=rf"{name} must be opened"):
