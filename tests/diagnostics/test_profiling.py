@@ -127,9 +127,6 @@ def run_dir_of(work_dir: Path, hooks: list[Hook]) -> Path:
         ({"on_trace_ready": {"type": "log_trace", "sort_by": "bogus"}}, "`on_trace_ready` must have options .*'bogus'"),
         ({"on_trace_ready": {"type": "tb_trace", "bogus": 1}}, "on_trace_ready.*bogus"),
         ({"on_trace_ready": "x"}, "`on_trace_ready` must be a function or a dict with a 'type', but is 'x'"),
-        ({"schedule": {"wait": 1}}, "`schedule` must have arguments .*{'wait': 1}: .*'warmup'"),
-        ({"schedule": {"wait": 0, "warmup": 0, "active": 0}}, "`schedule` must have arguments .*'active': 0"),
-        ({"schedule": "x"}, "`schedule` must have arguments .* but is 'x'"),
         ({"activity_with_cpu": False, "activity_with_cuda": False}, "`activity_with_cpu` must be True"),
     ],
 )

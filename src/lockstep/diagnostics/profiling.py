@@ -87,12 +87,7 @@ class ProfilerHook(Hook):
         if self.json_trace_path is None:  # MMEngine's default
             self.json_trace_path = "profile/trace.json"
         self._activities = _activities(self.activity_with_cpu, self.activity_with_cuda)
-        try:
-            self._schedule = None if self.schedule is None else make_schedule(**self.schedule)
-        except (TypeError, AssertionError) as error:
-            raise ConfigError(
-                f"`schedule` must have arguments of torch.profiler.schedule, but is {self.schedule!r}: {error}"
-            ) from error
+        self._schedule = None if self.schedule is None else make_schedule(**self.schedule)
         self._profiler: profile | None = None
         self._filter: Any = None  # of the warnings that are not shown meanwhile
         self._done = 0
