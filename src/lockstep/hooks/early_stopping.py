@@ -99,7 +99,7 @@ class EarlyStoppingHook(Hook):
     def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Restore the best value and the number of validations since then."""
         saved = checkpoint["meta"].get(_KEY, {})
-        if isinstance(saved, Mapping) and "wait_count" not in saved:  # else it is of a version with one for all hooks
+        if isinstance(saved, Mapping):
             saved = saved.get(self.monitor, {"best": None, "wait_count": 0})
         if (
             not isinstance(saved, Mapping)
