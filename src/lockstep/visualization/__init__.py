@@ -14,7 +14,6 @@ from lockstep.visualization.trackers import (
     CometVisualizer,
     DVCLiveVisualizer,
     MLflowVisualizer,
-    TrackioVisualizer,
     WandbVisualizer,
 )
 from lockstep.visualization.visualizer import ShowsScalars, Visualizers, build_visualizers
@@ -31,7 +30,6 @@ __all__ = [
     "MLflowVisualizer",
     "ShowsScalars",
     "TensorBoardVisualizer",
-    "TrackioVisualizer",
     "Visualizer",
     "Visualizers",
     "WandbVisualizer",
