@@ -101,6 +101,8 @@ def test_traces_go_elsewhere_if_asked(tmp_path: Path):
     assert seen[0] > 0
     run_dir = run_dir_of(tmp_path, [ProfilerHook(on_trace_ready={"type": "log_trace", "row_limit": 3})])
     assert "Self CPU time total" in (run_dir / "log.txt").read_text()
+    run_dir = run_dir_of(tmp_path, [ProfilerHook(on_trace_ready={"type": "log_trace", "sort_by": "bogus"})])
+    assert "can't be written: AttributeError: 'FunctionEventAvg' object has no" in (run_dir / "log.txt").read_text()
     run_dir = run_dir_of(tmp_path, [ProfilerHook(on_trace_ready={"type": "tb_trace", "dir_name": "tb"})])
     assert [path.name.split(".")[0] for path in (run_dir / "tb").iterdir()] == ["rank0"]
 
@@ -123,8 +125,7 @@ def run_dir_of(work_dir: Path, hooks: list[Hook]) -> Path:
     [
         ({"profile_times": 0}, "`profile_times` must be an int of at least 1, but is 0"),
         ({"on_trace_ready": {"type": "print"}}, "must be 'log_trace' or 'tb_trace', but is 'print'"),
-        ({"on_trace_ready": {"type": "log_trace", "bogus": 1}}, "`on_trace_ready` must have options .*'bogus'"),
-        ({"on_trace_ready": {"type": "log_trace", "sort_by": "bogus"}}, "`on_trace_ready` must have options .*'bogus'"),
+        ({"on_trace_ready": {"type": "log_trace", "bogus": 1}}, "on_trace_ready.*bogus"),
         ({"on_trace_ready": {"type": "tb_trace", "bogus": 1}}, "on_trace_ready.*bogus"),
         ({"on_trace_ready": "x"}, "`on_trace_ready` must be a function or a dict with a 'type', but is 'x'"),
         ({"activity_with_cpu": False, "activity_with_cuda": False}, "`activity_with_cpu` must be True"),

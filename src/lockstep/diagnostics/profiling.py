@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import torch
-from torch.autograd.profiler_util import EventList, FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile, supported_activities, tensorboard_trace_handler
 from torch.profiler import schedule as make_schedule
 
@@ -28,6 +27,8 @@ from lockstep.runner.run import Run, TrainRun
 _logger = logging.getLogger(__name__)
 
 TraceHandler: TypeAlias = Callable[[profile], object]
+# Kinds of `on_trace_ready`, each with its options.
+_TRACES: Mapping[str, tuple[str, ...]] = {"log_trace": ("sort_by", "row_limit"), "tb_trace": ("dir_name",)}
 
 
 @HOOKS.register_module()
@@ -77,11 +78,8 @@ class ProfilerHook(Hook):
         require_count("profile_times", self.profile_times)
         given = self.on_trace_ready
         if isinstance(given, Mapping):
-            require_one_of("on_trace_ready['type']", given.get("type"), ("log_trace", "tb_trace"))
-            if given["type"] == "tb_trace":
-                require_known("on_trace_ready", given, ("type", "dir_name"))
-            else:
-                _require_table_options(_table_options(given))
+            require_one_of("on_trace_ready['type']", given.get("type"), tuple(_TRACES))
+            require_known("on_trace_ready", given, ("type", *_TRACES[given["type"]]))
         elif given is not None and not callable(given):
             raise ConfigError(f"`on_trace_ready` must be a function or a dict with a 'type', but is {given!r}")
         if self.json_trace_path is None:  # MMEngine's default
@@ -167,8 +165,9 @@ class ProfilerHook(Hook):
             )
         if runner.rank != 0:
             return lambda _: None
-        options = _table_options(given)
-        return lambda profiler: runner.logger.info("%s", profiler.key_averages().table(**options))
+        options = {"sort_by": "self_cpu_time_total", "row_limit": 20, **given}
+        del options["type"]
+        return _logging_failures(lambda profiler: runner.logger.info("%s", profiler.key_averages().table(**options)))
 
     def _write(self, profiler: profile, runner: Run) -> None:
         given = Path(cast("str", self.json_trace_path))
@@ -180,30 +179,13 @@ class ProfilerHook(Hook):
         runner.logger.info("a trace of all operators is at %s", path)
 
 
-def _table_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    options = {"sort_by": "self_cpu_time_total", "row_limit": 20, **given}
-    del options["type"]
-    return options
-
-
-def _require_table_options(options: Mapping[str, Any]) -> None:
-    average = FunctionEventAvg()
-    average.key = "operator"
-    try:
-        EventList([average]).table(**options)  # type: ignore[no-untyped-call]
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"`on_trace_ready` must have options of torch's table of operators, but {error_in_words(error)}"
-        ) from error
-
-
 def _logging_failures(handler: TraceHandler) -> TraceHandler:
     """Return a handler that neither ends a training, nor hides why it ended, if its trace can't be written."""
 
     def handle(profiler: profile) -> None:
         try:
             handler(profiler)
-        except (OSError, RuntimeError) as error:
+        except (AttributeError, OSError, RuntimeError, TypeError) as error:  # among them, of a table's options
             _logger.warning("the trace of operators can't be written: %s", error_in_words(error))
 
     return handle
