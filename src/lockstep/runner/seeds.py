@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
-from lockstep.dataset.random_state import random_state, set_random_state
+from lockstep.dataset.random_state import random_state, seed_generators, set_random_state
 from lockstep.dist import get_rank, sync_random_seed
 from lockstep.errors import ConfigError
 from lockstep.runner.arguments import checked_keys
@@ -64,10 +62,9 @@ def are_parted(randomness: Mapping[str, Any] | None, shard: int) -> bool:
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python's, numpy's and torch's generators."""
-    random.seed(seed)
+    """Seed Python's, numpy's and torch's generators, also of accelerators."""
+    seed_generators(seed)
     torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
 
 
 @contextmanager
