@@ -56,8 +56,8 @@ class ProfilerHook(Hook):
         profile_memory: record the memory that operators allocate.
         with_stack: record the lines of code; slow.
         with_flops: estimate the FLOPs of matrix products and convolutions.
-        json_trace_path: where traces go, relative to the run's folder; rank and iteration are inserted before the
-            suffix, which may be `.json.gz`. None is the default.
+        json_trace_path: where traces go, relative to the run's folder, by default `profile/trace.json`; rank and
+            iteration are inserted before the suffix, which may be `.json.gz`.
     """
 
     priority = "VERY_LOW"
@@ -72,7 +72,7 @@ class ProfilerHook(Hook):
     profile_memory: bool = False
     with_stack: bool = False
     with_flops: bool = False
-    json_trace_path: str | None = "profile/trace.json"
+    json_trace_path: str | None = None
 
     def __post_init__(self) -> None:
         require_count("profile_times", self.profile_times)
@@ -82,8 +82,6 @@ class ProfilerHook(Hook):
             require_known("on_trace_ready", given, ("type", *_TRACES[given["type"]]))
         elif given is not None and not callable(given):
             raise ConfigError(f"`on_trace_ready` must be a function or a dict with a 'type', but is {given!r}")
-        if self.json_trace_path is None:  # MMEngine's default
-            self.json_trace_path = "profile/trace.json"
         self._activities = _activities(self.activity_with_cpu, self.activity_with_cuda)
         self._schedule = None if self.schedule is None else make_schedule(**self.schedule)
         self._profiler: profile | None = None
@@ -170,7 +168,7 @@ class ProfilerHook(Hook):
         return _logging_failures(lambda profiler: runner.logger.info("%s", profiler.key_averages().table(**options)))
 
     def _write(self, profiler: profile, runner: Run) -> None:
-        given = Path(cast("str", self.json_trace_path))
+        given = Path(self.json_trace_path or "profile/trace.json")
         suffix = "".join(given.suffixes)
         stem = given.name.removesuffix(suffix)
         path = runner.run_dir / given.with_name(f"{stem}_rank{runner.rank}_iter{self._iteration}{suffix}")

@@ -90,11 +90,6 @@ class EvalLoop:
         if isinstance(given, list | tuple):
             given = {str(index): evaluator for index, evaluator in enumerate(given)}
         by_name = given if isinstance(given, Mapping) else dict.fromkeys(loaders, given)
-        if missing := [name for name in loaders if name not in by_name]:
-            raise ConfigError(
-                f"`evaluator` of {type(self).__name__} must have one for each loader, but lacks {missing}. Give one "
-                "for each, or a single one for all"
-            )
         self.sets = [EvalSet(loader, by_name[name], f"{name}/" if name else "") for name, loader in loaders.items()]
         rank, size = self.runner.rank, self.runner.world_size
         for one in self.sets:
