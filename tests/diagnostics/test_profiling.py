@@ -245,8 +245,8 @@ def test_a_full_disk_ends_no_training(tmp_path: Path, recording, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"on_signal": "USR1"}, "`on_signal` must be the name of a signal, such as 'SIGUSR2', but is 'USR1'"),
-        ({"on_signal": 10}, "but is 10"),
+        ({"on_signal": "USR1"}, "`on_signal` must name signals, such as SIGTERM, but names 'USR1'"),
+        ({"on_signal": 10}, "but names 10"),
         ({"iterations": 5}, "`iterations` must be a list of numbers of iterations, but is 5"),
         ({"iterations": "10"}, "but is '10'"),
         ({"max_entries": 0}, "`max_entries` must be an int of at least 1, but is 0"),

@@ -22,6 +22,7 @@ from lockstep.device import get_device
 from lockstep.errors import ConfigError, error_in_words, require_count, require_known, require_one_of, with_causes
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook, require_epochs
+from lockstep.runner.preemption import signal_named
 from lockstep.runner.run import Run, TrainRun
 
 _logger = logging.getLogger(__name__)
@@ -229,15 +230,13 @@ class MemorySnapshotHook(Hook):
     def __init__(
         self, iterations: Iterable[int] = (), on_signal: str | None = "SIGUSR2", max_entries: int = 100_000
     ) -> None:
-        if on_signal is not None and not isinstance(getattr(signal, str(on_signal), None), signal.Signals):
-            raise ConfigError(f"`on_signal` must be the name of a signal, such as 'SIGUSR2', but is {on_signal!r}")
         try:
             self.iterations = frozenset(map(index, iterations))
         except TypeError as error:
             raise ConfigError(f"`iterations` must be a list of numbers of iterations, but is {iterations!r}") from error
         require_count("max_entries", max_entries)
         self.max_entries = max_entries
-        self._signal: signal.Signals | None = None if on_signal is None else signal.Signals[on_signal]
+        self._signal = None if on_signal is None else signal_named("on_signal", on_signal)
         self._former_handler: Any = None
         self._is_requested = False
         self._runner: TrainRun | None = None

@@ -209,8 +209,6 @@ class TestLoop(EvalLoop):
 class PredictLoop(TestLoop):
     """One pass through a dataset that only predicts: `Predictions` keeps what the model returns."""
 
-    __test__ = False
-
     def run(self) -> dict[str, Any]:
         """Predict; there are no metrics."""
         loss = outside_loss(unwrap_model(self.runner.model))
