@@ -11,9 +11,9 @@ from lockstep.report import read_run
 KEY, PASSWORD, OPTION, VARIABLE = "k3y-of-a-service", "pa55-of-a-bucket", "t0ken-from-options", "s3cret-of-the-shell"
 HF = "hf_" + "aB3" * 11
 CONFIG = f"""
+import logging
 import os
 import toy
-from lockstep.logging import print_log
 
 class Login(toy.Line):
     def __init__(self, api_key, token, url, note):
@@ -23,7 +23,7 @@ class Login(toy.Line):
         assert {PASSWORD!r} in url
         assert note == {HF!r}
         told = f"login with {{api_key}} and {{token}} at {{url}} as {{os.environ['MY_PASSWORD']}}, {{note}}"
-        print_log(told, "current")
+        logging.getLogger("lockstep.login").info(told)
 
 _base_ = "line.py"
 model = dict(_delete_=True, type=Login, api_key={KEY!r}, token="", url="s3://me:{PASSWORD}@bucket/x", note={HF!r})

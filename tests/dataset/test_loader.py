@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from lockstep.dataset import Compose, DefaultSampler, InfiniteSampler, build_dataloader, pseudo_collate, set_epoch
+from lockstep.dataset import DefaultSampler, InfiniteSampler, build_dataloader, pseudo_collate, set_epoch
 from lockstep.dataset.position import begun_at, global_order_of
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError
@@ -474,14 +474,6 @@ class Lazy(Counting):
 
 def test_a_data_set_does_what_it_has_put_off():
     assert build_dataloader({"dataset": {"type": Lazy}}, seed=0).dataset.is_full
-
-
-def test_transforms_come_from_their_registry_and_may_drop_a_sample():
-    chain = Compose([{"type": Compose, "transforms": [lambda sample: sample or None]}, lambda sample: sample + 1])
-    assert (chain(3), chain(0)) == (4, None)
-    assert repr(Compose([len])) == "Compose(<built-in function len>)"
-    with pytest.raises(TypeError, match="`transforms` must hold functions and config dicts, but hold 3"):
-        Compose([3])
 
 
 @pytest.mark.parametrize("given_as", ["sampler", "config", "batch sampler"])

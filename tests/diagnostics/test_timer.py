@@ -122,8 +122,8 @@ def test_without_tokens_there_are_none(tmp_path: Path):
     ("tokens_of", "error", "says"),
     [
         ("tokens", ConfigError, "which has input_ids, attention_mask, labels, but is 'tokens'"),
-        (lambda batch: "many", TypeError, "`tokens_of` must return a number, but returned 'many'"),
-        (lambda batch: batch["labels"], TypeError, "`tokens_of` must return a number, but returned tensor"),
+        (lambda batch: "many", TypeError, "`amounts/tokens` must be a number .* but is 'many'"),
+        (lambda batch: batch["labels"], TypeError, "`amounts/tokens` must be a number .* but is of shape"),
     ],
 )
 def test_what_is_no_number_is_refused(tmp_path: Path, tokens_of, error, says):

@@ -1,4 +1,4 @@
-"""Logging from anywhere, within a run and outside of one."""
+"""Logging within a run, from anywhere."""
 
 from __future__ import annotations
 
@@ -10,22 +10,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lockstep.logging import MMLogger, open_console, print_log, run_logging, warnings_once
+from lockstep.logging import open_console, run_logging, warnings_once
 from lockstep.logging.loggers import MAY_BE_CUT
 
 
 def test_within_a_run_its_handlers_get_everything_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with run_logging(open_console(prints=True), tmp_path / "log.txt", level="INFO", file_level="DEBUG"):
-        MMLogger.get_current_instance().info("from a model")
-        MMLogger.get_instance("zoo", log_level="DEBUG").debug("from a tool")
-        print_log("printed", logger="current")
-        print_log("a warning", logger="zoo", level=logging.WARNING)
-        print_log("not at all", logger="silent")
+        logging.getLogger("lockstep.mine").info("from a model")
+        logging.getLogger("lockstep.mine").debug("from a tool")
+        logging.getLogger("lockstep.mine").warning("a warning")
     shown = capsys.readouterr()
-    assert shown.out.splitlines() == ["from a model", "printed", "warning: a warning"]
+    assert shown.out.splitlines() == ["from a model", "warning: a warning"]
     assert shown.err == ""
     written = [line.partition(": ")[2] for line in (tmp_path / "log.txt").read_text().splitlines()]
-    assert written == ["from a model", "from a tool", "printed", "a warning"]
+    assert written == ["from a model", "from a tool", "a warning"]
 
 
 def test_a_narrow_terminal_breaks_lines_between_values_and_the_file_does_not(tmp_path: Path):
@@ -62,25 +60,6 @@ def test_a_log_that_cannot_be_written_is_warned_of_once(capsys: pytest.CaptureFi
     shown = capsys.readouterr()
     assert shown.out.count("messages can't be written to /dev/full: [Errno 28] No space left on device") == 1
     assert "Logging error" not in shown.err
-
-
-def test_outside_of_a_run_it_goes_to_standard_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    logger = MMLogger.get_instance("outside", log_file=tmp_path / "own.txt", log_level="WARNING")
-    logger.info("too little")
-    logger.warning("enough")
-    print_log("plain")
-    shown = capfd.readouterr()
-    assert shown.out == "plain\n"
-    assert shown.err == "WARNING lockstep.user.outside: enough\n"
-    assert (tmp_path / "own.txt").read_text().endswith("WARNING lockstep.user.outside: enough\n")
-    for handler in logger.handlers:
-        handler.close()
-    logger.handlers.clear()
-
-
-def test_a_logger_that_nobody_made_is_refused():
-    with pytest.raises(ValueError, match="`logger` must be the name of a logger, but 'nobody' is none"):
-        print_log("x", logger="nobody")
 
 
 # What a run prints.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os.path as osp
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,11 @@ from torch.optim import Adam
 from torch.utils.data import Dataset
 
 from lockstep.config import Config, DictAction
-from lockstep.dataset import Compose
 from lockstep.dist import get_world_size, is_main_process, main_process_first
 from lockstep.evaluator import BaseMetric
 from lockstep.hooks import Hook
 from lockstep.lint import check_config
-from lockstep.logging import MessageHub, MMLogger, print_log
+from lockstep.logging import MessageHub
 from lockstep.model import BaseModel, ImgDataPreprocessor, MMSeparateDistributedDataParallel
 from lockstep.optim import OptimWrapper, OptimWrapperDict
 from lockstep.registry import DATASETS as BASE_DATASETS
@@ -31,6 +31,8 @@ from lockstep.registry import RUNNERS, Registry
 from lockstep.registry import TRANSFORMS as BASE_TRANSFORMS
 from lockstep.runner import Runner
 from lockstep.testing import ranks
+
+logger = logging.getLogger("lockstep.blobs")  # in the place of MMEngine's print_log
 
 # The registries of a library that is built upon the engine, which configs reach by its `default_scope`.
 DATASETS = Registry("dataset", parent=BASE_DATASETS, scope="blobs")
@@ -78,14 +80,17 @@ class Blobs(Dataset):
         generator = torch.Generator().manual_seed(seed)
         self.y = torch.randint(0, 3, (n,), generator=generator)
         self.x = torch.randn(n, 4, generator=generator) + 4 * F.one_hot(self.y, 4)
-        self.pipeline = Compose(pipeline)
+        self.pipeline = [TRANSFORMS.build(transform) for transform in pipeline]
         self.metainfo = self.METAINFO
 
     def __len__(self) -> int:
         return len(self.y)
 
     def __getitem__(self, index: int) -> dict:
-        return self.pipeline({"inputs": self.x[index], "gt": int(self.y[index]), "sample_idx": index})
+        sample = {"inputs": self.x[index], "gt": int(self.y[index]), "sample_idx": index}
+        for transform in self.pipeline:
+            sample = transform(sample)
+        return sample
 
 
 @MODELS.register_module()
@@ -104,7 +109,7 @@ class Classifier(BaseModel):
         super().__init__(data_preprocessor=data_preprocessor, init_cfg=init_cfg)
         self.backbone = MODELS.build(backbone)
         self.head = nn.Linear(backbone["width"], num_classes)
-        print_log("classifier built", logger="current")
+        logger.info("classifier built")
 
     def init_weights(self) -> None:
         super().init_weights()
@@ -133,7 +138,6 @@ class BlobAccuracy(BaseMetric):
             self.results.append(int(sample.pred_score.argmax() == sample.gt_label[0]))
 
     def compute_metrics(self, results: list) -> dict:
-        logger = MMLogger.get_current_instance()
         logger.info(f"{len(results)} samples of {self.dataset_meta['classes']}")
         return {"acc": 100 * sum(results) / len(results)}
 

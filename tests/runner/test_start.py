@@ -125,7 +125,8 @@ def test_each_record_has_times_and_memory(tmp_path: Path):
 @ranks(2)
 def test_several_visualizers_show_what_rank_0_records(tmp_path: Path):
     backends = [{"type": "LocalVisBackend"}, {"type": "TensorboardVisBackend"}]
-    visualizer = [{"type": "Visualizer", "vis_backends": backends}, {"type": "CsvVisualizer"}]
+    other = {"type": "LocalVisualizer", "scalar_save_file": "other.jsonl"}
+    visualizer = [{"type": "Visualizer", "vis_backends": backends}, other]
     runner = make(tmp_path, visualizer=visualizer, custom_hooks=[Shows()])
     runner.train()
     assert len(runner.visualizer) == (2 if get_rank() == 0 else 0)
@@ -135,7 +136,7 @@ def test_several_visualizers_show_what_rank_0_records(tmp_path: Path):
     assert [line["step"] for line in shown if "val/accuracy" in line] == [6, 12]
     assert [line for line in shown if "own/rank" in line] == [{"step": step, "own/rank": 0} for step in (6, 12)]
     assert {path.name for path in (runner.run_dir / "images").iterdir()} == {"own_6.png", "own_12.png"}
-    assert len((runner.run_dir / "train.csv").read_text().splitlines()) == 5
+    assert lines_of(runner.run_dir / "other.jsonl") == shown
     assert len(list((runner.run_dir / "tensorboard").iterdir())) == 1
 
 
@@ -164,7 +165,7 @@ class Dying:
 @ranks(2)
 def test_a_visualizer_that_fails_in_a_run_is_warned_of_once_on_rank_0(tmp_path: Path):
     dying = Dying()
-    runner = make(tmp_path, visualizer=[dying, {"type": "CsvVisualizer"}])
+    runner = make(tmp_path, visualizer=[dying, {"type": "LocalVisualizer"}])
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", UserWarning)
         runner.train()
@@ -173,7 +174,7 @@ def test_a_visualizer_that_fails_in_a_run_is_warned_of_once_on_rank_0(tmp_path: 
         assert len(told) == 1
         assert told[0].startswith("the visualizer Dying has failed: OSError: the server does not answer")
         assert dying.calls == 6
-        assert len((runner.run_dir / "train.csv").read_text().splitlines()) == 5
+        assert sum("train/loss" in line for line in lines_of(runner.run_dir / "scalars.jsonl")) == 4
     else:
         assert told == []
     assert runner.iter == 12

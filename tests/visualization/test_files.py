@@ -1,16 +1,14 @@
 from __future__ import annotations
 
-import csv
 import json
 import struct
 import zlib
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
-from lockstep.visualization.files import CsvVisualizer, LocalVisualizer, as_picture, png_bytes
+from lockstep.visualization.files import LocalVisualizer, as_picture, png_bytes
 
 
 def decode(png: bytes) -> torch.Tensor:
@@ -75,9 +73,8 @@ def test_local_files(tmp_path: Path):
     assert (tmp_path / "images" / "digits" / "seven_20.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("kind", [LocalVisualizer, CsvVisualizer])
-def test_a_second_run_has_its_own_files(tmp_path: Path, kind):
-    visualizer = kind()
+def test_a_second_run_has_its_own_files(tmp_path: Path):
+    visualizer = LocalVisualizer()
     for run in ("first", "second"):
         visualizer.open(tmp_path / run)
         visualizer.add_scalars({"loss": 1.0})
@@ -87,80 +84,12 @@ def test_a_second_run_has_its_own_files(tmp_path: Path, kind):
     assert len(first) == 1
 
 
-def read_table(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def test_csv_files(tmp_path: Path):
-    table = CsvVisualizer()
-    table.open(tmp_path)
-    table.add_scalars({"train/loss": 2.0, "train/lr": 0.5}, step=10)
-    table.add_scalars({"train/loss": 1.0, "val/accuracy": 75.0}, step=20)
-    table.close()
-    assert read_table(tmp_path / "train.csv") == [
-        {"step": "10", "loss": "2.0", "lr": "0.5"},
-        {"step": "20", "loss": "1.0", "lr": ""},
-    ]
-    assert read_table(tmp_path / "val.csv") == [{"step": "20", "accuracy": "75.0"}]
-
-
-def test_a_value_of_the_name_of_a_step_does_not_replace_it(tmp_path: Path):
-    for shown in (CsvVisualizer(), LocalVisualizer()):
-        shown.open(tmp_path)
-        with pytest.warns(UserWarning, match="'step_'") if isinstance(shown, CsvVisualizer) else nullcontext():
-            shown.add_scalars({"train/step": 2.0, "train/loss": 3.0}, step=10)
-        shown.close()
-    assert read_table(tmp_path / "train.csv") == [{"step": "10", "step_": "2.0", "loss": "3.0"}]
-    assert json.loads((tmp_path / "scalars.jsonl").read_text()) == {"step": 10, "train/step": 2.0, "train/loss": 3.0}
-
-
 def test_a_line_of_scalars_has_the_step_that_they_say_as_with_mmengine(tmp_path: Path):
     shown = LocalVisualizer()
     shown.open(tmp_path)
     shown.add_scalars({"loss": 3.0, "step": 7})
     shown.close()
     assert json.loads((tmp_path / "scalars.jsonl").read_text()) == {"step": 7, "loss": 3.0}
-
-
-def test_a_late_name_adds_a_column_to_a_csv_file(tmp_path: Path):
-    table = CsvVisualizer(save_dir=tmp_path / "tables")
-    table.open(tmp_path)
-    table.add_scalars({"a": 1.0}, step=1)
-    table.add_scalars({"a": 2.0, "b, c": 3.0}, step=2)
-    table.close()
-    table.add_scalars({"d": 4.0}, step=3)  # goes on with what is there
-    table.close()
-    assert read_table(tmp_path / "tables" / "scalars.csv") == [
-        {"step": "1", "a": "1.0", "b, c": "", "d": ""},
-        {"step": "2", "a": "2.0", "b, c": "3.0", "d": ""},
-        {"step": "3", "a": "", "b, c": "", "d": "4.0"},
-    ]
-    assert [path.name for path in (tmp_path / "tables").iterdir()] == ["scalars.csv"]
-
-
-@pytest.mark.parametrize("torn", [b"2,0.", b"2,0.25,", b"\x00\x00"])
-def test_a_row_that_a_full_disk_has_cut_takes_no_other_row_with_it(tmp_path: Path, torn: bytes):
-    table = CsvVisualizer()
-    table.open(tmp_path)
-    table.add_scalars({"loss": 0.5, "lr": 0.1}, step=1)
-    path = tmp_path / "scalars.csv"
-    path.write_bytes(path.read_bytes() + torn)
-    table.add_scalars({"loss": 0.125, "lr": 0.1}, step=3)
-    table.add_scalars({"loss": 0.0625, "lr": 0.1, "norm": 2.0}, step=4)
-    assert read_table(path) == [
-        {"step": "1", "loss": "0.5", "lr": "0.1", "norm": ""},
-        {"step": "3", "loss": "0.125", "lr": "0.1", "norm": ""},
-        {"step": "4", "loss": "0.0625", "lr": "0.1", "norm": "2.0"},
-    ]
-
-
-def test_a_table_whose_first_row_was_cut_begins_anew(tmp_path: Path):
-    table = CsvVisualizer()
-    table.open(tmp_path)
-    (tmp_path / "scalars.csv").write_bytes(b"step,lo")
-    table.add_scalars({"loss": 0.5}, step=1)
-    assert read_table(tmp_path / "scalars.csv") == [{"step": "1", "loss": "0.5"}]
 
 
 def test_a_text_that_was_cut_takes_no_other_line_with_it(tmp_path: Path):

@@ -26,7 +26,6 @@ TRACKERS = {
     "AimVisualizer": "aim",
     "ClearMLVisualizer": "clearml",
     "DVCLiveVisualizer": "dvclive",
-    "TrackioVisualizer": "trackio",
 }
 INSTALLED = [name for name, library in LIBRARIES.items() if is_installed(library)]
 ARGUMENTS = {"WandbVisualizer": {"init_kwargs": {"mode": "offline", "config": {"seed": 1}}}}
@@ -131,7 +130,7 @@ def test_what_is_shown_can_be_read_with_its_library(name: str, run_dir: Path):
     READ[name](run_dir)
 
 
-@pytest.mark.parametrize("name", [*INSTALLED, "LocalVisualizer", "CsvVisualizer"])
+@pytest.mark.parametrize("name", [*INSTALLED, "LocalVisualizer"])
 def test_unopened_it_holds_nothing_and_shows_nothing(name: str, run_dir: Path):
     visualizer = build(name)
     with pytest.raises(RuntimeError, match=rf"{name} must be opened"):

@@ -11,7 +11,6 @@ from lockstep.config import Config
 from lockstep.errors import RegistryError
 from lockstep.registry import VISUALIZERS
 from lockstep.visualization import (
-    CsvVisualizer,
     LocalVisualizer,
     TensorBoardVisualizer,
     Visualizer,
@@ -148,9 +147,9 @@ def test_what_may_be_given():
     assert build_visualizers(several) is several
     assert build_visualizers(board).parts == [board]
     assert build_visualizers([]).parts == []
-    csv_part, local = build_visualizers([{"type": "CsvVisualizer"}, LocalVisualizer()]).parts
-    assert isinstance(csv_part, CsvVisualizer)
-    assert isinstance(local, LocalVisualizer)
+    built, given = build_visualizers([{"type": "LocalVisualizer"}, local := LocalVisualizer()]).parts
+    assert isinstance(built, LocalVisualizer)
+    assert given is local
     of_backends = build_visualizers({"type": "Visualizer", "vis_backends": [board]})
     assert isinstance(of_backends, Visualizer)
     assert of_backends.parts == [board]

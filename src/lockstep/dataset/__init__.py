@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch.utils.data import default_collate
 
-from lockstep.dataset.compose import Compose
 from lockstep.dataset.loader import build_dataloader, pseudo_collate
 from lockstep.dataset.position import batch_size_of, set_epoch
 from lockstep.dataset.rank_aware import is_rank_aware
@@ -18,7 +17,6 @@ from lockstep.dataset.sampler import (
 )
 
 __all__ = [
-    "Compose",
     "DataShard",
     "DefaultSampler",
     "InfiniteSampler",

@@ -172,10 +172,7 @@ def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool, shard: tup
 
 def _made(kind: type[_Loader], dataset: Any, arguments: Mapping[str, Any]) -> _Loader:
     require_known("dataloader", arguments, inspect.signature(DataLoader).parameters)
-    try:
-        return kind(dataset, **arguments)
-    except TypeError as error:
-        raise ConfigError(f"a data loader's config is not valid: {error}") from error
+    return kind(dataset, **arguments)
 
 
 def _share_of_batch(cfg: Mapping[str, Any], shards: int) -> int:

@@ -213,12 +213,15 @@ class MFUHook(Hook):
         if self._peak is None and counted.by_dtype:
             dtype = max(counted.by_dtype, key=counted.by_dtype.__getitem__)
             may_round = dtype == torch.float32 and counted.rounded > counted.by_dtype[dtype] / 2
-            self._peak = device_peak(dtype, may_round=may_round)
+            name = _device_name()
+            value = from_data_sheet(name, dtype, may_round=may_round)
+            source = f"data sheet of {name}, {'TF32' if may_round else _dtype_name(dtype)}"
+            self._peak = None if value is None else (value, source)
             if self._peak is None and "peak" not in self._told:
                 self._told.add("peak")
                 runner.logger.warning(
                     "the peak FLOP/s of %s in %s is not known, so records have flops_per_second, but no mfu. Give it "
-                    "by MFUHook(peak_flops=...)", _device_name(), _dtype_name(dtype),
+                    "by MFUHook(peak_flops=...)", name, _dtype_name(dtype),
                 )  # fmt: skip
         if is_first:
             peak = "unknown" if self._peak is None else f"{self._peak[0] / 1e12:.4g} TFLOP/s ({self._peak[1]})"
@@ -444,22 +447,13 @@ _DEVICES = (
 )
 
 
-def device_peak(dtype: torch.dtype, *, may_round: bool = False) -> tuple[float, str] | None:
-    """Return the peak FLOP/s of this rank's device for matrix products of a dtype, and where the number comes from.
-
-    It is None if it is not known.
+def from_data_sheet(name: str, dtype: torch.dtype, *, may_round: bool = False) -> float | None:
+    """Return the peak FLOP/s of a device for matrix products, by its name, or None if it is not known.
 
     Args:
+        name: as `torch.cuda.get_device_name` returns it.
         dtype: that of the factors.
         may_round: whether those of float32 may be rounded to TF32.
-    """
-    name = _device_name()
-    value = from_data_sheet(name, dtype, may_round=may_round)
-    return None if value is None else (value, f"data sheet of {name}, {'TF32' if may_round else _dtype_name(dtype)}")
-
-
-def from_data_sheet(name: str, dtype: torch.dtype, *, may_round: bool = False) -> float | None:
-    """Return the peak FLOP/s of a device by its name, as `torch.cuda.get_device_name` returns it, or None.
 
     Example:
         >>> from_data_sheet("NVIDIA A100-SXM4-40GB", torch.bfloat16)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import torch
-from torch.autograd.profiler_util import EventList, FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile, supported_activities, tensorboard_trace_handler
 from torch.profiler import schedule as make_schedule
 
@@ -23,11 +22,14 @@ from lockstep.device import get_device
 from lockstep.errors import ConfigError, error_in_words, require_count, require_known, require_one_of, with_causes
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook, require_epochs
+from lockstep.runner.preemption import signal_named
 from lockstep.runner.run import Run, TrainRun
 
 _logger = logging.getLogger(__name__)
 
 TraceHandler: TypeAlias = Callable[[profile], object]
+# Kinds of `on_trace_ready`, each with its options.
+_TRACES: Mapping[str, tuple[str, ...]] = {"log_trace": ("sort_by", "row_limit"), "tb_trace": ("dir_name",)}
 
 
 @HOOKS.register_module()
@@ -55,8 +57,8 @@ class ProfilerHook(Hook):
         profile_memory: record the memory that operators allocate.
         with_stack: record the lines of code; slow.
         with_flops: estimate the FLOPs of matrix products and convolutions.
-        json_trace_path: where traces go, relative to the run's folder; rank and iteration are inserted before the
-            suffix, which may be `.json.gz`. None is the default.
+        json_trace_path: where traces go, relative to the run's folder, by default `profile/trace.json`; rank and
+            iteration are inserted before the suffix, which may be `.json.gz`.
     """
 
     priority = "VERY_LOW"
@@ -71,28 +73,18 @@ class ProfilerHook(Hook):
     profile_memory: bool = False
     with_stack: bool = False
     with_flops: bool = False
-    json_trace_path: str | None = "profile/trace.json"
+    json_trace_path: str | None = None
 
     def __post_init__(self) -> None:
         require_count("profile_times", self.profile_times)
         given = self.on_trace_ready
         if isinstance(given, Mapping):
-            require_one_of("on_trace_ready['type']", given.get("type"), ("log_trace", "tb_trace"))
-            if given["type"] == "tb_trace":
-                require_known("on_trace_ready", given, ("type", "dir_name"))
-            else:
-                _require_table_options(_table_options(given))
+            require_one_of("on_trace_ready['type']", given.get("type"), tuple(_TRACES))
+            require_known("on_trace_ready", given, ("type", *_TRACES[given["type"]]))
         elif given is not None and not callable(given):
             raise ConfigError(f"`on_trace_ready` must be a function or a dict with a 'type', but is {given!r}")
-        if self.json_trace_path is None:  # MMEngine's default
-            self.json_trace_path = "profile/trace.json"
         self._activities = _activities(self.activity_with_cpu, self.activity_with_cuda)
-        try:
-            self._schedule = None if self.schedule is None else make_schedule(**self.schedule)
-        except (TypeError, AssertionError) as error:
-            raise ConfigError(
-                f"`schedule` must have arguments of torch.profiler.schedule, but is {self.schedule!r}: {error}"
-            ) from error
+        self._schedule = None if self.schedule is None else make_schedule(**self.schedule)
         self._profiler: profile | None = None
         self._filter: Any = None  # of the warnings that are not shown meanwhile
         self._done = 0
@@ -172,11 +164,12 @@ class ProfilerHook(Hook):
             )
         if runner.rank != 0:
             return lambda _: None
-        options = _table_options(given)
-        return lambda profiler: runner.logger.info("%s", profiler.key_averages().table(**options))
+        options = {"sort_by": "self_cpu_time_total", "row_limit": 20, **given}
+        del options["type"]
+        return _logging_failures(lambda profiler: runner.logger.info("%s", profiler.key_averages().table(**options)))
 
     def _write(self, profiler: profile, runner: Run) -> None:
-        given = Path(cast("str", self.json_trace_path))
+        given = Path(self.json_trace_path or "profile/trace.json")
         suffix = "".join(given.suffixes)
         stem = given.name.removesuffix(suffix)
         path = runner.run_dir / given.with_name(f"{stem}_rank{runner.rank}_iter{self._iteration}{suffix}")
@@ -185,30 +178,13 @@ class ProfilerHook(Hook):
         runner.logger.info("a trace of all operators is at %s", path)
 
 
-def _table_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    options = {"sort_by": "self_cpu_time_total", "row_limit": 20, **given}
-    del options["type"]
-    return options
-
-
-def _require_table_options(options: Mapping[str, Any]) -> None:
-    average = FunctionEventAvg()
-    average.key = "operator"
-    try:
-        EventList([average]).table(**options)  # type: ignore[no-untyped-call]
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"`on_trace_ready` must have options of torch's table of operators, but {error_in_words(error)}"
-        ) from error
-
-
 def _logging_failures(handler: TraceHandler) -> TraceHandler:
     """Return a handler that neither ends a training, nor hides why it ended, if its trace can't be written."""
 
     def handle(profiler: profile) -> None:
         try:
             handler(profiler)
-        except (OSError, RuntimeError) as error:
+        except (AttributeError, OSError, RuntimeError, TypeError) as error:  # among them, of a table's options
             _logger.warning("the trace of operators can't be written: %s", error_in_words(error))
 
     return handle
@@ -254,15 +230,13 @@ class MemorySnapshotHook(Hook):
     def __init__(
         self, iterations: Iterable[int] = (), on_signal: str | None = "SIGUSR2", max_entries: int = 100_000
     ) -> None:
-        if on_signal is not None and not isinstance(getattr(signal, str(on_signal), None), signal.Signals):
-            raise ConfigError(f"`on_signal` must be the name of a signal, such as 'SIGUSR2', but is {on_signal!r}")
         try:
             self.iterations = frozenset(map(index, iterations))
         except TypeError as error:
             raise ConfigError(f"`iterations` must be a list of numbers of iterations, but is {iterations!r}") from error
         require_count("max_entries", max_entries)
         self.max_entries = max_entries
-        self._signal: signal.Signals | None = None if on_signal is None else signal.Signals[on_signal]
+        self._signal = None if on_signal is None else signal_named("on_signal", on_signal)
         self._former_handler: Any = None
         self._is_requested = False
         self._runner: TrainRun | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from numbers import Real
 from time import perf_counter
 from typing import Any, TypeAlias
 
@@ -85,11 +84,7 @@ class IterTimerHook(Hook):
 
 def _tokens(batch: Any, tokens_of: TokensOf) -> Any:
     if not isinstance(tokens_of, str):
-        count = tokens_of(batch)
-        is_number = count.numel() == 1 if isinstance(count, Tensor) else isinstance(count, Real)
-        if not is_number:
-            raise TypeError(f"`tokens_of` must return a number, but returned {count!r}")
-        return count.detach() if isinstance(count, Tensor) else count
+        return tokens_of(batch)
     entry = batch.get(tokens_of) if isinstance(batch, Mapping) else None
     if not isinstance(entry, Tensor):
         shown = f"has {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"is a {type(batch).__name__}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from lockstep.errors import ConfigError, did_you_mean
+from lockstep.errors import CheckpointError, ConfigError, did_you_mean
 from lockstep.report.best import direction_of
 from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop
 from lockstep.runner.own_loop import OwnLoop
@@ -69,3 +69,8 @@ def unknown_metric(option: str, name: str, known: Iterable[str], runner: TrainRu
             "val_evaluator=[dict(type='LossMetric'), ...], of what the model returns as `loss`."
         )
     return ConfigError(f"`{option}` must be a metric of the validation, but is {name!r}{said}")
+
+
+def not_saved_by(hook: str, key: str, found: object) -> CheckpointError:
+    """Return the error for metadata of a checkpoint that are none that a hook saves."""
+    return CheckpointError(f"`meta.{key}` of the checkpoint must be what {hook} saves, but is {found!r:.100}")

@@ -19,11 +19,11 @@ from lockstep.hooks.arguments import RULES, check_metrics, rule_of, unknown_metr
 from lockstep.location import Location, absolute, locate
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook, is_due, require_epochs
+from lockstep.runner.loops import DEFAULT_INTERVAL
 from lockstep.runner.run import Run, TrainRun
 from lockstep.strategy.native import NativeStrategy
 
 _META_KEY = "checkpoint_hook"
-_DEFAULT_INTERVAL = 1000  # from one checkpoint to the next, if iterations are counted in a loop by epochs
 _logger = logging.getLogger(__name__)
 
 
@@ -208,7 +208,7 @@ class CheckpointHook(Hook):
             return by_epoch, self.interval
         if by_epoch:
             return True, 1
-        return False, _DEFAULT_INTERVAL if runner.max_epochs is not None else runner.train_loop.val_interval
+        return False, DEFAULT_INTERVAL if runner.max_epochs is not None else runner.train_loop.val_interval
 
     def _save(self, runner: TrainRun, template: str, done: int, *, epoch: int, iteration: int) -> None:
         self._saved = done

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.checkpoint.values import is_count
-from lockstep.errors import CheckpointError, ConfigError, counted, require_count, require_one_of
-from lockstep.hooks.arguments import RULES, check_metrics, rule_of, unknown_metric
+from lockstep.errors import ConfigError, counted, require_count, require_one_of
+from lockstep.hooks.arguments import RULES, check_metrics, not_saved_by, rule_of, unknown_metric
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
@@ -99,16 +99,14 @@ class EarlyStoppingHook(Hook):
     def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Restore the best value and the number of validations since then."""
         saved = checkpoint["meta"].get(_KEY, {})
-        if isinstance(saved, Mapping) and "wait_count" not in saved:  # else it is of a version with one for all hooks
+        if isinstance(saved, Mapping):
             saved = saved.get(self.monitor, {"best": None, "wait_count": 0})
         if (
             not isinstance(saved, Mapping)
             or not isinstance(saved.get("best"), float | int | None)
             or not is_count(saved.get("wait_count"))
         ):
-            raise CheckpointError(
-                f"`meta.{_KEY}` of the checkpoint must be what EarlyStoppingHook saves, but is {saved!r:.100}"
-            )
+            raise not_saved_by("EarlyStoppingHook", _KEY, saved)
         self.best, self.wait_count = saved["best"], saved["wait_count"]
         self._has_seen = self.best is not None
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.values import is_count
-from lockstep.errors import CheckpointError, ConfigError
+from lockstep.errors import ConfigError
+from lockstep.hooks.arguments import not_saved_by
 from lockstep.hooks.buffers import alike_on_all, average_buffers
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.averaged import BaseAveragedModel
@@ -158,7 +159,7 @@ class EMAHook(Hook):
             return
         saved = checkpoint["meta"][_KEY]
         if not isinstance(saved, Mapping) or not is_count(saved.get("steps")):
-            raise CheckpointError(f"`meta.{_KEY}` of the checkpoint must be what EMAHook saves, but is {saved!r:.100}")
+            raise not_saved_by("EMAHook", _KEY, saved)
         if saved["steps"] == 0:  # saved before averaging began
             return
         self._build(runner)

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from lockstep.device import get_device, peak_memory
 from lockstep.diagnostics.slow_ranks import OwnWork, Sample, StragglerWatch, described
 from lockstep.dist.objects import start_gather_bytes
-from lockstep.errors import CheckpointError, ConfigError, require_count
+from lockstep.errors import ConfigError, require_count
+from lockstep.hooks.arguments import not_saved_by
 from lockstep.logging.meters import Scalar, start_reading
 from lockstep.logging.sinks import placed
 from lockstep.registry import HOOKS
@@ -233,9 +234,7 @@ class LoggerHook(Hook):
             self._epoch, self._last_rates = _Sums(parts, **numbers), (int(at), {**rates})
             runner.train_loop.rates_of_step = {**saved.get("rates_of_step", {})}  # a checkpoint may be older
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"`meta.{_KEY}` of the checkpoint must be what LoggerHook saves, but is {saved!r:.100}"
-            ) from error
+            raise not_saved_by("LoggerHook", _KEY, saved) from error
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Record the metrics of a validation; an iteration-based loop validates between two iterations."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from lockstep.logging.loggers import MMLogger, open_console, print_log, run_logging, warnings_once
+from lockstep.logging.loggers import open_console, run_logging, warnings_once
 from lockstep.logging.meters import HistoryBuffer, MessageHub, read_scalars, start_reading
 from lockstep.logging.sinks import JsonLinesSink
 
 __all__ = [
     "HistoryBuffer",
     "JsonLinesSink",
-    "MMLogger",
     "MessageHub",
     "open_console",
-    "print_log",
     "read_scalars",
     "run_logging",
     "start_reading",

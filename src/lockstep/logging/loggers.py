@@ -1,4 +1,4 @@
-"""A run's console, the handlers that send log messages there and to a file, and the loggers that user code obtains."""
+"""A run's console, and the handlers that send log messages there and to a file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from lockstep.masking import mask_text, printable
 from lockstep.output import tolerate_closed_output
 
 _ROOT = "lockstep"
-_USER_LOGGER = f"{_ROOT}.user"
 MAY_BE_CUT = "may_be_cut"
 """The key in a message's `extra` by which a terminal that is too narrow leaves out the last values of a line."""
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red", logging.CRITICAL: "bold red"}
@@ -50,7 +49,7 @@ def run_logging(
         secrets: strings that are shown as `***`, in addition to what looks like a secret.
     """
     logger = logging.getLogger(_ROOT)
-    handlers = [_ConsoleHandler(console, secrets), file_handler(file, secrets)]
+    handlers = [_ConsoleHandler(console, secrets), _LogFile(file, secrets)]
     for handler, handler_level in zip(handlers, (level, file_level), strict=True):
         handler.setLevel(handler_level)  # an invalid level raises here, before anything has changed
     level_before, propagate_before = logger.level, logger.propagate
@@ -150,8 +149,8 @@ def broken_between_values(text: str, width: int, may_be_cut: int = 0) -> str:
 class _MaskingFormatter(logging.Formatter):
     """Writes messages and tracebacks without secrets."""
 
-    def __init__(self, form: str, date: str, secrets: Collection[str]) -> None:
-        super().__init__(form, date)
+    def __init__(self, secrets: Collection[str]) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
         self._secrets = secrets
 
     def format(self, record: logging.LogRecord) -> str:
@@ -160,9 +159,13 @@ class _MaskingFormatter(logging.Formatter):
 
 
 class _LogFile(logging.FileHandler):
-    """A file of messages. Where they can't be written, as on a full disk, there is a warning, once."""
+    """A file of messages, created at the first one; if they can't be written, as on a full disk, it warns once."""
 
     _has_failed = False
+
+    def __init__(self, file: Path, secrets: Collection[str]) -> None:
+        super().__init__(file, encoding="utf-8", delay=True)
+        self.setFormatter(_MaskingFormatter(secrets))
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
         error = sys.exception()
@@ -173,98 +176,3 @@ class _LogFile(logging.FileHandler):
             logging.getLogger(_ROOT).warning(
                 "messages can't be written to %s: %s. The run goes on without them", self.baseFilename, error
             )
-
-
-def file_handler(file: Path, secrets: Collection[str] = ()) -> logging.Handler:
-    """Return a handler that writes to a file, which is created at the first message; `secrets` become `***`."""
-    handler = _LogFile(file, encoding="utf-8", delay=True)
-    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    handler.setFormatter(_MaskingFormatter(form, "%Y-%m-%d %H:%M:%S", secrets))
-    return handler
-
-
-class MMLogger:
-    """Gives any code the loggers of the current run; the name and the methods are MMEngine's.
-
-    Their messages appear on the run's console and in its log file, if their level is high enough for these. While no
-    run is in progress, messages of INFO and above appear on standard error.
-
-    Example:
-        >>> MMLogger.get_current_instance().name
-        'lockstep.user'
-        >>> MMLogger.get_instance("tools").name
-        'lockstep.user.tools'
-    """
-
-    @staticmethod
-    def get_current_instance() -> logging.Logger:
-        """Return the logger of the run."""
-        logger = logging.getLogger(_USER_LOGGER)
-        if not logger.handlers:  # at the first call
-            logger.setLevel(logging.DEBUG)
-            outside = _StderrOutsideRuns(logging.INFO)
-            outside.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-            logger.addHandler(outside)
-        return logger
-
-    @classmethod
-    def get_instance(
-        cls, name: str, log_file: str | Path | None = None, log_level: int | str | None = None, **others: Any
-    ) -> logging.Logger:
-        """Return a child of the run's logger.
-
-        Args:
-            name: the logger's name.
-            log_file: a file that also receives its messages; ignored if the logger has one already. Secrets of the
-                run's config are not masked there.
-            log_level: the lowest level that it logs; None leaves it unchanged.
-            **others: MMEngine's further arguments, which have no effect.
-        """
-        logger = cls.get_current_instance().getChild(name)
-        if log_level is not None:
-            logger.setLevel(log_level)
-        if log_file is not None and not logger.handlers:
-            logger.addHandler(file_handler(Path(log_file)))
-        return logger
-
-    @staticmethod
-    def check_instance_created(name: str) -> bool:
-        """Return whether there is a logger with this name."""
-        return isinstance(logging.Logger.manager.loggerDict.get(f"{_USER_LOGGER}.{name}"), logging.Logger)
-
-
-def print_log(msg: object, logger: logging.Logger | str | None = None, level: int = logging.INFO) -> None:
-    """Print a message, or log it.
-
-    Args:
-        msg: the message.
-        logger: None to print it, `"current"` for the run's logger, `"silent"` to discard it, another name for a logger
-            that `MMLogger.get_instance` has created, or a logger.
-        level: the level of the message, if it is logged.
-
-    Raises:
-        ValueError: there is no logger with this name.
-    """
-    if logger is None:
-        print(msg)
-        return
-    if logger == "silent":
-        return
-    if logger == "current":
-        logger = MMLogger.get_current_instance()
-    elif isinstance(logger, str):
-        if not MMLogger.check_instance_created(logger):
-            raise ValueError(
-                f"`logger` must be the name of a logger, but {logger!r} is none. Call MMLogger.get_instance"
-            )
-        logger = MMLogger.get_instance(logger)
-    logger.log(level, msg)
-
-
-class _StderrOutsideRuns(logging.Handler):
-    """Shows messages while no run shows them."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print to the current standard error, unless a run in progress has its own handlers."""
-        if not logging.getLogger(_ROOT).handlers:
-            print(printable(mask_text(self.format(record))), file=sys.stderr)

@@ -165,7 +165,6 @@ class MessageHub:
     """
 
     _current: ClassVar[MessageHub | None] = None
-    _named: ClassVar[dict[str, MessageHub]] = {}
 
     def __init__(self, name: str = "lockstep") -> None:
         self.name = name
@@ -180,11 +179,6 @@ class MessageHub:
         if cls._current is None:
             cls._current = cls()
         return cls._current
-
-    @classmethod
-    def get_instance(cls, name: str) -> MessageHub:
-        """Return the hub with this name that this method has created, or a new one."""
-        return cls._named.setdefault(name, cls(name))
 
     def keep(self, count: int) -> None:
         """Let all histories, also those that have begun, keep at least their last `count` values."""

@@ -72,7 +72,7 @@ class AmpOptimWrapper(OptimWrapper):
         clip_grad: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(optimizer, accumulative_counts, clip_grad)
-        self._given_dtype = _checked_dtype(dtype)
+        self._given_dtype = half_dtype(dtype)
         self._scaler_kwargs = _checked_scale(loss_scale)
         self._only_float16 = loss_scale == "dynamic"
         if self.clip_grad is not None and self.clip_grad.get("error_if_nonfinite"):
@@ -169,7 +169,8 @@ class AmpOptimWrapper(OptimWrapper):
         self._load_scale(state_dict)
 
 
-def _checked_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+def half_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """Return the half precision of a name or a `torch.dtype`; None for None."""
     name = str(dtype).removeprefix("torch.")
     if dtype is None or name in _DTYPES:
         return _DTYPES.get(name)

@@ -6,7 +6,6 @@ from lockstep.runner.evaluation_loops import TestLoop, ValLoop
 from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop
 from lockstep.runner.run import Run, TrainRun
 from lockstep.runner.runner import FlexibleRunner, Runner
-from lockstep.runner.seeds import set_random_seed
 from lockstep.runner.session import Session
 from lockstep.weights import load_checkpoint
 
@@ -21,5 +20,4 @@ __all__ = [
     "TrainRun",
     "ValLoop",
     "load_checkpoint",
-    "set_random_seed",
 ]

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
-from lockstep.optim import OptimWrapperDict
 from lockstep.runner.own_schedules import At, schedules_at
 from lockstep.runner.run import TrainRun
 
@@ -27,10 +26,8 @@ class Rates:
     """
 
     def __init__(self, run: TrainRun) -> None:
-        wrapper = run.optim_wrapper
-        wrappers = list(wrapper.values()) if isinstance(wrapper, OptimWrapperDict) else [wrapper]
         self._run = run
-        self._groups = [group for one in wrappers for group in one.param_groups]
+        self._groups = run.optim_wrapper.param_groups
         # Not switches: a schedule-free optimizer has one for the weights that its parameters hold now.
         options = [{k: v for k, v in g.items() if k != "params" and not isinstance(v, bool)} for g in self._groups]
         self._values: tuple[list[dict[str, Any]], list[dict[str, Any]]] = deepcopy(

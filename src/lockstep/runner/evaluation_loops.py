@@ -19,6 +19,7 @@ from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
 from lockstep.model import ModelWrapper, outside_loss, predict_step, step_of, unwrap_model
 from lockstep.model.compiling import begin_compiled_step, kept_outputs
+from lockstep.optim.amp import half_dtype
 from lockstep.registry import LOOPS
 from lockstep.runner.arguments import named_loaders
 from lockstep.runner.run import Run, TrainRun
@@ -82,16 +83,13 @@ class EvalLoop:
     def __post_init__(self) -> None:
         self.metrics: dict[str, Any] = {}
         self.at_iter: int | None = None
-        self._dtype = _half(self.dtype) if self.fp16 or self.dtype is not None else None
+        self._dtype = half_dtype(self.dtype)
+        if self.fp16 and self._dtype is None:
+            self._dtype = torch.get_autocast_dtype(get_device())
         loaders, given = named_loaders(self.dataloader), self.evaluator
         if isinstance(given, list | tuple):
             given = {str(index): evaluator for index, evaluator in enumerate(given)}
         by_name = given if isinstance(given, Mapping) else dict.fromkeys(loaders, given)
-        if missing := [name for name in loaders if name not in by_name]:
-            raise ConfigError(
-                f"`evaluator` of {type(self).__name__} must have one for each loader, but lacks {missing}. Give one "
-                "for each, or a single one for all"
-            )
         self.sets = [EvalSet(loader, by_name[name], f"{name}/" if name else "") for name, loader in loaders.items()]
         rank, size = self.runner.rank, self.runner.world_size
         for one in self.sets:
@@ -211,8 +209,6 @@ class TestLoop(EvalLoop):
 class PredictLoop(TestLoop):
     """One pass through a dataset that only predicts: `Predictions` keeps what the model returns."""
 
-    __test__ = False
-
     def run(self) -> dict[str, Any]:
         """Predict; there are no metrics."""
         loss = outside_loss(unwrap_model(self.runner.model))
@@ -234,11 +230,3 @@ def _own_batches(batches: CountedBatches) -> Iterator[Batch]:
     except Exception:
         batches.shut_down()
         raise
-
-
-def _half(dtype: str | torch.dtype | None) -> torch.dtype:
-    known = {"float16": torch.float16, "fp16": torch.float16, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
-    found = torch.get_autocast_dtype(get_device()) if dtype is None else known.get(str(dtype).removeprefix("torch."))
-    if found is None:
-        raise ConfigError(f"`dtype` must be 'float16' or 'bfloat16', but is {dtype!r}")
-    return found

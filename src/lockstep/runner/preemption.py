@@ -239,7 +239,7 @@ def stopping_at(signals: Sequence[str], agreement: Agreement) -> Iterator[None]:
     Raises:
         ConfigError: there is no such signal.
     """
-    numbers = [_number(name) for name in signals]
+    numbers = [signal_named("stop_signals", name) for name in signals]
     if not numbers or not agreement.is_open or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -327,10 +327,14 @@ def _restore_signals_in_child() -> None:
 os.register_at_fork(after_in_child=_restore_signals_in_child)
 
 
-def _number(name: str) -> signal.Signals:
-    known = [one.name for one in signal.Signals]
-    if name not in known:
+def signal_named(option: str, name: str) -> signal.Signals:
+    """Return the signal of a name, which an option gives.
+
+    Raises:
+        ConfigError: there is no such signal.
+    """
+    if name not in (known := signal.Signals.__members__):
         raise ConfigError(
-            f"`stop_signals` must name signals, such as SIGTERM, but names {name!r}{did_you_mean(name, known)}"
+            f"`{option}` must name signals, such as SIGTERM, but names {name!r}{did_you_mean(str(name), known)}"
         )
-    return signal.Signals[name]
+    return known[name]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
-from lockstep.dataset.random_state import random_state, set_random_state
+from lockstep.dataset.random_state import random_state, seed_generators, set_random_state
 from lockstep.dist import get_rank, sync_random_seed
 from lockstep.errors import ConfigError
 from lockstep.runner.arguments import checked_keys
@@ -63,23 +61,10 @@ def are_parted(randomness: Mapping[str, Any] | None, shard: int) -> bool:
     return shard > 0 and (randomness or {}).get("diff_rank_seed") is None
 
 
-def set_random_seed(seed: int | None = None, deterministic: bool = False, diff_rank_seed: bool = False) -> int:
-    """Seed the random generators in a script without a Runner: alike on all ranks, unless `diff_rank_seed`.
-
-    See `set_randomness`; a Runner, by default, lets ranks that see other samples draw other numbers.
-
-    Example:
-        >>> set_random_seed(3)
-        3
-    """
-    return set_randomness({"seed": seed, "deterministic": deterministic, "diff_rank_seed": diff_rank_seed})
-
-
 def seed_all(seed: int) -> None:
-    """Seed Python's, numpy's and torch's generators."""
-    random.seed(seed)
+    """Seed Python's, numpy's and torch's generators, also of accelerators."""
+    seed_generators(seed)
     torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
 
 
 @contextmanager

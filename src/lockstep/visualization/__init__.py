@@ -6,7 +6,7 @@ Each is a thin adapter to a library that it imports when it is opened; `Visualiz
 
 from __future__ import annotations
 
-from lockstep.visualization.files import CsvVisualizer, LocalVisualizer
+from lockstep.visualization.files import LocalVisualizer
 from lockstep.visualization.tensorboard import TensorBoardVisualizer
 from lockstep.visualization.trackers import (
     AimVisualizer,
@@ -14,7 +14,6 @@ from lockstep.visualization.trackers import (
     CometVisualizer,
     DVCLiveVisualizer,
     MLflowVisualizer,
-    TrackioVisualizer,
     WandbVisualizer,
 )
 from lockstep.visualization.visualizer import ShowsScalars, Visualizers, build_visualizers
@@ -26,13 +25,11 @@ __all__ = [
     "AimVisualizer",
     "ClearMLVisualizer",
     "CometVisualizer",
-    "CsvVisualizer",
     "DVCLiveVisualizer",
     "LocalVisualizer",
     "MLflowVisualizer",
     "ShowsScalars",
     "TensorBoardVisualizer",
-    "TrackioVisualizer",
     "Visualizer",
     "Visualizers",
     "WandbVisualizer",

@@ -1,8 +1,7 @@
-"""Visualizers that write files of their own: JSON Lines and PNG, or CSV."""
+"""A visualizer that writes files of its own: JSON Lines and PNG."""
 
 from __future__ import annotations
 
-import csv
 import struct
 import zlib
 from pathlib import Path
@@ -12,35 +11,12 @@ import torch
 from torch import Tensor
 
 from lockstep.logging import JsonLinesSink
-from lockstep.logging.sinks import drop_torn_line, placed
+from lockstep.logging.sinks import placed
 from lockstep.registry import VISUALIZERS
 
 
-class FolderVisualizer:
-    """Base class of visualizers that write files of their own.
-
-    Args:
-        save_dir: the folder of the files, by default the run's folder.
-    """
-
-    def __init__(self, save_dir: str | Path | None = None) -> None:
-        self._save_dir = None if save_dir is None else Path(save_dir)
-        self._run_dir: Path | None = None
-
-    def open(self, run_dir: Path) -> None:
-        """Set and create the folder; files are created when first written."""
-        self._run_dir = run_dir
-        self._folder().mkdir(parents=True, exist_ok=True)
-
-    def _folder(self) -> Path:
-        folder = self._save_dir or self._run_dir
-        if folder is None:
-            raise RuntimeError(f"{type(self).__name__} must be opened before it is used, or be given a `save_dir`")
-        return folder
-
-
 @VISUALIZERS.register_module(name=["LocalVisualizer", "LocalVisBackend"])
-class LocalVisualizer(FolderVisualizer):
+class LocalVisualizer:
     """Writes scalars to `scalars.jsonl` and texts to `texts.jsonl`, with their step; images to `images/NAME_STEP.png`.
 
     A Runner always writes its records to `metrics.jsonl` and its config to `config.py`; this visualizer also writes
@@ -60,10 +36,16 @@ class LocalVisualizer(FolderVisualizer):
         scalar_save_file: str = "scalars.jsonl",
         config_save_file: str = "config.py",
     ) -> None:
-        super().__init__(save_dir)
+        self._save_dir = None if save_dir is None else Path(save_dir)
+        self._run_dir: Path | None = None
         self._img_save_dir = img_save_dir
         self._scalar_save_file = scalar_save_file
         self._files: dict[Path, JsonLinesSink] = {}
+
+    def open(self, run_dir: Path) -> None:
+        """Set and create the folder; files are created when first written."""
+        self._run_dir = run_dir
+        self._folder().mkdir(parents=True, exist_ok=True)
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Append a line. As with MMEngine, a value called `step` is its step."""
@@ -84,58 +66,17 @@ class LocalVisualizer(FolderVisualizer):
         for file in self._files.values():
             file.close()
 
+    def _folder(self) -> Path:
+        folder = self._save_dir or self._run_dir
+        if folder is None:
+            raise RuntimeError(f"{type(self).__name__} must be opened before it is used, or be given a `save_dir`")
+        return folder
+
     def _write(self, name: str, record: dict[str, Any]) -> None:
         path = self._folder() / name
         if path not in self._files:
             self._files[path] = JsonLinesSink(path)
         self._files[path].write(record)
-
-
-@VISUALIZERS.register_module()
-class CsvVisualizer(FolderVisualizer):
-    """Writes one row per step: `train/loss` becomes the column `loss` of `train.csv`, `val/...` goes to `val.csv`.
-
-    A name without a slash goes to `scalars.csv`. A name that appears later adds a column; the file is then rewritten.
-
-    Args:
-        save_dir: the folder of the files, by default the run's folder.
-    """
-
-    def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
-        """Append a row to each table that these values belong to."""
-        folder = self._folder()
-        rows: dict[str, dict[str, float]] = {}
-        for name, value in scalar_dict.items():
-            table, _, column = name.partition("/") if "/" in name else ("scalars", "", name)
-            rows.setdefault(table, {})[column] = value
-        for table, row in rows.items():
-            _append(folder / f"{table}.csv", placed({"step": step}, row))
-
-    def close(self) -> None:
-        """Do nothing: no file stays open from one row to the next."""
-
-
-def _append(path: Path, row: dict[str, float]) -> None:
-    """Add a row to a table, and rewrite the table if it lacks columns."""
-    path.touch()
-    drop_torn_line(path)
-    with path.open(encoding="utf-8", newline="") as file:
-        columns = next(csv.reader(file), [])
-    if new := [name for name in row if name not in columns]:
-        columns += new
-        _rewrite(path, columns)
-    with path.open("a", encoding="utf-8", newline="") as file:
-        csv.DictWriter(file, columns).writerow(row)
-
-
-def _rewrite(path: Path, columns: list[str]) -> None:
-    """Rewrite a table with more columns; the new ones are empty in its old rows."""
-    fresh = path.with_suffix(".csv.new")
-    with path.open(encoding="utf-8", newline="") as old, fresh.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(csv.DictReader(old))
-    fresh.replace(path)
 
 
 def as_picture(image: Any) -> Tensor:

@@ -13,24 +13,42 @@ from typing import Any, ClassVar, Self, TypeVar
 import numpy as np
 from torch.utils.data import Dataset
 
-import lockstep.dataset
 from mmengine.fileio import join_path, list_from_file, load
 from mmengine.logging import print_log
 from mmengine.registry import TRANSFORMS
 from mmengine.utils import is_abs
 
+Transform = Callable[[Any], Any]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-class Compose(lockstep.dataset.Compose):
-    """A chain of transforms that are applied to a sample in order; see `lockstep.dataset.Compose`.
+class Compose:
+    """A chain of transforms that are applied to a sample in order.
+
+    Args:
+        transforms: functions of a sample, or configs of such functions in the registry `TRANSFORMS`. If one returns
+            None, the chain ends there: the sample is dropped.
 
     Example:
         >>> Compose([lambda sample: {**sample, "size": 3}])({"path": "a.png"})
         {'path': 'a.png', 'size': 3}
     """
 
-    registry = TRANSFORMS
+    def __init__(self, transforms: Sequence[Transform | Mapping[str, Any]] | None) -> None:
+        self.transforms: list[Transform] = []
+        for item in transforms or ():
+            transform = TRANSFORMS.build(item) if isinstance(item, Mapping) else item
+            if not callable(transform):
+                raise TypeError(f"`transforms` must hold functions and config dicts, but hold {transform!r}")
+            self.transforms.append(transform)
+
+    def __call__(self, data: Any) -> Any:
+        """Return the transformed sample, or None if a transform returned None."""
+        for transform in self.transforms:
+            data = transform(data)
+            if data is None:
+                return None
+        return data
 
     def __repr__(self) -> str:
         return "\n    ".join([f"{type(self).__name__}(", *map(str, self.transforms)]) + "\n)"

@@ -3,14 +3,37 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 from typing import Any, Self
 
-import lockstep.logging
 from lockstep.dist import get_rank
+from lockstep.masking import mask_text, printable
 from mmengine.utils.manager import ManagerMixin
 
 __all__ = ["MMLogger", "print_log"]
+
+_OF_RUNS = logging.getLogger("lockstep")  # a run in progress gives it handlers
+
+
+class _StderrOutsideRuns(logging.Handler):
+    """Shows messages while no run shows them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print to the current standard error, unless a run in progress has its own handlers."""
+        if not _OF_RUNS.handlers:
+            print(printable(mask_text(self.format(record))), file=sys.stderr)
+
+
+def _logger_of_runs() -> logging.Logger:
+    """Return the logger whose messages go where those of the present run go."""
+    logger = _OF_RUNS.getChild("mmengine")
+    if not logger.handlers:  # at the first call
+        logger.setLevel(logging.DEBUG)
+        outside = _StderrOutsideRuns(logging.INFO)
+        outside.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        logger.addHandler(outside)
+    return logger
 
 
 class MMLogger(logging.Logger, ManagerMixin):
@@ -41,7 +64,7 @@ class MMLogger(logging.Logger, ManagerMixin):
         rank = get_rank()
         logging.Logger.__init__(self, logger_name, log_level if rank == 0 else logging.ERROR)
         ManagerMixin.__init__(self, name)
-        self.parent = lockstep.logging.MMLogger.get_current_instance()
+        self.parent = _logger_of_runs()
         if log_file is not None and (rank == 0 or distributed):
             path = Path(log_file)
             path = path.with_name(f"{path.stem}_rank{rank}{path.suffix}") if rank else path
