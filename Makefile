@@ -86,13 +86,13 @@ test-colossalai: .venv-colossalai/.ready  ## the ColossalAI strategy, in an envi
 
 # Aim is built for Python 3.11 and 3.12 only.
 .PHONY: test-trackers
-test-trackers: .venv-trackers/.ready  ## Comet, Aim, ClearML, DVCLive, MLflow and W&B, each offline, in an environment of their own
+test-trackers: .venv-trackers/.ready  ## Comet, Aim, ClearML, DVCLive, Trackio, MLflow and W&B, each offline, in an environment of their own
 	.venv-trackers/bin/python -m pytest tests/trackers tests/visualization/test_library.py $(PYTEST_ARGS)
 
 .venv-trackers/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-trackers
 	.venv-trackers/bin/python $(INSTALL) hypothesis \
-		--editable '.[comet,aim,clearml,dvclive,mlflow,wandb,tensorboard,testing]'
+		--editable '.[comet,aim,clearml,dvclive,trackio,mlflow,wandb,tensorboard,testing]'
 	@touch $@
 
 check: $(READY)  ## style, types, layers of imports

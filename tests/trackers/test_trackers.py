@@ -34,6 +34,7 @@ VISUALIZERS: dict[str, dict[str, Any]] = {
         "artifact_suffix": [".py"],
     },
     "dvclive": {"type": "DVCLiveVisBackend"},
+    "trackio": {"type": "TrackioVisualizer"},
 }
 # Even offline, ClearML asks whether there is a newer version of it.
 ASKED = {"clearml": {"updates.clear.ml"}}
@@ -66,13 +67,14 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Tr
         job = [*(["-m", "lockstep", "launch", "--nproc", "2"] if name == "aim" else []), SCRIPT, json.dumps(visualizer)]
         folder = tmp_path_factory.mktemp(name)
         # Nothing of a user's account, and no user's folder to write to.
-        private = ("COMET_", "CLEARML_", "AIM_", "__AIM", "DVC")
+        private = ("COMET_", "CLEARML_", "AIM_", "__AIM", "DVC", "TRACKIO_")
         environment = {key: value for key, value in os.environ.items() if not key.startswith(private)}
         environment |= {
             "HOME": str(folder),
             "CLEARML_CACHE_DIR": str(folder / "clearml"),
             "COMET_ERROR_TRACKING_ENABLE": "false",  # Comet reports its own warnings and errors to its makers
             "DVC_NO_ANALYTICS": "1",
+            "TRACKIO_DIR": str(folder / "trackio"),
         }
         process = subprocess.Popen(
             [sys.executable, *job],
@@ -201,6 +203,28 @@ def test_dvclive(trainings: dict[str, Training]):
         assert (folder / "plots" / "images" / "digits" / "seven" / "2.png").read_bytes().startswith(b"\x89PNG")
     # Nothing was written beside the run's folder.
     assert {path.name for path in training.folder.iterdir()} <= {"work_dirs"}
+
+
+def ask_trackio(training: Training, *words: str) -> dict[str, Any]:
+    command = [str(Path(sys.executable).with_name("trackio")), *words, "--project", "digits", "--json"]
+    environment = os.environ | {"TRACKIO_DIR": str(training.folder / "trackio")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_trackio(trainings: dict[str, Training]):
+    training = trainings["trackio"].wait()
+    for run in training.runs():
+        values = ask_trackio(training, "get", "metric", "--run", run.name, "--metric", "train/loss")["values"]
+        assert {value["step"]: value["value"] for value in values} == pytest.approx(losses(run))
+        config = ask_trackio(training, "get", "run", "--run", run.name)["config"]
+        assert (config["model"], config["seed"]) == ({"type": "Net", "depths": [2, 4]}, 0)
+        (image,) = (training.folder / "trackio" / "media" / "digits" / run.name / "2").glob("*.png")
+        assert image.read_bytes().startswith(b"\x89PNG")
+    assert b"forty-two" in (training.folder / "trackio" / "digits.db").read_bytes()
+    (alert,) = ask_trackio(training, "list", "alerts")["alerts"]
+    assert (alert["run"], alert["title"]) == (training.runs()[1].name, "the training failed")
 
 
 GOES_ON = """

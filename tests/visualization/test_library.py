@@ -26,6 +26,7 @@ TRACKERS = {
     "AimVisualizer": "aim",
     "ClearMLVisualizer": "clearml",
     "DVCLiveVisualizer": "dvclive",
+    "TrackioVisualizer": "trackio",
 }
 INSTALLED = [name for name, library in LIBRARIES.items() if is_installed(library)]
 ARGUMENTS = {"WandbVisualizer": {"init_kwargs": {"mode": "offline", "config": {"seed": 1}}}}

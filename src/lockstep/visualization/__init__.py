@@ -14,6 +14,7 @@ from lockstep.visualization.trackers import (
     CometVisualizer,
     DVCLiveVisualizer,
     MLflowVisualizer,
+    TrackioVisualizer,
     WandbVisualizer,
 )
 from lockstep.visualization.visualizer import ShowsScalars, Visualizers, build_visualizers
@@ -30,6 +31,7 @@ __all__ = [
     "MLflowVisualizer",
     "ShowsScalars",
     "TensorBoardVisualizer",
+    "TrackioVisualizer",
     "Visualizer",
     "Visualizers",
     "WandbVisualizer",

@@ -126,30 +126,72 @@ class WandbVisualizer(LibraryVisualizer):
 
     def open(self, run_dir: Path) -> None:
         """Start a run of Weights & Biases."""
-        import wandb
-
-        names = {"project": run_dir.resolve().parent.name, "name": run_dir.name}
-        self._opened = wandb.init(**{**names, "dir": str(self._save_dir or run_dir), **self._init_kwargs})
+        self._init(run_dir, dir=str(self._save_dir or run_dir))
         self._opened.define_metric("*", step_metric=_STEP)
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Log values."""
-        self.opened.log(placed({_STEP: step}, scalar_dict))
+        self._log(self.opened, scalar_dict, step)
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
         """Log an image."""
-        self.opened.log(placed({_STEP: step}, {name: import_module("wandb").Image(as_picture(image).numpy())}))
+        self._log(self.opened, {name: import_module(self.package).Image(as_picture(image).numpy())}, step)
 
     def add_text(self, name: str, text: str, step: int = 0) -> None:
         """Log a text."""
-        self.opened.log(placed({_STEP: step}, {name: import_module("wandb").Html(f"<pre>{escape(text)}</pre>")}))
+        self._log(self.opened, {name: self._as_text(text)}, step)
 
     def add_config(self, config: Config) -> None:
         """Log the values of the config, in place of others that a resumed run of W&B, or its own `config`, has."""
         self.opened.config.update(plain_data(config), allow_val_change=True)
 
+    def _log(self, run: Any, values: Mapping[str, Any], step: int) -> None:
+        run.log(placed({_STEP: step}, values))
+
+    def _as_text(self, text: str) -> Any:
+        return import_module(self.package).Html(f"<pre>{escape(text)}</pre>")
+
     def _end(self, run: Any, *, failed: bool) -> None:
         run.finish(exit_code=int(failed))
+
+    def _init(self, run_dir: Path, **defaults: Any) -> None:
+        names = {"project": run_dir.resolve().parent.name, "name": run_dir.name}
+        self._opened = import_module(self.package).init(**{**names, **defaults, **self._init_kwargs})
+
+
+@VISUALIZERS.register_module()
+class TrackioVisualizer(WandbVisualizer):
+    """Logs to a run of Trackio, which needs no account: `trackio show --project NAME` shows it.
+
+    Args:
+        init_kwargs: arguments of `trackio.init`, for example `dict(space_id="me/digits")`. By default the project has
+            the name of the work_dir, and the run that of its folder. Where Trackio keeps its files is said by the
+            environment variable `TRACKIO_DIR`.
+    """
+
+    package = "trackio"
+
+    def __init__(self, init_kwargs: Mapping[str, Any] | None = None) -> None:
+        super().__init__(init_kwargs)
+
+    def open(self, run_dir: Path) -> None:
+        """Start a run of Trackio."""
+        self._init(run_dir)
+
+    def add_config(self, config: Config) -> None:
+        """Log the values of the config."""
+        self.opened.config.update(plain_data(config))
+
+    def _log(self, run: Any, values: Mapping[str, Any], step: int) -> None:
+        run.log(dict(values), step=step)
+
+    def _as_text(self, text: str) -> Any:
+        return import_module(self.package).Markdown(text)
+
+    def _end(self, run: Any, *, failed: bool) -> None:
+        if failed:
+            run.alert("the training failed")
+        run.finish()
 
 
 @VISUALIZERS.register_module(name=["CometVisualizer", "CometVisBackend"])

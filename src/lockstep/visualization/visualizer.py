@@ -116,7 +116,7 @@ class Visualizers:
             self._show("add_image", name, as_picture(image), step)
 
     def add_text(self, name: str, text: str, step: int = 0) -> None:
-        """Show a text, such as what a model has generated: as it is, but not in DVCLive."""
+        """Show a text, such as what a model has generated: as it is, but in Trackio as Markdown, in DVCLive not."""
         self._show("add_text", name, text, step)
 
     def close(self, *, failed: bool = False) -> None:
