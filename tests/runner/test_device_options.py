@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +41,8 @@ class Losses(Hook):
         self.seen.append(outputs["loss"].item())
 
 
-def channels_last() -> Net:
-    return Net().to(memory_format=torch.channels_last)
-
-
-def train(
-    work_dir: Path, strategy: str, *, kind: Callable[[], Net] = Net, epochs: int = 1, **options: Any
-) -> tuple[Net, list[float]]:
-    losses, model = Losses(), kind()
+def train(work_dir: Path, strategy: str, *, epochs: int = 1, **options: Any) -> tuple[Net, list[float]]:
+    losses, model = Losses(), Net()
     Runner(
         model,
         work_dir,
@@ -65,7 +58,7 @@ def train(
 
 
 def check_channels_last(tmp_path: Path, strategy: str) -> None:
-    model, losses = train(tmp_path, strategy, kind=channels_last)
+    model, losses = train(tmp_path, strategy, channels_last=True)
     assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
     assert not model.conv.weight.is_contiguous()
     assert model.formats == {True}
@@ -74,24 +67,30 @@ def check_channels_last(tmp_path: Path, strategy: str) -> None:
     assert losses == pytest.approx(expected, abs=1e-6)
     # Either layout resumes from the other one's checkpoint.
     _, resumed = train(tmp_path, strategy, epochs=2, resume=True)
-    _, other = train(tmp_path / "plain", strategy, kind=channels_last, epochs=2, resume=True)
+    _, other = train(tmp_path / "plain", strategy, epochs=2, resume=True, channels_last=True)
     assert resumed == pytest.approx(other, abs=1e-5)
 
 
 @ranks(1)
-def test_a_model_in_channels_last_stays_so_and_computes_so(tmp_path: Path) -> None:
+def test_channels_last_converts_weights_and_so_what_they_compute(tmp_path: Path) -> None:
     check_channels_last(tmp_path, "single")
 
 
 @ranks(2)
-def test_replicas_in_channels_last_stay_so(tmp_path: Path) -> None:
+def test_channels_last_converts_the_replicas_of_ddp(tmp_path: Path) -> None:
     check_channels_last(tmp_path, "ddp")
 
 
 @ranks(1, 2)
-def test_a_session_keeps_channels_last(tmp_path: Path) -> None:
-    session = Session(tmp_path, prefetch_to_device=True, log_level="ERROR")
-    model = channels_last()
+def test_channels_last_is_refused_where_weights_are_sharded(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`channels_last` must be False under FSDPStrategy, .*images.to\(memory_f"):
+        train(tmp_path, "fsdp", channels_last=True)
+
+
+@ranks(1, 2)
+def test_a_session_takes_channels_last(tmp_path: Path) -> None:
+    session = Session(tmp_path, channels_last=True, prefetch_to_device=True, log_level="ERROR")
+    model = Net()
     model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(DATA))
     for _ in session.epochs(1):
         for x, y in batches:

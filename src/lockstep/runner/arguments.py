@@ -140,6 +140,7 @@ class RunnerArguments:
         STOP_SIGNALS
     )
     prefetch_to_device: Annotated[bool, Argument("True or False")] = False
+    channels_last: Annotated[bool, Argument("True or False")] = False
 
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in ARGUMENTS}

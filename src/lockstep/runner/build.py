@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from lockstep.dataset import DataShard, build_dataloader
@@ -90,6 +91,13 @@ def build_model(args: RunnerArguments, strategy: Strategy) -> nn.Module:
         _logger.warning("a Runner does not call methods of %s that %s", type(core).__name__, left)
     if args.loss is not None:
         OutsideLoss(MODELS.build(args.loss) if isinstance(args.loss, Mapping) else args.loss).attach(core)
+    if args.channels_last:
+        if not strategy.keeps_memory_format:
+            raise ConfigError(
+                f"`channels_last` must be False under {type(strategy).__name__}, whose weights are contiguous. "
+                "Let the model convert its images: images.to(memory_format=torch.channels_last); or use strategy 'ddp'"
+            )
+        built.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     built = strategy.convert(built)
     if args.compile is not False:
         compile_in_place(built, strategy.compiled_parts(built), {} if args.compile is True else args.compile)

@@ -117,6 +117,8 @@ class Runner(_AttributesOfRun):
             save it, and end with exit code 75. An empty list leaves the signals as they are.
         prefetch_to_device: copy batches to an accelerator on a stream of their own, during the step before; see
             `lockstep.runner.uneven_inputs.prefetching`.
+        channels_last: convert the weights of convolutions to `torch.channels_last`, and so what they compute; under
+            `single` and `ddp`.
 
     Example::
 

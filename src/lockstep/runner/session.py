@@ -72,7 +72,7 @@ class Session:
         load_from: a checkpoint, a folder or a file of weights; see `Runner`.
         **options: further arguments of `Runner`: `launcher`, `env_cfg`, `resume_options`, `randomness`,
             `visualizer`, `default_hooks`, `custom_hooks`, `experiment_name`, `log_level`, `compile`, `default_scope`,
-            `auto_scale_lr`, `stop_signals`, `prefetch_to_device`.
+            `auto_scale_lr`, `stop_signals`, `prefetch_to_device`, `channels_last`.
 
     **Collective**: every rank.
 

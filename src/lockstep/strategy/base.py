@@ -44,10 +44,12 @@ class Strategy(ABC):
         converters: functions that are called with the model, one after the other, before it is compiled and
             distributed; each changes it in place, or returns another one.
         package: the package that it needs besides torch; None if there is none.
+        keeps_memory_format: whether weights may be in `torch.channels_last`; shards and flat buffers are contiguous.
     """
 
     converters: Sequence[Converter] = ()
     package: ClassVar[str | None] = None
+    keeps_memory_format: ClassVar[bool] = False
 
     def prepare(
         self,

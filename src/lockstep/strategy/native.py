@@ -146,6 +146,8 @@ _WRAPPER = "MMDistributedDataParallel"
 class SingleDeviceStrategy(NativeStrategy):
     """Train on one device of one process."""
 
+    keeps_memory_format = True
+
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the model unchanged.
 
@@ -173,6 +175,8 @@ class DDPStrategy(NativeStrategy):
     Raises:
         ConfigError: the wrapper has no such argument.
     """
+
+    keeps_memory_format = True
 
     def __init__(self, model_wrapper: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._wrapper = {"type": _WRAPPER, "broadcast_buffers": False, **(model_wrapper or {}), **kwargs}
