@@ -32,7 +32,7 @@ from lockstep.cli.options import (
     rank_option,
 )
 from lockstep.config import Config
-from lockstep.errors import ConfigError, Preempted, TopologyError
+from lockstep.errors import Preempted, TopologyError
 from lockstep.launch import JobSpec, launch
 from lockstep.launch.job import STOP_SIGNALS
 from lockstep.launch.notices import loading_torch, say
@@ -213,11 +213,6 @@ class Test(Job):
 
             cfg.update(load_from=str(find_best(RunnerArguments(**RunnerArguments.keywords_of(cfg)))), resume=False)
             return
-        if "://" not in self.checkpoint and not Path(self.checkpoint).exists():  # said without importing torch
-            raise ConfigError(
-                "`--checkpoint` must be a checkpoint, or a folder or a file of weights, but "
-                f"{self.checkpoint} does not exist"
-            )
         from lockstep.weights import check_weights, locate  # imports torch
 
         place = locate(self.checkpoint)
