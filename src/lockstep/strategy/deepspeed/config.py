@@ -112,7 +112,8 @@ def complete_config(
     """
     full = deepcopy(dict(config))
     full[ACCUMULATION] = _accumulation(full, counts, world_size)
-    full[CLIPPING] = _clipping(full, clip_grad)
+    max_norm = max_norm_of(clip_grad, "DeepSpeed")
+    full[CLIPPING] = float(_agreed(CLIPPING, full.get(CLIPPING), max_norm, "in `clip_grad` of the optim wrapper") or 0)
     if BATCH not in full:
         # DeepSpeed only counts samples with it; the data loader determines the batch size.
         full.setdefault(MICRO_BATCH, 1)
@@ -157,8 +158,3 @@ def _accumulation(config: Mapping[str, Any], counts: int | None, world_size: int
     if stated is None and config.get(BATCH) is not None and config.get(MICRO_BATCH) is not None:
         stated = max(1, config[BATCH] // (config[MICRO_BATCH] * world_size))
     return _agreed(ACCUMULATION, stated, counts, "as `accumulative_counts` of the optim wrapper") or 1
-
-
-def _clipping(config: Mapping[str, Any], clip_grad: Mapping[str, Any] | None) -> float:
-    max_norm = max_norm_of(clip_grad, "DeepSpeed")
-    return float(_agreed(CLIPPING, config.get(CLIPPING), max_norm, "in `clip_grad` of the optim wrapper") or 0.0)
