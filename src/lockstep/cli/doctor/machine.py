@@ -90,16 +90,8 @@ def _lacking_of_slurm(env: Mapping[str, str]) -> list[str]:
 
 
 def variables(env: Mapping[str, str]) -> Finding:
-    """Check variables that torch, OpenMP, gloo and NCCL read without telling what is wrong with them."""
-    faults = []
-    port = env.get("MASTER_PORT", "1")  # if a launcher is found, it is read with the launcher's variables
-    if infer_launcher(env) == "none" and not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
-        faults.append(f"MASTER_PORT must be a port from 1 to 65535, but is {port!r}. Unset it, or choose a free one")
-    faults += variable_faults(env)
-    known = [name for _, name in socket.if_nameindex()]
-    wanted = env.get("NCCL_SOCKET_IFNAME", "")
-    if not _nccl_matches(wanted, known):
-        faults.append(f"NCCL_SOCKET_IFNAME must leave one of {', '.join(known)}, but is {wanted!r}. Unset it")
+    """Check variables that OpenMP and gloo read without telling what is wrong with them."""
+    faults = variable_faults(env)
     return Finding("variables", "\n".join(faults) or "no contradictions", "fault" if faults else "ok")
 
 
@@ -169,17 +161,6 @@ def cores(env: Mapping[str, str]) -> Finding:
 def affinity() -> list[int]:
     """Return the cores that this process may run on; empty where the system does not say."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-
-
-def _nccl_matches(wanted: str, known: list[str]) -> bool:
-    """Return whether some interface is left by NCCL's rule: prefixes, `=` for whole names, `^` to leave out."""
-    leaves_out = wanted.startswith("^")
-    names = wanted.removeprefix("^").removeprefix("=").split(",")
-    whole = wanted.removeprefix("^").startswith("=")
-    found = [each for each in known if any(each == name if whole else each.startswith(name) for name in names if name)]
-    if not any(names):
-        return True
-    return len(found) < len(known) if leaves_out else bool(found)
 
 
 def _below(limit: int, least: int) -> bool:
@@ -256,7 +237,10 @@ def port(env: Mapping[str, str]) -> Finding:
     if number is None and at.world_size > 1 and not at.job_key:
         says = f"none is given, by which the {at.world_size} ranks could find each other"
         return Finding("port", says, "fault", "Set MASTER_ADDR and MASTER_PORT, the same for all ranks.")
-    if number is None:  # what is wrong with its text is a matter of the variables
+    if number is None and text:
+        remedy = "Unset it, or choose a free one."
+        return Finding("port", f"MASTER_PORT must be a port from 1 to 65535, but is {text!r}", "fault", remedy)
+    if number is None:
         return Finding("port", "none is given: lockstep finds a free one")
     if at.agent_store and at.master_addr is not None:
         facts = {"port": number, "is_free": False}
