@@ -23,11 +23,8 @@ from lockstep.cli.config import apply_options, read_config
 from lockstep.cli.options import (
     CfgOptions,
     ConfigPath,
-    GraceSeconds,
-    MaxRestarts,
-    Numa,
+    LaunchOptions,
     RankOptions,
-    RdzvTimeout,
     TrustConfig,
     rank_option,
 )
@@ -50,7 +47,7 @@ def _strategies(incomplete: str) -> list[str]:
     return [name for name in ("single", "ddp", "fsdp", "deepspeed", "colossalai") if name.startswith(incomplete)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Job(RankOptions, ABC):
     """Base class of commands that run a config: the config, the changes to it, and the ranks that run it."""
 
@@ -143,17 +140,13 @@ class Job(RankOptions, ABC):
             self.execute(cfg)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Train(Job):
+@dataclass(frozen=True, kw_only=True)
+class Train(LaunchOptions, Job):
     """Train what CONFIG describes.
 
     It runs in this process; in --nproc ranks that are started here; or, under torchrun, mpirun or srun, in their ranks.
     """
 
-    max_restarts: MaxRestarts = 0
-    rdzv_timeout: RdzvTimeout = 900.0
-    grace_seconds: GraceSeconds = 60
-    numa: Numa = None
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint in the work dir.")] = False
 
     def complete(self, cfg: Config) -> None:
@@ -189,7 +182,7 @@ def ignore_stop_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Test(Job):
     """Test the model of a checkpoint on the test data of CONFIG, or on its validation data if it has no test data.
 
@@ -224,7 +217,7 @@ class Test(Job):
         return "val" if cfg.get("test_dataloader") is None and cfg.get("val_dataloader") is not None else "test"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Predict(Test):
     """Write what the model of a checkpoint predicts for the test data of CONFIG, or for its validation data.
 

@@ -81,21 +81,9 @@ TrustConfig = Annotated[
         help="Let a YAML or JSON config name import paths, custom_imports and Python bases, which run code.",
     ),
 ]
-GraceSeconds = Annotated[
-    int, rank_option(min=0, metavar="SECONDS", help="How long ranks may take to save and end after a signal.")
-]
-Numa = Annotated[
-    str | None,
-    typer.Option(
-        metavar="|".join(NUMA_MODES),
-        help="Bind each rank to CPUs near its GPU, as torchrun does.",
-    ),
-]
-RdzvTimeout = Annotated[float, rank_option(min=1, metavar="SECONDS", help="How long to wait for the other machines.")]
-MaxRestarts = Annotated[int, rank_option(min=0, metavar="N", help="How often all ranks start again after one failed.")]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RankOptions:
     """Options for the number of ranks and machines."""
 
@@ -138,6 +126,25 @@ class RankOptions:
         """Return those options of the command that are arguments of `launch`."""
         names = ("max_restarts", "grace_seconds", "numa")
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions(RankOptions):
+    """Options for the ranks of jobs that may take long, which `train` and `launch` have."""
+
+    max_restarts: Annotated[
+        int, rank_option(min=0, metavar="N", help="How often all ranks start again after one failed.")
+    ] = 0
+    grace_seconds: Annotated[
+        int, rank_option(min=0, metavar="SECONDS", help="How long ranks may take to save and end after a signal.")
+    ] = 60
+    rdzv_timeout: Annotated[
+        float, rank_option(min=1, metavar="SECONDS", help="How long to wait for the other machines.")
+    ] = 900.0
+    numa: Annotated[
+        str | None,
+        typer.Option(metavar="|".join(NUMA_MODES), help="Bind each rank to CPUs near its GPU, as torchrun does."),
+    ] = None
 
 
 def command(options: type[Any]) -> Callable[..., None]:

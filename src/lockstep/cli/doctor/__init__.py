@@ -25,7 +25,7 @@ _TITLE = "lockstep doctor"
 _GLOO = "GLOO_SOCKET_IFNAME"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Doctor(RankOptions):
     """Show what this machine has for a training, and what contradicts itself or does not work, with a remedy.
 
