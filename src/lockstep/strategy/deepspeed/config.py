@@ -8,8 +8,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lockstep.errors import ConfigError, nearest
 from lockstep.strategy.engine_parameters import max_norm_of
 
@@ -81,13 +79,6 @@ def read_config(config: str | Path | Mapping[str, Any] | None, arguments: Mappin
 def is_on(config: Mapping[str, Any], section: str) -> bool:
     """Return whether a section such as `bf16` is present and enabled."""
     return bool((config.get(section) or {}).get("enabled", False))
-
-
-def model_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """Return the precision of the weights that the model computes with."""
-    if is_on(config, "fp16"):
-        return torch.float16
-    return torch.bfloat16 if is_on(config, "bf16") else torch.float32
 
 
 def offloads_optimizer(config: Mapping[str, Any]) -> bool:
