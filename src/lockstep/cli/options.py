@@ -57,14 +57,6 @@ def _count(value: str | int) -> Count:
 
 rank_option = partial(typer.Option, rich_help_panel="Ranks")
 
-Nproc = Annotated[
-    int | None,
-    rank_option(
-        parser=_count,
-        metavar="N",
-        help="Ranks on this machine. Default: 1. MIN:MAX: as many as are left start again, see --max-restarts.",
-    ),
-]
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A Python, YAML or JSON file.")]
 CfgOptions = Annotated[
     list[str] | None,
@@ -87,7 +79,14 @@ TrustConfig = Annotated[
 class RankOptions:
     """Options for the number of ranks and machines."""
 
-    nproc: Nproc = None
+    nproc: Annotated[
+        int | None,
+        rank_option(
+            parser=_count,
+            metavar="N",
+            help="Ranks on this machine. Default: 1. MIN:MAX: as many as are left start again, see --max-restarts.",
+        ),
+    ] = None
     nnodes: Annotated[
         int,
         rank_option(
