@@ -16,6 +16,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -255,7 +256,7 @@ def write_share(plan: Plan) -> dict[str, Any] | None:
         tail = bytes(checksums.done)
         file.write(tail)
     entry = StoredFile(len(head) + last, len(head), zlib.crc32(head), blocks, zlib.crc32(tail))
-    return {"name": plan.path.name, "file": {key: getattr(entry, key) for key in entry.__slots__}}
+    return {"name": plan.path.name, "file": asdict(entry)}
 
 
 def publish(plan: Plan, written: Sequence[dict[str, Any] | None]) -> list[None]:

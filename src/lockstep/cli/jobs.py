@@ -11,7 +11,7 @@ import signal
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -123,9 +123,7 @@ class Job(RankOptions, ABC):
         if not here:
             use = "check" if self.check else "read"
             loading += f" to {use} {self.config}"
-        with ExitStack() as early:
-            if isinstance(self, Train):
-                early.enter_context(_stops_before_it_begins())
+        with _stops_before_it_begins() if isinstance(self, Train) else nullcontext():
             with loading_torch(loading if launcher == "none" else None):
                 cfg = self.read()
                 import torch  # noqa: F401  # needed by all that follows; the config may not have imported it
