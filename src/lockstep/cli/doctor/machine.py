@@ -46,12 +46,12 @@ _PATIENCE_SECONDS = 2.0
 
 def versions() -> list[Finding]:
     """Find out which versions are installed."""
-    facts = {"lockstep": __version__, "python": platform.python_version(), "torch": installed("torch")}
+    python, torch = platform.python_version(), installed("torch")
     optional = {name: installed(name) for name in _OPTIONAL}
     return [
         Finding("lockstep", __version__, facts={"version": __version__}),
-        Finding("python", f"{facts['python']} on {platform.platform()}", facts={"version": facts["python"]}),
-        Finding("torch", facts["torch"], facts={"version": facts["torch"], "numpy": installed("numpy")}),
+        Finding("python", f"{python} on {platform.platform()}", facts={"version": python}),
+        Finding("torch", torch, facts={"version": torch, "numpy": installed("numpy")}),
         Finding("optional", ", ".join(f"{name} {found}" for name, found in optional.items()), facts=optional),
     ]
 
