@@ -111,8 +111,6 @@ def test_a_port_that_is_taken():
         assert "Choose another MASTER_PORT" in found["port"]["remedy"]
     _, found = look(env={"MASTER_PORT": str(port)})
     assert found["port"]["text"] == f"{port} (MASTER_PORT) is free"
-    _, found = look(env={"MASTER_PORT": "70000"})
-    assert found["port"]["text"] == "MASTER_PORT must be a port from 1 to 65535, but is '70000'"
     _, found = look(env={"RANK": "0", "WORLD_SIZE": "2"})
     assert (found["port"]["status"], found["meeting"]["status"]) == ("fault", "fault")
 

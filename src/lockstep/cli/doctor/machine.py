@@ -90,8 +90,11 @@ def _lacking_of_slurm(env: Mapping[str, str]) -> list[str]:
 
 
 def variables(env: Mapping[str, str]) -> Finding:
-    """Check variables that OpenMP and gloo read without telling what is wrong with them."""
+    """Check variables that torch, OpenMP and gloo read without telling what is wrong with them."""
     faults = variable_faults(env)
+    port = env.get("MASTER_PORT", "1")  # if a launcher is found, it is read with the launcher's variables
+    if infer_launcher(env) == "none" and not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
+        faults.append(f"MASTER_PORT must be a port from 1 to 65535, but is {port!r}. Unset it, or choose a free one")
     return Finding("variables", "\n".join(faults) or "no contradictions", "fault" if faults else "ok")
 
 
@@ -237,10 +240,7 @@ def port(env: Mapping[str, str]) -> Finding:
     if number is None and at.world_size > 1 and not at.job_key:
         says = f"none is given, by which the {at.world_size} ranks could find each other"
         return Finding("port", says, "fault", "Set MASTER_ADDR and MASTER_PORT, the same for all ranks.")
-    if number is None and text:
-        remedy = "Unset it, or choose a free one."
-        return Finding("port", f"MASTER_PORT must be a port from 1 to 65535, but is {text!r}", "fault", remedy)
-    if number is None:
+    if number is None:  # what is wrong with its text is a matter of the variables
         return Finding("port", "none is given: lockstep finds a free one")
     if at.agent_store and at.master_addr is not None:
         facts = {"port": number, "is_free": False}
