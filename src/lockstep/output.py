@@ -65,6 +65,14 @@ def tolerate_closed_output() -> None:
             setattr(sys, name, _stream(number, stream.encoding, errors, stream.line_buffering, is_unbuffered))
 
 
+def write_output_to(path: str | os.PathLike[str]) -> None:
+    """Append standard output and error, also of C libraries, to one file."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+
+
 def lost_output() -> OSError | None:
     """Return why something on standard output was dropped; None if nothing was, or if its reader has gone by choice."""
     print(end="", flush=True)

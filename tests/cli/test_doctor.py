@@ -116,17 +116,6 @@ def test_a_port_that_is_taken():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "status"),
-    [("no0", "fault"), ("=l", "fault"), ("l", "ok"), ("^docker", "ok"), ("^l,e,i,v,w,d,b,t,s", "fault")],
-)
-def test_interfaces_by_the_rule_of_nccl(wanted, status):
-    if "^l" in wanted and any(name[0] not in "leivwdbts" for _, name in socket.if_nameindex()):
-        pytest.skip("this machine has other interfaces")
-    _, found = look(env={"NCCL_SOCKET_IFNAME": wanted})
-    assert found["variables"]["status"] == status
-
-
-@pytest.mark.parametrize(
     ("make", "status", "says"),
     [
         ("mount -t tmpfs -o size=16m tmpfs /dev/shm", "warning", "16 MiB free of 16 MiB: workers of data loaders"),

@@ -53,7 +53,6 @@ def test_help_does_not_import_torch(words, tmp_path):
         (["launch", "lien.py", "--nproc", "2"], 1, "the script `lien.py` does not exist: did you mean `line.py`?"),
         (["launch", ".", "--nproc", "2"], 1, "SCRIPT must be a file, but `.` is a folder"),
         (["launch", "line.py", "--log-dir", "toy.py"], 1, "`--log-dir` must be a folder that can be created"),
-        (["test", "line.py", "--checkpoint", "none.pth"], 1, "none.pth does not exist"),
     ],
 )
 def test_what_does_not_compute_does_not_import_torch(folder, words, code, says):

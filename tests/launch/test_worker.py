@@ -132,18 +132,18 @@ def test_an_interrupt_is_no_error(rank, tmp_path):
 
 def test_ranks_other_than_the_first_write_to_their_log(rank, tmp_path):
     script = "import os, sys\nprint('out')\nos.system('echo from C')\nprint('err', file=sys.stderr)\n1 / 0"
-    done = rank(script, log_dir=tmp_path / "logs")
+    done = rank(script, log_dir=tmp_path)
     assert (done.stdout, done.stderr) == ("", "")
-    text = (tmp_path / "logs" / "rank_3.log").read_text()
+    text = (tmp_path / "rank_3.log").read_text()
     assert {"out", "from C", "err", "ZeroDivisionError: division by zero"} <= set(text.splitlines())
-    done = rank(script, log_dir=tmp_path / "logs", local_rank=0)
+    done = rank(script, log_dir=tmp_path, local_rank=0)
     assert "out" in done.stdout
-    assert (tmp_path / "logs" / "rank_3.log").read_text() == text
+    assert (tmp_path / "rank_3.log").read_text() == text
 
 
 def test_secrets_in_an_error_are_masked(rank, tmp_path):
-    rank("raise ValueError('s3://me:sesame99@host/data is not there')", log_dir=tmp_path / "logs")
-    for told in ((tmp_path / "logs" / "rank_3.log").read_text(), (tmp_path / "error.json").read_text()):
+    rank("raise ValueError('s3://me:sesame99@host/data is not there')", log_dir=tmp_path)
+    for told in ((tmp_path / "rank_3.log").read_text(), (tmp_path / "error.json").read_text()):
         assert "s3://me:***@host/data is not there" in told
         assert "sesame99" not in told
 

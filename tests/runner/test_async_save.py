@@ -246,7 +246,8 @@ def test_a_save_that_was_given_up_does_not_come_later(tmp_path, monkeypatch):
     ended = threading.Event()
     saver = BackgroundSaver()
     with slow_writes(0.5):
-        saver.start(tmp_path / "late", {"model": {"weight": torch.ones(3)}}, {}, when_failed=lambda error: ended.set())
+        job = saver.start(tmp_path / "late", {"model": {"weight": torch.ones(3)}}, {})
+        job.add_done_callback(lambda job: ended.set())
         saver.abandon()
         assert ended.wait(30)
     assert list(tmp_path.iterdir()) == []

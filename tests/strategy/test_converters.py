@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,15 @@ def test_what_has_converted_a_model_does_not_convert_it_again(caplog: pytest.Log
     assert isinstance(prepared(model, lambda model: nn.Sequential(model)), nn.Sequential)
     assert "Net has been converted by [" in caplog.text
     assert "and is converted by <function" in caplog.text
+
+
+def test_a_model_whose_converted_form_is_gone_is_converted_anew():
+    model = Net()
+    for _ in range(2):
+        strategy = build_strategy({"type": "single", "converters": [nn.Sequential]})
+        assert isinstance(strategy.prepare(model)[0], nn.Sequential)
+        del strategy
+        gc.collect()
 
 
 def test_what_is_no_converter_is_refused():

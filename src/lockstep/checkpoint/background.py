@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
@@ -45,40 +45,27 @@ class BackgroundSaver:
 
     Args:
         planner: has the plan of the last save; by default, of the last one by this saver.
+
+    Attributes:
+        job: the save in progress, or one that has ended and that nobody has waited for; None if there is none.
     """
 
     def __init__(self, planner: Planner | None = None) -> None:
         self._planner = planner or Planner()
         self._memory: list[Tensor] = []
-        self._job: Future[None] | None = None
+        self.job: Future[None] | None = None
         self._exchange: StoreExchange
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether there is a save whose outcome nobody has asked for, and it has ended."""
-        return self._job is not None and self._job.done()
-
-    @property
-    def failure(self) -> BaseException | None:
-        """Why that save could not be written; None if it could, or has not ended."""
-        return self._job.exception() if self._job is not None and self._job.done() else None
-
     def start(
-        self,
-        directory: Location,
-        state: Mapping[str, Any],
-        meta: Mapping[str, Any],
-        last_of: Location | None = None,
-        when_failed: Callable[[BaseException], None] | None = None,
-    ) -> None:
-        """Copy a state, and begin to write it; see `save_state` for the arguments.
+        self, directory: Location, state: Mapping[str, Any], meta: Mapping[str, Any], last_of: Location | None = None
+    ) -> Future[None]:
+        """Copy a state, and begin to write it; return the job. See `save_state` for the arguments.
 
         Args:
             directory: the checkpoint's path.
             state: the state, which may change as soon as this returns.
             meta: metadata.
             last_of: the work_dir, or the folder in the bucket, whose last checkpoint it becomes.
-            when_failed: called in the thread with the error if the checkpoint could not be written.
 
         **Collective**: every rank, after `wait`.
 
@@ -87,7 +74,7 @@ class BackgroundSaver:
             OSError: on every rank, if no draft can be made.
             DistError: the ranks have no store that they can share, or some rank could not copy its part.
         """
-        assert self._job is None, "wait() comes first"
+        assert self.job is None, "wait() comes first"
         rank, world_size = get_dist_info()
         plan = self._planner.plan(directory, state, meta, last_of)
         try:
@@ -97,9 +84,10 @@ class BackgroundSaver:
         except BaseException:
             plan.discard()
             raise
-        self._job = Future()
-        work = (plan, self._exchange, self._job, when_failed)
+        self.job = job = Future[None]()
+        work = (plan, self._exchange, job)
         threading.Thread(target=_save, args=work, name="lockstep-save", daemon=True).start()
+        return job
 
     def wait(self) -> None:
         """Wait until the save in progress has ended, if there is one; then another one can begin.
@@ -108,13 +96,13 @@ class BackgroundSaver:
             OSError: some rank could not write. It is the same on every rank.
             DistError: something else failed.
         """
-        job, self._job = self._job, None
+        job, self.job = self.job, None
         if job is not None:
             job.result()
 
     def abandon(self) -> None:
         """Give the save in progress some seconds to end, and end it otherwise, because the training has failed."""
-        job, self._job = self._job, None
+        job, self.job = self.job, None
         if job is not None:
             wait([job], _SECONDS_TO_GIVE_UP)
             self._exchange.is_abandoned.set()
@@ -148,9 +136,7 @@ class BackgroundSaver:
         return [self._memory[block][begin : begin + size] for (block, begin), size in zip(places, sizes, strict=True)]
 
 
-def _save(
-    plan: Plan, exchange: StoreExchange, job: Future[None], when_failed: Callable[[BaseException], None] | None
-) -> None:
+def _save(plan: Plan, exchange: StoreExchange, job: Future[None]) -> None:
     """Write what is planned, in a thread of its own; `job` is done when it is complete, or has failed on any rank."""
     try:
         write_and_publish(plan, exchange)
@@ -159,8 +145,6 @@ def _save(
         job.set_exception(error)
     except BaseException as error:  # the store is gone, and so is the job
         job.set_exception(Failure.of(error).raised(plan.failure))
-    if (failure := job.exception()) is not None and when_failed is not None:
-        when_failed(failure)
 
 
 class StoreExchange:

@@ -37,7 +37,7 @@ from lockstep.checkpoint.files import (
 from lockstep.checkpoint.manifest import OWN_FILES, read_manifest, unused_ending
 from lockstep.errors import ConfigError
 from lockstep.location import Location, RemotePath, unlink_all
-from lockstep.topology.pid_namespace import pid_namespace
+from lockstep.topology.pid_namespace import pid_namespace, stat_of
 
 DRAFT = re.compile(r"\.(?P<name>.+)\.draft\.(?P<pid>\d+)\.(?P<began>\d+)\.(?P<host>.+)")
 """Names of drafts and marks."""
@@ -290,9 +290,5 @@ def _start_of(pid: int) -> str | None:
 
     None if there is no such process, or if the system does not say when it began.
     """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2].split()
-    except OSError:
-        return None
-    state, began = fields[0], fields[19]
-    return None if state in "ZX" else began  # dead, but not yet collected by its parent
+    stat = stat_of(pid)
+    return stat[19] if stat and stat[0] not in "ZX" else None  # such a one is dead, but not yet collected by its parent

@@ -129,7 +129,7 @@ def open_plainly(path: Location, size: int | None = None) -> PlainFile:
     """Open a file of a checkpoint for reading, unless it is a link; its size, if it is known, saves requests."""
     if isinstance(path, RemotePath):
         return RangeFile(path, size)
-    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NOFOLLOW", 0)))
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW))
 
 
 @contextmanager

@@ -40,7 +40,7 @@ import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -262,7 +262,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
         part = [begins.step if isinstance(begins, range) else begins for begins in one.begins]
         place = places.setdefault(one.place, len(places))
         tensors[name] = {"dtype": one.dtype, "shape": one.shape, "part": part, "place": place}
-    files = {name: {key: getattr(file, key) for key in file.__slots__} for name, file in manifest.files.items()}
+    files = {name: asdict(file) for name, file in manifest.files.items()}
     parts = {"format": FORMAT, "written": manifest.written, "meta": manifest.meta, "state": manifest.state}
     lines = [f'  "{key}": {json.dumps(value, allow_nan=False)}' for key, value in parts.items()]
     for key, rows in (("files", files), ("tensors", tensors)):

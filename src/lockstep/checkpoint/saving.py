@@ -16,6 +16,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -252,10 +253,10 @@ def write_share(plan: Plan) -> dict[str, Any] | None:
                 checksums.update(band)
                 file.write(band)
             checksums.close()
-        tail = checksums.of_all()
+        tail = bytes(checksums.done)
         file.write(tail)
     entry = StoredFile(len(head) + last, len(head), zlib.crc32(head), blocks, zlib.crc32(tail))
-    return {"name": plan.path.name, "file": {key: getattr(entry, key) for key in entry.__slots__}}
+    return {"name": plan.path.name, "file": asdict(entry)}
 
 
 def publish(plan: Plan, written: Sequence[dict[str, Any] | None]) -> list[None]:
@@ -304,10 +305,14 @@ def header_bytes(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> byte
 
 
 class _Checksums:
-    """Checksums of the blocks of parts, whose bytes come in bands."""
+    """Checksums of the blocks of parts, whose bytes come in bands.
+
+    Attributes:
+        done: those of the blocks that are complete.
+    """
 
     def __init__(self) -> None:
-        self._done = bytearray()
+        self.done = bytearray()
         self._crc = self._length = 0
 
     def update(self, band: memoryview) -> None:
@@ -323,12 +328,8 @@ class _Checksums:
     def close(self) -> None:
         """End a part, the last block of which may be short."""
         if self._length:
-            self._done += self._crc.to_bytes(CHECKSUM, "little")
+            self.done += self._crc.to_bytes(CHECKSUM, "little")
             self._crc = self._length = 0
-
-    def of_all(self) -> bytes:
-        """Return the checksums of all blocks."""
-        return bytes(self._done)
 
 
 def _bands(tensor: Tensor) -> Iterator[memoryview]:

@@ -143,7 +143,8 @@ def check_encoded(node: Any, dtypes: Mapping[str, str], path: Path = ()) -> Iter
             items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
             for key, item in items:
                 yield from check_encoded(item, dtypes, (*path, str(key)))
-            if isinstance(node, dict | list) or (isinstance(node, _PLAIN) and _is_finite(node)):
+            is_number = not isinstance(node, float) or math.isfinite(node)
+            if isinstance(node, dict | list) or (isinstance(node, _PLAIN) and is_number):
                 return
         case "$tensor" | "$array" if isinstance(held, str) and held in dtypes:
             if tag == "$tensor" or not dtypes[held].startswith(("bfloat16", "float8")):  # which numpy lacks
@@ -270,10 +271,6 @@ def check_resumable_form(meta: Any, state: Any) -> None:
     needed = {*range(min(meta.get("rank_states", 0), len(state.get("ranks", {})) + 1)), holder} - {None}
     if needed:
         check_form(state, Whole(ranks=Whole({str(rank): _RANK for rank in needed})), "state")
-
-
-def _is_finite(node: Any) -> bool:
-    return not isinstance(node, float) or math.isfinite(node)
 
 
 def _is_pair(node: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
 import typer
@@ -58,17 +58,8 @@ class Export:
         """Write the weights, and print what has been written."""
         with loading_torch("loading torch"):
             from lockstep.weights import describe_left_out, export_checkpoint  # imports torch
-        done = export_checkpoint(
-            self.ckpt,
-            self.out,
-            self.to,
-            best=self.best,
-            max_shard_size=self.max_shard_size,
-            dtype=self.dtype,
-            prefix=self.prefix,
-            ema=self.ema,
-            files_from=self.files_from,
-        )
+        options = asdict(self)  # the arguments have these names, too
+        done = export_checkpoint(options.pop("ckpt"), **options)
         if done.left_out:
             print(f"not in it: {describe_left_out(done.left_out)}")
         print(f"{done.out}: {counted(done.tensors, 'weight')}, {done.nbytes / _MIB:.1f} MiB, of {done.checkpoint}")

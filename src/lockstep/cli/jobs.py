@@ -11,7 +11,7 @@ import signal
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,16 +23,13 @@ from lockstep.cli.config import apply_options, read_config
 from lockstep.cli.options import (
     CfgOptions,
     ConfigPath,
-    GraceSeconds,
-    MaxRestarts,
-    Numa,
+    LaunchOptions,
     RankOptions,
-    RdzvTimeout,
     TrustConfig,
     rank_option,
 )
 from lockstep.config import Config
-from lockstep.errors import ConfigError, Preempted, TopologyError
+from lockstep.errors import Preempted, TopologyError
 from lockstep.launch import JobSpec, launch
 from lockstep.launch.job import STOP_SIGNALS
 from lockstep.launch.notices import loading_torch, say
@@ -50,7 +47,7 @@ def _strategies(incomplete: str) -> list[str]:
     return [name for name in ("single", "ddp", "fsdp", "deepspeed", "colossalai") if name.startswith(incomplete)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Job(RankOptions, ABC):
     """Base class of commands that run a config: the config, the changes to it, and the ranks that run it."""
 
@@ -126,9 +123,7 @@ class Job(RankOptions, ABC):
         if not here:
             use = "check" if self.check else "read"
             loading += f" to {use} {self.config}"
-        with ExitStack() as early:
-            if isinstance(self, Train):
-                early.enter_context(_stops_before_it_begins())
+        with _stops_before_it_begins() if isinstance(self, Train) else nullcontext():
             with loading_torch(loading if launcher == "none" else None):
                 cfg = self.read()
                 import torch  # noqa: F401  # needed by all that follows; the config may not have imported it
@@ -143,17 +138,13 @@ class Job(RankOptions, ABC):
             self.execute(cfg)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Train(Job):
+@dataclass(frozen=True, kw_only=True)
+class Train(LaunchOptions, Job):
     """Train what CONFIG describes.
 
     It runs in this process; in --nproc ranks that are started here; or, under torchrun, mpirun or srun, in their ranks.
     """
 
-    max_restarts: MaxRestarts = 0
-    rdzv_timeout: RdzvTimeout = 900.0
-    grace_seconds: GraceSeconds = 60
-    numa: Numa = None
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint in the work dir.")] = False
 
     def complete(self, cfg: Config) -> None:
@@ -189,7 +180,7 @@ def ignore_stop_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Test(Job):
     """Test the model of a checkpoint on the test data of CONFIG, or on its validation data if it has no test data.
 
@@ -213,11 +204,6 @@ class Test(Job):
 
             cfg.update(load_from=str(find_best(RunnerArguments(**RunnerArguments.keywords_of(cfg)))), resume=False)
             return
-        if "://" not in self.checkpoint and not Path(self.checkpoint).exists():  # said without importing torch
-            raise ConfigError(
-                "`--checkpoint` must be a checkpoint, or a folder or a file of weights, but "
-                f"{self.checkpoint} does not exist"
-            )
         from lockstep.weights import check_weights  # imports torch
 
         place = locate(self.checkpoint)
@@ -229,7 +215,7 @@ class Test(Job):
         return "val" if cfg.get("test_dataloader") is None and cfg.get("val_dataloader") is not None else "test"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Predict(Test):
     """Write what the model of a checkpoint predicts for the test data of CONFIG, or for its validation data.
 

@@ -18,11 +18,7 @@ from lockstep.cli.export import Export
 from lockstep.cli.jobs import Predict, Test, Train, ignore_stop_signals
 from lockstep.cli.options import (
     CfgOptionsCommand,
-    GraceSeconds,
-    MaxRestarts,
-    Numa,
-    RankOptions,
-    RdzvTimeout,
+    LaunchOptions,
     ScriptCommand,
     command,
     print_error,
@@ -72,8 +68,8 @@ def _without_types(parameters: list[Any]) -> list[Any]:
     return parameters
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch(RankOptions):
+@dataclass(frozen=True, kw_only=True)
+class Launch(LaunchOptions):
     """Run any script on several ranks.
 
     The options may come before or after SCRIPT. -- ends them: everything after it belongs to the script. Write it where
@@ -82,10 +78,6 @@ class Launch(RankOptions):
 
     script: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]", help="A script and its arguments.")]
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")] = False
-    max_restarts: MaxRestarts = 0
-    grace_seconds: GraceSeconds = 60
-    rdzv_timeout: RdzvTimeout = 900.0
-    numa: Numa = None
     log_dir: Annotated[
         Path | None, typer.Option(help="Write what ranks other than 0 print to rank_N.log in this folder.")
     ] = None

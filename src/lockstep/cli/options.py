@@ -57,14 +57,6 @@ def _count(value: str | int) -> Count:
 
 rank_option = partial(typer.Option, rich_help_panel="Ranks")
 
-Nproc = Annotated[
-    int | None,
-    rank_option(
-        parser=_count,
-        metavar="N",
-        help="Ranks on this machine. Default: 1. MIN:MAX: as many as are left start again, see --max-restarts.",
-    ),
-]
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A Python, YAML or JSON file.")]
 CfgOptions = Annotated[
     list[str] | None,
@@ -81,25 +73,20 @@ TrustConfig = Annotated[
         help="Let a YAML or JSON config name import paths, custom_imports and Python bases, which run code.",
     ),
 ]
-GraceSeconds = Annotated[
-    int, rank_option(min=0, metavar="SECONDS", help="How long ranks may take to save and end after a signal.")
-]
-Numa = Annotated[
-    str | None,
-    typer.Option(
-        metavar="|".join(NUMA_MODES),
-        help="Bind each rank to CPUs near its GPU, as torchrun does.",
-    ),
-]
-RdzvTimeout = Annotated[float, rank_option(min=1, metavar="SECONDS", help="How long to wait for the other machines.")]
-MaxRestarts = Annotated[int, rank_option(min=0, metavar="N", help="How often all ranks start again after one failed.")]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RankOptions:
     """Options for the number of ranks and machines."""
 
-    nproc: Nproc = None
+    nproc: Annotated[
+        int | None,
+        rank_option(
+            parser=_count,
+            metavar="N",
+            help="Ranks on this machine. Default: 1. MIN:MAX: as many as are left start again, see --max-restarts.",
+        ),
+    ] = None
     nnodes: Annotated[
         int,
         rank_option(
@@ -138,6 +125,25 @@ class RankOptions:
         """Return those options of the command that are arguments of `launch`."""
         names = ("max_restarts", "grace_seconds", "numa")
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions(RankOptions):
+    """Options for the ranks of jobs that may take long, which `train` and `launch` have."""
+
+    max_restarts: Annotated[
+        int, rank_option(min=0, metavar="N", help="How often all ranks start again after one failed.")
+    ] = 0
+    grace_seconds: Annotated[
+        int, rank_option(min=0, metavar="SECONDS", help="How long ranks may take to save and end after a signal.")
+    ] = 60
+    rdzv_timeout: Annotated[
+        float, rank_option(min=1, metavar="SECONDS", help="How long to wait for the other machines.")
+    ] = 900.0
+    numa: Annotated[
+        str | None,
+        typer.Option(metavar="|".join(NUMA_MODES), help="Bind each rank to CPUs near its GPU, as torchrun does."),
+    ] = None
 
 
 def command(options: type[Any]) -> Callable[..., None]:

@@ -166,16 +166,14 @@ def refuse_in_config() -> None:
 
 
 @contextmanager
-def importable(*folders: str | Path) -> Iterator[None]:
-    """Make modules in these folders importable inside the context, as a script can import modules in its folder."""
-    added = [str(folder) for folder in folders]
-    sys.path[:0] = reversed(added)
+def importable(folder: Path) -> Iterator[None]:
+    """Make modules in a folder importable inside the context, as a script can import modules in its folder."""
+    sys.path.insert(0, str(folder))
     try:
         yield
     finally:
-        for folder in added:
-            with suppress(ValueError):  # other code has removed it
-                sys.path.remove(folder)
+        with suppress(ValueError):  # other code has removed it
+            sys.path.remove(str(folder))
 
 
 def _imported_bases(tree: ast.Module, path: Path) -> list[BaseFile]:

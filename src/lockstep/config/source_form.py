@@ -23,13 +23,6 @@ def python_source(values: Mapping[str, Any]) -> str:
     Classes and functions are written as their import paths. If a value has no source form (an open file, a lambda), a
     description is written as a string, and a comment at the top lists these keys.
     """
-    source, lost = source_form(values)
-    described = f"# without a source form, so described only: {', '.join(lost)}\n" if lost else ""
-    return described + source
-
-
-def source_form(values: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return assignments, and the keys whose values have no source form."""
     writer = _Writer(values)
     body = [
         f"{left} = {writer.write(value, key, used=len(left) + 3)}\n"
@@ -40,7 +33,9 @@ def source_form(values: Mapping[str, Any]) -> tuple[str, list[str]]:
         f"import {module}\n" if name == module else f"import {module} as {name}\n"
         for module, name in sorted(writer.imports.items())
     ]
-    return "".join([*head, "\n" if head or writer.lost else "", *body]), writer.lost
+    if writer.lost:
+        head.insert(0, f"# without a source form, so described only: {', '.join(writer.lost)}\n")
+    return "".join([*head, "\n" if head else "", *body])
 
 
 def plain_data(value: Any) -> Any:

@@ -35,6 +35,7 @@ from lockstep.launch.processes import RankProcesses, oom_kills
 from lockstep.launch.rendezvous import JobEndedError, NodeFailedError, NodesRendezvous
 from lockstep.launch.worker import FAILING_FILE, RESUME_SINCE, RUNS_FILE, TRAINED_FILE
 
+_WORKER = ("-m", "lockstep.launch.worker")
 _SIGNALS = (signal.SIGINT, *STOP_SIGNALS, signal.SIGQUIT)
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # of torch's agent; its default lacks SIGUSR1
 _SECONDS_FOR_CAUSE = 3.0  # for another node to say that it failed first
@@ -70,7 +71,8 @@ def run_ranks(
         role="rank",
         local_world_size=job.nproc,
         entrypoint=sys.executable,
-        args=_worker_arguments(command, logs),
+        # The agent replaces $-macros in arguments; a $ in the user's must stay.
+        args=tuple(word.replace("$", "$$") for word in (*_WORKER, str(os.getpid()), logs or "", *command)),
         rdzv_handler=rendezvous,
         max_restarts=max_restarts,
         numa_options=None if numa is None else NumaOptions(AffinityMode(numa)),
@@ -129,12 +131,6 @@ def run_ranks(
             raise LaunchError(first + agent.describe(), exit_code=code)
     finally:
         rendezvous.shutdown()
-
-
-def _worker_arguments(command: Sequence[str], log_dir: str | None) -> tuple[str, ...]:
-    arguments = ("-m", "lockstep.launch.worker", str(os.getpid()), log_dir or "", *command)
-    # The agent replaces $-macros in arguments; a $ in the user's arguments must stay.
-    return tuple(argument.replace("$", "$$") for argument in arguments)
 
 
 class _Agent(LocalElasticAgent):

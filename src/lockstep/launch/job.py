@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import socket
@@ -179,8 +180,6 @@ def interface_towards(host: str) -> str | None:
 
 def address_of(interface: str) -> str | None:
     """Return the IPv4 address of a network interface, or None if it has none or is not known (Linux only)."""
-    with suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        import fcntl
-
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()))[20:24])
     return None

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from lockstep.launch.ledger import RankRecord, Report
 from lockstep.launch.worker import STACK_SIGNAL, stack_file
+from lockstep.topology.pid_namespace import stat_of
 from lockstep.watch.board import pauses
 
-_PROC = Path("/proc")
 _POLL_SECONDS = 0.02
 _LONGEST_PAUSE = 0.25  # between two looks at what ranks have left behind
 _THREAD = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)
@@ -54,7 +54,7 @@ class RankProcesses:
         if any(record.has_failed for record in self.records):
             for record in self.records:
                 if record.is_silent and record.status is None and not record.was_signalled:
-                    record.state = _stat(record.pid)[0]
+                    record.state = next(iter(stat_of(record.pid)), "")
 
     def collect_stacks(self) -> None:
         """Ask the ranks that have reported no error for their stacks, and wait for half a second at most."""
@@ -147,12 +147,8 @@ def _members(sessions: Collection[int]) -> list[int]:
     """Return the processes of these sessions that have not ended (Linux)."""
     if sys.platform != "linux":
         return []
-    fields = {int(entry): _stat(int(entry)) for entry in os.listdir(_PROC) if entry.isdecimal()}
-    return [
-        pid
-        for pid, (state, _, _, session, *_) in fields.items()
-        if int(session) in sessions and state not in ("", "Z", "X")
-    ]
+    stats = {int(entry): stat_of(int(entry)) for entry in os.listdir("/proc") if entry.isdecimal()}
+    return [pid for pid, stat in stats.items() if stat and int(stat[3]) in sessions and stat[0] not in "ZX"]
 
 
 def _end_sessions(sessions: Collection[int], seconds: float) -> None:
@@ -176,13 +172,6 @@ def _end_sessions(sessions: Collection[int], seconds: float) -> None:
             signalled.update(left)
 
 
-def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on (state, parent, group, session); "" and 0 if it is gone."""
-    with suppress(OSError):
-        return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
-    return ["", "0", "0", "0"]
-
-
 def _script_frames(stack: str) -> str:
     """Return the frames of the main thread, which `faulthandler` writes last, without those that start the script."""
     lines = [line for line in _THREAD.split(stack)[-1].splitlines() if line.startswith("  File ")]
@@ -192,6 +181,6 @@ def _script_frames(stack: str) -> str:
 def oom_kills() -> int:
     """Return how often the kernel has killed for lack of memory, of the machine or a control group; 0 if not known."""
     with suppress(OSError, ValueError, StopIteration):
-        lines = (_PROC / "vmstat").read_text().splitlines()
+        lines = Path("/proc/vmstat").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
     return 0

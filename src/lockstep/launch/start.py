@@ -16,7 +16,7 @@ from lockstep.launch.job import FUNCTION, NUMA_MODES, JobSpec, interface_towards
 from lockstep.launch.notices import loading_torch, say
 from lockstep.location import make_folder
 from lockstep.output import tolerate_closed_output
-from lockstep.topology import infer_launcher, topology_if_known
+from lockstep.topology import topology_if_known
 
 _FILES, _FEWEST_FILES = 1024, 64  # that may be open at a time: what most systems allow, and what two ranks need
 
@@ -120,9 +120,9 @@ def launch(
 
 def _warn_of_several(job: JobSpec) -> None:
     """Warn, once, where srun or mpirun has started this command several times, but as that of one node."""
-    by, found = infer_launcher(os.environ), topology_if_known(os.environ)
-    if job.nnodes == 1 and by in ("slurm", "mpi") and found.world_size > 1 and found.rank == 0:
-        name = {"slurm": "srun", "mpi": "mpirun"}[by]
+    found = topology_if_known(os.environ)
+    name = {"slurm": "srun", "mpi": "mpirun"}.get(found.launcher)
+    if job.nnodes == 1 and name is not None and found.world_size > 1 and found.rank == 0:
         say(
             f"warning: {name} has started this command {found.world_size} times, and each starts a job of its own. For "
             "one job, start it once on each node, with --nnodes, --node-rank and --rdzv; or let "

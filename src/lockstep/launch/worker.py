@@ -56,7 +56,7 @@ from lockstep.errors import (
 from lockstep.launch.job import FUNCTION
 from lockstep.location import is_of_disk
 from lockstep.masking import mask_text, printable
-from lockstep.output import tolerate_closed_output
+from lockstep.output import tolerate_closed_output, write_output_to
 
 # Their frames come before those of the user's script in a traceback, which leaves them out.
 _OUTER_PACKAGES = {"lockstep", "lockstep.cli", "lockstep.launch", "typer", "typer._click", "click"}
@@ -86,7 +86,7 @@ def main(argv: list[str]) -> None:
     _die_with(int(agent))
     has_log = log_dir != "" and os.environ["LOCAL_RANK"] != "0"
     if has_log:
-        _write_output_to(rank_log(log_dir, os.environ["RANK"]))
+        write_output_to(rank_log(log_dir, os.environ["RANK"]))
     tolerate_closed_output()
     _buffer_lines()
     faulthandler.enable()
@@ -168,15 +168,6 @@ def _die_with(agent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != agent:  # it died before the kernel was asked
         sys.exit(1)
-
-
-def _write_output_to(path: Path) -> None:
-    """Append standard output and error, also of C libraries, to one file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
 
 
 def _buffer_lines() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -75,7 +76,8 @@ class Saving:
             state, meta = self._state(save)
             with self._ending(save):
                 if async_save and run.agreement.is_open:  # else the ranks have no store that they can share
-                    self._background.start(save.directory, state, meta, last_of, partial(self._stop_if_fatal, save))
+                    job = self._background.start(save.directory, state, meta, last_of)
+                    job.add_done_callback(partial(self._stop_if_fatal, save))
                     self._pending = save
                 else:
                     save_state(save.directory, state, meta, last_of, self._planner)
@@ -96,12 +98,12 @@ class Saving:
     def collect(self) -> None:
         """Do what was to be done when the save in the background was complete, if it is. No collective."""
         # An error that ends the training is raised where all ranks have agreed to stop.
-        save, background = self._pending, self._background
-        if save is not None and background.has_ended and not _is_fatal(save, background.failure):
+        save, job = self._pending, self._background.job
+        if save is not None and job is not None and job.done() and not _is_fatal(save, job.exception()):
             self.finish()
 
-    def _stop_if_fatal(self, save: Save, error: BaseException) -> None:
-        if _is_fatal(save, error):
+    def _stop_if_fatal(self, save: Save, job: Future[None]) -> None:
+        if _is_fatal(save, job.exception()):
             self._run.agreement.ask(_NOT_WRITTEN)
 
     def finish(self) -> None:

@@ -92,8 +92,8 @@ class Strategy(ABC):
         if not self.converters or is_model_wrapper(model):
             return model
         done, result = _CONVERSIONS.get(model, ((), ref(model)))
-        found = result()
-        converted = model if found is None else found
+        if (converted := result()) is None:  # nobody has it any more
+            done, converted = (), model
         new = [converter for converter in self.converters if converter not in done]
         for converter in new:
             if done:

@@ -37,7 +37,7 @@ class EngineState:
         """Return the model's state, in the precision in which it is trained."""
         whole: dict[int, Any] = {}  # tied weights are gathered once
         state: ModelState = {}
-        for name, own in self._own_state().items():
+        for name, own in self._core.state_dict(keep_vars=True).items():
             if id(own) not in whole:
                 whole[id(own)] = self._canonical(own)
             state[name] = whole[id(own)]
@@ -50,7 +50,7 @@ class EngineState:
         Raises:
             ConfigError: the state belongs to another model.
         """
-        present = self._own_state()
+        present: dict[str, Any] = self._core.state_dict(keep_vars=True)
         missing, surplus = sorted(present.keys() - state.keys()), sorted(state.keys() - present.keys())
         if missing or surplus:
             raise ConfigError(
@@ -87,10 +87,6 @@ class EngineState:
     def _load_tensor(self, name: str, own: Any, value: Any) -> bool:
         """Write a whole tensor into this rank's part of it; return False to leave that to `load_state_dict`."""
         return False
-
-    def _own_state(self) -> dict[str, Any]:
-        """Return the entries of the model's state by name, as this rank holds them."""
-        return self._core.state_dict(keep_vars=True)
 
 
 def require_plain(model: nn.Module, engine: str) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.device import get_device
-from lockstep.dist import get_rank, get_world_size, is_distributed
+from lockstep.dist import get_world_size, is_distributed
 from lockstep.errors import ConfigError, require_known
 from lockstep.groups import this_rank
 from lockstep.model import MMDistributedDataParallel, is_model_wrapper, unwrap_model
@@ -156,8 +156,8 @@ class SingleDeviceStrategy(NativeStrategy):
         """
         if get_world_size() > 1:
             raise ConfigError(
-                "`strategy` must lay the model over all ranks, but is 'single' "
-                f"(rank {get_rank()} of {get_world_size()}). Use 'ddp', or start one process"
+                f"`strategy` must lay the model over all ranks, but is 'single' ({this_rank()}). Use 'ddp', or start "
+                "one process"
             )
         return model
 

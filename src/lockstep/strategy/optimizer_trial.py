@@ -26,12 +26,6 @@ _STEPS = 3
 _TOLERANCE = 0.03
 
 
-def _shards(parameter: DTensor, dim: int) -> int:
-    """Return into how many shards a dim is divided, over all axes of the mesh."""
-    placements = enumerate(parameter.placements)
-    return prod(parameter.device_mesh.size(axis) for axis, placement in placements if placement.is_shard(dim))
-
-
 def check_by_trial(optimizer: Optimizer) -> None:
     """Refuse an optimizer that fails on shards, or updates them otherwise than whole tensors.
 
@@ -151,8 +145,9 @@ def _twin(parameter: nn.Parameter, generator: torch.Generator, sharded: bool) ->
     """Return a small random parameter of as many dimensions, and sharded likewise if asked to."""
     shape = [min(size, 4) for size in parameter.shape]
     if isinstance(parameter, DTensor):
+        axes = list(zip(parameter.device_mesh.shape, parameter.placements, strict=True))
         for dim, size in enumerate(parameter.shape):
-            if (count := _shards(parameter, dim)) > 1:
+            if (count := prod(ranks for ranks, placement in axes if placement.is_shard(dim))) > 1:
                 shape[dim] = min(size, 3 * count - (size % count > 0))
     value = _drawn(shape, parameter, generator)
     value = shard_like(value, parameter) if sharded else value.to(parameter.device)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import counted, require_count
+from lockstep.output import write_output_to
 from lockstep.testing.messages import (
     STACK_SIGNAL,
     Answer,
@@ -350,10 +351,7 @@ class RankProcess:
 
 
 def _serve(seat: Seat, connection: Connection) -> None:
-    output = os.open(seat.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.close(output)
+    write_output_to(seat.output)
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, TextIOWrapper)
         stream.reconfigure(line_buffering=True, errors="backslashreplace")

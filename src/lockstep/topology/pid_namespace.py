@@ -1,4 +1,4 @@
-"""Where the number of a process is known, a host or a container on it; and which machine that is."""
+"""Where the number of a process is known, a host or a container on it; what Linux says of it; which machine that is."""
 
 from __future__ import annotations
 
@@ -22,6 +22,13 @@ def pid_namespace() -> str:
         if namespace != _FIRST_OF_A_HOST:
             return f"{name}.{namespace.removeprefix('pid:[').removesuffix(']')}"
     return name
+
+
+def stat_of(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on: state, parent, group, session ...; none if it is gone."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    return []
 
 
 def machine() -> str:

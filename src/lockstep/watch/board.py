@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, cast
 
 from torch.distributed import Store
 
-from lockstep.topology.pid_namespace import pid_namespace
+from lockstep.topology.pid_namespace import pid_namespace, stat_of
 
 State: TypeAlias = Mapping[str, Any]
 """What a rank does, as `Watch.state` says it."""
@@ -116,10 +116,7 @@ class Board:
         who = self._who.get(rank)
         if not who or who["namespace"] != self._namespace or not Path("/proc/self/stat").exists():
             return ""
-        try:
-            state = Path(f"/proc/{who['pid']}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return "gone"
+        state = next(iter(stat_of(who["pid"])), "X")
         return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(state, "")
 
     def gone(self, ranks: Iterable[int]) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from lockstep.cli.doctor import machine
-from lockstep.cli.doctor.finding import Finding, as_json, print_table, run_check, worst
+from lockstep.cli.doctor.finding import Finding, as_json, print_table, run_check
 from lockstep.cli.jobs import check_ranks_found
 from lockstep.cli.options import RankOptions, print_error
 from lockstep.errors import ConfigError, LaunchError, LockstepError, counted
@@ -25,7 +25,7 @@ _TITLE = "lockstep doctor"
 _GLOO = "GLOO_SOCKET_IFNAME"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Doctor(RankOptions):
     """Show what this machine has for a training, and what contradicts itself or does not work, with a remedy.
 
@@ -105,9 +105,9 @@ class Doctor(RankOptions):
 
     def _end(self, findings: Sequence[Finding], *, prints: bool = True) -> None:
         """Exit with code 1 if there are faults, and name them."""
-        if worst(finding.status for finding in findings) != "fault":
-            return
         names = list(dict.fromkeys(finding.name for finding in findings if finding.status == "fault"))
+        if not names:
+            return
         if prints and not self.json_:
             print_error(ConfigError(f"{counted(len(names), 'fault')}, see above: {', '.join(names)}"))
         raise typer.Exit(1)

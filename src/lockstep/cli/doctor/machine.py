@@ -46,12 +46,12 @@ _PATIENCE_SECONDS = 2.0
 
 def versions() -> list[Finding]:
     """Find out which versions are installed."""
-    facts = {"lockstep": __version__, "python": platform.python_version(), "torch": installed("torch")}
+    python, torch = platform.python_version(), installed("torch")
     optional = {name: installed(name) for name in _OPTIONAL}
     return [
         Finding("lockstep", __version__, facts={"version": __version__}),
-        Finding("python", f"{facts['python']} on {platform.platform()}", facts={"version": facts["python"]}),
-        Finding("torch", facts["torch"], facts={"version": facts["torch"], "numpy": installed("numpy")}),
+        Finding("python", f"{python} on {platform.platform()}", facts={"version": python}),
+        Finding("torch", torch, facts={"version": torch, "numpy": installed("numpy")}),
         Finding("optional", ", ".join(f"{name} {found}" for name, found in optional.items()), facts=optional),
     ]
 
@@ -90,16 +90,11 @@ def _lacking_of_slurm(env: Mapping[str, str]) -> list[str]:
 
 
 def variables(env: Mapping[str, str]) -> Finding:
-    """Check variables that torch, OpenMP, gloo and NCCL read without telling what is wrong with them."""
-    faults = []
+    """Check variables that torch, OpenMP and gloo read without telling what is wrong with them."""
+    faults = variable_faults(env)
     port = env.get("MASTER_PORT", "1")  # if a launcher is found, it is read with the launcher's variables
     if infer_launcher(env) == "none" and not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
         faults.append(f"MASTER_PORT must be a port from 1 to 65535, but is {port!r}. Unset it, or choose a free one")
-    faults += variable_faults(env)
-    known = [name for _, name in socket.if_nameindex()]
-    wanted = env.get("NCCL_SOCKET_IFNAME", "")
-    if not _nccl_matches(wanted, known):
-        faults.append(f"NCCL_SOCKET_IFNAME must leave one of {', '.join(known)}, but is {wanted!r}. Unset it")
     return Finding("variables", "\n".join(faults) or "no contradictions", "fault" if faults else "ok")
 
 
@@ -169,17 +164,6 @@ def cores(env: Mapping[str, str]) -> Finding:
 def affinity() -> list[int]:
     """Return the cores that this process may run on; empty where the system does not say."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-
-
-def _nccl_matches(wanted: str, known: list[str]) -> bool:
-    """Return whether some interface is left by NCCL's rule: prefixes, `=` for whole names, `^` to leave out."""
-    leaves_out = wanted.startswith("^")
-    names = wanted.removeprefix("^").removeprefix("=").split(",")
-    whole = wanted.removeprefix("^").startswith("=")
-    found = [each for each in known if any(each == name if whole else each.startswith(name) for name in names if name)]
-    if not any(names):
-        return True
-    return len(found) < len(known) if leaves_out else bool(found)
 
 
 def _below(limit: int, least: int) -> bool:

@@ -50,13 +50,12 @@ class ColossalAIState(EngineState):
         Args:
             offloads: whether they are in CPU memory.
         """
-        named = [(name, own) for name, own in self._core.named_parameters() if id(own) in self._masters]
-        pairs = []
-        for _, param in named:
-            weights, master = param.detach().flatten(), self._masters[id(param)].flatten()
-            rank = self._zero_groups[param].rank()
-            weights = weights[rank * master.numel() :][: master.numel()]
-            pairs.append((master[: weights.numel()], weights))  # padded to a multiple of the number of ranks
+        named, pairs = [], []
+        for name, (param, master) in self._trained().items():
+            begin = self._zero_groups[param].rank() * master.numel()
+            weights = param.detach().flatten()[begin : begin + master.numel()]
+            named.append((name, param))
+            pairs.append((master.flatten()[: weights.numel()], weights))  # padded to a multiple of the number of ranks
         return MasterWeights("ColossalAI", named, pairs, offloads=offloads)
 
     def optim_state(self) -> OptimState:
@@ -104,7 +103,7 @@ class ColossalAIState(EngineState):
                 packed[index] = self._own_entry(named[name][0], entry)
         canonical.write_entries(self._optimizer, packed, options)
 
-    def _trained(self) -> dict[str, tuple[Tensor, Tensor]]:
+    def _trained(self) -> dict[str, tuple[nn.Parameter, Tensor]]:
         """Return, by name, each parameter that is trained, and its trained tensor."""
         named = self._core.named_parameters()
         return {name: (own, self._masters[id(own)]) for name, own in named if id(own) in self._masters}

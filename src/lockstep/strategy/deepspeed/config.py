@@ -8,8 +8,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lockstep.errors import ConfigError, nearest
 from lockstep.strategy.engine_parameters import max_norm_of
 
@@ -83,13 +81,6 @@ def is_on(config: Mapping[str, Any], section: str) -> bool:
     return bool((config.get(section) or {}).get("enabled", False))
 
 
-def model_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """Return the precision of the weights that the model computes with."""
-    if is_on(config, "fp16"):
-        return torch.float16
-    return torch.bfloat16 if is_on(config, "bf16") else torch.float32
-
-
 def offloads_optimizer(config: Mapping[str, Any]) -> bool:
     """Return whether the optimizer's state is kept in CPU memory or on disk."""
     offload = config["zero_optimization"].get("offload_optimizer") or {}
@@ -112,7 +103,8 @@ def complete_config(
     """
     full = deepcopy(dict(config))
     full[ACCUMULATION] = _accumulation(full, counts, world_size)
-    full[CLIPPING] = _clipping(full, clip_grad)
+    max_norm = max_norm_of(clip_grad, "DeepSpeed")
+    full[CLIPPING] = float(_agreed(CLIPPING, full.get(CLIPPING), max_norm, "in `clip_grad` of the optim wrapper") or 0)
     if BATCH not in full:
         # DeepSpeed only counts samples with it; the data loader determines the batch size.
         full.setdefault(MICRO_BATCH, 1)
@@ -157,8 +149,3 @@ def _accumulation(config: Mapping[str, Any], counts: int | None, world_size: int
     if stated is None and config.get(BATCH) is not None and config.get(MICRO_BATCH) is not None:
         stated = max(1, config[BATCH] // (config[MICRO_BATCH] * world_size))
     return _agreed(ACCUMULATION, stated, counts, "as `accumulative_counts` of the optim wrapper") or 1
-
-
-def _clipping(config: Mapping[str, Any], clip_grad: Mapping[str, Any] | None) -> float:
-    max_norm = max_norm_of(clip_grad, "DeepSpeed")
-    return float(_agreed(CLIPPING, config.get(CLIPPING), max_norm, "in `clip_grad` of the optim wrapper") or 0.0)

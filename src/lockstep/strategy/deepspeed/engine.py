@@ -168,23 +168,20 @@ class MMDeepSpeedEngineWrapper(EngineModelWrapper):
         if self._placeholders is not None:
             self._placeholders.check()
 
-    def _local_rank_known(self) -> AbstractContextManager[None]:
-        return environ_with_local_rank() if self.forward_is_collective else nullcontext()
+    @contextmanager
+    def _local_rank_known(self) -> Iterator[None]:
+        """Set `LOCAL_RANK` in the environment, which DeepSpeed 0.19 reads in forward passes at stage 3.
 
-
-@contextmanager
-def environ_with_local_rank() -> Iterator[None]:
-    """Set `LOCAL_RANK` in the environment, which DeepSpeed 0.19 reads in forward passes at stage 3.
-
-    Slurm and MPI use other names for it, and a single process has none.
-    """
-    is_there = "LOCAL_RANK" in os.environ
-    os.environ.setdefault("LOCAL_RANK", str(get_local_rank()))
-    try:
-        yield
-    finally:
-        if not is_there:
-            del os.environ["LOCAL_RANK"]
+        Slurm and MPI use other names for it, and a single process has none.
+        """
+        is_set_here = self.forward_is_collective and "LOCAL_RANK" not in os.environ
+        if is_set_here:
+            os.environ["LOCAL_RANK"] = str(get_local_rank())
+        try:
+            yield
+        finally:
+            if is_set_here:
+                del os.environ["LOCAL_RANK"]
 
 
 def autocast_of(engine: Any) -> AbstractContextManager[Any]:

@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -99,7 +98,7 @@ class DeepSpeedStrategy(EngineStrategy):
         counts = None if built.accumulative_counts == 1 else built.accumulative_counts
         if isinstance(optim_wrapper, Mapping):
             counts = optim_wrapper.get("accumulative_counts", counts)
-        half = config_rules.model_dtype(self._config) != torch.float32
+        half = any(config_rules.is_on(self._config, name) for name in ("fp16", "bf16"))
         check_kinds(model, half=half, engine="DeepSpeed", half_option="bf16=True")
         config = config_rules.complete_config(
             self._config, counts=counts, clip_grad=built.clip_grad, world_size=get_world_size()
