@@ -109,13 +109,22 @@ class ByIndex(SGD):
 
 
 class DrawsAndMultiplies(Noisy):
-    """Draws random numbers, so that no trial can tell what it does to shards."""
-
     def step(self) -> None:
         super().step()
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad @ torch.ones(parameter.shape[-1])
+
+
+class MultipliesWhatIsWide(SGD):
+    """Takes no small tensors, so that no trial can tell what it does to shards."""
+
+    def step(self) -> None:
+        super().step()
+        first = self.param_groups[0]["params"][0]
+        if first.shape[-1] < 6:
+            raise ValueError("too small")
+        first.grad @ torch.ones(6)
 
 
 class ByRow(SGD):
@@ -243,9 +252,16 @@ def test_an_optimizer_that_fails_on_shards_is_refused_with_its_error():
 
 
 @ranks(1, 2)
+def test_one_that_draws_random_numbers_is_refused_if_it_fails_on_shards():
+    net = Net()
+    with pytest.raises(ConfigError, match=r"DrawsAndMultiplies can't: its first steps raise RuntimeError: .*DTensor"):
+        FSDPStrategy().prepare(net, DrawsAndMultiplies(net.parameters(), lr=0.1))
+
+
+@ranks(1, 2)
 def test_an_optimizer_that_no_trial_can_tell_is_at_fault_where_it_fails_on_shards():
     net = Net()
-    model, optim_wrapper = FSDPStrategy().prepare(net, DrawsAndMultiplies(net.parameters(), lr=0.1))
+    model, optim_wrapper = FSDPStrategy().prepare(net, MultipliesWhatIsWide(net.parameters(), lr=0.1))
     with pytest.raises(RuntimeError, match="DTensor") as raised:
         model.train_step(INPUTS, optim_wrapper)
     assert "in the optimizer's update, whose parameters are shards (DTensor) under FSDP" in raised.value.__notes__[0]

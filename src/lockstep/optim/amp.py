@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lockstep.dist import all_reduce
-from lockstep.errors import did_you_mean, require_known
+from lockstep.errors import ConfigError, did_you_mean, require_known
 from lockstep.model.shards import is_dtensor
 from lockstep.optim.wrapper import OptimWrapper
 from lockstep.registry import OPTIM_WRAPPERS
@@ -174,7 +174,7 @@ def half_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     name = str(dtype).removeprefix("torch.")
     if dtype is None or name in _DTYPES:
         return _DTYPES.get(name)
-    raise ValueError(
+    raise ConfigError(
         f"`dtype` must be 'float16', 'bfloat16', such a torch.dtype or None, but is {dtype!r}"
         + did_you_mean(name, _DTYPES)
     )
