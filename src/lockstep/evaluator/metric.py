@@ -7,6 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, pairwise
 from math import exp, inf, nan
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,7 +36,7 @@ class BaseMetric(ABC):
 
     A subclass appends to `self.results` in `process`, on every rank, and computes the metric values from the results of
     all ranks in `compute_metrics`, on rank 0. Append one result per sample if each sample must count exactly once even
-    if a sampler repeats some; the results are then in the order of the dataset.
+    if a sampler repeats some; the results are then in the order of the loader.
 
     Args:
         collect_device: the device through which results are collected, `"cpu"` or `"gpu"`.
@@ -50,6 +51,8 @@ class BaseMetric(ABC):
     default_prefix: ClassVar[str | None] = None
     units: Mapping[str, str] = {}
     _may_be_empty: ClassVar[bool] = False  # whether a metric may have nothing to compute
+    # How many results there were after each batch of this pass, where ranks take whole batches in turns; else None.
+    batch_ends: list[int] | None = None
 
     def __init__(self, collect_device: str = "cpu", prefix: str | None = None, collect_dir: str | None = None) -> None:
         require_one_of("collect_device", collect_device, ("cpu", "gpu"))
@@ -124,8 +127,14 @@ class BaseMetric(ABC):
                 "equally many: only the first %d count. Append one result per sample or per batch",
                 type(self).__name__, total, size, get_world_size(), size,
             )  # fmt: skip
-        collected = collect_results(results, size, device=self.collect_device, tmpdir=self.collect_dir)
-        return run_on_main(lambda: self._computed(collected or []))
+        parts, count = results, size
+        if self.batch_ends is not None:  # what is in turns is the results of a batch
+            parts = [results[begin:end] for begin, end in pairwise([0, *self.batch_ends[:-1], len(results)])]
+            count = all_reduce_tree(len(parts))
+        collected = collect_results(parts, count, device=self.collect_device, tmpdir=self.collect_dir) or []
+        if self.batch_ends is not None:
+            collected = list(chain.from_iterable(collected))[:size]
+        return run_on_main(lambda: self._computed(collected))
 
     def _computed(self, results: list[Any]) -> dict[str, Any]:
         with _as_one_process():
