@@ -40,7 +40,7 @@ class AddBody(Hook):
     def before_train_epoch(self, runner: Any) -> None:
         if runner.epoch > 0 and not (body := unwrap_model(runner.model).body).weight.requires_grad:
             body.requires_grad_(True)
-            runner.optim_wrapper.optimizer.add_param_group({"params": list(body.parameters()), "lr": 0.002})
+            runner.optim_wrapper.add_param_group({"params": list(body.parameters()), "lr": 0.002})
 
 
 def run(work_dir: Path, epochs: int, frozen: str | None = None, optimizer: str = "Adam", **changes: Any) -> Runner:

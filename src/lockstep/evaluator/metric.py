@@ -114,6 +114,7 @@ class BaseMetric(ABC):
             PeerError: on the other ranks, if `compute_metrics` failed on rank 0.
         """
         results, self.results = self.results, []
+        ends, self.batch_ends = self.batch_ends, None
         total = all_reduce_tree(len(results))
         if total == 0:
             raise ValueError(
@@ -128,11 +129,11 @@ class BaseMetric(ABC):
                 type(self).__name__, total, size, get_world_size(), size,
             )  # fmt: skip
         parts, count = results, size
-        if self.batch_ends is not None:  # what is in turns is the results of a batch
-            parts = [results[begin:end] for begin, end in pairwise([0, *self.batch_ends[:-1], len(results)])]
+        if ends is not None:  # what is in turns is the results of a batch
+            parts = [results[begin:end] for begin, end in pairwise([0, *ends[:-1], len(results)])]
             count = all_reduce_tree(len(parts))
         collected = collect_results(parts, count, device=self.collect_device, tmpdir=self.collect_dir) or []
-        if self.batch_ends is not None:
+        if ends is not None:
             collected = list(chain.from_iterable(collected))[:size]
         return run_on_main(lambda: self._computed(collected))
 
