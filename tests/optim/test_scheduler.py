@@ -138,6 +138,25 @@ def test_a_schedule_goes_on_from_its_state_to_the_last_bit(chain, steps):
     assert first + run(other_optimizer, others, 8 - steps) == whole
 
 
+@pytest.mark.parametrize("chain", CHAINS)
+def test_a_group_that_is_added_goes_on_from_its_own_rate(chain):
+    """As one of the same rate that has been there, times a factor that is its own; also from a state."""
+    optimizer, reference = sgd(), sgd(groups=2)
+    schedulers, others = (build(one, CHAINS[chain], epochs=9, iters=9) for one in (optimizer, reference))
+    for count in range(9):
+        if count == 4:
+            rate = reference.param_groups[1]["lr"]
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": rate})
+        if count == 6:
+            for scheduler in schedulers:
+                scheduler.load_state_dict(json.loads(json.dumps(scheduler.state_dict())))
+        for scheduler in [*schedulers, *others]:
+            scheduler.step()
+        if count >= 4:
+            rates = [[group["lr"] for group in one.param_groups] for one in (optimizer, reference)]
+            assert rates[0] == pytest.approx(rates[1]), count
+
+
 def test_stepping_before_the_optimizer_does_not_warn():
     optimizer = sgd()
     course(optimizer, build(optimizer, {"type": lr_scheduler.StepLR, "step_size": 1}, epochs=3, iters=3), 3)

@@ -220,6 +220,29 @@ def test_predictions_are_in_the_order_of_the_dataset_each_once(tmp_path: Path):
     assert active_children() == before
 
 
+class Order(BaseMetric):
+    """Which samples were evaluated, in the order of the results."""
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        self.results += data_batch[1].tolist()
+
+    def compute_metrics(self, results: list[int]) -> dict[str, Any]:
+        return {"order": list(results)}
+
+
+@ranks(1, 2, 3)
+def test_results_are_in_the_order_of_batches_that_the_user_has_made(tmp_path: Path):
+    batches = [[12, 3, 4], [0, 1], [2], [5, 6, 7, 8, 9, 10, 11]]
+    numbered = TensorDataset(X, torch.arange(13))
+    loaders = {"own": DataLoader(numbered, batch_sampler=batches), "plain": DataLoader(numbered, batch_size=2)}
+    runner = make(
+        Scores(), tmp_path, loss=lambda scores, y: scores.sum(), val_dataloader=loaders, val_evaluator=Order()
+    )
+    found = runner.val()
+    assert found["own/order"] == [index for batch in batches for index in batch]
+    assert found["plain/order"] == list(range(13))
+
+
 @ranks(2)
 def test_predictions_of_shards_and_of_outputs_in_parts(tmp_path: Path):
     model = Parts()

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hook
+from lockstep.model import unwrap_model
 from lockstep.optim import OptimWrapper
 from lockstep.runner import Runner
 from lockstep.testing import ranks
@@ -31,6 +32,15 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x)).square().mean()
+
+
+class AddBody(Hook):
+    """Unfreezes `body` after the first epoch, in a group of its own."""
+
+    def before_train_epoch(self, runner: Any) -> None:
+        if runner.epoch > 0 and not (body := unwrap_model(runner.model).body).weight.requires_grad:
+            body.requires_grad_(True)
+            runner.optim_wrapper.add_param_group({"params": list(body.parameters()), "lr": 0.002})
 
 
 def run(work_dir: Path, epochs: int, frozen: str | None = None, optimizer: str = "Adam", **changes: Any) -> Runner:
@@ -66,7 +76,36 @@ def test_parameters_without_a_state_begin_without(frozen: str | None, tmp_path: 
 @ranks(1, 2)
 def test_the_state_of_what_is_frozen_now_is_left_alone(tmp_path: Path):
     run(tmp_path, 1)
-    assert steps_of(run(tmp_path, 2, "body", resume=True))["head"] == 6
+    resumed = run(tmp_path, 2, "body", resume=True)
+    assert steps_of(resumed)["head"] == 6
+    assert "left out" not in (resumed.run_dir / "log.txt").read_text()  # the optimizer has it
+
+
+@ranks(1, 2)
+def test_a_state_that_the_optimizer_has_no_place_for_yet_is_named(tmp_path: Path):
+    def unfrozen(epochs: int, **changes: Any) -> Runner:
+        net = Net("body")
+        torch.manual_seed(3)
+        runner = Runner(
+            net,
+            tmp_path,
+            train_dataloader={"dataset": TensorDataset(X), "batch_size": 4 // get_world_size()},
+            train_cfg={"max_epochs": epochs},
+            optim_wrapper=torch.optim.Adam(net.head.parameters(), lr=0.01),
+            custom_hooks=[AddBody()],
+            strategy=None if get_world_size() == 1 else {"type": "ddp", "find_unused_parameters": True},
+            visualizer=[],
+            **changes,
+        )
+        runner.train()
+        return runner
+
+    assert steps_of(unfrozen(2)) == {"head": 6, "body": 3}
+    resumed = unfrozen(3, resume=True)
+    assert steps_of(resumed) == {"head": 9, "body": 3}
+    log = (resumed.run_dir / "log.txt").read_text()
+    assert "the state of 'body.weight', 'body.bias' in" in log
+    assert "give the optimizer all parameters from the beginning" in log
 
 
 @ranks(1, 2)

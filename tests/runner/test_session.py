@@ -213,6 +213,24 @@ def test_gathered_rows_are_the_dataset_in_its_order(tmp_path, strategy):
             session.gather(X[:2, : get_rank() + 1])
 
 
+@pytest.mark.parametrize("by", ["batch_sampler", "sampler"])
+@ranks(1, 2)
+def test_rows_of_batches_that_the_user_has_made_come_back_in_their_order(tmp_path: Path, by: str):
+    session = session_of(tmp_path)
+    model = network()
+    model, _, train = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    numbers = TensorDataset(torch.arange(8))
+    batches: dict[str, Any] = {by: [[6, 0, 3], [5], [1, 2], [4, 7]]}
+    if by == "sampler":  # which draws lists of indices
+        batches["batch_size"] = None
+    own, plain = (session.prepare_evaluation(DataLoader(numbers, **each)) for each in (batches, {"batch_size": 3}))
+    for _ in session.epochs(1):
+        for x, y in train:
+            session.step(F.cross_entropy(model(x), y))
+        assert torch.cat([session.gather(rows) for (rows,) in own]).tolist() == [6, 0, 3, 5, 1, 2, 4, 7]
+        assert torch.cat([session.gather(rows) for (rows,) in plain]).tolist() == list(range(8))
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @ranks(1, 2)
 def test_records_have_the_rates_of_the_update_although_the_loop_steps_its_schedule_after_it(tmp_path, strategy):

@@ -209,6 +209,12 @@ def global_order_of(loader: Any) -> GlobalOrder | None:
     return None
 
 
+def deals_batches(loader: Any) -> bool:
+    """Return whether the ranks take whole batches in turns, as those of a user's batch sampler, not samples."""
+    order = global_order_of(loader)
+    return order is not None and (order.unit == "batches" or loader.batch_sampler is None)  # or the sampler draws them
+
+
 class CountedBatches:
     """An iterator over the batches of a loader, which knows how many samples were put into each.
 

@@ -174,10 +174,15 @@ class Evaluator:
         for metric in self.metrics:
             metric.dataset_meta = meta
 
-    def reset(self) -> None:
-        """Forget the results of a pass that has failed; a pass that is complete leaves none."""
+    def reset(self, deals_batches: bool = False) -> None:
+        """Begin a pass: forget the results of one that has failed; a pass that is complete leaves none.
+
+        Args:
+            deals_batches: whether the ranks take whole batches in turns, not samples.
+        """
         for metric in self.metrics:
             metric.results = []
+            metric.batch_ends = [] if deals_batches else None
             if isinstance(metric, TorchmetricsMetric):
                 metric.metric.reset()
 
@@ -192,6 +197,8 @@ class Evaluator:
         for metric in self.metrics:
             try:
                 metric.process(data_batch, data_samples)
+                if metric.batch_ends is not None:
+                    metric.batch_ends.append(len(metric.results))
             except Exception as error:
                 own = metric.metric if isinstance(metric, TorchmetricsMetric) else metric
                 error.add_note(f"while the metric {type(own).__name__} was given the predictions for a batch")

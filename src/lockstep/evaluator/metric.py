@@ -7,6 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, pairwise
 from math import exp, inf, nan
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,8 +36,7 @@ class BaseMetric(ABC):
 
     A subclass appends to `self.results` in `process`, on every rank, and computes the metric values from the results of
     all ranks in `compute_metrics`, on rank 0. Append one result per sample if each sample must count exactly once even
-    if a sampler repeats some; the results are then in the order of the sampler. With a batch sampler of the user's own,
-    of which each rank gets whole batches, they are in another order on several ranks.
+    if a sampler repeats some; the results are then in the order of the loader.
 
     Args:
         collect_device: accepted for compatibility, `"cpu"` or `"gpu"`: the hosts collect results, whatever it is.
@@ -51,6 +51,8 @@ class BaseMetric(ABC):
     default_prefix: ClassVar[str | None] = None
     units: Mapping[str, str] = {}
     _may_be_empty: ClassVar[bool] = False  # whether a metric may have nothing to compute
+    # How many results there were after each batch of this pass, where ranks take whole batches in turns; else None.
+    batch_ends: list[int] | None = None
 
     def __init__(self, collect_device: str = "cpu", prefix: str | None = None, collect_dir: str | None = None) -> None:
         require_one_of("collect_device", collect_device, ("cpu", "gpu"))
@@ -112,6 +114,7 @@ class BaseMetric(ABC):
             PeerError: on the other ranks, if `compute_metrics` failed on rank 0.
         """
         results, self.results = self.results, []
+        ends, self.batch_ends = self.batch_ends, None
         total = all_reduce_tree(len(results))
         if total == 0:
             raise ValueError(
@@ -125,8 +128,14 @@ class BaseMetric(ABC):
                 "equally many: only the first %d count. Append one result per sample or per batch",
                 type(self).__name__, total, size, get_world_size(), size,
             )  # fmt: skip
-        collected = collect_results(results, size)
-        return run_on_main(lambda: self._computed(collected or []))
+        parts, count = results, size
+        if ends is not None:  # what is in turns is the results of a batch
+            parts = [results[begin:end] for begin, end in pairwise([0, *ends[:-1], len(results)])]
+            count = all_reduce_tree(len(parts))
+        collected = collect_results(parts, count) or []
+        if ends is not None:
+            collected = list(chain.from_iterable(collected))[:size]
+        return run_on_main(lambda: self._computed(collected))
 
     def _computed(self, results: list[Any]) -> dict[str, Any]:
         with _as_one_process():

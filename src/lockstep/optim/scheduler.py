@@ -8,6 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from numbers import Real
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
@@ -335,11 +336,14 @@ class FormulaScheduler(ParamScheduler):
             self._last[index] = self._read(group)
 
     def _moved(self, t: int) -> list[float]:
-        """Return the first values for which the formula gives the current values at `t`."""
+        """Return the first values for which the formula gives the current values at `t`.
+
+        A group that the optimizer has got since then goes on from its value, as one whose value was changed.
+        """
         slope, offset = self._line(t)
         return [
-            base if now == last or slope == 0 else (now - offset) / slope
-            for base, last, now in zip(self._base, self._last, self.get_last_value(), strict=True)
+            (now if base is None else base) if now == last or slope == 0 else (now - offset) / slope
+            for base, last, now in zip_longest(self._base, self._last, self.get_last_value())
         ]
 
     def _line(self, t: int) -> tuple[float, float]:

@@ -303,6 +303,10 @@ class OptimWrapper:
         """The parameter groups of the optimizer."""
         return self.optimizer.param_groups
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Let the optimizer update further parameters, such as those that are unfrozen during the training."""
+        self.optimizer.add_param_group(param_group)
+
     @property
     def defaults(self) -> dict[str, Any]:
         """The options that the optimizer's parameter groups have by default."""

@@ -12,7 +12,7 @@ import torch
 
 from lockstep.dataset import batch_size_of, length_of
 from lockstep.dataset.loader import drawn_from
-from lockstep.dataset.position import CountedBatches, check_alike
+from lockstep.dataset.position import CountedBatches, check_alike, deals_batches
 from lockstep.dataset.sampler import ShardingSampler
 from lockstep.device import get_device
 from lockstep.errors import ConfigError
@@ -138,7 +138,7 @@ class EvalLoop:
         for one in self.sets:
             if len(self.sets) > 1:  # an evaluator may be that of another set, too
                 one.evaluator.set_dataset_meta(getattr(one.dataset, "metainfo", None))
-            one.evaluator.reset()
+            one.evaluator.reset(deals_batches(one.dataloader))
             kept = random_state_kept() if self.keeps_random_state else nullcontext()  # each set draws as if alone
             with kept, runner.agreement.evaluation() if self._may_stop else nullcontext():
                 if runner.iter == 0:  # else the training has done so

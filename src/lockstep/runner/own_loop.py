@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.dataset import set_epoch
+from lockstep.dataset.position import deals_batches
 from lockstep.dataset.random_state import set_random_state
 from lockstep.device import get_device
 from lockstep.dist.agreement import differing
@@ -55,6 +56,7 @@ class OwnLoop(TrainLoop):
             self.val_interval = DEFAULT_INTERVAL
         self.max_iters = 0
         self.counts = True  # whether the present batch is this rank's own
+        self.deals_batches = deals_batches(self.dataloader)  # whether ranks take the present batches in turns
         self.has_data = True  # otherwise the numbers of iterations take the place of batches
         self._values: dict[str, Any] = {}
         self.batch: Any = None  # of the present iteration, on the host
@@ -288,6 +290,7 @@ class OwnLoop(TrainLoop):
         # In the midst of an iteration or of an accumulation window, what has been computed can't be saved.
         may_stop = not self.is_stepping and not run.optim_wrapper.has_open_window
         with run.saving.at_stop(), random_state_kept(), run.evaluated(), self._weights_to_evaluate(), context:
+            self.deals_batches = deals_batches(loader)
             for batch in EvenBatches(loader).iterate():
                 if may_stop:
                     self._stop_in_validation()
@@ -366,6 +369,7 @@ class OwnLoop(TrainLoop):
             yield
         finally:
             self.counts, self._is_evaluating = True, False
+            self.deals_batches = deals_batches(self.dataloader)
             self.runner.call_hook("after_val")
             reshard(unwrap_model(self.runner.model))  # hooks of an iteration that goes on look for shards
 

@@ -23,7 +23,7 @@ from lockstep.checkpoint.verifying import check_files, check_resumable
 from lockstep.dataset.position import Position
 from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.dist import all_gather_object, get_rank, is_main_process, run_on_main
-from lockstep.errors import CheckpointError, ConfigError, LockstepError, counted
+from lockstep.errors import CheckpointError, ConfigError, LockstepError, counted, listed
 from lockstep.launch.worker import RESUME_SINCE, noted_runs
 from lockstep.location import Location, RemotePath, absolute, locate
 from lockstep.model import unwrap_model
@@ -328,6 +328,7 @@ def restore_run(
         options = ResumedOptions(run, meta, own_groups, saved_groups, origin)
         options.load_schedules()
     strategy.load_state(state["model"], state.get("optimizer"))
+    _tell_of_states_left_out(origin, own_groups or (), state.get("optimizer", {}).get("state", ()))
     with _restored(origin, "a scale of losses"):
         run.optim_wrapper.load_extra_state(meta.get("optim_wrapper", {}))
     position = meta["position"]
@@ -414,6 +415,18 @@ def _read_state(
         state["model"] |= state.pop(TRAINED_PART)
         _logger.info("the run has no EMAHook any more: it goes on with the trained weights, not with their average")
     return wanted, state
+
+
+def _tell_of_states_left_out(origin: Location, groups: Iterable[Mapping[str, Any]], saved: Iterable[str]) -> None:
+    """Warn of parameters, frozen now, whose state the optimizer has no place for: they may be unfrozen later."""
+    held = {name for group in groups for name in group["params"]}
+    if others := [name for name in saved if name not in held]:
+        _logger.warning(
+            "the state of %s in %s is left out, because they are frozen and the optimizer does not have them: if they "
+            "are trained again, their moments begin anew. To keep these, give the optimizer all parameters from the "
+            "beginning: it passes over frozen ones",
+            listed(map(repr, others)), origin,
+        )  # fmt: skip
 
 
 @contextmanager

@@ -354,7 +354,7 @@ class Session:
         return self.run.optim_wrapper.optim_context(self.run.model)
 
     def gather(self, *tensors: Tensor) -> Any:
-        """Return each tensor's rows of all ranks, on every rank, each sample of the dataset once and in its order.
+        """Return each tensor's rows of all ranks, on every rank, each sample once and in the order of the loader.
 
         Args:
             *tensors: one row per sample of the present batch of a loader from `prepare_evaluation`.
@@ -390,9 +390,10 @@ class Session:
                     f"gather() takes rows of one shape on all ranks, but theirs are {listed([*shapes])} {at}. Pad them "
                     "alike, or reduce each to a number before"
                 )
-        # In the order of the dataset: the first of each rank, then the second of each.
-        places = [torch.cat([torch.arange(len(one), device=one.device) for one in part]) for part in parts]
-        gathered = tuple(torch.cat(part)[place.argsort(stable=True)] for part, place in zip(parts, places, strict=True))
+        gathered = tuple(map(torch.cat, parts))
+        if not self._prepared().deals_batches:  # samples in turns: the first of each rank, then the second of each
+            places = [torch.cat([torch.arange(len(one), device=one.device) for one in part]) for part in parts]
+            gathered = tuple(rows[place.argsort(stable=True)] for rows, place in zip(gathered, places, strict=True))
         return gathered[0] if len(gathered) == 1 else gathered
 
     def save(self, name: str | None = None, *, async_save: bool = False) -> None:
