@@ -138,6 +138,17 @@ def test_a_host_name_that_does_not_resolve():
     assert "does not resolve" in found["host"]["text"]
 
 
+@pytest.mark.parametrize(("tasks", "nodes", "status"), [(1, 1, "warning"), (2, 2, "fault")])
+def test_a_node_of_slurm_whose_name_does_not_resolve_matters_to_several_nodes(tasks, nodes, status):
+    of_step = {"PROCID": "0", "LOCALID": "0", "NODEID": "0", "JOB_ID": "7", "STEP_ID": "0", "NTASKS": str(tasks)}
+    of_step |= {"JOB_NODELIST": "no-such-host.invalid", "NNODES": str(nodes), "STEP_NUM_NODES": str(nodes)}
+    counts = f"1(x{nodes})" if nodes > 1 else "1"
+    of_step |= {"TASKS_PER_NODE": counts, "STEP_TASKS_PER_NODE": counts, "STEP_NUM_TASKS": str(tasks)}
+    _, found = look("--timeout", "3", env={f"SLURM_{name}": value for name, value in of_step.items()})
+    assert (found["launcher"]["status"], found["host"]["status"]) == ("ok", status)
+    assert "the node of rank 0, no-such-host.invalid, does not resolve" in found["host"]["text"]
+
+
 def test_two_nodes_on_one_machine():
     with socket.create_server(("127.0.0.1", 0)) as server:
         rdzv = f"127.0.0.1:{server.getsockname()[1]}"

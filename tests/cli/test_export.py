@@ -42,7 +42,8 @@ def test_what_is_written_is_said(here, trained, words, names, says):
     ("words", "says"),
     [
         (["none", "out"], "`CKPT` must be a checkpoint, the folder of a run, or a work_dir, but none does not exist"),
-        ([".", "out"], "but . holds no complete checkpoint"),
+        ([".", "out"], "but . has no last_checkpoint that leads to one. The newest one in it is run/epoch_1"),
+        ([".", "out", "--best"], "but . holds no best checkpoint"),
         (["run", "run"], "what is written must go to a new or empty folder, but run is a folder that holds epoch_1"),
         (["run", "out", "--to", "hf"], "must have a config of HuggingFace's to be written for from_pretrained"),
         (["run", "out", "--ema"], "must have averaged weights, as EMAHook saves them, but has none"),

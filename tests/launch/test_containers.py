@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lockstep.checkpoint.drafts import FolderDraft
 
-from .jobs import LOOPBACK, PYTHON, require, run, run_at_once
+from .jobs import LOOPBACK, PYTHON, Job, require, run, run_at_once
 
 IN_CONTAINER = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc")
 
@@ -33,6 +37,20 @@ from lockstep.checkpoint import remove_dead_drafts
 print(remove_dead_drafts([Path(sys.argv[1])]))
 """
 
+LEAVING = """
+import psutil, subprocess, sys, time
+left = int(subprocess.run(["sh", "-c", "sleep 0.2 & echo $!"], stdout=subprocess.PIPE).stdout)
+while psutil.pid_exists(left) and psutil.Process(left).status() != psutil.STATUS_ZOMBIE:
+    time.sleep(0.02)
+time.sleep(0.5)
+print("zombies:", [one.pid for one in psutil.process_iter() if one.status() == psutil.STATUS_ZOMBIE])
+sys.exit(7)
+"""
+
+
+def before_others_in_path(folder: Path) -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+
 
 def test_a_rank_in_another_container_is_late_and_not_gone() -> None:
     with socket.create_server((LOOPBACK, 0)) as server:
@@ -52,3 +70,21 @@ def test_a_checkpoint_that_another_container_writes_is_left_alone(tmp_path: Path
         ended = run([*before, PYTHON, "-c", CLEARING, str(tmp_path)])
         assert (ended.code, ended.out) == (0, "[]\n"), ended.err
     assert draft.folder.is_dir()
+
+
+def test_a_signal_ends_the_first_process_of_a_container_while_it_starts(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import pathlib, time\npathlib.Path('loading').touch()\ntime.sleep(3)\n")
+    (tmp_path / "script.py").touch()
+    command = (*IN_CONTAINER, PYTHON, "-m", "lockstep", "launch", "script.py")
+    with Job(command, env=before_others_in_path(tmp_path), cwd=tmp_path) as job:
+        while not (tmp_path / "loading").exists():
+            assert job.running()
+            time.sleep(0.02)
+        psutil.Process(job.pid).children()[0].terminate()
+        assert job.end().code == 128 + signal.SIGTERM
+
+
+def test_the_first_process_of_a_container_waits_for_what_others_have_left(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(LEAVING)
+    ended = run([*IN_CONTAINER, PYTHON, "-m", "lockstep", "launch", "script.py"], cwd=tmp_path)
+    assert (ended.code, ended.out) == (7, "zombies: []\n"), ended.err

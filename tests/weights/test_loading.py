@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -73,6 +74,16 @@ def test_what_is_not_there_and_a_folder_are_told_apart(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=f"{path.name} {says}"):
             load_checkpoint(Tied(), path)
+
+
+def test_a_work_dir_without_its_last_checkpoint_names_the_newest_one(tmp_path: Path) -> None:
+    run = load(written(tmp_path), tmp_path / "work").run_dir
+    (tmp_path / "work" / "last_checkpoint").unlink()
+    newest = re.escape(str(run / "epoch_1"))
+    with pytest.raises(
+        ConfigError, match=f"has no last_checkpoint that leads to one. The newest one in it is {newest}"
+    ):
+        load_checkpoint(Tied(), tmp_path / "work")
 
 
 @given(st.binary(max_size=200))

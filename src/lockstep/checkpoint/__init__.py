@@ -16,6 +16,7 @@ from lockstep.checkpoint.search import (
     find_checkpoints,
     find_last_checkpoint,
     is_checkpoint,
+    newest_within,
     place_of,
     written_at,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "find_last_checkpoint",
     "is_checkpoint",
     "load_state",
+    "newest_within",
     "place_of",
     "read_infos",
     "read_meta",

@@ -65,6 +65,14 @@ def place_of(path: Location) -> str:
     return next((f". There is {one}" for one in there), "")
 
 
+def newest_within(folder: Location) -> str:
+    """Say which is the newest checkpoint in the runs of a folder that does not say so itself; return "" if none is."""
+    if not isinstance(folder, Path):  # to list a bucket takes long
+        return ""
+    there = (one for one in find_checkpoints([folder]) if is_checkpoint(one))
+    return next((f"has no {POINTER_FILE} that leads to one. The newest one in it is {one}" for one in there), "")
+
+
 def candidates(work_dir: Location, roots: Sequence[Location] = ()) -> Iterator[tuple[Location, str | None]]:
     """Yield the checkpoints to resume from, the best one first, each with what is wrong with it, or None.
 

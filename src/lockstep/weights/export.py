@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint import place_of, read_infos, read_meta, read_tensors
+from lockstep.checkpoint import newest_within, place_of, read_infos, read_meta, read_tensors
 from lockstep.dist import is_main_process, run_on_main
 from lockstep.errors import ConfigError, counted, require_known, require_one_of
 from lockstep.location import Location, locate
@@ -322,6 +322,8 @@ def _checkpoint(path: str | Path, *, best: bool) -> Location:
         if location.is_dir():
             what = f"holds no {'best' if best else 'complete'} checkpoint"
         elsewhere = place_of(location) or ". Those of a run lie under work_dirs/NAME/TIME, as epoch_1"
+        if not best and (newest := newest_within(location)):
+            what, elsewhere = newest, ""
         raise ConfigError(
             f"`CKPT` must be a checkpoint, the folder of a run, or a work_dir, but {location} {what}{elsewhere}"
         )

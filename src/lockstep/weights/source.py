@@ -16,7 +16,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import find_checkpoints, find_last_checkpoint, is_checkpoint, place_of, read_meta
+from lockstep.checkpoint import (
+    find_checkpoints,
+    find_last_checkpoint,
+    is_checkpoint,
+    newest_within,
+    place_of,
+    read_meta,
+)
 from lockstep.checkpoint.search import readable_manifest
 from lockstep.errors import ConfigError, listed
 from lockstep.location import Location, locate
@@ -185,6 +192,8 @@ def _no_weights(location: Location, argument: str) -> ConfigError:
             ". Download weights from the web first; those in a bucket may be given as s3://BUCKET/NAME"
         )
         return ConfigError(f"{wanted} does not exist{elsewhere}")
+    if newest := newest_within(location):
+        return ConfigError(f"{wanted} {newest}")
     found = sorted(one.name for one in location.iterdir())
     if _ADAPTER in found:
         return ConfigError(

@@ -192,10 +192,19 @@ def host(env: Mapping[str, str]) -> Finding:
     if at.master_addr is not None:
         facts["master_addresses"] = found = addresses_of(at.master_addr)
         if not found:
-            says = f"MASTER_ADDR, {at.master_addr}, does not resolve: the ranks cannot meet there"
-            others.append(
-                ("fault", says, "Give the address or a name of the node of rank 0 that resolves on all nodes.")
-            )
+            what = "MASTER_ADDR" if env.get("MASTER_ADDR") else "the node of rank 0"
+            remedy = "Give MASTER_ADDR the address or a name of the node of rank 0 that resolves on all nodes."
+            if at.num_nodes == 1 and at.local_size == at.world_size and not at.agent_store:
+                others.append(
+                    (
+                        "warning",
+                        f"{what}, {at.master_addr}, does not resolve, which ranks on one node do without",
+                        remedy,
+                    )
+                )
+            else:
+                says = f"{what}, {at.master_addr}, does not resolve: the ranks cannot meet there"
+                others.append(("fault", says, remedy))
         elif at.num_nodes > 1 and all(address.startswith("127.") or address == "::1" for address in found):
             says = f"MASTER_ADDR, {at.master_addr}, is {found[0]} here, which no other node reaches"
             others.append(("fault", says, "Give an address of the node of rank 0 in the network between the nodes."))

@@ -1,0 +1,46 @@
+"""The first process of a container.
+
+The kernel gives that process no signal for which it has no handler: while torch is loaded, or a model is built, SIGTERM
+would be lost. And processes whose parents have ended are its children, which somebody must wait for.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import NoReturn
+
+_SI_KERNEL = 0x80  # of a signal that a terminal has sent, which the child has got, too
+_FAULTS = {"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS"}
+_OF_TERMINALS = {"SIGTSTP", "SIGTTIN", "SIGTTOU"}
+
+
+def leave_first_process() -> None:
+    """In the first process of a container, go on in a child; the first one passes on signals, and ends as it does."""
+    if os.getpid() != 1:
+        return
+    signals = {one for one in signal.Signals if one.name not in _FAULTS | _OF_TERMINALS}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # none is lost
+    child = os.fork()
+    if child:
+        _attend(child, signals)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _attend(child: int, signals: set[signal.Signals]) -> NoReturn:
+    while True:
+        came = signal.sigwaitinfo(signals)
+        if came.si_signo == signal.SIGCHLD:
+            _wait_for_the_dead(child)
+        elif came.si_code != _SI_KERNEL:
+            os.kill(child, came.si_signo)
+
+
+def _wait_for_the_dead(child: int) -> None:
+    while True:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)  # as a shell reports it: no signal ends this process
+        if pid == 0:
+            return
