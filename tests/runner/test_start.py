@@ -87,6 +87,19 @@ def test_ranks_that_train_alone_are_told(
     ] * (world_size == "2")
 
 
+@pytest.mark.parametrize(("tasks", "given"), [("1", {}), ("8", {}), ("8", {"SLURM_PTY_PORT": "40000"})])
+def test_a_slurm_job_of_several_tasks_that_trains_in_the_body_of_its_script_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tasks: str, given: dict[str, str]
+):
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": tasks, **given}.items():
+        monkeypatch.setenv(name, value)
+    join_ranks(None, None)
+    said = [record.getMessage() for record in caplog.records]
+    assert [one.partition(":")[0] for one in said] == [
+        "Slurm has given this job 8 tasks, but srun has not started this process"
+    ] * (tasks == "8" and not given)
+
+
 @ranks(2)
 def test_the_environment_is_written_down(tmp_path: Path):
     runner = make(tmp_path)

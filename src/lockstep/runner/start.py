@@ -235,6 +235,12 @@ def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
     if launcher == "none":
         if found != "none":
             _warn_of_lone_ranks(found)
+        elif (tasks := os.environ.get("SLURM_NTASKS", "1")) != "1" and "SLURM_PTY_PORT" not in os.environ:
+            _logger.warning(
+                "Slurm has given this job %s tasks, but srun has not started this process: it trains alone, on all "
+                "data. To train on all tasks, put srun before the command",
+                tasks,
+            )
         return
     lacks_gpu = arguments.get("backend") == "nccl" and not torch.cuda.is_available()
     if lacks_gpu:
