@@ -1,13 +1,15 @@
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from lockstep.cli.main import app
-from lockstep.cli.options import CfgOptions, CfgOptionsCommand, Nproc, ScriptCommand
+from lockstep.cli.options import CfgOptions, CfgOptionsCommand, ScriptCommand
+
+Nproc: TypeAlias = Annotated[int | None, typer.Option()]
 
 
 def invoke(function, cls, words):
