@@ -38,7 +38,7 @@ from lockstep.errors import ConfigError, Preempted
 from lockstep.hooks import Hook
 from lockstep.location import RangeFile, locate, require_disk
 from lockstep.runner import Runner, Session, start
-from lockstep.runner.resuming import find_resumption
+from lockstep.runner.resume_from import find_resumption
 from lockstep.testing import ranks
 from lockstep.weights import export_checkpoint, load_checkpoint
 

@@ -24,7 +24,7 @@ from lockstep.hooks import CheckpointHook, Hook
 from lockstep.launch.worker import RESUME_SINCE, RUNS_FILE
 from lockstep.registry import HOOKS
 from lockstep.runner import Runner
-from lockstep.runner.resuming import find_resumption
+from lockstep.runner.resume_from import find_resumption
 from lockstep.testing import ranks
 from lockstep.weights import find_checkpoint
 

@@ -50,7 +50,7 @@ from lockstep.masking import mask_text, mask_value, mask_words, secrets_in
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.registry import in_default_scope
 from lockstep.registry.signatures import Arguments
-from lockstep.runner import resuming
+from lockstep.runner import resume_from
 from lockstep.runner.arguments import MATMUL_PRECISIONS, RunnerArguments, checked_keys
 from lockstep.runner.data_workers import refuse_script_imported_by_worker
 from lockstep.runner.options import first_difference
@@ -85,18 +85,18 @@ def open_workspace(
     join_ranks(args.launcher, args.env_cfg)
     _check_same_arguments(args)
     rank, world_size = get_dist_info()
-    folders = resuming.checkpoint_folders(args, hooks)
+    folders = resume_from.checkpoint_folders(args, hooks)
     if trains:
-        resuming.check_writable(folders)
-    resuming.clear_drafts(folders if trains else folders[:1])  # first of all: they may fill the disk
+        resume_from.check_writable(folders)
+    resume_from.clear_drafts(folders if trains else folders[:1])  # first of all: they may fill the disk
     stored, skipped = None, list[str]()
     if trains or args.resume:
-        stored, skipped = resuming.find_resumption(load_from, folders, asked=args.resume, beginning=args.beginning)
+        stored, skipped = resume_from.find_resumption(load_from, folders, asked=args.resume, beginning=args.beginning)
     work_dir = Path(args.work_dir)
     run_dir = make_run_dir(work_dir, args.experiment_name, folders[1:] if trains else ())
     if trains:
         note_run(run_dir.name)
-    seed = set_randomness(resuming.randomness_of(args.randomness, stored))
+    seed = set_randomness(resume_from.randomness_of(args.randomness, stored))
     run_on_main(lambda: save_config(args.cfg, run_dir))
     return Workspace(
         args=args,
@@ -142,13 +142,13 @@ def let_train(space: Workspace, load_from: Weights | None, hooks: Iterable[Any] 
 
     **Collective**: every rank of the job.
     """
-    args, folders = space.args, resuming.checkpoint_folders(space.args, hooks)
-    resuming.check_writable(folders)
-    resuming.clear_drafts(folders[1:])
+    args, folders = space.args, resume_from.checkpoint_folders(space.args, hooks)
+    resume_from.check_writable(folders)
+    resume_from.clear_drafts(folders[1:])
     if not args.resume:  # else it has been looked for
-        space.stored, space.skipped = resuming.find_resumption(load_from, folders, asked=False)
+        space.stored, space.skipped = resume_from.find_resumption(load_from, folders, asked=False)
         if space.stored is not None:
-            space.seed = set_randomness(resuming.randomness_of(args.randomness, space.stored))
+            space.seed = set_randomness(resume_from.randomness_of(args.randomness, space.stored))
     note_run(space.run_dir.name)
     space.trains = True
 
@@ -179,7 +179,7 @@ def best_checkpoint(args: RunnerArguments, hooks: Iterable[Any], run: Run | None
     Another job may train in the same work_dir. The `hooks` were registered.
     """
     own = [run.checkpoint_dir, run.run_dir] if isinstance(run, TrainRun) else []
-    return best_checkpoint_in(own) or best_checkpoint_in(resuming.checkpoint_folders(args, hooks))
+    return best_checkpoint_in(own) or best_checkpoint_in(resume_from.checkpoint_folders(args, hooks))
 
 
 def find_best(args: RunnerArguments, hooks: Iterable[Any] = (), run: Run | None = None) -> Location:
