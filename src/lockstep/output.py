@@ -66,7 +66,8 @@ def tolerate_closed_output() -> None:
 
 
 def write_output_to(path: str | os.PathLike[str]) -> None:
-    """Append standard output and error, also of C libraries, to one file."""
+    """Append standard output and error, also of C libraries, to one file, whose folder is made if it is not there."""
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(file, 1)
     os.dup2(file, 2)
