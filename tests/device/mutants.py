@@ -63,7 +63,8 @@ def _is_found(number: int, name: str) -> bool:
             sys.exit(f"{module} has no place of its own for the fault {name!r}: {old!r}")
         file.write_text(source.replace(old, new))
         path = os.pathsep.join([folder, str(ROOT)])
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", f"tests/device/{tests}"]
+        options = ("-q", "--tb=no", "--maxfail=5", "-p", "no:cacheprovider")
+        command = [sys.executable, "-m", "pytest", *options, f"tests/device/{tests}"]
         done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+::\w+)(?:\[(.*?)\](?: - .*)?)?$", done.stdout, re.MULTILINE)
     print(f"{number}. {name} ({module}): {done.stdout.strip().splitlines()[-1]}")
