@@ -321,6 +321,20 @@ def test_parts_of_a_shuffled_stream_belong_to_one_order(generator, workers):
     assert by_rank[0][0] != by_rank[0][1]
 
 
+class Unpicklable(Plain):
+    def state_dict(self) -> dict[str, Any]:
+        return {"key": lambda: 0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@ranks(1)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_state_that_cannot_be_pickled_is_named_and_ends_the_pass(workers: int):
+    with pytest.raises(ConfigError, match="`state_dict` of Unpicklable must return what a checkpoint can hold"):
+        list(build_dataloader({"dataset": Unpicklable(), "batch_size": 2, "num_workers": workers}, seed=0))
+
+
 @ranks(2)
 def test_samples_with_sparse_and_nested_tensors_are_compared_by_their_other_values():
     batches = loader(Graphs(), collate_fn=lambda samples: [sample["number"] for sample in samples])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from itertools import chain, islice
@@ -38,7 +39,7 @@ class _Made(NamedTuple):
 
     batch: Any
     samples: int | None
-    positions: dict[str, dict[str, Any]]
+    positions: dict[str, bytes]
     head: list[int]
 
     def pin_memory(self) -> _Made:
@@ -54,14 +55,14 @@ class Begin(NamedTuple):
         furthest: a state of the stream at or before that position; None for its beginning. It holds for every rank and
             worker, as each goes through the whole stream.
         batches: the number of batches that this rank has taken since; a stream that splits itself begins after these.
-        workers: the position of each worker that made one of these batches, by its number.
+        workers: the position of each worker that made one of these batches, by its number; pickled until it is needed.
         turn: the number of the worker after the one that made the last of them.
     """
 
     position: int = 0
     furthest: Mapping[str, Any] | None = None
     batches: int = 0
-    workers: Mapping[str, Mapping[str, Any]] = {}
+    workers: Mapping[str, Any] = {}
     turn: int = 0
 
 
@@ -145,15 +146,22 @@ class StreamShard(IterableDataset[Any]):
         """Choose where the next pass begins."""
         self._begin = begin
 
-    def position(self) -> dict[str, dict[str, Any]]:
-        """Return `{worker: state}` to resume after the last sample that it yielded; empty if the dataset can't."""
+    def position(self) -> dict[str, bytes]:
+        """Return `{worker: state}` to resume after the last sample that it yielded; empty if the dataset can't.
+
+        Raises:
+            ConfigError: the state of the dataset can't be pickled.
+        """
         if not self.has_position:
             return {}
-        position = {"taken": self._taken, "dataset": copy.deepcopy(self._source.state_dict())}
-        if self._random:
-            # As an array: torch would send a tensor from a worker in shared memory.
-            position["random"] = {**self._random, "torch": self._random["torch"].numpy()}
-        return {str(self._worker): position}
+        state = {"taken": self._taken, "dataset": self._source.state_dict(), "random": self._random}
+        try:  # here: a worker would end neither with an error nor with the batch
+            return {str(self._worker): pickle.dumps(state)}
+        except Exception as error:
+            raise ConfigError(
+                f"`state_dict` of {type(self._source).__name__} must return what a checkpoint can hold, but has "
+                f"what can't be pickled: {error}. Leave it out; or the method, to have the samples made again"
+            ) from error
 
     @property
     def head(self) -> list[int]:
@@ -328,16 +336,10 @@ class StreamLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's position in its pass, after the last batch that was taken."""
-        workers, furthest = dict(self._at.workers), self._at.furthest
+        workers, furthest = {worker: _read(state) for worker, state in self._at.workers.items()}, self._at.furthest
         if self.dataset.splits_samples:
             known = [*workers.items(), *([] if furthest is None else [("0", furthest)])]
             workers = dict(sorted(known, key=lambda one: int(one[1]["taken"]))[-1:])
-        workers = {
-            worker: {**state, "random": portable(state["random"])}
-            if isinstance(state.get("random", {}).get("python"), tuple)
-            else state
-            for worker, state in workers.items()
-        }
         at = self._at
         return {
             "begin": at.position, "batches": at.batches, "workers": workers, "turn": at.turn, "layout": self._layout()
@@ -371,6 +373,15 @@ class StreamLoader(DataLoader[Any]):
 
     def _layout(self) -> list[int]:
         return [*self.dataset.shard, max(1, self.num_workers), self.dataset.batch_size]
+
+
+def _read(state: Mapping[str, Any] | bytes) -> Mapping[str, Any]:
+    """Return what `StreamShard.position` has pickled for one worker; a state that was read before as it is."""
+    if not isinstance(state, bytes):
+        return state
+    read: dict[str, Any] = pickle.loads(state)
+    random = read.pop("random")
+    return {**read, "random": portable(random)} if random else read
 
 
 def end_workers(loader: Any) -> None:
