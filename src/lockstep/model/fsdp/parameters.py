@@ -87,6 +87,7 @@ class Materializer:
         if not waiting:
             return
         owners = owners_of_parameters(unit)
+        buffers = [(module, *named) for module in waiting for named in module.named_buffers(recurse=False)]
         if self._init is None:
             self._warn_of_init_weights(unit)
         for module in waiting:
@@ -97,6 +98,9 @@ class Materializer:
         for (first_owner, first_name), *others in owners.values():
             for owner, name in others:
                 setattr(owner, name, getattr(first_owner, first_name))
+        for module, name, buffer in buffers:
+            if buffer.is_meta:
+                setattr(module, name, self._moved.setdefault(buffer, getattr(module, name)))
         for name, tensor in chain(unit.named_parameters(), unit.named_buffers()):
             if tensor.is_meta:
                 raise ValueError(
