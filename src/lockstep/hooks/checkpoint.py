@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from lockstep.checkpoint import is_checkpoint, remove
 from lockstep.checkpoint.values import encode
-from lockstep.errors import ConfigError, require_one_of
+from lockstep.errors import ConfigError, metric_as_number, require_one_of
 from lockstep.hooks.arguments import RULES, check_metrics, rule_of, unknown_metric
 from lockstep.location import Location, absolute, locate
 from lockstep.registry import HOOKS
@@ -169,12 +169,10 @@ class CheckpointHook(Hook):
                 )
         runner.saving.finish()  # which value is the best depends on whether the former one is saved
         for name in self._best_by():
-            if name in metrics and not _is_number(metrics[name]):
-                raise ConfigError(f"`save_best` must be a metric with one number, but {name!r} is {metrics[name]!r}")
             if name not in metrics and name not in self._seen:
                 raise unknown_metric("save_best", name, metrics, runner)
             self._seen.add(name)
-            value = float(metrics.get(name, math.nan))
+            value = metric_as_number("save_best", name, metrics.get(name, math.nan))
             if math.isfinite(value):
                 self._save_if_best(runner, name, value)
             else:
