@@ -40,6 +40,30 @@ def test_every_window_is_the_mean_over_its_own_batches(batches: int, counts: int
     assert torch.allclose(model.weight, by_hand.weight, rtol=1e-5)
 
 
+@given(counts=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), max_size=4))
+def test_a_number_that_is_set_within_a_training_holds_from_the_next_window_on(counts: list[tuple[int, int]]):
+    model, wrapper = make(2)
+    by_hand, plain = make()
+    sizes, window, size, later = dict(counts), [], 2, 2
+    wrapper.initialize_count_status(model, 0, len(BATCHES))
+    for index, batch in enumerate(BATCHES):
+        if index in sizes:
+            wrapper.accumulative_counts = later = sizes[index]
+        size = size if window else later
+        weight = index % 2 + 1
+        wrapper.count_samples(weight, weight)
+        wrapper.update_params(model(batch).square().mean())
+        window.append(weight * by_hand(batch).square().mean())
+        assert wrapper.should_update() == (len(window) == size or index == len(BATCHES) - 1)
+        if wrapper.should_update():
+            used = [i % 2 + 1 for i in range(index + 1 - len(window), index + 1)]
+            plain.optimizer.zero_grad()
+            (sum(window) / sum(used)).backward()
+            plain.optimizer.step()
+            window = []
+    torch.testing.assert_close(model.weight, by_hand.weight)
+
+
 def test_a_training_does_not_begin_with_the_gradients_of_one_that_ended_inside_a_window():
     model, wrapper = make(2)
     wrapper.initialize_count_status(model, 0, 4)

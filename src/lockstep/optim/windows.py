@@ -20,9 +20,11 @@ class Windows:
     of samples; if the window is full and all batches have the same size, that is exactly 1.
 
     Args:
-        size: backward passes in a window.
+        size: backward passes in a window, until `next_size` is set.
 
     Attributes:
+        size: backward passes in the present window.
+        next_size: in those that begin after it.
         count: backward passes so far.
         updates: complete windows so far.
         own: number of samples in the present batch of this rank.
@@ -30,7 +32,7 @@ class Windows:
     """
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size = self.next_size = size
         self.own = self.mean = 1.0
         self._loaded: Mapping[str, Any] = {}
         self.restart(0, None)
@@ -76,7 +78,7 @@ class Windows:
     @property
     def next_completes(self) -> bool:
         """Whether the next backward pass will end a window."""
-        left = self.size if self.is_complete else self._left
+        left = self.next_size if self.is_complete else self._left
         return left == 1 or (self._end is not None and self.count + 1 >= self._end)
 
     @property
@@ -87,14 +89,15 @@ class Windows:
     def weigh(self) -> float:
         """Count the samples of the present batch, and return the factor for its loss, which is divided by `size`."""
         if self.is_complete or self._made == 0:
-            self._reference, self._samples = self.mean or 1.0, 0.0
+            self.size, self._reference, self._samples = self.next_size, self.mean or 1.0, 0.0
         self._samples += self.mean
         return self.own / self._reference
 
     def add(self) -> None:
         """Count a backward pass."""
         if self.is_complete:
-            self._made, self._left = 0, self.size
+            self.size = self._left = self.next_size
+            self._made = 0
         self.count += 1
         self._made += 1
         self._left -= 1

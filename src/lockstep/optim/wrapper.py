@@ -55,7 +55,8 @@ class OptimWrapper:
 
     Attributes:
         optimizer: the optimizer.
-        accumulative_counts: as given.
+        accumulative_counts: as given. It may be set to another number, on every rank alike, which holds from the next
+            window on; a checkpoint does not have it.
         clip_grad: as given, with its `type`; None if gradients are not clipped.
     """
 
@@ -71,7 +72,6 @@ class OptimWrapper:
             raise wrong_type("optimizer", "a torch.optim.Optimizer", optimizer)
         require_count("accumulative_counts", accumulative_counts)
         self.optimizer = optimizer
-        self.accumulative_counts = accumulative_counts
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is closure.empty
         self.clip_grad = checked_clipping(clip_grad)
@@ -81,6 +81,18 @@ class OptimWrapper:
         self._wrapper: nn.Module | None = None  # around the model
         self._model: ModelWrapper | None = None  # the same, if it prepares backward passes
         self._with_gradient: nn.Parameter | None = None  # one that has a gradient of the window that is open
+
+    @property
+    def accumulative_counts(self) -> int:
+        """Number of calls of `update_params` in the present window."""
+        return self._windows.size
+
+    @accumulative_counts.setter
+    def accumulative_counts(self, counts: int) -> None:
+        require_count("accumulative_counts", counts)
+        self._windows.next_size = counts
+        if not self._windows.made:
+            self._windows.size = counts
 
     def initialize_count_status(self, model: nn.Module, init_counts: int = 0, max_counts: int | None = None) -> None:
         """Set how many batches there have been and will be, so that a shorter last window is averaged correctly.

@@ -110,6 +110,16 @@ class OptimWrapperDict(OptimWrapper):
     should_update = _refused("should_update")
 
     @property
+    def accumulative_counts(self) -> int:
+        """The largest number of calls of `update_params` in a window; setting it sets that of each wrapper."""
+        return max(wrapper.accumulative_counts for wrapper in self.values())
+
+    @accumulative_counts.setter
+    def accumulative_counts(self, counts: int) -> None:
+        for wrapper in self.values():
+            wrapper.accumulative_counts = counts
+
+    @property
     def has_open_window(self) -> bool:
         """Whether gradients of some wrapper wait for the batches that complete its window."""
         return any(wrapper.has_open_window for wrapper in self.values())

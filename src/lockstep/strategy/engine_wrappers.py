@@ -113,6 +113,18 @@ class EngineOptimWrapper(OptimWrapper):
     _drift: DriftCheck | None = None
     _updates_at_once = False  # after the backward pass, without code of the user's between
 
+    @property
+    def accumulative_counts(self) -> int:
+        """Number of calls of `update_params` in a window."""
+        return super().accumulative_counts
+
+    @accumulative_counts.setter
+    def accumulative_counts(self, counts: int) -> None:
+        raise ConfigError(
+            f"`accumulative_counts` must stay {self.accumulative_counts} under {self.engine_name}, which was made for "
+            f"it, but was set to {counts}. Use strategy 'ddp' or 'fsdp', or resume with another number"
+        )
+
     def attach(self, engine: Any, module: nn.Module, masters: MasterWeights, *, replicated: bool = True) -> None:
         """Set what makes the updates.
 
