@@ -286,6 +286,11 @@ def test_models_with_an_optimizer_each_are_trained_in_turn(tmp_path, strategy):
                 optims["one"].update_params(loss)
                 optims["two"].zero_grad()
                 session.log(loss_one=loss)
+                assert optims["one"].should_update()
+                with pytest.raises(
+                    TypeError, match=r"is_update is for one .* Call optimizers\['one'\]\.should_update\(\)"
+                ):
+                    _ = session.is_update
         found[kind] = session.run.strategy.model_state()
         with pytest.raises(TypeError, match=r"call one of the models \(one, two\), as in model\['one'\]"):
             model(X)
@@ -407,6 +412,74 @@ def test_what_is_called_in_the_wrong_place_says_so(tmp_path):
             pass
     with pytest.raises(RuntimeError, match="so that no Runner can train it"):
         model.train_step(None, None)
+
+
+def test_a_value_of_no_iteration_is_refused(tmp_path):
+    session = session_of(tmp_path)
+    model = network()
+    model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    evaluated = session.prepare_evaluation(loader())
+
+    def log(where: str) -> None:
+        with pytest.raises(
+            RuntimeError, match=rf"but was called in {where} \(rank 0 of 1\)\. Record what a validation"
+        ):
+            session.log(val_loss=1.0)
+
+    log("no iteration")
+    for epoch in session.epochs(2):
+        for x, y in batches:
+            session.step(F.cross_entropy(model(x), y))
+            for _ in evaluated:
+                log(r"a pass over a loader of prepare_evaluation\(\)")
+                break
+            session.log(kept=1.0)
+            if epoch:
+                break
+        if epoch:
+            session.log(last=2.0)  # of the iteration that was left by `break`
+        else:
+            log("no iteration")
+    records = [json.loads(line) for line in (session.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert "val_loss" not in {name for record in records for name in record}
+    assert (records[-1]["kept"], records[-1]["last"]) == (1.0, 2.0)
+
+
+@ranks(1, 3)
+def test_a_pass_over_evaluation_data_within_another_is_refused(tmp_path):
+    session = session_of(tmp_path)
+    model = network()
+    session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    one, other = session.prepare_evaluation(loader()), session.prepare_evaluation(loader())
+    with pytest.raises(RuntimeError, match=r"began within another one.* \(rank . of .\)\. Go through one after the"):
+        next(zip(one, other, strict=True))
+    assert len(torch.cat([session.gather(y) for x, y in one])) == len(X)
+
+
+@ranks(1, 2)
+def test_batches_of_an_update_may_become_more_with_the_epochs(tmp_path):
+    session = session_of(tmp_path)
+    model, by_hand = network(), network()
+    model[1].p = by_hand[1].p = 0.0
+    batches = DataLoader(TensorDataset(X[:20], Y[:20]), batch_size=4 // get_world_size())
+    model, optimizer, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), batches)
+    updates = []
+    for epoch in session.epochs(3):
+        optimizer.accumulative_counts = epoch + 1
+        for x, y in batches:
+            session.step(F.cross_entropy(model(x), y))
+            updates += [session.iter + 1] * session.is_update
+    assert updates == [1, 2, 3, 4, 5, 7, 9, 11, 14, 15]  # a window of two goes on over the end of its epoch
+    plain, done = torch.optim.SGD(by_hand.parameters(), lr=0.1), 0
+    for end in updates:
+        places = [i % 5 for i in range(done, end)]
+        loss = sum(F.cross_entropy(by_hand(X[4 * i : 4 * i + 4]), Y[4 * i : 4 * i + 4]) for i in places) / len(places)
+        plain.zero_grad()
+        loss.backward()
+        plain.step()
+        done = end
+    for own, other in zip(model.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(own, other)
 
 
 @pytest.mark.parametrize(

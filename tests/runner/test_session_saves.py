@@ -19,6 +19,7 @@ from lockstep import Session
 from lockstep.checkpoint import read_meta
 from lockstep.dist import all_gather_object, barrier, get_rank, get_world_size
 from lockstep.errors import ConfigError, Preempted
+from lockstep.hooks import Hook
 from lockstep.runner import load_checkpoint, preemption
 from lockstep.testing import ranks
 from lockstep.watch.watch import side_store
@@ -31,6 +32,18 @@ def prepared(work_dir: Path, **options):
     model = nn.Linear(4, 2)
     loader = DataLoader(TensorDataset(X, torch.zeros(12).long()), batch_size=2 // get_world_size())
     return session, *session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+
+
+class Counts(Hook):
+    """Counts the iterations that the last checkpoint shows it."""
+
+    seen = counted = 0
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+        self.seen += 1
+
+    def before_save_checkpoint(self, runner, checkpoint) -> None:
+        self.counted = self.seen
 
 
 def leave(session, model, batches, how: str, *, steps_first: bool = True) -> None:
@@ -58,7 +71,8 @@ def leave(session, model, batches, how: str, *, steps_first: bool = True) -> Non
 @pytest.mark.parametrize("how", ["return", "break", "raise", "exit", "raise in a block"])
 @ranks(1, 2)
 def test_a_save_is_made_however_the_loop_is_left(tmp_path, how):
-    session, model, _, batches = prepared(tmp_path)
+    hook = Counts()
+    session, model, _, batches = prepared(tmp_path, custom_hooks=[hook])
     ends = {"raise": ValueError, "exit": SystemExit}.get(how.partition(" ")[0])
     if how.endswith("block"):
         with pytest.raises(ValueError, match="own"), session:
@@ -70,6 +84,7 @@ def test_a_save_is_made_however_the_loop_is_left(tmp_path, how):
         leave(session, model, batches, how)
     meta = read_meta(session.run_dir / "asked")
     assert (meta["iter"], meta["epoch"], meta["position"]["batches"]) == (3, 0, 3)
+    assert hook.counted == 3  # hooks see the iteration before it is saved, as a run that never stops shows it to them
 
 
 def test_an_iteration_that_is_left_without_a_step_does_not_count(tmp_path):

@@ -20,6 +20,7 @@ from lockstep.device import get_device
 from lockstep.dist.agreement import differing
 from lockstep.errors import ConfigError, Preempted
 from lockstep.evaluator.evaluator import plain_value
+from lockstep.groups import this_rank
 from lockstep.logging.meters import require_scalar
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.compiling import begin_compiled_step
@@ -273,7 +274,7 @@ class OwnLoop(TrainLoop):
         self.iter_ended = perf_counter()
 
     def _end_left_iter(self) -> None:
-        """End an iteration that the user's code has left by `break` after its step, which hooks must see, too.
+        """End an iteration that the user's code has left after its step, which hooks must see, too.
 
         Not where it is left, since that may be by an error of this rank alone.
         """
@@ -284,6 +285,12 @@ class OwnLoop(TrainLoop):
         """Yield equally many batches on every rank; training then draws the same random numbers as without."""
         model = self.runner.model
         context = model.evaluation_context() if isinstance(model, ModelWrapper) else nullcontext()
+        if self._is_evaluating:
+            raise RuntimeError(
+                "a pass over a loader of prepare_evaluation() began within another one, so that session.gather() can't "
+                f"tell whose rows it gets ({this_rank()}). Go through one after the other, or through one loader of a "
+                "torch.utils.data.StackDataset; end a pass by `break` before the next one begins"
+            )
         set_epoch(loader, 0)
         run = self.runner
         self._end_left_iter()
@@ -373,6 +380,16 @@ class OwnLoop(TrainLoop):
             self.runner.call_hook("after_val")
             reshard(unwrap_model(self.runner.model))  # hooks of an iteration that goes on look for shards
 
+    def require_iteration(self) -> None:
+        """Refuse values of no iteration, which no record would have."""
+        if self._is_evaluating or not self._is_uncounted:
+            where = "a pass over a loader of prepare_evaluation()" if self._is_evaluating else "no iteration"
+            raise RuntimeError(
+                f"session.log() records values of a training iteration, but was called in {where} ({this_rank()}). "
+                "Record what a validation or an epoch gives by session.log_metrics(loss=...), the same on every rank: "
+                "compute it from what session.gather() returns"
+            )
+
     def log(self, values: Mapping[str, Any]) -> None:
         """Add values to the record of the present iteration."""
         for name, value in values.items():
@@ -452,6 +469,8 @@ class OwnLoop(TrainLoop):
             if kind is not None and not ranks_meet():
                 self._to_save.clear()
                 raise RuntimeError("not all ranks have left the loop")
+            self.is_stepping = False
+            self._end_left_iter()
             self._save_requested()
         except Exception as fault:
             if kind is None:

@@ -265,7 +265,7 @@ class Session:
 
         All ranks get equally many batches, because some strategies need all ranks in each forward pass: a rank that has
         run out gets its last batch again, which `gather` leaves out. During a pass, hooks give the model what a Runner
-        validates: EMAHook its averaged weights.
+        validates: EMAHook its averaged weights. A pass must end before the next one begins.
 
         **Collective**: every rank, and so is each pass through the loader.
         """
@@ -312,12 +312,7 @@ class Session:
                 f"`loss` must be a scalar tensor, but is the number {loss!r} (rank {self.rank} of {self.world_size}). "
                 "Leave out .item() or float(): the backward pass needs the tensor"
             )
-        if isinstance(self.run.optim_wrapper, OptimWrapperDict):
-            names = list(self.run.optim_wrapper)
-            raise TypeError(
-                f"session.step(loss) is for one optimizer, but there are several ({', '.join(names)}). Call "
-                f"optimizers[{names[0]!r}].update_params(loss), where `optimizers` is what prepare() has returned"
-            )
+        self._require_one_optimizer("session.step(loss)", "update_params(loss)")
         try:
             total, logged = parse_losses(loss)
         except TypeError as error:
@@ -333,13 +328,20 @@ class Session:
 
         False where float16 has skipped the update. **Cost**: in float16, reading it waits for an accelerator.
         """
+        self._require_one_optimizer("session.is_update", "should_update(), after its update_params")
         wrapper = self.run.optim_wrapper
         return wrapper.should_update() and not wrapper.has_skipped
 
     def log(self, values: Mapping[str, Any] | None = None, /, **more: Any) -> None:
-        """Record numbers or scalar tensors of the present iteration; records hold means over samples and ranks."""
+        """Record numbers or scalar tensors of the present iteration; records hold means over samples and ranks.
+
+        Raises:
+            RuntimeError: there is none, as after the batches of an epoch or in a validation: use `log_metrics`.
+            TypeError: a value can't be recorded.
+        """
         if values is not None and "step" in more:
             raise TypeError("log() must be given values alone: a session counts the iterations. Leave out `step`")
+        self._prepared().require_iteration()
         self._prepared().log({**(values or {}), **more})
 
     def log_metrics(self, **metrics: Any) -> None:
@@ -459,6 +461,14 @@ class Session:
             )
         with nullcontext() if self._is_entered else self._closing:
             yield from loop
+
+    def _require_one_optimizer(self, what: str, instead: str) -> None:
+        if isinstance(self.run.optim_wrapper, OptimWrapperDict):
+            names = list(self.run.optim_wrapper)
+            raise TypeError(
+                f"{what} is for one optimizer, but there are several ({', '.join(names)}). Call "
+                f"optimizers[{names[0]!r}].{instead}, where `optimizers` is what prepare() has returned"
+            )
 
     def _prepared(self) -> OwnLoop:
         if self._loop is None:
