@@ -59,7 +59,7 @@ class EMAHook(Hook):
             `"StochasticWeightAverage"` or another `BaseAveragedModel` in `MODELS`.
         strict_load: raise an error when resuming from a checkpoint without an average; else begin a new average.
         begin_iter: the iteration, counted from 1, whose weights are the first to be averaged.
-        begin_epoch: the epoch, counted from 1, in which averaging begins.
+        begin_epoch: the epoch, counted from 1, in which averaging begins, after its first iteration.
         **kwargs: arguments of the average: `momentum`, the weight of the present values in each iteration, also where
             several make an update; `interval`, in iterations; `update_buffers`; and others.
 
