@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.strategy import engine_parameters
+from lockstep.errors import ConfigError
+from lockstep.strategy import DeepSpeedOptimWrapper, engine_parameters
 from lockstep.strategy.engine_parameters import MasterWeights
 
 WRITES: dict[str, Callable[[Tensor], object]] = {
@@ -42,3 +43,10 @@ def test_masters_keep_their_digits_where_nothing_was_written() -> None:
     masters = MasterWeights("an engine", [], [(master, weights)], offloads=True)
     masters.copy_weights()
     assert torch.equal(master, before)
+
+
+def test_an_engine_keeps_the_number_of_batches_that_it_was_made_for() -> None:
+    wrapper = DeepSpeedOptimWrapper(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), 2)
+    with pytest.raises(ConfigError, match="`accumulative_counts` must stay 2 under DeepSpeed.* but was set to 4"):
+        wrapper.accumulative_counts = 4
+    assert wrapper.accumulative_counts == 2
