@@ -47,6 +47,6 @@ def test_masters_keep_their_digits_where_nothing_was_written() -> None:
 
 def test_an_engine_keeps_the_number_of_batches_that_it_was_made_for() -> None:
     wrapper = DeepSpeedOptimWrapper(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), 2)
-    with pytest.raises(ConfigError, match="`accumulative_counts` must stay 2 under DeepSpeed.* but was set to 4"):
+    with pytest.raises(ConfigError, match=r"`accumulative_counts` must stay 2 under DeepSpeed.* but was set to 4"):
         wrapper.accumulative_counts = 4
     assert wrapper.accumulative_counts == 2
