@@ -62,6 +62,10 @@ test-gpu: $(READY)  ## collectives, trainings and faults on GPUs: of one, two an
 test-device: $(READY)  ## collectives, trainings and faults on a simulated accelerator, whose backend has NCCL's rules
 	TORCH_EXTENSIONS_DIR=$(CURDIR)/build/torch_extensions $(BIN)/python -m pytest $(if $(SLICE),$(SLICE_DEVICE),tests/device) $(PYTEST_ARGS)
 
+.PHONY: mutants
+mutants: $(READY)  ## five faults that only an accelerator shows, each put into a copy of the source: which tests find it
+	TORCH_EXTENSIONS_DIR=$(CURDIR)/build/torch_extensions $(BIN)/python tests/device/mutants.py
+
 .PHONY: test-deepspeed
 test-deepspeed: .venv-deepspeed/.ready  ## the DeepSpeed strategy, in an environment of its own
 	.venv-deepspeed/bin/python -m pytest $(if $(SLICE),$(SLICE_DEEPSPEED),tests/engines/deepspeed --min-rank-tests 45) $(PYTEST_ARGS)

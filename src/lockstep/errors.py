@@ -33,7 +33,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from traceback import walk_tb
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _CLOSE = 0.6  # how alike two names are at least that may be meant for each other, by difflib
 # What other frameworks call it: arguments and attributes of their trainers and callbacks, names of their strategies.
@@ -333,6 +333,18 @@ def require_one_of(name: str, value: object, choices: Sequence[object]) -> None:
     if value not in choices:
         *others, last = map(repr, choices)
         raise ConfigError(f"`{name}` must be {', '.join(others)} or {last}, but is {value!r}")
+
+
+def metric_as_number(option: str, name: str, value: Any) -> float:
+    """Return the value of a metric that an argument names.
+
+    Raises:
+        ConfigError: it is not one number.
+    """
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"`{option}` must be a metric with one number, but {name!r} is {value!r:.100}") from error
 
 
 def counted(number: int, noun: str) -> str:

@@ -253,6 +253,29 @@ def test_checkpoints_of_the_runs_before_are_counted(tmp_path: Path):
     assert len(regular(work_dir)) == 5
 
 
+class SavesAt(Hook):
+    """Saves after an iteration, as a stop by a signal does."""
+
+    def __init__(self, done: int) -> None:
+        self.done = done
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        if runner.iter + 1 == self.done:
+            runner.save_checkpoint(runner.run_dir, f"iter_{self.done}", epoch=runner.epoch, iteration=self.done)
+
+
+@ranks(2)
+def test_checkpoints_of_stops_are_counted_once_a_run_has_gone_on_from_them(tmp_path: Path):
+    keeping = {"default_hooks": {"checkpoint": {"interval": 1, "max_keep_ckpts": 2}}}
+    train(tmp_path, 3, SavesAt(1), stop_after=1, **keeping)
+    train(tmp_path, 3, SavesAt(2), stop_after=2, resume=True, **keeping)
+    assert regular(tmp_path) == ["iter_1", "iter_2"]
+    train(tmp_path, 3, SavesAt(6), stop_after=6, resume=True, **keeping)
+    assert regular(tmp_path) == ["iter_2", "epoch_1", "iter_6"]  # nothing has gone on from the last one yet
+    assert min(train(tmp_path, 3, resume=True, **keeping).losses) == 6
+    assert regular(tmp_path) == ["epoch_2", "epoch_3"]
+
+
 @HOOKS.register_module()
 class SavesElsewhere(CheckpointHook):
     pass

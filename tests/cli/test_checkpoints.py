@@ -16,6 +16,8 @@ from lockstep.checkpoint.search import _content
 from lockstep.checkpoint.verifying import check, verify
 from lockstep.cli.main import app
 
+from ..runs import RESUMABLE
+
 RUN = "20260101_000000"
 
 
@@ -107,6 +109,21 @@ def test_the_only_whole_one_is_not_removed_for_damaged_ones(work_dir: Path):
     code, shown = called("prune", work_dir, "--keep", 1, "--yes")
     assert code == 1
     assert "must hold a whole checkpoint to be pruned, but holds none" in shown
+
+
+@pytest.mark.parametrize("is_hostile", [False, True])
+def test_a_best_one_that_a_later_run_has_outdone_is_removed(work_dir: Path, is_hostile: bool):
+    later = "20260103_000000"
+    best = {"path": f"/moved/{later}/best_accuracy_epoch_5", "value": 0.9}
+    former = [{"run": RUN, "epoch": 4, "iter": 40}]
+    meta = RESUMABLE | {"checkpoint_hook": {"best": [] if is_hostile else {"accuracy": best}, "former_runs": former}}
+    for name in ("epoch_5", "best_accuracy_epoch_5"):
+        save_state(work_dir / later / name, {"model": {}, "ranks": {}}, meta, last_of=work_dir)
+    save_state(work_dir / "20260102_000000" / "best_accuracy_epoch_2", {"model": {}}, RESUMABLE)  # in no one's past
+    assert called("prune", work_dir, "--keep", 1, "--yes")[0] == 0
+    outdone = [f"{RUN}/best_accuracy_epoch_1"] if is_hostile else []
+    left = ["20260102_000000/best_accuracy_epoch_2", f"{later}/best_accuracy_epoch_5", f"{later}/epoch_5"]
+    assert sorted(str(one.parent.relative_to(work_dir)) for one in work_dir.rglob("manifest.json")) == outdone + left
 
 
 def test_what_others_have_written_is_not_removed(work_dir: Path):

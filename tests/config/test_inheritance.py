@@ -123,6 +123,8 @@ def test_a_python_config_can_change_what_its_base_says(write):
         ("_base_ = ['base.py', 'copy.py']", "child.py:1: `_base_` gives `model` twice"),
         ("_base_ = 'bose.py'", "child.py:1: `_base_` names a file that is missing"),
         ("_base_ = 'child.py'", "child.py:1: `_base_` leads in a circle"),
+        ("_base_ = 'a\\0.py'", "child.py:1: `_base_` names no file: embedded null byte"),
+        (f"_base_ = '{'a' * 300}.py'", "a.py: cannot be read: File name too long"),
         ("_base_ = 'base.py'\n{{_base_.lr}} = 1", "child.py:2: cannot assign to set display"),
         (
             "from lockstep.config import read_base\nwith read_base():\n    from .base import *\n_base_.lr = 1",
@@ -291,6 +293,13 @@ def test_a_file_that_is_not_utf_8_is_named(tmp_path, suffix):
     path.write_bytes(b"a = '\xe9'")
     with pytest.raises(ConfigError, match=f"^{path}: must be text in UTF-8, but is not at byte 5$"):
         Config.fromfile(path)
+
+
+@pytest.mark.parametrize(("suffix", "text"), [("py", "a = 1"), ("yaml", "a: 1"), ("json", '{"a": 1}')])
+def test_a_byte_order_mark_is_passed_over(tmp_path, suffix, text):
+    path = tmp_path / f"c.{suffix}"
+    path.write_text(text, encoding="utf-8-sig")
+    assert Config.fromfile(path) == {"a": 1}
 
 
 # A YAML or JSON config is data: nothing that it says is imported or run unless its reader trusts it.

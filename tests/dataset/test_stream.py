@@ -13,7 +13,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from lockstep.dataset import build_dataloader, length_of, set_epoch
 from lockstep.dataset.position import check_alike, loader_state, restore_loader_state
-from lockstep.dataset.stream import checksum_of
 from lockstep.dist import all_gather_object, get_rank
 from lockstep.errors import ConfigError
 from lockstep.testing import ranks, run_ranks
@@ -322,23 +321,18 @@ def test_parts_of_a_shuffled_stream_belong_to_one_order(generator, workers):
     assert by_rank[0][0] != by_rank[0][1]
 
 
-def test_a_checksum_is_of_all_values_that_a_batch_has():
-    prompt, blank = torch.arange(80), torch.zeros(1, 28, 28)
-    digit = blank.clone()
-    digit[0, 20, 20] = 1
-    pairs: list[tuple[Any, Any]] = [
-        (torch.cat([prompt, torch.tensor([1])]), torch.cat([prompt, torch.tensor([2])])),
-        (np.append(prompt, 1.0), np.append(prompt, 2.0)),
-        ((digit, 7), (digit * 2, 7)),
-        (["a" * 99, "b"], ["a" * 99, "c"]),
-        (np.array(["a", None]), np.array(["b", None])),
-        (prompt.bfloat16().expand(2, 80).t(), prompt.bfloat16().expand(2, 80).t() + 1),
-    ]
-    for one, other in pairs:
-        assert None is not checksum_of(one) == checksum_of(one) != checksum_of(other)
-    # These do not tell a batch from others, or are not all known here.
-    for batch in (blank, torch.zeros(0), [5, 5, None], (prompt, prompt.to("meta"), 1), (1, 2, object())):
-        assert checksum_of(batch) is None
+class Unpicklable(Plain):
+    def state_dict(self) -> dict[str, Any]:
+        return {"key": lambda: 0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@ranks(1)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_state_that_cannot_be_pickled_is_named_and_ends_the_pass(workers: int):
+    with pytest.raises(ConfigError, match="`state_dict` of Unpicklable must return what a checkpoint can hold"):
+        list(build_dataloader({"dataset": Unpicklable(), "batch_size": 2, "num_workers": workers}, seed=0))
 
 
 @ranks(2)

@@ -1,9 +1,10 @@
 """A rank on the simulated accelerator. Writes what it has found, as JSON; `test_device.py` says what is right.
 
 Usage: job.py HOW FOLDER, where HOW says how the group is made: `alone`, by torch with the device's backend alone;
-`default`, by init_dist; `named`, by init_dist with the name of that backend, and then no more is tried; `own`,
-`shared` and `hosts`, the same where each rank sees one device alone, its own or one for all; with `hosts`, each is a
-host of its own to NCCL. `again`: by init_dist for a second time, for a mesh of four ranks.
+`default`, by init_dist; `named`, by init_dist with the name of that backend, and then no more is tried; `chosen`, the
+same where each rank names the other's device; `own`, `shared` and `hosts`, the same where each rank sees one device
+alone, its own or one for all; with `hosts`, each is a host of its own to NCCL. `again`: by init_dist for a second time,
+for a mesh of four ranks.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def main(how: str, folder: Path) -> None:
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
         torch_dist.init_process_group("simccl", timeout=timedelta(seconds=120))
     else:
-        dist.init_dist("pytorch", backend=None if how == "default" else "simccl", timeout=120)
+        chosen = {"device_id": torch.device("sim", 1 - int(os.environ["RANK"]))} if how == "chosen" else {}
+        dist.init_dist("pytorch", backend=None if how == "default" else "simccl", timeout=120, **chosen)
     if how == "again":
         dist.destroy_dist()
         dist.init_dist("pytorch", timeout=120)
@@ -73,7 +75,7 @@ def main(how: str, folder: Path) -> None:
     mixed = torch.tensor(4099, device="sim"), torch.tensor(2.5, dtype=torch.bfloat16, device="sim")
     found["read"] = read_scalars(mixed)
     results.write_text(json.dumps(found))
-    if how in ("named", "own", "hosts", "again"):
+    if how in ("named", "chosen", "own", "hosts", "again"):
         return
     from calls import CALLS  # with tensors on this rank's device
 

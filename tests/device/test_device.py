@@ -76,6 +76,10 @@ def test_each_rank_may_see_its_own_device_alone(start: Start, tmp_path: Path) ->
     assert [rank["device"] for rank in launch(start, tmp_path, 2, "job.py", "own")] == ["sim:0", "sim:0"]
 
 
+def test_a_device_that_is_named_is_the_current_one(start: Start, tmp_path: Path) -> None:
+    assert [rank["device"] for rank in launch(start, tmp_path, 2, "job.py", "chosen")] == ["sim:1", "sim:0"]
+
+
 def test_a_device_that_two_ranks_see_is_refused(start: Start, tmp_path: Path) -> None:
     with pytest.raises(
         AssertionError, match="each rank must have a device of its own, but the local ranks 0, 1 share one with another"

@@ -56,6 +56,13 @@ def test_the_name_of_the_metric_tells_the_rule(tmp_path: Path):
         EarlyStoppingHook("strangeness")
 
 
+def test_a_metric_that_is_not_one_number_is_refused_by_name(tmp_path: Path):
+    with pytest.raises(
+        ConfigError, match=r"`monitor` must be a metric with one number, but 'accuracy' is \[0.5, 0.7\]"
+    ):
+        epochs_until_it_stops(tmp_path, [[0.5, 0.7]])
+
+
 def test_iterations_stop_as_epochs_do(tmp_path: Path):
     hook = EarlyStoppingHook("accuracy", patience=2)
     runner = make_runner(tmp_path, [hook], Scripted([3.0, 2.0, 1.0]), train_cfg={"max_iters": 30, "val_interval": 3})

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import UserDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import UserDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -70,6 +70,52 @@ def test_what_torch_does_not_look_into_hides_tensors(kind: str):
 @pytest.mark.parametrize("kind", SHOWS)
 def test_what_torch_looks_into_hides_none(kind: str):
     assert hidden_tensors(SHOWS[kind](torch.ones(2, requires_grad=True) * 2)) == []
+
+
+class OneSlot:
+    __slots__ = "logits"
+
+
+class PrivateSlot:
+    __slots__ = ("__logits",)
+
+    def __init__(self, logits: Tensor) -> None:
+        self.__logits = logits
+
+
+class Remade(Mapping[str, Any]):
+    """Makes each of its values anew when it is asked for."""
+
+    def __init__(self, logits: Tensor, depth: int) -> None:
+        self.logits, self.depth = logits, depth
+
+    def __getitem__(self, key: str) -> Any:
+        return Remade(self.logits, self.depth - 1) if self.depth else self.logits * 1
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("ab")
+
+    def __len__(self) -> int:
+        return 2
+
+
+@dataclass
+class Unset:
+    logits: Any = field(init=False)
+
+
+def test_tensors_in_any_slot_in_deques_and_in_values_that_are_made_anew_are_found():
+    logits = torch.ones(2, 3, requires_grad=True) * 2
+    slotted = OneSlot()
+    slotted.logits = logits
+    for output in (slotted, PrivateSlot(logits), deque([logits])):
+        assert hidden_tensors(output) == [logits]
+    assert len(hidden_tensors(Remade(logits, depth=3))) == 2**4
+
+
+def test_a_field_of_a_dataclass_that_is_not_set_is_passed_over():
+    logits = torch.ones(2, 3, requires_grad=True) * 2
+    assert hidden_tensors(SimpleNamespace(unset=Unset(), logits=logits)) == [logits]
 
 
 def test_models_parameters_and_circles_are_passed_over():

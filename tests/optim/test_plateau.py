@@ -79,6 +79,18 @@ def test_wrong_arguments_are_refused(kwargs, says):
         ReduceOnPlateauLR(sgd(), **kwargs)
 
 
+@pytest.mark.parametrize("value", [None, "high", [0.1, 0.2], torch.ones(2)])
+def test_a_metric_that_is_not_one_number_is_refused_by_name(value):
+    with pytest.raises(ConfigError, match="`monitor` must be a metric with one number, but 'loss' is"):
+        ReduceOnPlateauLR(sgd()).observe({"loss": value})
+
+
+def test_a_best_value_that_is_no_number_is_not_loaded():
+    scheduler = ReduceOnPlateauLR(sgd())
+    with pytest.raises(ValueError, match="`best` of ReduceOnPlateauLR must be a number or None, but is 'x'"):
+        scheduler.load_state_dict({**scheduler.state_dict(), "best": "x"})
+
+
 class Net(nn.Module):
     """Learns the sum of its inputs; predicts nothing."""
 

@@ -230,6 +230,10 @@ def test_wrong_configs_are_refused_at_once(cfg, error, says):
         ("ReduceOnPlateauLR", {"factor": "x"}, "`factor` must be a number of at least 0"),
         ("ReduceOnPlateauLR", {"patience": -1}, "`patience` must be a number of at least 0"),
         ("ReduceOnPlateauLR", {"min_value": -0.1}, "`min_value` must be a number of at least 0, or a list of"),
+        ("ReduceOnPlateauLR", {"min_value": [0.1, 0.2]}, "`min_value` must be one number, or 1, one for each"),
+        ("OneCycleLR", {"eta_max": [0.1, 0.2], "begin": 3}, "`eta_max` must be one number, or 1, one for each"),
+        ("LinearLR", {"begin": "1"}, "`begin` must be a number of at least 0 and less than `end`"),
+        ("StepLR", {"step_size": 2, "end": "5"}, "`begin` must be a number of at least 0 and less than `end`"),
     ],
 )
 def test_arguments_that_would_train_wrongly_or_fail_later_are_refused(kind, arguments, says, convert):
@@ -242,6 +246,8 @@ def test_lists_are_not_iterators_which_a_check_would_leave_empty():
         build(sgd(), {"type": "MultiStepLR", "milestones": map(int, ["2", "4"])}, epochs=9, iters=90)
     highest = torch.tensor([2.0]).numpy()
     assert build(sgd(), {"type": "OneCycleLR", "eta_max": highest}, epochs=9, iters=90)[0].first_values() == [2.0]
+    periods = torch.tensor([2, 4]).numpy()
+    assert build(sgd(), {"type": "CosineRestartLR", "periods": periods}, epochs=9, iters=90)[0].periods == [2, 4]
 
 
 def test_epochs_are_not_counted_where_the_training_counts_none():

@@ -21,7 +21,7 @@ from lockstep.checkpoint.drafts import drafts_in, folder_of, is_owned
 from lockstep.checkpoint.files import MANIFEST_FILE, is_there, sizes_in
 from lockstep.checkpoint.manifest import OWN_FILES, Manifest
 from lockstep.checkpoint.search import read_pointer, readable_manifest, written_at
-from lockstep.checkpoint.values import decode, leaves, tagged
+from lockstep.checkpoint.values import check_resumable_form, decode, leaves, tagged
 from lockstep.checkpoint.verifying import check, fault_found_by
 from lockstep.errors import ConfigError, counted
 from lockstep.location import Location, locate
@@ -151,8 +151,9 @@ def prune(
     """Remove all checkpoints but the N newest whole ones of all runs in DIR, and what interrupted saves have left.
 
     A folder in which another file lies is not removed. All bytes of those that are kept are compared with their
-    checksums first. The best ones by a metric (best_...) and the last one of the work dir are kept in addition; if that
-    one is damaged, it is named, and the exit code is 1.
+    checksums first. The best ones by a metric (best_...) and the last one of the work dir are kept in addition, but for
+    a best one of a run that a kept checkpoint goes on from, with a better one since; if the last one is damaged, it is
+    named, and the exit code is 1.
     """
     root = _folder(directory)
     found = _find_or_refuse(root)
@@ -174,7 +175,7 @@ def prune(
         faults.append(f"{fault}. It is the last one, and is not removed")
     for fault in faults:
         print(printable(f"fault: {fault}", lines=False))
-    to_remove = [path for path in regular if path not in kept]
+    to_remove = [path for path in regular if path not in kept] + _outdone(found, whole)
     for path, other in [(path, other) for path in to_remove if (other := _foreign_file(path)) is not None]:
         to_remove.remove(path)
         print(printable(f"{_relative(path, root)} is not removed: no save has written {other} in it", lines=False))
@@ -196,6 +197,25 @@ def prune(
     print(f"removed {counted(len(sizes), 'folder')}, {decimal(sum(sizes.values()))}")
     if faults:
         raise typer.Exit(1)
+
+
+def _outdone(found: Iterable[Location], kept: Iterable[Location]) -> list[Location]:
+    """Return the best checkpoints of runs that kept ones go on from, which none of these calls the best any more."""
+    best: set[tuple[str, ...]] = set()  # run and name, since a work dir may have been moved
+    former: set[str] = set()
+    for path in kept:
+        manifest = readable_manifest(path)
+        if manifest is None:
+            continue
+        with suppress(ValueError):  # not one of a run
+            check_resumable_form(manifest.meta, manifest.state)
+            state = _decode_meta(manifest.meta).get("checkpoint_hook", {"best": {}})
+            best |= {tuple(one["path"].split("/")[-2:]) for one in state["best"].values()}
+            former |= {one["run"] for one in state.get("former_runs", ())}
+    return [
+        path for path in found
+        if path.name.startswith("best_") and path.parent.name in former and (path.parent.name, path.name) not in best
+    ]  # fmt: skip
 
 
 def _cell(value: object) -> str:

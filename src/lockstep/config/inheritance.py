@@ -26,8 +26,8 @@ _KINDS: dict[str, type[PythonFile] | type[DataFile]] = {
     ".yml": DataFile,
     ".json": DataFile,
 }
-# Keys whose values, or the items of these, are looked up in a registry: a fault there is told before anything is built.
-# What comes to a lookup from elsewhere is refused there, see `trust`.
+# Keys whose values, or the items of these, are looked up in a registry: `refuse_code` names the file and line of an
+# import path there. One under another key is refused where it is looked up, see `trust`.
 _KEYS_OF_NAMES = (
     "type", "strategy", "constructor", "collate_fn", "comm_hook", "ema_type", "runner_type", "converters",
     "auto_wrap_policy", "fsdp_auto_wrap_policy", "metrics", "val_evaluator", "test_evaluator",
@@ -43,19 +43,18 @@ def read_file(path: Path) -> ConfigFile:
         ConfigError: it is a folder, its suffix is unknown, it cannot be read, or it has a syntax error; the message
             names the line.
     """
-    kind = _KINDS.get(path.suffix)
-    if path.is_dir():
-        raise ConfigError(f"{path}: must be a config file, but is a folder")
-    if kind is None:
-        raise ConfigError(f"{path}: a config must end in one of {', '.join(_KINDS)}")
-    if not path.is_file():
+    try:
+        if path.is_dir():
+            raise ConfigError(f"{path}: must be a config file, but is a folder")
+        if (kind := _KINDS.get(path.suffix)) is None:
+            raise ConfigError(f"{path}: a config must end in one of {', '.join(_KINDS)}")
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows begin a file with a byte order mark
+    except (FileNotFoundError, NotADirectoryError) as error:
         near = nearest(path.name, (p.name for p in path.parent.glob("*")))
         hint = f"; did you mean `{path.with_name(near)}`?" if near else ""
         if not path.parent.is_dir():
             hint = f", nor a folder `{path.parent}`"
-        raise FileNotFoundError(f"there is no config file `{path}`{hint}")
-    try:
-        text = path.read_text(encoding="utf-8")
+        raise FileNotFoundError(f"there is no config file `{path}`{hint}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: must be text in UTF-8, but is not at byte {error.start}") from error
     except OSError as error:
@@ -93,7 +92,10 @@ class ConfigSource:
 
     @classmethod
     def _read_base(cls, base: BaseFile, children: tuple[ConfigFile, ...]) -> ConfigSource:
-        path = base.path.resolve()
+        try:
+            path = base.path.resolve()
+        except (OSError, RuntimeError, ValueError) as error:  # as for links in a circle, or NUL
+            raise children[-1].error(base.named_by, f"names no file: {error}", base.line) from error
         chain = [child.path for child in children]
         if path in chain:
             circle = " -> ".join(map(str, [*chain[chain.index(path) :], path]))
@@ -221,7 +223,7 @@ def _find_code(source: ConfigSource) -> Iterator[str]:
         # A name without a dot can only be a registered one.
         if names_code and "." in value and not is_registered(value):
             yield f"{source.where(key) or source.file.path}: `{key}` = {value!r} is an import path"
-    trust(texts_in(values), False)
+    trust(texts_in(values), False)  # refused, from now on, wherever one of these texts is looked up
 
 
 def _find_python_bases(source: ConfigSource) -> Iterator[str]:

@@ -39,8 +39,8 @@ def computed(size: int, seed: int, epoch: int) -> Order:
     Think of the samples as lying in a table of about as many rows as columns. A round moves each column down by a
     random number of places, and then each row to the right; what leaves the table at an edge comes back at the other. A
     few rounds shuffle the whole table, and where a sample ends up is known from two numbers a round. (That is a Feistel
-    network with random functions.) The last row of the table may have places without a sample: such a place is moved on
-    until it is one that has a sample.
+    network with random functions.) The last row of the table may have places without a sample: what comes to one is
+    moved on until it comes to a sample. (That is cycle walking. It ends, because the rounds are a permutation.)
 
     Args:
         size: number of samples.

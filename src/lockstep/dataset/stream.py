@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
+import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from itertools import chain, islice
@@ -18,25 +18,19 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lockstep.dataset.random_state import mixed_seed, portable, seed_generators, separate_random_state, set_random_state
 from lockstep.dataset.sampler import HEAD_LENGTH, is_other
-from lockstep.dist import all_gather_object, get_rank, get_world_size
-from lockstep.errors import ConfigError, listed
-from lockstep.transport.moving import bytes_of
-from lockstep.tree import tree_leaves, tree_map
+from lockstep.dist import get_rank, get_world_size
+from lockstep.errors import ConfigError
+from lockstep.transport.moving import is_dense_on_host
+from lockstep.tree import tree_map
 
-_logger = logging.getLogger(__name__)
 _MOST_COMPARED = 64  # values and letters of a sample
 _RARELY_CHANGED = ("str", "bytes", "int", "int16", "int32", "int64")
 _OFTEN_CHANGED = ("float", "float16", "bfloat16", "float32", "float64", "uint8")
-_NO_SAMPLE = object()  # fills the batch of a worker whose turn has not come yet; the batch is left out
-
-
-def _is_dense(data: Tensor) -> bool:
-    """Return whether a tensor is plain memory of the host, not sparse, nested or quantized."""
-    return data.is_cpu and data.layout is torch.strided and not (data.is_nested or data.is_quantized)
+_NO_SAMPLE = object()  # fills the batch of a worker whose turn has not come yet
 
 
 def _pinned(leaf: Any) -> Any:
-    can_pin = hasattr(leaf, "pin_memory") and (not isinstance(leaf, Tensor) or _is_dense(leaf))
+    can_pin = hasattr(leaf, "pin_memory") and (not isinstance(leaf, Tensor) or is_dense_on_host(leaf))
     return leaf.pin_memory() if can_pin else leaf
 
 
@@ -45,7 +39,7 @@ class _Made(NamedTuple):
 
     batch: Any
     samples: int | None
-    positions: dict[str, dict[str, Any]]
+    positions: dict[str, bytes]
     head: list[int]
 
     def pin_memory(self) -> _Made:
@@ -61,14 +55,14 @@ class Begin(NamedTuple):
         furthest: a state of the stream at or before that position; None for its beginning. It holds for every rank and
             worker, as each goes through the whole stream.
         batches: the number of batches that this rank has taken since; a stream that splits itself begins after these.
-        workers: the position of each worker that made one of these batches, by its number.
+        workers: the position of each worker that made one of these batches, by its number; pickled until it is needed.
         turn: the number of the worker after the one that made the last of them.
     """
 
     position: int = 0
     furthest: Mapping[str, Any] | None = None
     batches: int = 0
-    workers: Mapping[str, Mapping[str, Any]] = {}
+    workers: Mapping[str, Any] = {}
     turn: int = 0
 
 
@@ -104,6 +98,8 @@ class StreamShard(IterableDataset[Any]):
         seed: seed of the random numbers that the dataset draws, the same on every rank.
 
     Attributes:
+        splits_samples: whether the samples are split here alone, and not by the dataset.
+        has_position: whether the dataset, or its part, can say where it is, and go on from there.
         compares: whether ranks and workers compare the first samples of each pass, of which they must make the same:
             integers and strings in them, or where there are none, floats. Not for a dataset that splits itself.
     """
@@ -120,12 +116,11 @@ class StreamShard(IterableDataset[Any]):
         self.dataset = dataset
         self.shard = shard
         self.batch_size = batch_size
+        # Of these three, one is true at most; none is if the dataset splits itself over ranks and workers.
         self._asks_for_parts = split is True and hasattr(dataset, "split_over")
-        # Whether the samples are split here, and not by the dataset itself.
         self.splits_samples = split is True and not self._asks_for_parts
         self._splits_over_ranks = split == "ranks"
         self.compares = self.splits_samples or self._splits_over_ranks
-        # Whether the dataset can report its position and resume there.
         self.has_position = _says_where_it_is(dataset)
         # In shared memory, so that persistent workers see it change.
         self._epoch = torch.zeros((), dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
@@ -133,10 +128,10 @@ class StreamShard(IterableDataset[Any]):
         self._seed = seed
         self._random: dict[str, Any] = {}  # what the dataset's samples are drawn from
         self._head: list[int] = []
-        self._source: Any = dataset
-        self._beginning: Any = None
+        self._source: Any = dataset  # or this worker's part of it
+        self._beginning: Any = None  # the dataset's state before its first pass
         self._worker = 0
-        self._taken = 0
+        self._taken = 0  # samples of the source, since its beginning
 
     @property
     def metainfo(self) -> Any:
@@ -151,15 +146,22 @@ class StreamShard(IterableDataset[Any]):
         """Choose where the next pass begins."""
         self._begin = begin
 
-    def position(self) -> dict[str, dict[str, Any]]:
-        """Return `{worker: state}` to resume after the last sample that it yielded; empty if the dataset can't."""
+    def position(self) -> dict[str, bytes]:
+        """Return `{worker: state}` to resume after the last sample that it yielded; empty if the dataset can't.
+
+        Raises:
+            ConfigError: the state of the dataset can't be pickled.
+        """
         if not self.has_position:
             return {}
-        position = {"taken": self._taken, "dataset": copy.deepcopy(self._source.state_dict())}
-        if self._random:
-            # As an array: torch would send a tensor from a worker in shared memory.
-            position["random"] = {**self._random, "torch": self._random["torch"].numpy()}
-        return {str(self._worker): position}
+        state = {"taken": self._taken, "dataset": self._source.state_dict(), "random": self._random}
+        try:  # here: a worker would end neither with an error nor with the batch
+            return {str(self._worker): pickle.dumps(state)}
+        except Exception as error:
+            raise ConfigError(
+                f"`state_dict` of {type(self._source).__name__} must return what a checkpoint can hold, but has "
+                f"what can't be pickled: {error}. Leave it out; or the method, to have the samples made again"
+            ) from error
 
     @property
     def head(self) -> list[int]:
@@ -167,27 +169,27 @@ class StreamShard(IterableDataset[Any]):
         return list(self._head)
 
     def __iter__(self) -> Iterator[Any]:
-        # Persistent workers begin their next pass at its beginning.
-        begin, self._begin = self._begin, _BEGINNING
+        begin, self._begin = self._begin, _BEGINNING  # where a worker that lives on begins its next pass
         info = get_worker_info()
         own, workers = (0, 1) if info is None else (info.id, info.num_workers)
         self._worker = own
         self._head, self._random = [], {}
         state = begin.furthest if self.splits_samples else begin.workers.get(str(own))
-        # The loader begins at worker 0. Where a stream that splits itself goes on, it may be another one's turn.
+        # The loader asks worker 0 first. Where a stream that splits itself goes on, it may be a later one's turn: until
+        # then the others answer with a batch that is left out.
         waits = own < begin.turn % workers
-        turn = [_NO_SAMPLE] * (self.batch_size if waits else 0)
+        left_out = [_NO_SAMPLE] * (self.batch_size if waits else 0)
         if not self.compares and not self._asks_for_parts:
             self._open(state, workers)
-            return chain(turn, self._whole(iter(self._source)))
+            return chain(left_out, self._whole(iter(self._source)))
         with separate_random_state(self._random):
             seed_generators(mixed_seed(self._seed, int(self._epoch)))
             self._open(state, workers)
-            samples = islice(self._source, None)  # `iter` of it does not begin anew, as that of a dataset may
-            # Now, as the training goes on from here.
+            samples = islice(self._source, None)  # each loop over it goes on; one over a dataset might begin anew
+            # The source is at a saved position, or at the beginning. What lies between that and `begin` is discarded.
             for sample in islice(samples, max(0, begin.position - self._taken)):
-                self._note(sample)
-        return chain(turn, self._samples_of_shard(samples, begin.position, workers))
+                self._count(sample)
+        return chain(left_out, self._samples_of_shard(samples, begin.position, workers))
 
     def _whole(self, samples: Iterator[Any]) -> Iterator[Any]:
         for sample in samples:
@@ -200,7 +202,7 @@ class StreamShard(IterableDataset[Any]):
             batch: list[Any] = []
             with separate_random_state(self._random):
                 for sample in samples:
-                    self._note(sample)
+                    self._count(sample)
                     if self._is_in_shard(self._taken - 1 - begin, workers):
                         batch.append(sample)
                         if len(batch) == self.batch_size:
@@ -209,9 +211,11 @@ class StreamShard(IterableDataset[Any]):
                     is_over = True
             yield from batch
 
-    def _note(self, sample: Any) -> None:
+    def _count(self, sample: Any) -> None:
+        """Count a sample of the source, and note its checksum if it is one of the first."""
         self._taken += 1
-        # Workers that split the stream themselves have other samples each; and each may go on where it was.
+        # Where workers split the stream themselves, each has other samples: worker 0 speaks for its rank. A source that
+        # begins inside the stream has none of the first ones.
         is_alike = self.splits_samples or (self._splits_over_ranks and self._worker == 0)
         if is_alike and len(self._head) == self._taken - 1 < HEAD_LENGTH:
             kinds = (_RARELY_CHANGED, _OFTEN_CHANGED)  # by augmentation; the latter where there is nothing else
@@ -248,8 +252,8 @@ class StreamShard(IterableDataset[Any]):
         if self._asks_for_parts:
             return True
         rank, ranks = self.shard
-        is_own = self._splits_over_ranks or index // ranks // self.batch_size % workers == self._worker
-        return index % ranks == rank and is_own
+        is_workers = self._splits_over_ranks or index // ranks // self.batch_size % workers == self._worker
+        return index % ranks == rank and is_workers
 
 
 class StreamLoader(DataLoader[Any]):
@@ -280,12 +284,13 @@ class StreamLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self._begin is not _BEGINNING:
-            end_workers(self)  # persistent ones can't be told of it
+            end_workers(self)  # those that live on can't be told where to begin
         self._at, self._begin, self.head = self._begin, _BEGINNING, []
         self.dataset.begin_at(self._at)
-        return self._noting(super().__iter__())
+        return self._tracked(super().__iter__())
 
-    def _noting(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _tracked(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches, and keep `samples`, `head` and the position up to date with each."""
         head: list[int] = []
         for made in batches:
             if made is None:  # it was not this worker's turn
@@ -331,16 +336,10 @@ class StreamLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's position in its pass, after the last batch that was taken."""
-        workers, furthest = dict(self._at.workers), self._at.furthest
+        workers, furthest = {worker: _read(state) for worker, state in self._at.workers.items()}, self._at.furthest
         if self.dataset.splits_samples:
             known = [*workers.items(), *([] if furthest is None else [("0", furthest)])]
             workers = dict(sorted(known, key=lambda one: int(one[1]["taken"]))[-1:])
-        workers = {
-            worker: {**state, "random": portable(state["random"])}
-            if isinstance(state.get("random", {}).get("python"), tuple)
-            else state
-            for worker, state in workers.items()
-        }
         at = self._at
         return {
             "begin": at.position, "batches": at.batches, "workers": workers, "turn": at.turn, "layout": self._layout()
@@ -376,6 +375,15 @@ class StreamLoader(DataLoader[Any]):
         return [*self.dataset.shard, max(1, self.num_workers), self.dataset.batch_size]
 
 
+def _read(state: Mapping[str, Any] | bytes) -> Mapping[str, Any]:
+    """Return what `StreamShard.position` has pickled for one worker; a state that was read before as it is."""
+    if not isinstance(state, bytes):
+        return state
+    read: dict[str, Any] = pickle.loads(state)
+    random = read.pop("random")
+    return {**read, "random": portable(random)} if random else read
+
+
 def end_workers(loader: Any) -> None:
     """End the workers of a loader that keeps them from pass to pass; the next pass starts others."""
     if (iterator := getattr(loader, "_iterator", None)) is not None:
@@ -406,62 +414,6 @@ def _forgets_a_buffer(part: Any) -> bool:
     return any(map(_forgets_a_buffer, [one for one in [*inner, *getattr(part, "ex_iterables", ())] if one is not None]))
 
 
-def refuse_repeats(loader: Any, checksum: int | None) -> None:
-    """Raise a `ConfigError` on every rank if ranks have got the same batch from a loader that lockstep does not split.
-
-    For batches in a list, which may be those of a trial, it is a warning.
-
-    **Collective**: every rank. **Cost**: one all_gather of some bytes.
-    """
-    sums = all_gather_object(checksum)
-    for one in [one for one in sums if one is not None and sums.count(one) > 1][:1]:
-        who = listed([str(rank) for rank, other in enumerate(sums) if other == one])
-        _refuse(loader, f"ranks {who} have got the same first batch")
-
-
-def refuse_repeats_by_workers(loader: Any, checksums: Sequence[int | None]) -> None:
-    """Raise a `ConfigError` if the first two batches, each of another worker, are the same."""
-    if getattr(loader, "num_workers", 0) > 1 and None is not checksums[0] == checksums[1]:
-        _refuse(loader, "two workers have made the same batch")
-
-
-def _refuse(loader: Any, what: str) -> None:
-    dataset = getattr(loader, "dataset", None)
-    error = (
-        f"{what} from {type(getattr(dataset, 'dataset', dataset) or loader).__name__} (rank {get_rank()} of "
-        f"{get_world_size()}), so it seems to yield each sample several times: nothing splits it. The config "
-        "dict(dataset=..., batch_size=...) splits an iterable dataset: without `split`, or with `split='ranks'` if it "
-        "splits itself over its workers. If that is meant, give the loader, or its dataset, an attribute `rank`"
-    )
-    if not isinstance(loader, list | tuple):
-        raise ConfigError(error)
-    _logger.warning(error)
-
-
-def checksum_of(batch: Any) -> int | None:
-    """Return a checksum of all values of a batch; None if they do not tell it from others, or are not on the host."""
-    checksum, items, varies = 0, set[bytes](), False
-    for leaf in tree_leaves(batch):
-        data: bytes | memoryview
-        if isinstance(leaf, Tensor):
-            if not _is_dense(leaf):
-                return None
-            data, size = bytes_of(leaf.detach().resolve_conj().resolve_neg().contiguous()), leaf.element_size()
-        elif isinstance(leaf, np.ndarray | np.generic):
-            data, size = (repr(leaf.tolist()).encode(), 1) if leaf.dtype.hasobject else (leaf.tobytes(), leaf.itemsize)
-        elif isinstance(leaf, str | bytes | int | float):
-            data = repr(leaf).encode()
-            size = len(data)
-        elif leaf is None:
-            continue
-        else:
-            return None
-        checksum = crc32(data, checksum)
-        items.add(bytes(data[:size]))
-        varies = varies or data[size:] != data[:-size]
-    return checksum if varies or len(items) > 1 else None
-
-
 def streams_differ(dataset: Any, where: str) -> ConfigError:
     """Return the error for a stream that is not the same in all processes."""
     return ConfigError(
@@ -481,7 +433,8 @@ def _values_in(sample: Any, kinds: Collection[str]) -> Iterator[Any]:
         for item in sample[:_MOST_COMPARED]:
             yield from _values_in(item, kinds)
     elif isinstance(sample, Tensor | np.ndarray | np.generic):
-        if str(sample.dtype).removeprefix("torch.") in kinds and (not isinstance(sample, Tensor) or _is_dense(sample)):
+        can_be_read = not isinstance(sample, Tensor) or is_dense_on_host(sample)
+        if can_be_read and str(sample.dtype).removeprefix("torch.") in kinds:
             yield sample.reshape(-1)[:_MOST_COMPARED].tolist()
     elif type(sample).__name__ in kinds:
         yield sample[:_MOST_COMPARED] if isinstance(sample, str | bytes) else sample

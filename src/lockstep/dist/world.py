@@ -76,7 +76,8 @@ def init_dist(
             doubling intervals; the environment variable ``LOCKSTEP_HEARTBEAT`` sets the first.
         port: port of the store on rank 0. None takes ``MASTER_PORT``, else one derived from the job's identity.
         store: a store at which the ranks meet, in place of an address and port.
-        **kwargs: passed on to `torch.distributed.init_process_group`.
+        **kwargs: passed on to `torch.distributed.init_process_group`; a `device_id` becomes the current device, in
+            place of that of the local rank.
 
     **Collective**: every rank of the job.
 
@@ -117,7 +118,7 @@ def init_dist(
     if init_backend != "torch":
         load_engine(init_backend)  # fails before the others wait
     address = (topology.master_addr, port or topology.master_port)
-    device = _bind_device(topology, backend)
+    device = _bind_device(topology, backend, kwargs.get("device_id"))
     if device is not None and not _generations:
         # Not for a second group: torch splits a group with a device for each axis of a DeviceMesh, and that ends the
         # process by SIGSEGV unless the group is the first of its process (torch 2.11, 2.13; pytorch/pytorch#192106).
@@ -296,13 +297,20 @@ def _read_check_mode() -> None:
         raise ValueError(f"LOCKSTEP_CHECK is not understood: {error}") from None
 
 
-def _bind_device(topology: Topology, backend: str) -> torch.device | None:
-    """Make the accelerator of this local rank the current one; return it if the backend should bind to it."""
+def _bind_device(topology: Topology, backend: str, chosen: torch.device | int | None) -> torch.device | None:
+    """Make an accelerator the current one; return it if the backend should bind to it.
+
+    Args:
+        topology: rank and place of this process.
+        backend: the backends of the group.
+        chosen: the caller's; None takes that of this local rank.
+    """
     kind = get_device()
     if kind in ("cpu", "mps"):
         return None
-    # A launcher may show each rank one device alone, as srun --gpus-per-task=1 does.
-    index = topology.local_rank % torch.accelerator.device_count()
+    index = chosen.index if isinstance(chosen, torch.device) else chosen
+    if index is None:  # a launcher may show each rank one device alone, as srun --gpus-per-task=1 does
+        index = topology.local_rank % torch.accelerator.device_count()
     torch.accelerator.set_device_index(index)
     return torch.device(kind, index) if "ccl" in backend else None
 

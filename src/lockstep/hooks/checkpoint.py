@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from lockstep.checkpoint import is_checkpoint, remove
 from lockstep.checkpoint.values import encode
-from lockstep.errors import ConfigError, require_one_of
+from lockstep.errors import ConfigError, metric_as_number, require_one_of
 from lockstep.hooks.arguments import RULES, check_metrics, rule_of, unknown_metric
 from lockstep.location import Location, absolute, locate
 from lockstep.registry import HOOKS
@@ -44,7 +44,7 @@ class CheckpointHook(Hook):
             work_dir and of the run's folder. Also a URL that fsspec can open, such as `s3://BUCKET/NAME`; the records
             of the run stay in the work_dir.
         max_keep_ckpts: the number of regular checkpoints to keep, of this run and of those from which it goes on in the
-            same work_dir, up to where it does; -1 for all.
+            same work_dir, up to where it does, with those of stops from which it has gone on; -1 for all.
         save_last: always save at the end of training, also of one that ends early.
         save_best: the name of a metric, or several names. The best checkpoint by each is kept in addition to the
             regular ones, see `Runner.best_checkpoint`; `"auto"` takes the first metric of the first validation that is
@@ -169,12 +169,10 @@ class CheckpointHook(Hook):
                 )
         runner.saving.finish()  # which value is the best depends on whether the former one is saved
         for name in self._best_by():
-            if name in metrics and not _is_number(metrics[name]):
-                raise ConfigError(f"`save_best` must be a metric with one number, but {name!r} is {metrics[name]!r}")
             if name not in metrics and name not in self._seen:
                 raise unknown_metric("save_best", name, metrics, runner)
             self._seen.add(name)
-            value = float(metrics.get(name, math.nan))
+            value = metric_as_number("save_best", name, metrics.get(name, math.nan))
             if math.isfinite(value):
                 self._save_if_best(runner, name, value)
             else:
@@ -234,7 +232,7 @@ class CheckpointHook(Hook):
             self._kept = self._kept[-self.max_keep_ckpts :]
 
     def _former_checkpoints(self, runner: TrainRun, template: str) -> list[Location]:
-        """Return the regular checkpoints from which this run goes on, the oldest one first.
+        """Return the regular checkpoints from which this run goes on, and those of stops, the oldest one first.
 
         Those that another run has saved after this one had gone on from it are not among them, nor the one that
         `load_from` names: the same command shall find it again.
@@ -251,6 +249,9 @@ class CheckpointHook(Hook):
                 matches = [(name.fullmatch(path.name), path) for path in folder.iterdir() if str(path) not in stay]
                 regular = sorted((int(match[1]), path) for match, path in matches if match and is_checkpoint(path))
                 found += [path for done, path in regular if done <= last]
+                stopped = folder / f"iter_{former['iter']}"  # by a signal, amid an epoch
+                if stopped not in found and str(stopped) not in stay and is_checkpoint(stopped):
+                    found.append(stopped)
         return found
 
     def _save_if_best(self, runner: TrainRun, metric: str, value: float) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.checkpoint.values import is_count
-from lockstep.errors import ConfigError, counted, require_count, require_one_of
+from lockstep.errors import ConfigError, counted, metric_as_number, require_count, require_one_of
 from lockstep.hooks.arguments import RULES, check_metrics, not_saved_by, rule_of, unknown_metric
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
@@ -86,7 +86,7 @@ class EarlyStoppingHook(Hook):
             self._has_warned = True
             return
         self._has_seen = True
-        reason = self._reason_to_stop(float(metrics[self.monitor]))
+        reason = self._reason_to_stop(metric_as_number("monitor", self.monitor, metrics[self.monitor]))
         if reason is not None:
             runner.train_loop.stop_training = True
             runner.logger.info("training stops early: %s %s", self.monitor, reason)

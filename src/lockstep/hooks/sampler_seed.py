@@ -10,8 +10,8 @@ from lockstep.runner.run import TrainRun
 
 @HOOKS.register_module()
 class DistSamplerSeedHook(Hook):
-    """Tell the sampler of the training data which epoch begins."""
+    """Tell the training data which epoch begins; the name is MMEngine's."""
 
     def before_train_epoch(self, runner: TrainRun) -> None:
-        """Call `set_epoch` of the sampler, or of the batch sampler's sampler, if it has one."""
+        """Call `set_epoch` of the sampler and of the datasets, where they have it, and seed the workers anew."""
         set_epoch(runner.train_dataloader, runner.epoch)

@@ -13,9 +13,11 @@ Where torch finds some tensors, it is left with these: a cache beside them may h
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from numbers import Number
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
@@ -23,15 +25,16 @@ from torch import Tensor, nn
 
 from lockstep.tree import is_tensordict
 
-_MOST_OBJECTS = 10_000  # that are looked into in one output
+_MOST_OBJECTS = 10_000  # that are looked into in one output: one may lead to all others of a program
 _WITHOUT_TENSORS = (str, bytes, Number, type, torch.dtype, torch.device, torch.Generator, nn.Module, type(None))
-_SHOWN = object()  # the first of three, before an output and the tensors in it
+_SHOWN = object()  # marks what `show_hidden` returns
 
 
 def hidden_tensors(output: Any) -> list[Tensor]:
     """Return the tensors that a gradient flows through in an output in which torch finds none.
 
-    They are looked for in attributes, and in the values of mappings. Parameters are left out.
+    They are looked for in attributes, also those of `__slots__`, in the values of mappings, and in lists, tuples, sets
+    and deques. Parameters are left out.
 
     **Cost**: for a tensor none; else a walk over the objects in the output.
 
@@ -44,7 +47,7 @@ def hidden_tensors(output: Any) -> list[Tensor]:
     if isinstance(output, Tensor):
         return []
     found: list[Tensor] = []
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # holds the objects, as what a mapping makes anew could else get the id of a former one
     waiting: list[tuple[Any, bool]] = [(output, False)]
     while waiting and len(seen) < _MOST_OBJECTS:
         value, is_hidden = waiting.pop()
@@ -56,38 +59,42 @@ def hidden_tensors(output: Any) -> list[Tensor]:
             continue
         if isinstance(value, _WITHOUT_TENSORS) or id(value) in seen:
             continue
-        seen.add(id(value))
+        seen[id(value)] = value
         is_hidden = is_hidden or not _is_looked_into(value)
         waiting += [(part, is_hidden) for part in _parts(value)]
     return found
 
 
 def show_hidden(module: nn.Module, args: Any, output: Any) -> Any:
-    """Put the hidden tensors of an output beside it, as a forward hook before torch's; see `without_shown`."""
+    """Return an output together with its hidden tensors, where torch finds these; None if there are none.
+
+    A forward hook, which runs before FSDP's; `without_shown`, in one that runs after it, takes the output back out.
+    """
     if torch.is_grad_enabled() and (hidden := hidden_tensors(output)):
         return _SHOWN, output, hidden
     return None
 
 
 def without_shown(output: Any) -> Any:
-    """Return an output as it was before `show_hidden`; None if there was none hidden, as a forward hook does."""
+    """Return the output that `show_hidden` was given; None if it has returned None, as a forward hook does."""
     if type(output) is tuple and len(output) == 3 and output[0] is _SHOWN:
         return output[1]
     return None
 
 
 def _is_looked_into(value: Any) -> bool:
+    """Return whether torch looks into an object."""
     return isinstance(value, dict | list | tuple) or (is_dataclass(value) and not is_tensordict(value))
 
 
 def _parts(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping) or is_tensordict(value):
         yield from value.values()
-    elif isinstance(value, list | tuple | set | frozenset):
+    elif isinstance(value, list | tuple | set | frozenset | deque):
         yield from value
-    elif is_dataclass(value):
-        yield from (getattr(value, field.name) for field in fields(value))
     else:
         yield from getattr(value, "__dict__", {}).values()
-        names = {name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())}
+        # By their descriptors: `__slots__` may be one string, or have names that begin with two underscores.
+        slotted = [vars(kind) for kind in type(value).__mro__ if "__slots__" in vars(kind)]
+        names = [own.__name__ for one in slotted for own in one.values() if isinstance(own, MemberDescriptorType)]
         yield from (getattr(value, name) for name in names if hasattr(value, name))

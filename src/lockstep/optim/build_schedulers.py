@@ -12,7 +12,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from lockstep.errors import ConfigError
-from lockstep.optim.scheduler import LENGTHS, ParamScheduler, length_argument, window_length
+from lockstep.optim.scheduler import LENGTHS, ParamScheduler, is_in_range, length_argument, window_length
 from lockstep.optim.schedules import ReduceOnPlateauLR
 from lockstep.registry import PARAM_SCHEDULERS, in_default_scope
 from lockstep.registry.registry import SCOPE
@@ -225,7 +225,7 @@ def _build_one(optimizer: Optimizer, cfg: Any, max_epochs: int | None, max_iters
             "end"
         )
     length = length_argument(schedule)
-    open_ended = arguments.get("end") is None or math.isinf(arguments["end"])
+    open_ended = arguments.get("end") in (None, math.inf) and is_in_range(arguments.get("begin", 0))
     lacks_length = length is not None and arguments.get(length) is None
     if (lacks_length or getattr(schedule, "needs_end", False)) and open_ended and last is not None:
         arguments["end"] = max(last, arguments.get("begin", 0) + 1)

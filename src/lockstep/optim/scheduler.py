@@ -81,11 +81,12 @@ class ParamScheduler(ABC):
             )
         if self.verbose:
             _logger.warning("%s: `verbose` does nothing: the values are in every record of a run", self.title)
-        self.end = None if self.end is None or math.isinf(self.end) else self.end
-        if not self.begin >= 0 or (self.end is not None and not self.end > self.begin):  # so that NaN is refused, too
+        self.end = None if self.end == math.inf else self.end
+        window = self.begin, math.inf if self.end is None else self.end
+        if not all(map(is_in_range, window)) or window[0] >= window[1]:
             raise ConfigError(
-                f"{self.title}: `begin` must be at least 0 and less than `end`, "
-                f"but they are {self.begin} and {self.end}"
+                f"{self.title}: `begin` must be a number of at least 0 and less than `end`, but they are "
+                f"{self.begin!r} and {self.end!r}"
             )
         for name in self.durations:
             if hasattr(self, name):
@@ -161,10 +162,14 @@ class ParamScheduler(ABC):
         """
         for name in self.kept:
             present, saved = getattr(self, f"_{name}"), state[name]
-            if isinstance(present, list) and not (isinstance(saved, list) and all(map(_is_number, saved))):
-                raise ValueError(f"`{name}` of {self.title} must be a list of numbers, but is {saved!r:.100}")
-            if type(present) is int and type(saved) is not int:
-                raise ValueError(f"`{name}` of {self.title} must be a whole number, but is {saved!r:.100}")
+            if isinstance(present, list):
+                wanted, fits = "a list of numbers", isinstance(saved, list) and all(map(_is_number, saved))
+            elif type(present) is int:
+                wanted, fits = "a whole number", type(saved) is int
+            else:
+                wanted, fits = "a number or None", saved is None or _is_number(saved)
+            if not fits:
+                raise ValueError(f"`{name}` of {self.title} must be {wanted}, but is {saved!r:.100}")
             setattr(self, f"_{name}", saved)
 
     def load_progress(self, state: Mapping[str, Any]) -> None:
@@ -206,11 +211,13 @@ class ParamScheduler(ABC):
                 raise ConfigError(f"{self.title}: `{name}` must be a number {bound}, but is {given!r}")
 
     def _require_list(self, *names: str, or_one: bool = False) -> None:
-        """Refuse arguments that are not lists of numbers of at least 0, or, with `or_one`, one such number."""
+        """Make arguments lists; refuse those that are not numbers of at least 0, or, with `or_one`, one such number."""
         for name in names:
             given = getattr(self, name)
             is_list = isinstance(given, Collection) and all(map(is_in_range, given))
-            if not is_list and not (or_one and is_in_range(given)):
+            if is_list:
+                setattr(self, name, list(given))
+            elif not (or_one and is_in_range(given)):
                 or_number = "a number of at least 0, or " if or_one else ""
                 raise ConfigError(
                     f"{self.title}: `{name}` must be {or_number}a list of numbers of at least 0, but is {given!r}"
@@ -219,7 +226,7 @@ class ParamScheduler(ABC):
     def _by_group(self, name: str) -> list[float]:
         """Return an argument as a list with one number per parameter group; it may be given as one number."""
         given, groups = getattr(self, name), len(self.optimizer.param_groups)
-        values = list(given) if isinstance(given, Collection) else [given] * groups
+        values = given if isinstance(given, list) else [given] * groups
         if len(values) != groups:
             raise ConfigError(
                 f"{self.title}: `{name}` must be one number, or {groups}, one for each parameter group, but has "

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from lockstep.errors import ConfigError, did_you_mean, require_one_of
+from lockstep.errors import ConfigError, did_you_mean, metric_as_number, require_one_of
 from lockstep.optim.scheduler import (
     WINDOW,
     FloorScheduler,
@@ -219,7 +219,7 @@ class CosineRestartLR(FloorScheduler):
         if not self.periods or len(self.periods) != len(self.restart_weights) or min(self.periods) < 1:
             raise ConfigError(
                 f"{self.title}: `periods` must be numbers of at least 1, with as many `restart_weights`, but they are "
-                f"{list(self.periods)} and {list(self.restart_weights)}"
+                f"{self.periods} and {self.restart_weights}"
             )
         self._falls = list(zip(self.periods, self.restart_weights, strict=True))
         super().__post_init__()
@@ -277,6 +277,7 @@ class OneCycleLR(FormulaScheduler):
         self.max_lr = None
         self._require_list("eta_max", or_one=True)
         super().__post_init__()
+        self._by_group("eta_max")  # so that a wrong number of them is refused now, not when the schedule begins
 
     def first_values(self) -> list[float]:
         """Return the highest values."""
@@ -285,15 +286,15 @@ class OneCycleLR(FormulaScheduler):
     def multiplier(self, t: int) -> float:
         """Return the current fraction of the highest value."""
         first, last = 1 / self.div_factor, 1 / (self.div_factor * self.final_div_factor)
-        up, over = self.pct_start * self.total_steps - 1, self.total_steps - 1
+        rise, whole = self.pct_start * self.total_steps - 1, self.total_steps - 1
         # The end of each phase, and the fraction of the highest value there.
-        phases = [(up, 1.0), (2 * up, first), (over, last)] if self.three_phase else [(up, 1.0), (over, last)]
-        begin, low = 0.0, first
-        for end, high in phases:
+        phases = [(rise, 1.0), (2 * rise, first), (whole, last)] if self.three_phase else [(rise, 1.0), (whole, last)]
+        begin, present = 0.0, first
+        for end, target in phases:
             if t <= end:
-                return self._between(low, high, (t - begin) / (end - begin) if end > begin else 1.0)
-            begin, low = end, high
-        return low
+                return self._between(present, target, (t - begin) / (end - begin) if end > begin else 1.0)
+            begin, present = end, target
+        return present
 
     def _between(self, start: float, end: float, part: float) -> float:
         if self.anneal_strategy == "linear":
@@ -364,6 +365,7 @@ class ReduceOnPlateauLR(ParamScheduler):
         self._bad = 0
         self._cooling = 0
         super().__post_init__()
+        self._by_group("min_value")  # so that a wrong number of them is refused now, not by the first reduction
 
     def advance(self, t: int) -> None:
         """Do nothing: only `observe` changes the values."""
@@ -372,7 +374,7 @@ class ReduceOnPlateauLR(ParamScheduler):
         """Compare the metrics of a validation, and reduce the values if the patience is exhausted.
 
         Raises:
-            ConfigError: `metrics` does not have the metric.
+            ConfigError: `metrics` does not have the metric, or it is not one number.
         """
         if self.monitor not in metrics:
             raise ConfigError(
@@ -381,7 +383,7 @@ class ReduceOnPlateauLR(ParamScheduler):
             )
         if not self.is_active:
             return
-        value = float(metrics[self.monitor])
+        value = metric_as_number("monitor", self.monitor, metrics[self.monitor])
         if self._is_better(value, self._best):
             self._best, self._bad = value, 0
         else:

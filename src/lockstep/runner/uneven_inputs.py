@@ -31,8 +31,9 @@ from lockstep.dataset.position import (
     loader_state,
 )
 from lockstep.dataset.rank_aware import is_rank_aware, parts_of
+from lockstep.dataset.repeats import checksum_of, refuse_repeats, refuse_repeats_by_workers
 from lockstep.dataset.sampler import HEAD_LENGTH, OrderSampler
-from lockstep.dataset.stream import StreamLoader, checksum_of, refuse_repeats, refuse_repeats_by_workers
+from lockstep.dataset.stream import StreamLoader
 from lockstep.dist import all_gather_object, broadcast_object, get_rank, get_world_size
 from lockstep.errors import ConfigError
 from lockstep.groups import this_rank

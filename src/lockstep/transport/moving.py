@@ -122,6 +122,11 @@ def used_on_current_stream(staged: Tensor) -> Tensor:
     return staged
 
 
+def is_dense_on_host(data: Tensor) -> bool:
+    """Return whether a tensor is an array in the host's memory, not sparse, nested or quantized."""
+    return data.is_cpu and data.layout is torch.strided and not (data.is_nested or data.is_quantized)
+
+
 def is_plain_memory(data: Tensor) -> bool:
     """Return whether a tensor's memory holds exactly its values, in order, so that bytes may be written there."""
     return data.is_contiguous() and not data.is_neg() and not data.is_conj()

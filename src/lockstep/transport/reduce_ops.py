@@ -33,8 +33,8 @@ _OPS: dict[OpName, tuple[Any, Callable[..., Tensor]]] = {
     "bxor": (ReduceOp.BXOR, torch.bitwise_xor),
 }
 TORCH_OPS = {name: torch_op for name, (torch_op, _) in _OPS.items()}
+# Each name that is known, and the canonical one.
 _NAMES: dict[str, OpName] = {**{name: name for name in _OPS}, "avg": "mean", "prod": "product"}
-_ORDERED_OPS = frozenset({"product", "min", "max"})
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _NATIVE_INTS = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64})
 _WIDER_INTS = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
@@ -80,7 +80,7 @@ def combine(parts: Sequence[Tensor], wire_op: OpName, total: Tensor) -> None:
     Args:
         parts: a tensor of each rank.
         wire_op: the operation, never an alias.
-        total: the result; may be one of the first two.
+        total: the result. It may be one of the first two parts, which only the first operation reads.
     """
     result, function = parts[0], _OPS[wire_op][1]
     for part in parts[1:]:
@@ -111,7 +111,7 @@ def reduction(op: OpName, dtype: torch.dtype) -> Reduction:
             return Reduction(op, partial(_ordered_words, op=op), lambda x, n: _floats_of(x).to(dtype))
         return Reduction(op)
     if dtype.is_complex:
-        if op in _ORDERED_OPS:
+        if op in ("product", "min", "max"):
             raise TypeError(
                 f"`op` must be sum or mean for {dtype}, but is {op!r}: backends don't multiply complex numbers, "
                 "which have no order either"

@@ -56,8 +56,8 @@ class WatchOfRank:
         self.calls_at_search: list[tuple[int, int]] | None = None
         self._to_interrupt: list[tuple[Comm, Calls]] = []  # groups of which another thread has learnt that they fail
         self.stopping = threading.Event()
-        self._since = time.monotonic()  # when the main thread has come to where it is
-        self._aborted: Calls | None = None  # of a group whose call ran on a device
+        self._still_since = time.monotonic()  # when the main thread has come to where it is
+        self._aborted: Calls | None = None  # the record of a group whose call on a device was aborted
         self.board = Board(store, rank, size, self.state)
 
     @property
@@ -84,7 +84,7 @@ class WatchOfRank:
         return {
             "groups": {comm.group_name: _exported(comm, calls) for comm, calls in recorded_groups()},
             "stack": [] if ended else stack_of_main_thread(),
-            "still": time.monotonic() - self._since,
+            "still": time.monotonic() - self._still_since,
             "ended": ended,
             "error": self.error,
             # A collective has failed here, because of another rank, and none was called since: it is not late.
@@ -141,7 +141,7 @@ class WatchOfRank:
     def interrupt(self, comm: Comm, calls: Calls) -> None:
         """Make the collectives of a group fail, also torch's own."""
         if calls.unfinished()[0] and not calls.waiting:
-            self._aborted, self._since = calls, time.monotonic()
+            self._aborted, self._still_since = calls, time.monotonic()  # from now on the main thread can leave it
         interrupt(comm)
 
     def fail_all(self, comm: Comm, calls: Calls, error: CollectiveMismatchError) -> None:

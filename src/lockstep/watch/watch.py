@@ -114,9 +114,11 @@ class Watch(WatchOfRank):
         # For each group: when a call began, and after how many seconds of it to look and to warn.
         self._waits: dict[str, tuple[float, float, float]] = {}
         self._compared = time.monotonic()
-        self._doubts: set[tuple[str, int]] = set()
+        # For each group that differed at the last look, how often its record had begun anew.
+        self._differed: dict[str, int] = {}
         self._position: list[Frame] = []  # where the main thread is
-        self._lost: tuple[Calls, float] | None = None  # of a group whose device has lost a rank, and since when
+        # The record of a group whose device has lost a rank, and since when.
+        self._lost: tuple[Calls | None, float] = (None, math.inf)
         self._heard = -1
         self._last_looks: dict[str, str] = {}  # for each group, what `look/g` was when this rank has last seen it
         store = side_store()
@@ -150,20 +152,24 @@ class Watch(WatchOfRank):
                 self.cut_off()
 
     def _look_at_main_thread(self) -> None:
-        """Note how long the main thread is at one instruction; end the process if that is a device that hangs."""
+        """Note since when the main thread is where it is; end the process if it can't raise the failure of a group.
+
+        It raises one in its next collective, or in the one that waits for a device, whose call the watch has aborted.
+        It may never come to that: the device may hang; or the main thread computes until torch ends the process, which
+        would name nobody.
+        """
         position, now = frames_of_main_thread(), time.monotonic()
         if position != self._position:
-            self._position, self._since = position, now
-        calls, why = self._aborted, "does not go on"
-        if calls is None or calls.has_failed or now - self._since < _SECONDS_TO_GO_ON:
-            calls, since = self._lost or (None, now)
-            why = "has not come to a collective, and torch is about to end the process"
-            if calls is None or calls.has_failed or now - since < _SECONDS_TO_TELL:
-                return
-        if calls.failure is not None:
-            error = copy(calls.failure)
-            error.add_note("\n".join([f"The main thread {why}:", *stack_of_main_thread()]))
-            end_process(error)
+            self._position, self._still_since = position, now
+        for calls, since, seconds, what in (
+            (self._aborted, self._still_since, _SECONDS_TO_GO_ON, "does not go on"),
+            (*self._lost, _SECONDS_TO_TELL, "has not come to a collective, and torch is about to end the process"),
+        ):
+            # It has failed once the main thread has raised the failure.
+            if calls is not None and calls.failure and not calls.has_failed and now - since >= seconds:
+                error = copy(calls.failure)
+                error.add_note("\n".join([f"The main thread {what}:", *stack_of_main_thread()]))
+                end_process(error)
 
     def _look_at_store(self) -> None:
         self.board.gone([0])  # learn where it is: the store may end with it
@@ -262,7 +268,7 @@ class Watch(WatchOfRank):
         return comm.timeout is not None and seconds >= comm.timeout.total_seconds()
 
     def _compare(self, comm: Comm, calls: Calls) -> None:
-        """Compare the calls so far with those of the first rank of a group."""
+        """Compare the calls so far with those of a group's first rank; fail where they differ at two looks in a row."""
         key = f"same/{comm.group_name}"
         if comm.rank == 0:
             number, resets = calls.number, calls.resets
@@ -270,15 +276,15 @@ class Watch(WatchOfRank):
                 self.store.set(key, json.dumps([number, calls.digest_after(number), resets]))
         elif self.store.check([key]):
             number, digest, resets = json.loads(self.store.get(key))
-            own, doubt = calls.digest_after(number), (key, resets)
+            own = calls.digest_after(number)
             if own is None or digest is None or resets != calls.resets or own == digest:
-                self._doubts.discard(doubt)
-            elif doubt in self._doubts:
+                self._differed.pop(key, None)
+            elif self._differed.get(key) != resets:
+                self._differed[key] = resets  # the main threads may be about to raise an error themselves
+            else:
                 asking = int(self.store.compare_set(f"differs/{comm.group_name}/{resets}", "", str(self.rank)))
                 if asking == self.rank or self.board.gone([asking]):  # where the first rank differs, all others see it
                     self.fail_all(comm, calls, self.difference(comm, self.board.ask(comm.ranks)))
-            else:
-                self._doubts.add(doubt)  # the main threads may be about to raise an error themselves
 
 
 def heartbeat_seconds() -> float:

@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 from lockstep.dist import get_rank, get_world_size
 from lockstep.errors import ConfigError
 from lockstep.model import MMFullyShardedDataParallel, train_step, unwrap_model
+from lockstep.model.fsdp.parameters import Materializer
 from lockstep.optim import OptimWrapper
 from lockstep.strategy import FSDPStrategy, build_strategy
 from lockstep.testing import ranks
@@ -265,6 +266,24 @@ def test_what_reset_parameters_gives_no_values_is_named(left_out: str):
     MMFullyShardedDataParallel(whole, device_id="cpu")
     with pytest.raises(ValueError, match=f"its reset_parameters gives no values to '{left_out}'"):
         MMFullyShardedDataParallel(lacking, device_id="cpu")
+
+
+def test_a_buffer_on_the_meta_device_that_modules_share_stays_one():
+    class Counts(nn.Module):
+        def __init__(self, steps: Tensor) -> None:
+            super().__init__()
+            self.register_buffer("steps", steps)
+
+        def reset_parameters(self) -> None:
+            self.steps.zero_()
+
+    steps = torch.empty(2, device="meta")
+    net = nn.Sequential(nn.Sequential(Counts(steps), Counts(steps)), Counts(steps))
+    materializer = Materializer(torch.device("cpu"), None, None)
+    for unit in (net[0], net):  # the inner one first, as units are sharded
+        materializer.materialize(unit)
+    assert net[0][0].steps is net[0][1].steps is net[1].steps
+    assert net[1].steps.tolist() == [0, 0]
 
 
 @ranks(2)

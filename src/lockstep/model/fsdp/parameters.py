@@ -1,4 +1,4 @@
-"""What FSDP does to the parameters of a model: they get values, are replaced by shards, or stay whole."""
+"""What FSDP does to a model's parameters: they get values, and are replaced by shards; those of dimension 0 stay."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from itertools import chain, compress
+from itertools import chain
 from typing import Any, TypeAlias
 from weakref import ref
 
@@ -51,9 +51,10 @@ class Materializer:
         self._init = init
         self._mesh = mesh
         self._ignored = ignored
-        self._has_named = False
-        self._done: set[Tensor] = set()
-        self._moved: dict[Tensor, Tensor] = {}
+        self._has_warned = False
+        # What is not sharded, and has been sent: the unit around belongs to it, too, and comes later.
+        self._sent: set[Tensor] = set()
+        self._moved: dict[Tensor, Tensor] = {}  # for each buffer, which modules may share, its copy on the device
 
     def ignored_tensors(self) -> set[Tensor]:
         """Return the tensors of ignored modules, as they are now: to materialize or to move one may replace it."""
@@ -70,13 +71,13 @@ class Materializer:
         self._fill_meta_tensors(unit)
         self._move_to_device(unit)
         if self._mesh is not None:
-            left_out = self.ignored_tensors() | self._done
+            left_out = self.ignored_tensors() | self._sent
             tensors = [
                 tensor.detach()
                 for tensor in chain(unit.parameters(), unit.buffers())
                 if not isinstance(tensor, DTensor) and tensor not in left_out
             ]
-            self._done.update(unit.buffers(), (own for own in unit.parameters() if own.dim() == 0))
+            self._sent.update(unit.buffers(), (own for own in unit.parameters() if own.dim() == 0))
             # Along the next axis, ranks send what they have got along the first.
             broadcast_from_first(tensors, *self._mesh.get_all_groups())
 
@@ -86,8 +87,9 @@ class Materializer:
         if not waiting:
             return
         owners = owners_of_parameters(unit)
+        buffers = [(module, *named) for module in waiting for named in module.named_buffers(recurse=False)]
         if self._init is None:
-            self._name_own_init(unit)
+            self._warn_of_init_weights(unit)
         for module in waiting:
             if self._init is None:
                 _reset(module, self.device)
@@ -96,6 +98,9 @@ class Materializer:
         for (first_owner, first_name), *others in owners.values():
             for owner, name in others:
                 setattr(owner, name, getattr(first_owner, first_name))
+        for module, name, buffer in buffers:
+            if buffer.is_meta:
+                setattr(module, name, self._moved.setdefault(buffer, getattr(module, name)))
         for name, tensor in chain(unit.named_parameters(), unit.named_buffers()):
             if tensor.is_meta:
                 raise ValueError(
@@ -104,11 +109,11 @@ class Materializer:
                     "module.to_empty(device=..., recurse=False), and then give values"
                 )
 
-    def _name_own_init(self, unit: nn.Module) -> None:
-        """Say once that an `init_weights` is not called, as it is for a whole model that is not on the meta device."""
+    def _warn_of_init_weights(self, unit: nn.Module) -> None:
+        """Warn once of an `init_weights`, which is called for whole models only, that are not on the meta device."""
         own = next((part for part in unit.modules() if callable(getattr(part, "init_weights", None))), None)
-        if own is not None and not self._has_named and get_rank() == 0:
-            self._has_named = True
+        if own is not None and not self._has_warned and get_rank() == 0:
+            self._has_warned = True
             _logger.warning(
                 "`reset_parameters` of each module has filled the model, which was on the meta device, and not "
                 "`init_weights` of %s, because the model is never whole. Unless weights are loaded, give the strategy "
@@ -131,9 +136,10 @@ class Materializer:
                     setattr(owner, name, moved)
         for module in unit.modules():
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-                if not isinstance(buffer, DTensor) and buffer.device != self.device:  # modules may share it
-                    buffer = self._moved.setdefault(buffer, buffer.to(self.device))
-                    setattr(module, name, buffer)
+                if not isinstance(buffer, DTensor) and buffer.device != self.device:
+                    if buffer not in self._moved:
+                        self._moved[buffer] = buffer.to(self.device)
+                    setattr(module, name, self._moved[buffer])
 
 
 def _reset(module: nn.Module, device: torch.device) -> None:
@@ -145,7 +151,7 @@ def _reset(module: nn.Module, device: torch.device) -> None:
     empty = {name: tensor for name, tensor in _named_tensors(module) if name not in given and tensor.numel()}
     for tensor in empty.values():
         if tensor.is_floating_point():
-            tensor.fill_(torch.nan)
+            tensor.fill_(torch.nan)  # so that it shows if nothing writes it
     versions = {name: tensor._version for name, tensor in empty.items()}
     reset()
     for name, tensor in _named_tensors(module):
@@ -215,6 +221,7 @@ class Originals:
             if parameter is former:
                 continue
             moved[parameter] = attached
+            # FSDP sets a shard's gradient itself, so that hooks do not run here; but `register_hook` adds to them.
             attached.move_to(parameter)
             parameter._post_accumulate_grad_hooks = attached.hooks_after
             if former is not None:
@@ -301,7 +308,7 @@ def _mark_replaced(parameter: nn.Parameter, name: str) -> None:
 
 
 class ReplicatedParameters:
-    """Averages the gradients of whole parameters at the end of each backward pass.
+    """Averages the gradients of parameters of dimension 0, which are not sharded, at the end of each backward pass.
 
     A gradient that only some ranks have counts as zero on the others; one that no rank has stays None. After a pass in
     `at_the_end`, every rank averages when its pass is complete. A pass elsewhere is noticed by its gradients, at a
@@ -309,7 +316,7 @@ class ReplicatedParameters:
 
     Args:
         module: the model that contains the parameters.
-        parameters: the parameters, the same on every rank.
+        parameters: those of dimension 0, the same on every rank.
         mesh: the ranks over which gradients are averaged.
         is_due: returns whether the present backward pass averages gradients at its end.
 
@@ -350,6 +357,7 @@ class ReplicatedParameters:
             self._average()
 
     def _queue(self, _: Tensor) -> None:
+        """Average at the end of the backward pass that runs, once; for a hook, which gets a gradient."""
         number = backward_pass()
         if not self._is_awaited and self._queued_in != number:
             self._queued_in = number
@@ -371,9 +379,8 @@ class ReplicatedParameters:
             for group in self._groups:
                 all_reduce(total, group=group)
             # Reading the counts waits for the device, and is not needed if this rank has all gradients.
-            anywhere = (
-                (total[:, 1] != 0).tolist() if any(own is None for own in gradients) else [True] * len(parameters)
-            )
-            averages = zip(parameters, total[:, 0] / self._ranks, strict=True)
-            for parameter, average in compress(averages, anywhere):
-                parameter.grad = average.to(parameter.dtype)
+            lacks_one = any(own is None for own in gradients)
+            has_any = (total[:, 1] != 0).tolist() if lacks_one else [True] * len(parameters)
+            for parameter, average, is_there in zip(parameters, total[:, 0] / self._ranks, has_any, strict=True):
+                if is_there:
+                    parameter.grad = average.to(parameter.dtype)

@@ -74,25 +74,25 @@ class ColossalAIStrategy(EngineStrategy):
         """
         engine.require_engine()
         require_plain(model, "ColossalAI")
-        model = self.for_evaluation(model)
         if optim_wrapper is None:
-            return model, None
+            return self.for_evaluation(model), None
+        model.to(torch.device(get_device()))
         if not is_distributed():
-            init_dist("none")
+            init_dist("none")  # ColossalAI needs a group, also of one process
         wrapper = ColossalAIOptimWrapper.of(build_optim_wrapper(model, optim_wrapper))
         check_run(model, wrapper.optimizer, self._dtype)
         leave_out_frozen(wrapper.optimizer)
         options = {**self._options, "max_norm": max_norm_of(wrapper.clip_grad, "ColossalAI's 'lowlevel_zero'") or 0.0}
         if get_device() == "cpu":
-            options["overlap_communication"] = False
-        # Otherwise ZeRO would mix those of several ranks.
+            options["overlap_communication"] = False  # it needs streams
+        # Each rank updates its shard alone: the whole would be put together from different models.
         broadcast_from_first(chain(model.parameters(), model.buffers()), None)
-        booster, boosted, laid = engine.boost(options, model, wrapper.optimizer)
-        self._state = state = ColossalAIState(model, laid)
-        wrapper.attach(laid, model, state.masters(offloads=bool(options.get("cpu_offload"))))
+        booster, boosted, zero = engine.boost(options, model, wrapper.optimizer)
+        self._state = state = ColossalAIState(model, zero)
+        wrapper.attach(zero, model, state.masters(offloads=bool(options.get("cpu_offload"))))
         wrapper.sends_as_they_come = options["stage"] == 2 or bool(options.get("overlap_communication", True))
         cast_inputs_and_parts(model, self._dtype)
-        no_sync = None if options["stage"] == 2 else partial(booster.no_sync, boosted, laid)
+        no_sync = None if options["stage"] == 2 else partial(booster.no_sync, boosted, zero)
         wrapped: nn.Module = MODEL_WRAPPERS.build(
             {"type": "ColossalAIModelWrapper", **self._wrapper},
             model=model, model_wrapper=boosted, booster=booster, no_sync=no_sync,

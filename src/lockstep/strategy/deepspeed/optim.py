@@ -62,10 +62,10 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
 
     engine_name = "DeepSpeed"
     half_option = "the strategy bf16=True, fp16=True or torch_autocast=dict(enabled=True, dtype='bfloat16')"
-    _went_back = False
-    _holds = False  # gradients since the last update
-    _is_summed = False  # over the ranks, since the last update
-    # Indices in the flow of the parameters reached in the first window; None after that window.
+    _ran_backward = False  # since the last call of `step`
+    _holds_gradients = False  # of a backward pass since the last update
+    _has_synced = False  # ZeRO has summed gradients over the ranks since the last update
+    # Indices of the parameters in `_flow` that losses of the first window have reached; None after that window.
     _reached: set[int] | None = None
 
     def attach_engine(self, engine: Any, masters: MasterWeights, groups: Sequence[Sequence[str]]) -> None:
@@ -85,14 +85,14 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
             RuntimeError: this wrapper has run no backward pass since the last call.
         """
         _ = self.engine  # raises where there is none yet
-        if not self._went_back:
+        if not self._ran_backward:
             raise RuntimeError(
                 "`step` must follow `update_params` or `backward` of the optim wrapper, but neither was called: under "
                 "DeepSpeed gradients of a `loss.backward()` are lost. Call optim_wrapper.backward(loss)"
             )
-        self._went_back = False
+        self._ran_backward = False
         if self.should_update():
-            self._holds = self._is_summed = False
+            self._holds_gradients = self._has_synced = False
             super().step(**kwargs)
 
     def zero_grad(self, **kwargs: Any) -> None:
@@ -101,7 +101,7 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
         Raises:
             ConfigError: ZeRO holds gradients of batches since the last update, which it would not clear.
         """
-        if self._holds:
+        if self._holds_gradients:
             raise ConfigError(
                 "`zero_grad` must not be called between a backward pass and the update under DeepSpeed's ZeRO, which "
                 f"would keep the gradients ({this_rank()}). For a batch that is to change nothing, pass a loss times "
@@ -110,7 +110,7 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
         self.engine.optimizer.zero_grad(**kwargs)
 
     def _run_backward(self, loss: Tensor, **kwargs: Any) -> None:
-        if self._is_summed and self._stage < 3:
+        if self._has_synced and self._stage < 3:
             raise ConfigError(
                 "`backward` must be called once before `step` under DeepSpeed's stages 1 and 2, which keep the last "
                 f"gradients only, but was called again ({this_rank()}). Add the losses and call it once, or use stage=3"
@@ -119,8 +119,8 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
         self.engine.set_gradient_accumulation_boundary(ends)
         loss = self._reconciled(loss, ends=ends)
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
-        self._went_back = self._holds = True
-        self._is_summed |= ends
+        self._ran_backward = self._holds_gradients = True
+        self._has_synced |= ends
         if not ends:
             self.engine.step()  # which counts the batch
 
@@ -135,7 +135,7 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
         if self._reached is not None:
             self._reached.update(flow.arrivals(loss))
             if ends:
-                warn_of_unreached(flow, self._reached, self.optimizer, self._groups)
+                _warn_of_unreached(flow, self._reached, self.optimizer, self._groups)
                 self._reached = None
         if self._stage == 2 or (self._stage == 1 and self.engine.zero_overlap_comm()):
             # ZeRO averages what this pass reaches, and would take the rest as earlier batches left it on this rank.
@@ -157,12 +157,12 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
             load_engine("deepspeed.utils").safe_update_full_grad_vectorized(
                 parameters, lambda gradient, _: gradient * factor
             )
-        # With offloading, taken as the gradients came.
+        # With offloading, DeepSpeed has taken the norms when the gradients came.
         for norm in getattr(zero, "norm_for_param_grads", {}).values():
             norm.mul_(factor)
 
 
-def warn_of_unreached(
+def _warn_of_unreached(
     flow: GradientFlow, reached: Iterable[int], optimizer: Optimizer, groups: Sequence[Sequence[str]]
 ) -> None:
     """Warn on rank 0 of parameters that got no gradient in the first update, and that DeepSpeed may move all the same.
@@ -181,10 +181,10 @@ def warn_of_unreached(
     unreached = {flow.names[index] for index in (anywhere == 0).nonzero().flatten().tolist()}
     moved, by = [], set()
     for names, group in zip(groups, optimizer.param_groups, strict=True):
-        has = {"weight decay": group.get("weight_decay"), "momentum": group.get("betas") or group.get("momentum")}
-        if (own := [name for name in names if name in unreached]) and any(has.values()):
+        movers = {"weight decay": group.get("weight_decay"), "momentum": group.get("betas") or group.get("momentum")}
+        if (own := [name for name in names if name in unreached]) and any(movers.values()):
             moved += own
-            by |= {what for what, value in has.items() if value}
+            by |= {what for what, value in movers.items() if value}
     if moved and flow.sees_all and get_rank() == 0:
         _logger.warning(
             "the loss reaches none of these %d parameters in the first update: %s. DeepSpeed takes their gradients for "
