@@ -334,9 +334,9 @@ def test_the_interval_of_validations_changes(tmp_path):
         def before_val(self, runner):
             validated.append(runner.epoch)
 
-    cfg = dict(by_epoch=True, max_epochs=4, val_interval=2, dynamic_intervals=[(3, 1)])
+    cfg = dict(by_epoch=True, max_epochs=6, val_interval=3, dynamic_intervals=[(5, 1)])
     Runner(**arguments(tmp_path, train_cfg=cfg, custom_hooks=[Look()])).train()
-    assert validated == [2, 3, 4]
+    assert validated == [3, 4, 5, 6]  # the new interval holds already at the end of the epoch before
 
 
 def test_a_preprocessor_of_batches(tmp_path):
