@@ -65,3 +65,8 @@ def test_what_ci_runs_exists() -> None:
     assert [
         one for one in named if not (ROOT / one[0]).is_file() or (one[1] and one[1] not in names_in(ROOT / one[0]))
     ] == []
+
+
+def test_each_page_has_a_title_of_its_own() -> None:
+    titles = [page.read_text().partition("\n")[0] for page in (ROOT / "docs").glob("*.md")]
+    assert len(set(titles)) == len(titles)

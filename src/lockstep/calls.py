@@ -38,7 +38,9 @@ class _Owners(dict[str, str]):
     """Whose a file is, by path: "caller", "dist", "command", "lockstep" or "". A look-up is three times as fast."""
 
     def __missing__(self, file: str) -> str:
-        if file.startswith(_LOCKSTEP):
+        compat: Any = sys.modules.get("mmengine.version")  # lockstep-mmengine's, if it says so
+        is_ours = hasattr(compat, "lockstep") and file.startswith(os.path.dirname(compat.__file__) + os.sep)
+        if is_ours or file.startswith(_LOCKSTEP):
             owner = "dist" if file.startswith(_DIST) else "command" if file.startswith(_COMMAND) else "lockstep"
         else:
             owner = "" if file.startswith(_FOREIGN) else "caller"

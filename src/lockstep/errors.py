@@ -218,7 +218,7 @@ def place_of(trace: TracebackType | None) -> str:
     for frame, line in walk_tb(trace):
         spec = frame.f_globals.get("__spec__")  # of `python -m`, whose module is named __main__
         package = str(getattr(spec, "name", None) or frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package not in ("lockstep", "torch") and package not in sys.stdlib_module_names:
+        if package not in ("lockstep", "mmengine", "torch") and package not in sys.stdlib_module_names:
             place = f"{os.path.basename(frame.f_code.co_filename)}:{line}"
     return place
 

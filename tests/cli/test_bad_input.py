@@ -131,6 +131,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all(tmp_path):
         assert "the loss must be finite, but is not in iteration 1" in text
         assert "rank 1 of 2: loss = nan" in text
         assert "Lower the learning rate" in text
+        assert "labels that are all left out (-100) is nan" in text
         assert f"(rank {rank} of 2" in text
     assert list(tmp_path.glob("*/epoch_*")) == []  # nothing of it is saved
 

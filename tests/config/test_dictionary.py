@@ -95,6 +95,10 @@ def test_a_missing_key_suggests_the_nearest():
         cfg["optimiser"]
     with pytest.raises(AttributeError, match=r"no key `zebra`$"):
         del cfg.zebra
+    with pytest.raises(
+        AttributeError, match=r"no key `pad` \(this is the config of `Tokenizer`, not what is built from"
+    ):
+        _ = ConfigDict(type="Tokenizer").pad
     assert not hasattr(cfg, "zebra")
     assert cfg.get("zebra", 7) == 7
     del cfg.optimizer

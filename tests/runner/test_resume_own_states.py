@@ -146,6 +146,22 @@ def test_what_a_hook_adds_comes_back_without_asking(tmp_path: Path) -> None:
     assert more["list"][1].item() == 1
 
 
+@ranks(2)
+def test_what_each_rank_adds_under_its_number_comes_back_on_every_rank(tmp_path: Path) -> None:
+    class Own(Hook):
+        got: Any = None
+
+        def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+            checkpoint["own"] = {str(runner.rank): {"rows": torch.arange(3 + runner.rank), "number": runner.rank}}
+
+        def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+            self.got = {key: (len(own["rows"]), own["number"]) for key, own in checkpoint["own"].items()}
+
+    trained(nn.Linear(3, 3), tmp_path, 1, custom_hooks=[Own()])
+    trained(nn.Linear(3, 3), tmp_path, 2, custom_hooks=[later := Own()], resume=True)
+    assert later.got == {"0": (3, 0), "1": (4, 1)}
+
+
 @ranks(1, 2)
 def test_what_a_hook_sets_up_before_the_run_does_not_replace_what_it_has_saved(tmp_path: Path) -> None:
     class SetsUp(Hook):

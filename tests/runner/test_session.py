@@ -232,6 +232,65 @@ def test_rows_of_batches_that_the_user_has_made_come_back_in_their_order(tmp_pat
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(1, 2, 3)
+def test_a_loss_over_the_samples_of_all_ranks_has_each_once_where_a_rank_has_run_out(tmp_path, strategy):
+    def contrastive(image, text):
+        return F.cross_entropy(image @ text.T, torch.arange(len(image)))
+
+    session = session_of(tmp_path, strategy=strategy)
+    data, model, plain = TensorDataset(torch.arange(22)), network()[0], network()[0]
+    order = list(range(21))
+    batches = [order[i : i + 3] for i in range(0, 21, 3)]  # 7, so that of 2 and of 3 ranks one runs out
+    model, _, mine = session.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_sampler=batches)
+    )
+    seen = []
+    for _ in session.epochs(1):
+        for (rows,) in mine:
+            image, text, all_rows = session.gather(model(X[rows]), model(X[rows].flip(1)), rows, sync_grads=True)
+            session.step(contrastive(image, text))
+            seen.append(all_rows.tolist())
+    step = 3 * session.world_size
+    assert seen == [order[i : i + step] for i in range(0, 21, step)]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for rows in seen:
+        optimizer.zero_grad()
+        contrastive(plain(X[rows]), plain(X[rows].flip(1))).backward()
+        optimizer.step()
+    trained = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    torch.testing.assert_close(trained, [*plain.parameters()], check_stride=False)
+
+
+@ranks(2)
+def test_gradients_of_rows_that_ranks_share_are_refused(tmp_path):
+    strategy = {"type": "fsdp", "tensor_parallel": {"degree": 2, "plan": {"0": "colwise", "3": "rowwise"}}}
+    session = session_of(tmp_path, strategy=strategy)
+    model = network()
+    model, _, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader(batch_size=2))
+    with pytest.raises(ConfigError, match=rf"tensor_parallel ranks share them \(rank {get_rank()} of 2\)\. Use strat"):
+        session.gather(X, sync_grads=True)
+
+
+@ranks(2)
+def test_a_gradient_that_ends_in_gather_is_told(tmp_path):
+    session = session_of(tmp_path, log_level="WARNING")
+    model = network()
+    model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    val = session.prepare_evaluation(loader(shuffle=False))
+    told = []
+    for _ in session.epochs(1):
+        for number, (x, y) in enumerate(batches):
+            outputs = model(x)
+            for rows, _ in val if number == 0 else ():
+                session.gather(model(rows))
+            session.gather(outputs if number > 1 else outputs.detach(), y)
+            if session.is_main:
+                told.append((session.run_dir / "log.txt").read_text().count("requires grad, whose gradient ends there"))
+            session.step(F.cross_entropy(outputs, y))
+    assert told == [0, 0, 1, 1, 1, 1][: len(told)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @ranks(1, 2)
 def test_records_have_the_rates_of_the_update_although_the_loop_steps_its_schedule_after_it(tmp_path, strategy):
     session = session_of(tmp_path, strategy=strategy, default_hooks={"logger": {"interval": 1}})

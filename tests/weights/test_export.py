@@ -286,8 +286,9 @@ def test_a_former_export_is_replaced_on_demand_and_nothing_of_it_is_left(tmp_pat
     runner, out = train(tmp_path / "work"), locate(place.format(tmp_path))
     runner.save_pretrained(str(out), max_shard_size=40)
     if runner.rank == 0:
-        with (out / "tokenizer.json").open("wb") as file:
-            file.write(b"{}")
+        for name in ("tokenizer.json", "adapter_config.json", "adapter_model.safetensors"):
+            with (out / name).open("wb") as file:
+                file.write(b"{}")
     with pytest.raises(Exception, match="or overwrite=True, which replaces weights there"):
         runner.save_pretrained(str(out))
     runner.save_pretrained(str(out), overwrite=True)

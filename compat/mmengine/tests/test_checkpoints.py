@@ -13,6 +13,7 @@ import torch
 from documented.toys import Net, training_only
 from environments import REFERENCE, run
 
+from lockstep.errors import place_of
 from mmengine.runner import (
     CheckpointLoader,
     Runner,
@@ -421,3 +422,9 @@ def test_the_last_checkpoint_is_found(tmp_path):
     assert find_latest_checkpoint(tmp_path) is None
     Path(tmp_path, "last_checkpoint").write_text("epoch_3.pth")
     assert find_latest_checkpoint(tmp_path) == "epoch_3.pth"
+
+
+def test_the_place_of_an_error_is_the_line_of_the_user() -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        CheckpointLoader.load_checkpoint("nowhere.pth")
+    assert place_of(caught.value.__traceback__).startswith("test_checkpoints.py:")

@@ -8,10 +8,12 @@ import sys
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 from documented.toys import Accuracy, Net, Points, training_only
 
 from lockstep.dist import get_rank
+from lockstep.errors import CollectiveMismatchError
 from lockstep.testing import ranks
 from mmengine.hooks import Hook
 from mmengine.registry import LOOPS
@@ -54,6 +56,17 @@ def data(size, batch_size=2):
         "dataset": Points(size), "batch_size": batch_size, "sampler": {"type": "DefaultSampler", "shuffle": False},
         "collate_fn": {"type": "default_collate"},
     }  # fmt: skip
+
+
+@ranks(2)
+def test_a_call_on_one_rank_alone_is_told_by_the_lines_of_the_user(tmp_path: Path) -> None:
+    warnings.simplefilter("ignore")
+    runner = Runner(**training_only(tmp_path, model=Net(), train_dataloader=data(8), launcher="pytorch", visualizer=[]))
+    with pytest.raises(CollectiveMismatchError) as caught:
+        _ = runner.train_dataloader if get_rank() == 0 else runner.train()
+    lines = [line for line in str(caught.value).splitlines() if line.startswith("  rank ")]
+    assert len(lines) == 2
+    assert all("test_ranks.py:" in line for line in lines)
 
 
 @ranks(2)

@@ -43,6 +43,8 @@ class ConfigDict(dict[Any, Any]):
         if not name.startswith("__") and name in self:
             return self[name]
         says = f"the key `{name}` can only be read by index" if name in self else self._no_key(name)
+        if "type" in self:  # handed to a constructor of another package, say, that takes it for the object
+            says += f" (this is the config of `{self['type']}`, not what is built from it)"
         raise AttributeError(says, name=name, obj=self)
 
     def __setattr__(self, name: str, value: Any) -> None:

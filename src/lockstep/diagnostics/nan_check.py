@@ -124,7 +124,8 @@ def _raise(fault_here: _NonFinite | None, world_size: int) -> NoReturn:
     ]
     error = FloatingPointError(
         f"the loss must be finite, but is not in iteration {first}, counted from 1: {'; '.join(values)}. "
-        "Lower the learning rate, clip gradients (clip_grad=dict(max_norm=1.0)), or look at the batch: "
+        "Lower the learning rate, clip gradients (clip_grad=dict(max_norm=1.0)), or look at the batch: a mean over "
+        "labels that are all left out (-100) is nan, and counts for nothing where `batch_size_of` counts labels; "
         "torch.autograd.set_detect_anomaly(True) shows where it begins"
     )
     raise caused_by(error, [rank for rank, fault in faults if fault.iteration == first])

@@ -105,7 +105,7 @@ def parse_losses(losses: Any) -> tuple[Tensor, dict[str, Tensor]]:
             of a list are then added.
 
     Returns:
-        The scalar to minimise, and the values to log, detached, with the total under `"loss"`.
+        The scalar to minimise, and the values to log, detached, with the total under `"loss"`, first.
 
     Raises:
         TypeError: there is no loss in `losses`, or an entry is not a tensor.
@@ -127,8 +127,9 @@ def parse_losses(losses: Any) -> tuple[Tensor, dict[str, Tensor]]:
             f"`forward` must return at least one entry whose name contains 'loss', but returned only {sorted(values)}"
         )
     total = sum(parts[1:], start=parts[0])
-    log_vars = {name: value.detach().clone() for name, value in values.items()}  # of a parameter, before its update
-    return total, {**log_vars, "loss": total.detach()}
+    # Copies, because one of a parameter changes in the update.
+    parts_to_log = {name: value.detach().clone() for name, value in values.items() if name != "loss"}
+    return total, {"loss": total.detach(), **parts_to_log}
 
 
 def values_to_log(outputs: Any) -> dict[str, Any]:

@@ -347,9 +347,10 @@ def build_evaluator(given: Any, run: Run, mode: Literal["val", "test"] = "val") 
                 "dict(type='Accuracy')"
             )
         given = LossMetric()
-    if isinstance(given, Mapping) and "metrics" in given:
+    if not isinstance(given, Evaluator):  # the class of the default scope: that of lockstep-mmengine is another one
+        given = given if isinstance(given, Mapping) and "metrics" in given else {"metrics": given}
         given = EVALUATOR.build(given, type="Evaluator")
-    built = given if isinstance(given, Evaluator) else Evaluator(given)
+    built: Evaluator = given
     losses = [metric for metric in built.metrics if isinstance(metric, LossMetric)]
     if loss is None and not losses:
         return built

@@ -152,6 +152,7 @@ class Hook:
         """Act before a checkpoint is written: add what must outlive a resume to `checkpoint`.
 
         It may be tensors, arrays of numpy, numbers, strings and None, in dicts and lists, under a name of the hook's.
+        One value of each name is saved, whichever rank's: put what differs between ranks under `str(runner.rank)`, too.
         """
 
     def before_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:

@@ -78,7 +78,8 @@ class TrainLoop(ABC):
         if min(lengths) < max(lengths):
             runner.logger.info(
                 "the ranks have between %d and %d batches per pass: those that run out wait for the others, repeating "
-                "their last batch, which counts for nothing",
+                "their last batch, which counts for nothing in an update; but a loss of rows that it gathers from all "
+                "ranks has that batch, unless session.gather(..., sync_grads=True) gathers them",
                 min(lengths), max(lengths),
             )  # fmt: skip
         self.val_begin = val_begin

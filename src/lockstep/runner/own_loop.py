@@ -346,12 +346,21 @@ class OwnLoop(TrainLoop):
                 "a validation. Leave it out there, or go through the loader that prepare() has returned"
             )
 
-    def warn_of_gather(self, rows: int) -> None:
-        """Warn, once, if rows are gathered that no loader of this session has given, or not one for each sample."""
+    def warn_of_gather(self, rows: int, *, cuts: bool) -> None:
+        """Warn, once, if rows are gathered that no loader of this session has given, or not one for each sample.
+
+        Or if the rows of a training have a gradient, which ends there (`cuts`).
+        """
         self._has_gathered = True
-        if self._has_warned_of_gather or self.is_stepping:
+        is_training = self.is_stepping and not self._is_evaluating
+        if self._has_warned_of_gather or (self.is_stepping and not (is_training and cuts)):
             return
-        if not self._is_evaluating:
+        if is_training:
+            says = (
+                "with a tensor that requires grad, whose gradient ends there: a loss of what it returns trains nothing "
+                "before it. Pass sync_grads=True to let gradients flow back over the ranks, or hand in .detach()"
+            )
+        elif not self._is_evaluating:
             says = (
                 "outside of a pass through a loader of the session. If each rank has gone through all samples, each is "
                 "gathered once for every rank: hand the loader to prepare_evaluation()"

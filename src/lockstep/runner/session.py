@@ -355,21 +355,24 @@ class Session:
         """Return the context of mixed precision and accumulation, in which to call parts of the model by themselves."""
         return self.run.optim_wrapper.optim_context(self.run.model)
 
-    def gather(self, *tensors: Tensor) -> Any:
+    def gather(self, *tensors: Tensor, sync_grads: bool = False) -> Any:
         """Return each tensor's rows of all ranks, on every rank, each sample once and in the order of the loader.
 
         Args:
-            *tensors: one row per sample of the present batch of a loader from `prepare_evaluation`.
+            *tensors: one row per sample of the present batch, of a loader from `prepare_evaluation` or the training's.
+            sync_grads: let gradients flow back to every rank, as for a loss over the samples of all ranks, of which
+                every rank must then run a backward pass. See `all_gather`.
 
         Returns:
             One tensor, or a tuple of as many as were given. **Shapes**: [samples on this rank, ...] -> [samples on all
             ranks, ...].
 
-        **Collective**: every rank, once in each iteration. **Cost**: the tensors' bytes, as of `all_gather`.
+        **Collective**: every rank, alike in each iteration. **Cost**: the tensors' bytes, as of `all_gather`.
 
         Raises:
             TypeError: something else is given than tensors with rows.
             ValueError: they have different numbers of rows, or rows of other shapes on other ranks.
+            ConfigError: with `sync_grads`, some ranks compute on the same samples.
         """
         given: tuple[Any, ...] = tensors
         at = f"(rank {self.rank} of {self.world_size})"
@@ -383,9 +386,16 @@ class Session:
                 )
         if len(sizes := {len(x) for x in tensors}) > 1:
             raise ValueError(f"gather() takes tensors with one row per sample, but they have {sorted(sizes)} rows {at}")
-        sends = self._prepared().counts and self.run.data_shard.is_first
-        parts = [all_gather(x if sends else x[:0]) for x in tensors]
-        self._prepared().warn_of_gather(sum(map(len, parts[0])) if parts else 0)
+        loop = self._prepared()
+        if sync_grads and self.run.data_shard.size < self.world_size:  # gradients would reach one rank of those alone
+            raise ConfigError(
+                "gather(sync_grads=True) must be called where each rank has samples of its own, but under "
+                f"tensor_parallel ranks share them {at}. Use strategy 'ddp', or 'fsdp' without it"
+            )
+        sends = loop.counts and self.run.data_shard.is_first
+        parts = [all_gather(x if sends else x[:0], sync_grads=sync_grads) for x in tensors]
+        cuts = torch.is_grad_enabled() and not sync_grads and any(x.requires_grad for x in tensors)
+        loop.warn_of_gather(sum(map(len, parts[0])) if parts else 0, cuts=cuts)
         for rows in parts:
             if len(shapes := dict.fromkeys(str(tuple(part.shape[1:])) for part in rows)) > 1:
                 raise ValueError(
@@ -393,7 +403,7 @@ class Session:
                     "alike, or reduce each to a number before"
                 )
         gathered = tuple(map(torch.cat, parts))
-        if not self._prepared().deals_batches:  # samples in turns: the first of each rank, then the second of each
+        if not loop.deals_batches:  # samples in turns: the first of each rank, then the second of each
             places = [torch.cat([torch.arange(len(one), device=one.device) for one in part]) for part in parts]
             gathered = tuple(rows[place.argsort(stable=True)] for rows, place in zip(gathered, places, strict=True))
         return gathered[0] if len(gathered) == 1 else gathered

@@ -150,9 +150,9 @@ class PretrainedOptions(TypedDict, total=False):
         dtype: convert floating-point weights to it.
         prefix: write only the part of the model with this name, its weights without the prefix.
         ema: beside EMAHook, False for the trained weights; by default the averaged ones, as in a checkpoint.
-        overwrite: replace the weights that a folder holds, and files of the same names, one by one; others stay. A
-            process that is killed meanwhile leaves all former weights, or all new ones, or files without an index,
-            which nothing loads.
+        overwrite: replace the weights that a folder holds, an adapter of peft too, and files of the same names, one
+            by one; others stay. A process that is killed meanwhile leaves all former weights, or all new ones, or files
+            without what leads to them, which nothing loads.
     """
 
     max_shard_size: int | str

@@ -49,6 +49,8 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([A-Za-z]*)")
 MAX_SHARD_SIZE = "5GB"
 """The most bytes of a file by default."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""peft's description of an adapter, beside its weights."""
 
 
 class TensorInfo(NamedTuple):
@@ -383,13 +385,18 @@ class SafetensorsWriter:
             self._remove_former()
 
     def _remove_index(self) -> None:
-        """Remove the former index: a process that is killed from here on leaves none of former and new parts."""
-        with suppress(FileNotFoundError):
-            (self.out / self._index_file()).unlink()
+        """Remove what leads to former parts: a process that is killed from here on leaves none of former and new ones.
+
+        transformers also puts an adapter that it finds beside a model into it.
+        """
+        for name in (self._index_file(), ADAPTER_CONFIG):
+            with suppress(FileNotFoundError):
+                (self.out / name).unlink()
 
     def _remove_former(self) -> None:
         """Remove the other weights of a folder that is overwritten, which might be read in place of these."""
-        weights = re.compile(rf"{re.escape(self._stem())}(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+        parts = rf"{re.escape(self._stem())}(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
+        weights = re.compile(rf"{parts}|adapter_model\.(safetensors|bin)")
         names = {written.name for written in self._written}
         for former in [*self.out.iterdir()]:
             if former.name not in names and weights.fullmatch(former.name):

@@ -27,11 +27,10 @@ from lockstep.checkpoint import (
 from lockstep.checkpoint.search import readable_manifest
 from lockstep.errors import ConfigError, listed
 from lockstep.location import Location, locate
-from lockstep.weights.safetensors_file import SafetensorsFile, TensorInfo
+from lockstep.weights.safetensors_file import ADAPTER_CONFIG, SafetensorsFile, TensorInfo
 
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_ADAPTER = "adapter_config.json"
 _HOLDERS = ("state_dict", "model")  # of a state dict in a file of `torch.save`
 _logger = logging.getLogger(__name__)
 
@@ -195,7 +194,7 @@ def _no_weights(location: Location, argument: str) -> ConfigError:
     if newest := newest_within(location):
         return ConfigError(f"{wanted} {newest}")
     found = sorted(one.name for one in location.iterdir())
-    if _ADAPTER in found:
+    if ADAPTER_CONFIG in found:
         return ConfigError(
             f"{wanted} has an adapter alone. Load it with peft.PeftModel.from_pretrained(model, FOLDER, "
             "is_trainable=True), and hand over the result"

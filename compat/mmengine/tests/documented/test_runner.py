@@ -14,13 +14,14 @@ from torch.optim import SGD
 
 from mmengine.config import Config
 from mmengine.dataset import DefaultSampler, default_collate
-from mmengine.evaluator import Evaluator
+from mmengine.evaluator import BaseMetric, Evaluator
 from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
 from mmengine.model import BaseModel, ImgDataPreprocessor
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import DATASETS, LOOPS, METRICS, MODELS, RUNNERS
 from mmengine.runner import EpochBasedTrainLoop, Runner, load_checkpoint, set_random_seed
+from mmengine.structures import BaseDataElement
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -307,6 +308,36 @@ def test_an_evaluator_that_is_built(tmp_path):
     assert evaluator.dataset_meta["classes"] == ("below", "above")
 
 
+def test_metrics_get_data_elements_as_dicts(tmp_path):
+    class Elements(Net):
+        def forward(self, points, labels, mode="tensor"):
+            if mode == "predict":
+                return [BaseDataElement(label=int(label), metainfo={"id": 3}) for label in labels]
+            return super().forward(points, labels, mode)
+
+    class Kinds(BaseMetric):
+        def process(self, data_batch, data_samples):
+            self.results += [(type(one), one["id"], one.pop("label") in (0, 1)) for one in data_samples]
+
+        def compute_metrics(self, results):
+            return {"are_dicts": results == [(dict, 3, True)] * 8}
+
+    class Look(Hook):
+        def after_val_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+            assert all(type(one) is BaseDataElement and "label" in one for one in outputs)
+
+        def before_val_epoch(self, runner):
+            assert runner.val_evaluator.dataset_meta["classes"] == ("below", "above")
+
+    metric = dict(type=Kinds)
+    runner = Runner(
+        **arguments(tmp_path, model=Elements(), val_evaluator=metric, test_evaluator=[metric], custom_hooks=[Look()])
+    )
+    runner.train()
+    assert runner.val() == {"are_dicts": True}
+    assert runner.test() == {"are_dicts": True}
+
+
 def test_several_metrics(tmp_path):
     metrics = [dict(type=Accuracy, prefix="a"), dict(type=Accuracy, prefix="b")]
     runner = Runner(
@@ -334,9 +365,9 @@ def test_the_interval_of_validations_changes(tmp_path):
         def before_val(self, runner):
             validated.append(runner.epoch)
 
-    cfg = dict(by_epoch=True, max_epochs=4, val_interval=2, dynamic_intervals=[(3, 1)])
+    cfg = dict(by_epoch=True, max_epochs=6, val_interval=3, dynamic_intervals=[(5, 1)])
     Runner(**arguments(tmp_path, train_cfg=cfg, custom_hooks=[Look()])).train()
-    assert validated == [2, 3, 4]
+    assert validated == [3, 4, 5, 6]  # the new interval holds already at the end of the epoch before
 
 
 def test_a_preprocessor_of_batches(tmp_path):

@@ -21,7 +21,7 @@ class Evaluator(lockstep.evaluator.Evaluator):
     """
 
     def __init__(self, metrics: Any) -> None:
-        items = list(metrics) if isinstance(metrics, Sequence) else [metrics]
+        items = metrics if isinstance(metrics, list | tuple) else [metrics]
         super().__init__([METRICS.build(one) if isinstance(one, dict) else one for one in items])
 
     @property

@@ -57,6 +57,8 @@ class _OpenTrainLoop(CountsOwnBatches):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # In MMEngine an interval holds from the validation on that comes just before its milestone.
+        self._intervals = [(max(begin - 1, 0), interval) for begin, interval in self._intervals]
         self._own = own_methods(self, "run", "run_epoch", "run_iter")
 
     @property
