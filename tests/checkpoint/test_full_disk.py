@@ -224,6 +224,7 @@ def train_on(disk: Path, elsewhere: Path, async_save: bool) -> None:
     whole, _ = train(elsewhere / "whole")
     losses, runner = train(disk / "work", checkpoint={"on_save_error": "warn", "async_save": async_save})
     assert losses.by_iter == whole.by_iter
+    assert "iter_8 could not be written" in str(losses.error)  # the last one, when nothing is left to go on with
     done = numbers(runner.run_dir)
     assert done == list(range(1, len(done) + 1))
     assert 2 <= len(done) < 8

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -112,6 +114,34 @@ def test_a_signal_while_a_failed_job_ends_does_not_ask_to_start_it_again(folder)
             assert job.wait(30) == -signal.SIGTERM
         finally:
             job.kill()
+
+
+def test_a_stop_that_cannot_be_saved_tells_why(folder):
+    (folder / "stopping.py").write_text(
+        "import os, signal\nfrom lockstep.hooks import Hook\n"
+        "class Stop(Hook):\n"
+        "    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):\n"
+        "        if runner.iter == 1 and runner.rank == 0:\n"
+        "            os.kill(os.getppid(), signal.SIGTERM)\n"
+        "    def before_save_checkpoint(self, runner, checkpoint):\n"
+        "        raise OSError(28, 'the disk is full')\n"
+    )
+    hook = "custom_hooks=[{'type':'stopping.Stop'}]"
+    words = ("train", "line.py", "--nproc", "2", hook, "train_dataloader.batch_size=1")
+    with subprocess.Popen(
+        [sys.executable, "-m", "lockstep", *words], cwd=folder, stderr=subprocess.PIPE, text=True
+    ) as job:
+        err = job.stderr.read()
+        assert job.wait(30) == 1
+    assert re.search(r"error: SIGTERM stopped the training, but it is not saved\. rank [01] raised OSError", err)
+    assert "the disk is full" in err
+
+
+def test_a_job_without_a_temporary_folder_says_so(here, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/none")
+    code, _, err = here("launch", "toy.py", "--nproc", "1")
+    assert code == 1
+    assert "error: a folder for temporary files must be there, but none can be written to" in err
 
 
 def test_ranks_that_are_found_are_told_before_torch_is_loaded(folder, lockstep):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from tests.faults.test_elastic_nodes import Nodes, check_a_node_is_lost_and_comes_back
 
-from .jobs import PYTHON, TWO_STEPS, check_training, require, run_at_once
+from .jobs import PYTHON, TWO_STEPS, Job, check_training, require, run_at_once
 
 pytestmark = [
     pytest.mark.launchers,
@@ -58,3 +60,24 @@ def test_a_host_is_lost_and_comes_back(hosts: list[str], tmp_path: Path) -> None
     places = [("ip", "netns", "exec", host) for host in hosts]
     with Nodes(tmp_path, f"{ADDRESSES[0]}:{PORT}", places) as nodes:
         check_a_node_is_lost_and_comes_back(nodes, tmp_path)
+
+
+def test_a_host_whose_network_is_lost_ends(hosts: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, time; open('ready_' + os.environ['RANK'], 'w'); time.sleep(600)")
+    impatient = (
+        "import lockstep.launch.rendezvous as module; module._SECONDS_OF_SILENCE = 2.0; "
+        "from lockstep.cli.main import main; main()"
+    )
+    layout = ("launch", str(script), "--nproc", "1", "--nnodes", "2", "--rdzv", f"{ADDRESSES[0]}:{PORT}")
+    with ExitStack() as stack:
+        for node, host in enumerate(hosts):
+            command = ("ip", "netns", "exec", host, PYTHON, "-c", impatient, *layout, "--node-rank", str(node))
+            job = stack.enter_context(Job(command, cwd=tmp_path))
+        while not all((tmp_path / f"ready_{node}").exists() for node in range(2)):
+            assert job.running()
+            time.sleep(0.1)
+        ip("-n", hosts[1], "link", "set", "eth0", "down")
+        ended = job.end()
+    assert ended.code == 1
+    assert f"error: node 0 at {ADDRESSES[0]}:{PORT} is gone" in ended.err

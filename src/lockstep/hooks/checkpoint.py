@@ -58,7 +58,7 @@ class CheckpointHook(Hook):
         filename_tmpl: name of a regular checkpoint, with `{}` for the number; by default `"epoch_{}"` or `"iter_{}"`.
         save_begin: the epoch, or iteration, at which the first interval begins.
         on_save_error: `"raise"` to end training if a checkpoint can't be written, as on a full disk; `"warn"` to go on
-            without it.
+            without it. What `save_last` saves is tried once more when the training has ended, and raises then.
         async_save: write checkpoints while training goes on, from a copy in the memory of the host; see
             `TrainRun.save_checkpoint`.
     """
@@ -131,11 +131,12 @@ class CheckpointHook(Hook):
             self._save(runner, "epoch_{}", runner.epoch + 1, epoch=runner.epoch + 1, iteration=runner.iter)
 
     def after_train(self, runner: TrainRun) -> None:
-        """Save a training that has ended early."""
+        """Save a training that has ended early, or whose last checkpoint could not be written."""
         by_epoch, _ = self._cadence(runner)
         template, done = ("epoch_{}", runner.epoch) if by_epoch else ("iter_{}", runner.iter)
-        if self.save_last and done != self._saved:
-            self._save(runner, template, done, epoch=runner.epoch, iteration=runner.iter)
+        runner.saving.finish()
+        if self.save_last and done != self._saved:  # no training is left that could go on without it
+            self._save(runner, template, done, epoch=runner.epoch, iteration=runner.iter, on_save_error="raise")
 
     def before_train(self, runner: TrainRun) -> None:
         """Raise an error for what can't be saved, or a metric that there won't be."""
@@ -208,17 +209,17 @@ class CheckpointHook(Hook):
             return True, 1
         return False, DEFAULT_INTERVAL if runner.max_epochs is not None else runner.train_loop.val_interval
 
-    def _save(self, runner: TrainRun, template: str, done: int, *, epoch: int, iteration: int) -> None:
-        self._saved = done
+    def _save(self, runner: TrainRun, template: str, done: int, **how: Any) -> None:
         template = self.filename_tmpl or template
         name = template.replace("{}", str(done))
-        when_ended = partial(self._keep, runner, template, name)
-        self._write(runner, name, when_ended, epoch=epoch, iteration=iteration, is_last=True)
+        when_ended = partial(self._keep, runner, template, name, done)
+        self._write(runner, name, when_ended, is_last=True, **how)
 
-    def _keep(self, runner: TrainRun, template: str, name: str, is_complete: bool) -> None:
+    def _keep(self, runner: TrainRun, template: str, name: str, done: int, is_complete: bool) -> None:
         """Count a regular checkpoint that has been saved, and remove those that are too many."""
         if not is_complete:
             return
+        self._saved = done
         folder = self._folder(runner)
         runner.message_hub.update_info("last_ckpt", str(folder / name))
         self._kept = [*(kept for kept in self._kept if kept != name), name]
@@ -296,9 +297,10 @@ class CheckpointHook(Hook):
         runner.message_hub.update_info(f"best_score{suffix}", self._best[metric]["value"])
 
     def _write(self, runner: TrainRun, name: str, when_ended: Callable[[bool], None], **how: Any) -> None:
+        how = {"on_save_error": self.on_save_error, **how}
         runner.save_checkpoint(
             self._folder(runner), name, save_optimizer=self.save_optimizer, async_save=self.async_save,
-            on_save_error=self.on_save_error, when_ended=when_ended, **how,
+            when_ended=when_ended, **how,
         )  # fmt: skip
 
     def _folder(self, runner: TrainRun) -> Location:

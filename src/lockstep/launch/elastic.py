@@ -78,7 +78,7 @@ def run_ranks(
         numa_options=None if numa is None else NumaOptions(AffinityMode(numa)),
     )
     try:
-        with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, _signals_handled(trains):
+        with _temporary_folder() as folder, _signals_handled(trains):
             setup = _RankSetup(folder, additions, payload, rendezvous)
             agent = _Agent(spec, setup, logs, grace_seconds, job.least_nproc)
             result = agent.run()
@@ -106,6 +106,12 @@ def run_ranks(
                 f"{error.sigval.name} came before the first iteration was complete, so that there is nothing to save: "
                 f"all ranks were stopped. {again} (exit code {Preempted.EXIT_CODE})",
                 exit_code=Preempted.EXIT_CODE,
+            ) from None
+        if agent.has_raised:  # no usual end by the signal: whoever starts such a job again would meet it again
+            rendezvous.give_up(agent.ledger.exit_code)
+            raise LaunchError(
+                f"{error.sigval.name} stopped the training, but it is not saved. {agent.describe()}",
+                exit_code=agent.ledger.exit_code,
             ) from None
         # The ranks have ended; now raise the signal again for its usual effect on this process.
         killed_note = ""
@@ -155,6 +161,7 @@ class _Agent(LocalElasticAgent):
         self.is_complete = False  # whether a signal found that all ranks had done their work
         self.has_trained = False  # whether a rank had trained when a signal stopped the job
         self.has_failed = False  # whether a rank had failed then
+        self.has_raised = False  # whether a rank that had trained has raised an error of its own since, as when saving
         self.killed: list[int] = []  # those that did not end then
         self.is_pressed = False  # whether Ctrl-C was pressed a second time
         self.ledger: Ledger
@@ -171,7 +178,13 @@ class _Agent(LocalElasticAgent):
                 if all(record.is_preempted for record in self._processes.records):
                     raise _PreemptedError from None
                 self.is_complete = all(record.status == 0 and not record.report for record in self._processes.records)
-                if self._setup.failing.exists() and any(record.has_failed for record in self._processes.records):
+                raised = [record for record in self._processes.records if record.has_raised_itself]
+                if self.has_trained and raised:
+                    for record in raised:
+                        record.signalled = float("inf")  # the signal has not caused the error
+                    self.has_failed = self.has_raised = True
+                    self._judge()
+                elif self._setup.failing.exists() and any(record.has_failed for record in self._processes.records):
                     self.has_failed = True
                     self._judge()
             raise
@@ -340,6 +353,16 @@ class _RankSetup(DefaultLogsSpecs):
             if self.rendezvous.attempt > 0:
                 env.update(self._again)
         return destinations
+
+
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="lockstep-")
+    except OSError as error:
+        raise LaunchError(
+            f"a folder for temporary files must be there, but none can be written to: {error.strerror}. Set TMPDIR to "
+            "one; in a container whose file system is read-only, mount a volume there, such as an emptyDir at /tmp"
+        ) from error
 
 
 def _ignore(*numbers: signal.Signals) -> None:

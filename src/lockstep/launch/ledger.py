@@ -140,6 +140,12 @@ class RankRecord:
         return self.report is not None and self.report.kind == Preempted.__name__
 
     @property
+    def has_raised_itself(self) -> bool:
+        """Whether the rank has reported an error, also after a signal, that is no exit and no other rank's failure."""
+        report = self.report
+        return report is not None and report.follows is None and not (self.is_preempted or report.kind == "SystemExit")
+
+    @property
     def is_silent(self) -> bool:
         """Whether the rank ran, and had reported no error, until the launcher sent it a signal."""
         return self.own_report is None and self.own_status is None

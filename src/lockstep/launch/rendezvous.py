@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -28,6 +30,7 @@ _STORE_TIMEOUT = timedelta(minutes=5)  # of one request; torch's own
 _SECONDS_PER_BEAT = 1.0
 _SECONDS_UNTIL_LOST = 10.0  # without a heartbeat
 _SECONDS_UNTIL_LOST_AT_THE_END = 60.0  # when this node has nothing else to do, and to leave would end the others
+_SECONDS_OF_SILENCE = 120.0  # of node 0's machine: it acknowledges nothing, as one that has lost power or its network
 _SECONDS_FOR_MORE = 30.0  # at the beginning of a job, when enough nodes have come
 _DISAGREES = "disagrees"  # the key of a number of nodes that is not that of the others, and who has it
 _MEMBERS = "members"  # the key of an attempt that has begun: the port of its ranks' store, and the nodes' tokens
@@ -222,7 +225,9 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         return TCPStore(self._host, port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach())
 
     def _connect(self, timeout: timedelta = _STORE_TIMEOUT) -> TCPStore:
-        return TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=timeout)
+        store = TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=timeout)
+        _limit_silence(self._port)
+        return store
 
     def _join(self, store: TCPStore, deadline: float) -> tuple[PrefixStore, int]:
         """Begin the next attempt in which this node takes part; return its store, and the port of its ranks' store."""
@@ -474,6 +479,19 @@ class _Heartbeats:
     def _read(self, node: int) -> str:
         key = f"beat_{node}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
+
+
+def _limit_silence(port: int) -> None:
+    """Let this process's connections to a port fail when the machine there has acknowledged nothing for a while.
+
+    Torch waits for an answer, deaf to signals, as long as the kernel keeps the connection: 15 minutes (torch 2.13).
+    """
+    if sys.platform != "linux":
+        return
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.fromfd(int(number), socket.AF_INET, socket.SOCK_STREAM) as connection:
+            if connection.getpeername()[1:2] == (port,):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _SECONDS_OF_SILENCE))
 
 
 def _same_rank(node: int) -> str:
