@@ -49,8 +49,8 @@ class Sound(Fragile):
 
 
 MESSAGES = {
-    Fragile: "is not in iteration 3, counted from 1: rank 1 of 2: loss_cls = nan, loss = nan. Lower",
-    Infinite: "is not in iteration 6, counted from 1: rank 0 of 2: loss_cls = inf, loss = inf. Lower",
+    Fragile: "is not in iteration 3, counted from 1: rank 1 of 2: loss = nan, loss_cls = nan. Lower",
+    Infinite: "is not in iteration 6, counted from 1: rank 0 of 2: loss = inf, loss_cls = inf. Lower",
 }
 
 

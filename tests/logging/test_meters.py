@@ -88,9 +88,11 @@ def test_a_value_of_which_each_rank_has_a_part_is_recorded_whole_or_not_at_all(t
     records = [lambda value: hub.update_scalar("norm", value), lambda value: session.log({"norm": value})]
     if get_rank() == 0:  # elsewhere there is no visualizer
         records.append(lambda value: Visualizers().add_scalar("norm", value))
-    for record in records:
-        with pytest.raises(TypeError, match=r"`norm` must be .* a DTensor, of which each rank has a part.*full_tensor"):
-            record(norm)
+    for _ in session.iterations(1):
+        for record in records:
+            with pytest.raises(TypeError, match=r"`norm` must be .* a DTensor, of which each rank has a part.*full_t"):
+                record(norm)
+        session.step(net(torch.ones(1, 1)).sum())
     for value in (norm.full_tensor(), distribute_tensor(weights.norm(), mesh, [Replicate()])):
         hub.update_scalar("norm", value)
         assert hub.get_scalar("norm").current() == pytest.approx(float(weights.norm()))
