@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Runner, Session
 from lockstep.config import Config
-from lockstep.dist import get_rank
+from lockstep.dist import barrier, get_rank
 from lockstep.errors import ConfigError, DivergenceError
 from lockstep.evaluator import BaseMetric
 from lockstep.hooks import Hook
@@ -60,6 +60,12 @@ def log_of(folder: Path) -> str:
     return "".join(file.read_text() for file in sorted(folder.glob("*/log.txt")))
 
 
+def complete_log_of(folder: Path) -> str:
+    """Return what rank 0 has written; every rank calls it."""
+    barrier()
+    return log_of(folder)
+
+
 def test_a_class_that_needs_arguments_is_no_model(tmp_path):
     with pytest.raises(TypeError, match=r"Linear.__init__\(\) missing 2 required positional arguments"):
         Runner(nn.Linear, tmp_path, train_dataloader=loader()).train()
@@ -87,7 +93,7 @@ def test_a_class_that_needs_none_is_a_function_that_returns_a_model(tmp_path):
 def test_a_lightning_module_is_told_how_it_can_be_trained(tmp_path):
     with pytest.raises(TypeError, match="A model trains in one of three forms"):
         train(tmp_path / "runner", Lit(), loss=None)
-    assert f"{LIGHTNING}training_step; see docs/side-by-side.md" in log_of(tmp_path / "runner")
+    assert f"{LIGHTNING}training_step; see docs/side-by-side.md" in complete_log_of(tmp_path / "runner")
     session = Session(tmp_path / "session", log_level="ERROR")
     model = Lit()
     model, _, batches = session.prepare(model, model.configure_optimizers(), loader())
@@ -96,8 +102,8 @@ def test_a_lightning_module_is_told_how_it_can_be_trained(tmp_path):
         for batch_idx, batch in enumerate(batches):
             session.step(model.training_step(batch, batch_idx))
     assert not torch.equal(before, model.linear.weight)
-    assert LIGHTNING not in log_of(tmp_path / "session")
-    assert STEPLESS not in log_of(tmp_path / "session")
+    assert LIGHTNING not in complete_log_of(tmp_path / "session")
+    assert STEPLESS not in complete_log_of(tmp_path / "session")
 
 
 @pytest.mark.parametrize("length", [{"max_epochs": 1}, {"by_epoch": False, "max_iters": 3}])
@@ -122,7 +128,7 @@ def test_a_session_without_steps_warns_once(tmp_path):
     for _ in session.epochs(3):
         for x, y in batches:
             nn.functional.mse_loss(model(x), y)
-    assert log_of(tmp_path).count(STEPLESS) == 1
+    assert complete_log_of(tmp_path).count(STEPLESS) == 1
 
 
 def test_a_session_that_steps_in_some_iterations_alone_warns_once(tmp_path):
@@ -170,7 +176,7 @@ class StepsItself(OnlyReturns):
 def test_a_train_step_that_only_returns_its_loss_is_told(tmp_path):
     told = r"3 iterations have made no backward pass by the optim wrapper: a loss that `train_step` of %s only"
     train(tmp_path / "own", StepsItself(2, 1), loss=None, train_cfg={"max_epochs": 3})
-    assert log_of(tmp_path / "own").count(told % "StepsItself") == 1
+    assert complete_log_of(tmp_path / "own").count(told % "StepsItself") == 1
     for length in ({"max_epochs": 2}, {"by_epoch": False, "max_iters": 3}):
         with pytest.raises(ConfigError, match=r"nothing is trained: \d iterations have made no backward pass"):
             train(tmp_path / "only", OnlyReturns(2, 1), loss=None, train_cfg=length)
@@ -311,7 +317,7 @@ def test_gradients_that_another_optimizers_loss_has_left_are_told_once(tmp_path,
             ):
                 session.step(torch.ones((), requires_grad=True))
     told = "the parameters of optimizers['D'] have gradients before its update_params(loss)"
-    assert log_of(tmp_path).count(told) == (not cares)
+    assert complete_log_of(tmp_path).count(told) == (not cares)
 
 
 @ranks(2)
@@ -436,8 +442,8 @@ def test_rows_that_are_not_one_for_each_sample_are_told(tmp_path, repeats):
         "batch size": f"with {2 if alone else 4} rows of all ranks for batches of {1 if alone else 3} samples",
         "none": f"with {1 if alone else 2} rows of all ranks for batches of {2 if alone else 4} samples",
     }
-    assert log_of(tmp_path).count("gather() was called") == (repeats != "rows")
-    assert told.get(repeats, "") in log_of(tmp_path)
+    assert complete_log_of(tmp_path).count("gather() was called") == (repeats != "rows")
+    assert told.get(repeats, "") in complete_log_of(tmp_path)
 
 
 @ranks(1, 2)
@@ -455,7 +461,7 @@ def test_a_batch_that_a_rank_gets_again_is_told_where_it_may_be_counted_twice(tm
             seen += len(session.gather(outputs) if gathers else outputs)
     session.save("done")
     again = session.world_size == 2 and samples == 5  # batches of 2 and 1, and of 2
-    log = log_of(tmp_path)
+    log = complete_log_of(tmp_path)
     assert ("leaves it out, but was not called; a sum of your own" in log) == (again and not gathers)
     assert ("leaves it out; a sum of your own" in log) == (again and gathers)
     if gathers:
@@ -584,7 +590,7 @@ def test_a_schedule_for_the_batches_of_one_process_is_told_on_several_ranks(tmp_
             schedule.step()
     is_told = session.world_size == 2 and kind != "ConstantLR"
     said = f"{kind} ends after {8 * epochs} steps, but makes {4 * epochs} until"
-    log = log_of(tmp_path)
+    log = complete_log_of(tmp_path)
     assert (log.count(said), log.count("stop on their way")) == (is_told, is_told)
 
 
