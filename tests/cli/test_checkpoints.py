@@ -142,6 +142,9 @@ def test_what_others_have_written_is_not_removed(work_dir: Path):
 @pytest.mark.parametrize("verified", [0, 1])
 def test_what_a_run_removes_meanwhile_is_passed_over(work_dir: Path, verified: int, monkeypatch: pytest.MonkeyPatch):
     save_state(work_dir / RUN / "epoch_4", {"model": {}}, {"epoch": 4, "iter": 40}, last_of=work_dir)
+    monkeypatch.setattr(  # also where a later run had outdone the best one
+        "lockstep.cli.checkpoints._outdone", lambda found, kept: [one for one in found if one.name.startswith("best_")]
+    )
     examined = []
 
     def verify_beside_a_run(directory: Path) -> None:

@@ -175,7 +175,7 @@ def prune(
         faults.append(f"{fault}. It is the last one, and is not removed")
     for fault in faults:
         print(printable(f"fault: {fault}", lines=False))
-    to_remove = [path for path in regular if path not in kept] + _outdone(found, whole)
+    to_remove = [path for path in [*regular, *_outdone(found, whole)] if path not in kept]
     for path, other in [(path, other) for path in to_remove if (other := _foreign_file(path)) is not None]:
         to_remove.remove(path)
         print(printable(f"{_relative(path, root)} is not removed: no save has written {other} in it", lines=False))
