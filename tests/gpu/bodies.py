@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,38 @@ MESHES: dict[str, tuple[int, int, Any]] = {
     "tensor-parallel in two replicas": (4, 2, {"type": "fsdp", "tensor_parallel": 2}),
     "hybrid": (4, 4, {"type": "fsdp", "device_mesh": (2, 2)}),
 }
+# Where the packages are: DeepSpeed by stage of ZeRO, ColossalAI by its plugin. DeepSpeed would leave every parameter of
+# a model as small as this one whole.
+SHARDED = {"stage": 3, "stage3_param_persistence_threshold": 0}
+STAGES: dict[str, Any] = {
+    "zero1": {"type": "deepspeed"},
+    "zero2": {"type": "deepspeed", "zero_optimization": {"stage": 2}},
+    "zero3": {"type": "deepspeed", "zero_optimization": SHARDED},
+}
+DEEPSPEED: dict[str, tuple[dict[str, Any], float]] = {
+    **{name: ({"strategy": strategy}, EXACT) for name, strategy in STAGES.items()},
+    "zero2-accumulating": ({"strategy": STAGES["zero2"], "optim_wrapper": optim_config(4, True)}, EXACT),
+    "zero3-accumulating": ({"strategy": STAGES["zero3"], "optim_wrapper": optim_config(4, True)}, EXACT),
+    "zero3-prefetching": ({"strategy": STAGES["zero3"], "prefetch_to_device": True}, EXACT),
+    "zero1-bf16": ({"strategy": {**STAGES["zero1"], "bf16": True}}, HALF),
+    "zero3-bf16": ({"strategy": {**STAGES["zero3"], "bf16": True}}, HALF),
+    "zero3-offloaded": ({"strategy": {**STAGES["zero3"], "offload": True}}, EXACT),
+}
+PLUGIN_ZERO2 = {"type": "colossalai", "stage": 2}
+COLOSSALAI: dict[str, tuple[dict[str, Any], float]] = {
+    "plugin-zero1": ({"strategy": "colossalai"}, EXACT),
+    "plugin-zero2": ({"strategy": PLUGIN_ZERO2}, EXACT),
+    "plugin-zero2-accumulating": ({"strategy": PLUGIN_ZERO2, "optim_wrapper": optim_config(4, True)}, EXACT),
+}
+# Of a run that goes on under another strategy, both.
+STRATEGIES: dict[str, Any] = {
+    **STAGES, "fsdp": "fsdp", "ddp": "ddp", "plugin-zero1": "colossalai", "plugin-zero2": PLUGIN_ZERO2
+}  # fmt: skip
+MOVES = {
+    "deepspeed": [("zero1", "zero3"), ("zero3", "fsdp"), ("fsdp", "zero2"), ("zero3", "ddp")],
+    "colossalai": [("plugin-zero1", "plugin-zero2"), ("plugin-zero2", "fsdp"), ("fsdp", "plugin-zero1")],
+}
+ALL = {**CASES, **SINGLE, **DEEPSPEED, **COLOSSALAI}
 # Compiled by torch's own backend; on a GPU, `reduce-overhead` records graphs.
 TRANSLATED: dict[str, Any] = {
     "default": True,
@@ -122,7 +155,7 @@ def train(case: str, work_dir: Path, compile_: Any = None) -> tuple[str, list[fl
     """Return the kind of device, the losses of the global batches and the gradient norms of a run."""
     let_torch_warn()
     torch._dynamo.reset()
-    changes = {**CASES, **SINGLE}[case][0] | ({} if compile_ is None else {"compile": compile_})
+    changes = ALL[case][0] | ({} if compile_ is None else {"compile": compile_})
     counts = changes.get("optim_wrapper", {}).get("accumulative_counts", 1)
     losses, norms = Losses(), Norms()
     runner = Runner(
@@ -163,7 +196,7 @@ def train_translated(strategy: str, mode: str, work_dir: Path) -> tuple[str, lis
 
 def train_on_cpu(case: str) -> tuple[list[float], list[float]]:
     """Return the losses and gradient norms of a plain loop in one process, on the CPU."""
-    counts = {**CASES, **SINGLE}[case][0].get("optim_wrapper", {}).get("accumulative_counts", 1)
+    counts = ALL[case][0].get("optim_wrapper", {}).get("accumulative_counts", 1)
     return train_by_hand(counts, True, Heads)
 
 
@@ -219,11 +252,11 @@ def averaged_by_hand() -> dict[str, Tensor]:
     return average
 
 
-def go_on(strategy: str, amp: str | None, work_dir: Path, async_save: bool) -> list[float]:
-    """Return the losses of a run that stops in the middle of an epoch and goes on."""
+def go_on(strategies: Sequence[Any], amp: str | None, work_dir: Path, async_save: bool) -> list[float]:
+    """Return the losses of a run that stops in the middle of an epoch under one strategy, and goes on under another."""
     let_torch_warn()
     seen = []
-    for end, resume in ((7, False), (len(INPUTS) // BATCH, True)):
+    for strategy, end, resume in zip(strategies, (7, len(INPUTS) // BATCH), (False, True), strict=True):
         losses = Losses()
         Runner(
             seeded(Heads),

@@ -109,7 +109,7 @@ def check_case(case: str, size: int, work_dir: Path) -> str:
     """Compare a run with a plain loop, and return on what kind of device it was."""
     wanted = run_ranks(1, bodies.train_on_cpu, case)[0]
     kind, *found = run_ranks(size, bodies.train, case, work_dir)[0]
-    _compare(found, wanted, {**bodies.CASES, **bodies.SINGLE}[case][1])
+    _compare(found, wanted, bodies.ALL[case][1])
     return kind
 
 
@@ -150,8 +150,16 @@ def check_averaged(strategy: str, device: str | None, size: int, work_dir: Path)
 
 def check_going_on(strategy: str, amp: str | None, async_save: bool, size: int, work_dir: Path) -> None:
     wanted, _ = run_ranks(1, bodies.train_on_cpu, strategy)[0]
-    found = run_ranks(size, bodies.go_on, strategy, amp, work_dir, async_save)[0]
+    found = run_ranks(size, bodies.go_on, (strategy, strategy), amp, work_dir, async_save)[0]
     assert found == pytest.approx(wanted, rel=0, abs=bodies.EXACT if amp is None else bodies.HALF)
+
+
+def check_moved(before: str, after: str, size: int, work_dir: Path) -> None:
+    """One strategy of `bodies.STRATEGIES` goes on from what another one saved."""
+    wanted, _ = run_ranks(1, bodies.train_on_cpu, "fsdp")[0]
+    strategies = (bodies.STRATEGIES[before], bodies.STRATEGIES[after])
+    found = run_ranks(size, bodies.go_on, strategies, None, work_dir, False)[0]
+    assert found == pytest.approx(wanted, rel=0, abs=bodies.EXACT)
 
 
 def check_guarded(case: str, size: int, work_dir: Path) -> None:

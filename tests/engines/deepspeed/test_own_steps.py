@@ -6,8 +6,10 @@ import os
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep.errors import ConfigError
+from lockstep.strategy.deepspeed.engine import device_number_known
 from lockstep.testing import ranks, run_ranks
 
 from ..own_steps import (
@@ -92,3 +94,20 @@ def test_stage_3_needs_no_local_rank_in_the_environment():
         assert "LOCAL_RANK" not in os.environ
     finally:
         os.environ["LOCAL_RANK"] = local_rank
+
+
+@ranks(2)
+def test_a_local_rank_is_no_number_of_a_device():
+    """Where each rank sees its own device alone, all have number 0, whatever mpirun calls the local rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", "5")
+        patch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "5")
+        patch.setattr(torch.accelerator, "is_available", lambda: True)
+        patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+        with device_number_known():
+            assert os.environ["LOCAL_RANK"] == "0"
+            assert "OMPI_COMM_WORLD_LOCAL_RANK" not in os.environ
+        assert os.environ["LOCAL_RANK"] == os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] == "5"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "5")
+        train_own(Mixup, strategy_of("zero3"))

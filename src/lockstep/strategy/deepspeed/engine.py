@@ -67,7 +67,7 @@ def start_engine(model: nn.Module, optimizer: Optimizer, config: Mapping[str, An
     """
     broadcast_from_first(model.buffers(), None)  # DeepSpeed sends parameters only
     try:
-        with undisturbed({"LOCAL_RANK": str(get_local_rank())}):
+        with undisturbed({}), device_number_known():
             engine, *_ = load_engine("deepspeed").initialize(
                 model=model, optimizer=optimizer, config=dict(config), dist_init_required=False
             )
@@ -122,7 +122,7 @@ class MMDeepSpeedEngineWrapper(EngineModelWrapper):
         if self._order is None:
             return super().forward(*args, **kwargs)
         with (
-            self._local_rank_known(),
+            self._device_number(),
             self._order.compared() as is_checked,
             all_entered(self._forward_checks if is_checked else ()),
         ):
@@ -140,7 +140,7 @@ class MMDeepSpeedEngineWrapper(EngineModelWrapper):
         """
         self._check_placeholders()
         try:
-            with self._local_rank_known(), super().step_context(optim_wrapper), self._uses or nullcontext():
+            with self._device_number(), super().step_context(optim_wrapper), self._uses or nullcontext():
                 yield
         except RuntimeError as error:
             if "Detected a disagreement" not in message_of(error):
@@ -157,31 +157,37 @@ class MMDeepSpeedEngineWrapper(EngineModelWrapper):
     def evaluation_context(self) -> Iterator[None]:
         """Compute in the same precision as the engine does in training."""
         self._check_placeholders()
-        with self._local_rank_known(), autocast_of(self.model):
+        with self._device_number(), autocast_of(self.model):
             yield
 
     def full_numel(self, parameter: nn.Parameter) -> int:
         """Return the number of elements of a parameter of the module, counting a sharded one in full."""
         return int(getattr(parameter, "ds_numel", parameter.numel()))
 
+    def _device_number(self) -> AbstractContextManager[None]:
+        return device_number_known() if self.forward_is_collective else nullcontext()
+
     def _check_placeholders(self) -> None:
         if self._placeholders is not None:
             self._placeholders.check()
 
-    @contextmanager
-    def _local_rank_known(self) -> Iterator[None]:
-        """Set `LOCAL_RANK` in the environment, which DeepSpeed 0.19 reads in forward passes at stage 3.
 
-        Slurm and MPI use other names for it, and a single process has none.
-        """
-        is_set_here = self.forward_is_collective and "LOCAL_RANK" not in os.environ
-        if is_set_here:
-            os.environ["LOCAL_RANK"] = str(get_local_rank())
-        try:
-            yield
-        finally:
-            if is_set_here:
-                del os.environ["LOCAL_RANK"]
+@contextmanager
+def device_number_known() -> Iterator[None]:
+    """Set `LOCAL_RANK` in the environment to the number of this rank's device, for which DeepSpeed 0.19 takes it.
+
+    It does so as it starts, and in forward passes at stage 3. Where each rank sees no device but its own, all have
+    number 0; Slurm has another name for the local rank, and a single process has none. DeepSpeed refuses to start where
+    Open MPI's name for it has another value.
+    """
+    here = torch.accelerator.current_device_index() if torch.accelerator.is_available() else get_local_rank()
+    before = {name: os.environ.pop(name, None) for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")}
+    os.environ["LOCAL_RANK"] = str(here)
+    try:
+        yield
+    finally:
+        del os.environ["LOCAL_RANK"]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 def autocast_of(engine: Any) -> AbstractContextManager[Any]:
