@@ -54,6 +54,8 @@ SLICE_JOBS := tests/benchmarks/test_benchmarks.py::test_calls_beside_bare_torch 
 
 # What each call costs on a device, NCCL's rules, a step's waits, a hang, calls that differ, and a rank that is lost.
 SLICE_DEVICE := tests/device/test_device.py tests/device/test_rules.py tests/device/test_loop.py \
+	"tests/device/test_examples.py::test_a_config_is_trained[digits]" \
+	"tests/device/test_examples.py::test_a_script_trains[own_loop/gan.py fsdp]" \
 	"tests/device/test_watch.py::test_who_is_at_fault_is_named[op-reading]" \
 	"tests/device/test_watch.py::test_who_is_at_fault_is_named[late-reading]" \
 	"tests/device/test_watch.py::test_calls_that_end_because_a_rank_is_gone_do_not_pass_for_complete[dead-0-nothing]" \
@@ -87,6 +89,7 @@ SLICE_COLOSSALAI := tests/engines/colossalai/test_parity.py::test_losses_and_glo
 	tests/engines/colossalai/test_own_steps.py::test_a_train_step_of_the_models_own_is_the_one_that_runs \
 	tests/engines/colossalai/test_session.py::test_every_plugin_computes_what_torch_does \
 	tests/engines/colossalai/test_states.py::test_a_checkpoint_of_pytorchs_strategies_is_resumed_and_the_other_way_round \
+	tests/engines/colossalai/test_unused.py::test_what_only_an_earlier_batch_of_a_window_reaches_is_trained \
 	tests/engines/colossalai/test_written.py::test_what_is_written_into_the_weights_is_trained_on \
 	tests/engines/colossalai/test_strategy.py::test_models_that_would_go_wrong_are_refused_with_the_alternative
 

@@ -26,10 +26,10 @@ def start() -> Start:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     env = os.environ | {"TORCH_EXTENSIONS_DIR": built, "PATH": path}
 
-    def start(*words: object, **more: str) -> subprocess.Popen[str]:
+    def start(*words: object, folder: Path | None = None, **more: str) -> subprocess.Popen[str]:
         command = [sys.executable, *map(str, words)]
         pipe: Any = subprocess.PIPE
-        return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env | more)
+        return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=folder, env=env | more)
 
     Path(built).mkdir(parents=True, exist_ok=True)
     with open(Path(built, "building"), "w") as building:

@@ -8,6 +8,8 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/resize_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
@@ -25,6 +27,13 @@ using Swap = std::function<at::Tensor(const at::Tensor&)>;
 // Operators whose results have sizes that the host must know.
 const std::set<std::string> sizes_on_host = {"aten::nonzero",  "aten::masked_select",      "aten::unique_dim",
                                              "aten::_unique2", "aten::unique_consecutive", "aten::bincount"};
+
+// Operators that make their `out=` larger on the way to a result of one number.
+const std::set<std::string> resizes_result = {"aten::mse_loss", "aten::smooth_l1_loss"};
+
+bool is_resized(const c10::OperatorHandle& op) {
+  return op.schema().overload_name() == "out" && resizes_result.count(op.schema().name()) != 0;
+}
 
 bool reads_values(const c10::OperatorHandle& op, const Stack& stack) {
   auto& schema = op.schema();
@@ -82,26 +91,36 @@ at::Tensor like(const at::Tensor& tensor) {
       tensor.sizes(), tensor.strides(), tensor.options().device(c10::Device(kSim, current_device())));
 }
 
+at::Tensor moved(const at::Tensor& tensor) {
+  if (!tensor.defined()) return tensor;
+  auto result = like(tensor);
+  if (tensor.numel() != 0) on_host(result).copy_(tensor);
+  return result;
+}
+
+at::Tensor resizable_on_host(const at::Tensor& tensor) {
+  if (tensor.dim() == 0) return at::empty({0}, tensor.options().device(at::kCPU));  // the result
+  return tensor.numel() != 0 ? on_host(tensor).clone() : at::empty_like(tensor, at::kCPU);
+}
+
 at::Tensor output_on_host(const at::Tensor& tensor) {
-  return tensor.numel() != 0 ? on_host(tensor) : at::empty_like(tensor, at::kCPU);  // which `out=` may resize
+  return tensor.numel() != 0 ? on_host(tensor) : resizable_on_host(tensor);
 }
 
 // Compute now. What an operator returns of its arguments is the argument itself, what it makes is moved.
 void compute(const c10::OperatorHandle& op, Stack* stack) {
   auto number = op.schema().arguments().size();
-  Arguments arguments(*stack, number, at::kCPU, output_on_host);
+  Arguments arguments(*stack, number, at::kCPU, is_resized(op) ? resizable_on_host : output_on_host);
   torch::jit::drop(*stack, number);
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &arguments.stack);
   for (auto& value : arguments.stack) {
     swap_tensors(value, [&](const at::Tensor& tensor) {
       if (!tensor.defined()) return tensor;
       auto* given = arguments.find(tensor);
-      if (given == nullptr || given->first.sizes() != tensor.sizes()) {
-        auto result = given == nullptr ? like(tensor) : given->first.resize_(tensor.sizes());
-        if (tensor.numel() != 0) on_host(result).copy_(tensor);
-        return result;
-      }
-      return given->first;
+      if (given != nullptr && given->first.sizes() == tensor.sizes() && !is_resized(op)) return given->first;
+      auto result = given == nullptr ? like(tensor) : given->first.resize_(tensor.sizes());
+      if (tensor.numel() != 0) on_host(result).copy_(tensor);
+      return result;
     });
     stack->push_back(std::move(value));
   }
@@ -184,7 +203,7 @@ void on_cpu(const c10::OperatorHandle& op, Stack* stack) {
   } else if (Turn turn(stream, false); turn.has_begun) {
     compute(op, stack);
     return;
-  } else if (!op.hasTag(at::Tag::nondeterministic_seeded) && compute_later(op, stack, stream)) {
+  } else if (!op.hasTag(at::Tag::nondeterministic_seeded) && !is_resized(op) && compute_later(op, stack, stream)) {
     return;
   }
   Turn turn(stream, true);
@@ -259,6 +278,29 @@ at::Scalar local_scalar(const at::Tensor& tensor) {
   return on_host(tensor).item();
 }
 
+// torch asks devices that it doesn't know for convolutions by operators of their own.
+at::Tensor convolve(
+    const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, c10::SymIntArrayRef stride,
+    c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding,
+    c10::SymInt groups) {
+  Turn turn(stream_of(current_stream(input.device().index())), true);
+  auto added = bias.has_value() && bias->defined() ? std::make_optional(on_host(*bias)) : std::nullopt;
+  return moved(at::convolution_symint(
+      on_host(input), on_host(weight), added, stride, padding, dilation, transposed, output_padding, groups));
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolve_backward(
+    const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight, c10::SymIntArrayRef stride,
+    c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding,
+    c10::SymInt groups, std::array<bool, 3> wanted) {
+  Turn turn(stream_of(current_stream(input.device().index())), true);
+  std::vector<c10::SymInt> bias = {gradient.sym_size(1)};
+  auto [of_input, of_weight, of_bias] = at::convolution_backward_symint(
+      on_host(gradient), on_host(input), on_host(weight), c10::SymIntArrayRef(bias), stride, padding, dilation, transposed,
+      output_padding, groups, wanted);
+  return {moved(of_input), moved(of_weight), moved(of_bias)};
+}
+
 void record_stream(at::Tensor&, c10::Stream) {}  // memory is kept for as long as a task needs it
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu>()); }
@@ -271,11 +313,14 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("as_strided", &at::native::as_strided_tensorimpl);  // whose offset is from where the storage begins
   m.impl("resize_", &at::native::resize_);
   m.impl("record_stream", &record_stream);
+  m.impl("convolution_overrideable", &convolve);
+  m.impl("convolution_backward_overrideable", &convolve_backward);
 }
 
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  KERNEL_PRIVATEUSEONE(conv2d, lower_precision_fp)
   KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
   KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
   KERNEL_PRIVATEUSEONE(mm, lower_precision_fp)

@@ -69,8 +69,10 @@ bool Stream::begin() {
 
 void Stream::wait_and_begin() {
   Lock lock(shared.mutex);
-  ask();
+  ++waiting_;
+  shared.changed.notify_all();
   shared.changed.wait(lock, [this] { return !has_work(); });
+  --waiting_;
   is_busy_ = true;
 }
 
@@ -119,7 +121,7 @@ void Stream::ask() {
 
 void Stream::wait_until_asked() {
   Lock lock(shared.mutex);
-  shared.changed.wait(lock, [this] { return is_asked_ || !tasks_.empty(); });
+  shared.changed.wait(lock, [this] { return is_asked_ || waiting_ > 0 || !tasks_.empty(); });
 }
 
 void Stream::synchronize() { sim::synchronize(record()); }

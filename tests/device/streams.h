@@ -47,6 +47,7 @@ class Stream {
   std::deque<Task> tasks_;
   bool is_busy_ = false;
   bool is_asked_ = false;
+  int waiting_ = 0;  // threads that wait to begin
   bool has_thread_ = false;
 };
 

@@ -43,6 +43,11 @@ def require_engine() -> None:
         accelerator.set_accelerator(_host_accelerator())
 
 
+def has_streams() -> bool:
+    """Return whether this machine's accelerator has streams, which ColossalAI needs to send gradients as they come."""
+    return torch.accelerator.is_available()
+
+
 def boost(options: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any, Any]:
     """Return ColossalAI's booster, model and optimizer, with the options of its ZeRO plugin.
 

@@ -83,8 +83,8 @@ class ColossalAIStrategy(EngineStrategy):
         check_run(model, wrapper.optimizer, self._dtype)
         leave_out_frozen(wrapper.optimizer)
         options = {**self._options, "max_norm": max_norm_of(wrapper.clip_grad, "ColossalAI's 'lowlevel_zero'") or 0.0}
-        if get_device() == "cpu":
-            options["overlap_communication"] = False  # it needs streams
+        if not engine.has_streams():
+            options["overlap_communication"] = False
         # Each rank updates its shard alone: the whole would be put together from different models.
         broadcast_from_first(chain(model.parameters(), model.buffers()), None)
         booster, boosted, zero = engine.boost(options, model, wrapper.optimizer)
