@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from lockstep.device import get_device, peak_memory
 from lockstep.diagnostics.slow_ranks import OwnWork, Sample, StragglerWatch, described
 from lockstep.dist.objects import start_gather_bytes
-from lockstep.errors import ConfigError, require_count
+from lockstep.errors import ConfigError, require_count, require_number
 from lockstep.hooks.arguments import not_saved_by
 from lockstep.logging.meters import Scalar, start_reading
 from lockstep.logging.sinks import placed
@@ -131,8 +131,8 @@ class LoggerHook(Hook):
 
     def __post_init__(self) -> None:
         require_count("interval", self.interval)
-        if self.slow_factor is not None and self.slow_factor <= 1:
-            raise ConfigError(f"`slow_factor` must be above 1 or None, but is {self.slow_factor}")
+        if self.slow_factor is not None:
+            require_number("slow_factor", self.slow_factor, above=1)
         # Samples of each iteration since the last record; of each in which the model has returned a value, by its name.
         self._samples: list[float] = []
         self._returned: dict[str, list[float]] = {}
