@@ -40,7 +40,7 @@ class ConstantLR(FormulaScheduler):
         """Return `factor`, then 1."""
         return self.factor if t < self.total_iters else 1.0
 
-    def _ramp_length(self) -> None:
+    def _ramp_length(self) -> None:  # a step is no ramp
         return None
 
 

@@ -139,12 +139,12 @@ class MMDeepSpeedEngineWrapper(EngineModelWrapper):
             ConfigError: at stage 3, the step uses a part of a parameter as the whole, the ranks call different layers,
                 or parameters were written outside of it.
         """
-        self._check_writes_between()
+        self._check_between()
         try:
             with self._device_number(), super().step_context(optim_wrapper), self._uses or nullcontext():
                 yield
         except RuntimeError as error:
-            if "Detected a disagreement" not in message_of(error):
+            if "Detected a disagreement" not in message_of(error):  # so says DeepSpeed of the order of layers
                 raise
             raise ConfigError(
                 f"{_RULE}, but rank {get_rank()} of {get_world_size()} calls others than rank 0. {_REMEDY}"
@@ -157,7 +157,7 @@ class MMDeepSpeedEngineWrapper(EngineModelWrapper):
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
         """Compute in the same precision as the engine does in training."""
-        self._check_writes_between()
+        self._check_between()
         with self._device_number(), autocast_of(self.model):
             yield
 
@@ -166,9 +166,10 @@ class MMDeepSpeedEngineWrapper(EngineModelWrapper):
         return int(getattr(parameter, "ds_numel", parameter.numel()))
 
     def _device_number(self) -> AbstractContextManager[None]:
+        # Only a pass that gathers parameters reads it.
         return device_number_known() if self.forward_is_collective else nullcontext()
 
-    def _check_writes_between(self) -> None:
+    def _check_between(self) -> None:
         if self._between is not None:
             self._between.check()
 
