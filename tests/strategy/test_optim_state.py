@@ -280,6 +280,21 @@ def test_the_state_of_another_optimizer_is_refused(saved_by: str, loaded_by: str
     assert not strategies[1].optim_state()["state"]
 
 
+@pytest.mark.parametrize("lr", [0.2, torch.tensor(0.2)])
+@pytest.mark.parametrize("saved", [0.1, torch.tensor(0.1)])
+def test_a_rate_is_a_number_or_a_tensor_as_in_the_run_that_loads_it(lr: Any, saved: Any):
+    strategies, options = [], {} if isinstance(lr, torch.Tensor) else {"foreach": True}
+    for config in ({"lr": saved}, {"lr": lr, **options}):
+        strategy = SingleDeviceStrategy()
+        model, wrapper = strategy.prepare(PartlyUsed(), {"optimizer": {"type": "Adam", **config}})
+        strategies.append(strategy)
+        if len(strategies) == 2:
+            strategies[1].load_state(optim_state=strategies[0].optim_state())
+        wrapper.update_params(model(*batch(0, 0)))
+    assert type(wrapper.param_groups[0]["lr"]) is type(lr)
+    assert float(wrapper.param_groups[0]["lr"]) == pytest.approx(0.1)
+
+
 def test_scalars_have_each_its_own_value_of_an_option_that_is_switched_on():
     one, two = parameters = [nn.Parameter(torch.tensor(value)) for value in (1.0, 2.0)]
     optimizer = torch.optim.Adam(parameters)

@@ -154,12 +154,17 @@ def named_groups(groups: Iterable[Mapping[str, Any]], names: Iterable[Iterable[s
 
 
 def merge_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's saved options, but with its own options for how updates are computed and its own devices."""
+    """Return a group's saved options, but with its own for how updates are computed, as numbers or tensors as its own.
+
+    A tensor is for a compiled or captured step; torch refuses one with `foreach` alone.
+    """
     own = options_of(group)
     merged = {**own, **saved, **{key: own[key] for key in _IMPLEMENTATION if key in own}}
     for key, value in own.items():
-        if isinstance(value, Tensor) and isinstance(merged[key], Tensor):
-            merged[key] = merged[key].to(value.device)
+        if isinstance(value, Tensor) and isinstance(merged[key], Tensor | float | int):
+            merged[key] = torch.as_tensor(merged[key], dtype=value.dtype, device=value.device)
+        elif isinstance(value, float | int) and isinstance(merged[key], Tensor):
+            merged[key] = merged[key].item()
     return merged
 
 
