@@ -285,7 +285,7 @@ def _writes_below(path: list[str], node: yaml.Node | None) -> Iterator[Write]:
 
 
 def filled(value: Any, path: Path, base: Mapping[str, Any] | None = None) -> Any:
-    """Return a copy of `value` in which the placeholders in all strings are filled in.
+    """Return a copy of `value` in which the placeholders in its strings are filled in, other than keys and sets.
 
     Placeholders are `{{ fileDirname }}`, `{{ fileBasename }}`, `{{ fileBasenameNoExtension }}`, `{{ fileExtname }}` and
     `{{ _base_.a.b }}`. The last one keeps its type if it is the whole string. In a Python file, which can read them

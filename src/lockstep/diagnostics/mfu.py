@@ -163,7 +163,7 @@ class MFUHook(Hook):
         if self._counting is not None:
             counted = self._counting
             self.close()
-            self._keep(counted, runner)
+            self._note_count(counted, runner)
         if self._flops_of is not None:
             flops = float(self._flops_of(data_batch))
         else:
@@ -200,7 +200,8 @@ class MFUHook(Hook):
                     "FLOPs by MFUHook(flops_of=...)"
                 )
 
-    def _keep(self, counted: StepFlops, runner: TrainRun) -> None:
+    def _note_count(self, counted: StepFlops, runner: TrainRun) -> None:
+        """Keep what a step took, and tell once what it left out, and the peak that it is compared with."""
         seconds = perf_counter() - self._began
         is_first = not self._counted
         self._counted[self._shapes] = counted.total

@@ -188,13 +188,12 @@ class _Agent(LocalElasticAgent):
                 if all(record.is_preempted for record in self._processes.records):
                     raise _PreemptedError from None
                 self.is_complete = all(record.status == 0 and not record.report for record in self._processes.records)
-                raised = [record for record in self._processes.records if record.has_raised_itself]
-                if self.has_trained and raised:
-                    for record in raised:
-                        record.signalled = float("inf")  # the signal has not caused the error
-                    self.has_failed = self.has_raised = True
-                    self._judge()
-                elif self._setup.failing.exists() and any(record.has_failed for record in self._processes.records):
+                raised = [record for record in self._processes.records if self.has_trained and record.has_raised_itself]
+                for record in raised:
+                    record.signalled = float("inf")  # the signal has not caused the error
+                self.has_raised = bool(raised)
+                is_failing = self._setup.failing.exists()
+                if raised or (is_failing and any(record.has_failed for record in self._processes.records)):
                     self.has_failed = True
                     self._judge()
             raise
