@@ -186,3 +186,8 @@ def test_a_run_that_has_stopped_stops_again(tmp_path: Path):
 def test_wrong_options_are_refused(options, says):
     with pytest.raises(ConfigError, match=says):
         EarlyStoppingHook("accuracy", **options)
+
+
+def test_several_metrics_are_refused():
+    with pytest.raises(TypeError, match=r"`monitor` must be the name of one metric, but is \['a', 'b'\] of type list"):
+        EarlyStoppingHook(["a", "b"], rule="greater")

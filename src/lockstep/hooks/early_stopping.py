@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.checkpoint.values import is_count
-from lockstep.errors import ConfigError, counted, metric_as_number, require_count, require_number, require_one_of
+from lockstep.errors import (
+    ConfigError,
+    counted,
+    metric_as_number,
+    require_count,
+    require_number,
+    require_one_of,
+    wrong_type,
+)
 from lockstep.hooks.arguments import RULES, check_metrics, not_saved_by, rule_of, unknown_metric
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
@@ -48,6 +56,8 @@ class EarlyStoppingHook(Hook):
     stopping_threshold: float | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.monitor, str):
+            raise wrong_type("monitor", "the name of one metric", self.monitor)
         require_one_of("rule", self.rule, RULES)
         require_count("patience", self.patience)
         require_number("min_delta", self.min_delta, 0)
