@@ -279,6 +279,7 @@ class _Agent(LocalElasticAgent):
                 spec.local_world_size = max(self._least_nproc, spec.local_world_size - len(self.ledger.lost))
                 again = f"Starting again with {counted(spec.local_world_size, 'rank')}, as many as are left"
             say(f"{self.describe()}\n\n{again} (restart {count} of {total}).")
+            self._processes = None  # a signal until they are started finds no rank: other nodes may be long in coming
 
     def _judge(self) -> None:
         """Find the cause of the failures of this attempt."""
