@@ -26,11 +26,13 @@ names the rank on which it occurred.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from difflib import SequenceMatcher, get_close_matches
+from numbers import Real
 from traceback import walk_tb
 from types import TracebackType
 from typing import Any, TypeVar
@@ -322,6 +324,18 @@ def require_count(name: str, value: object, least: int = 1) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"`{name}` must be an int of at least {least}, but is {value!r}")
+
+
+def require_number(name: str, value: object, least: float = -math.inf, *, above: float = -math.inf) -> None:
+    """Check an argument that is a finite number. A text is none, such as the one that YAML reads in `1e-3`.
+
+    Raises:
+        ConfigError: it is none, or it is less than `least`, or not above `above`.
+    """
+    number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    if not math.isfinite(number) or number < least or number <= above:
+        bound = f" of at least {least:g}" if least > -math.inf else f" above {above:g}" if above > -math.inf else ""
+        raise ConfigError(f"`{name}` must be a finite number{bound}, but is {value!r}")
 
 
 def require_one_of(name: str, value: object, choices: Sequence[object]) -> None:

@@ -125,6 +125,12 @@ def test_a_python_config_can_change_what_its_base_says(write):
         ("_base_ = 'child.py'", "child.py:1: `_base_` leads in a circle"),
         ("_base_ = 'a\\0.py'", "child.py:1: `_base_` names no file: embedded null byte"),
         (f"_base_ = '{'a' * 300}.py'", "a.py: cannot be read: File name too long"),
+        (f"_base_ = 'json::{'a' * 300}.py'", "a.py: cannot be read: File name too long"),
+        ("_base_ = '~no-such-user/a.py'", "child.py:1: `_base_` names a file that is missing"),
+        (
+            "_base_ = '__main__::a.py'",
+            "child.py:1: `_base_` names `__main__::a.py`, but there is no package `__main__`",
+        ),
         ("_base_ = 'base.py'\n{{_base_.lr}} = 1", "child.py:2: cannot assign to set display"),
         (
             "from lockstep.config import read_base\nwith read_base():\n    from .base import *\n_base_.lr = 1",

@@ -321,8 +321,8 @@ def test_a_penalty_on_gradients_can_be_counted(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"peak_flops": 0}, "`peak_flops` must be a positive number of FLOP/s or None, but is 0"),
-        ({"peak_flops": float("nan")}, "`peak_flops` must be a positive number"),
+        ({"peak_flops": 0}, "`peak_flops` must be a finite number above 0, but is 0"),
+        ({"peak_flops": float("nan")}, "`peak_flops` must be a finite number above 0"),
         ({"peak_flops": "measure"}, "but is 'measure'"),
         ({"peak_flops": True}, "but is True"),
         ({"flops_of": 6e9, "peak_flops": 1e9}, "`flops_of` must be a function of a batch or None, but is 6000000000"),

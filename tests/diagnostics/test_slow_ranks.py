@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.diagnostics.slow_ranks import OwnWork, Sample, Slow, StragglerWatch, described
 from lockstep.dist import get_rank
+from lockstep.errors import ConfigError
 from lockstep.hooks import LoggerHook
 from lockstep.logging import MessageHub
 from lockstep.model import MMDistributedDataParallel, MMSeparateDistributedDataParallel
@@ -138,9 +139,9 @@ def test_what_is_said():
     assert "it waits 2.5 s for each batch, rank 1 1 ms" in described(Slow(0, "data", 1, 10, 2.5, 0.001, 2.4), 2)
 
 
-@pytest.mark.parametrize("factor", [0, 1])
+@pytest.mark.parametrize("factor", [0, 1, "1.5", math.nan])
 def test_a_wrong_factor_is_refused(factor):
-    with pytest.raises(ValueError, match=f"`slow_factor` must be above 1 or None, but is {factor}"):
+    with pytest.raises(ConfigError, match=f"`slow_factor` must be a finite number above 1, but is {factor!r}"):
         LoggerHook(slow_factor=factor)
 
 

@@ -25,12 +25,15 @@ class Nodes:
         folder: where it runs, and writes.
         rdzv: where the nodes meet.
         places: begins the command of each node.
+        nnodes: how many nodes the job needs, and may have.
     """
 
-    def __init__(self, folder: Path, rdzv: str, places: Sequence[Sequence[str]] = ((), ())) -> None:
+    def __init__(
+        self, folder: Path, rdzv: str, places: Sequence[Sequence[str]] = ((), ()), nnodes: str = "1:2"
+    ) -> None:
         self._folder, self._places = folder, places
         words = prepare(folder, "2", 3, {}, seconds_per_step=0.2, epochs=EPOCHS)
-        self._command = [sys.executable, "-m", "lockstep", *words, "--nnodes", "1:2", "--rdzv", rdzv]
+        self._command = [sys.executable, "-m", "lockstep", *words, "--nnodes", nnodes, "--rdzv", rdzv]
         self._jobs: dict[int, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Nodes:
@@ -56,6 +59,9 @@ class Nodes:
     def kill_a_rank(self, node: int) -> None:
         children = psutil.Process(self._jobs[node].pid).children()
         next(one for one in children if "lockstep.launch.worker" in one.cmdline()).kill()
+
+    def preempt(self, node: int) -> None:
+        self._jobs[node].terminate()
 
     def end(self, node: int) -> int:
         return self._jobs[node].wait(timeout=150)
@@ -124,6 +130,22 @@ def test_a_node_that_comes_back_in_vain_ends_with_the_job(tmp_path: Path, rdzv: 
         assert (nodes.end(0), nodes.end(1)) == (0, 0), nodes.said(0) + nodes.said(1)
     assert "the job has ended without this node" in nodes.said(1)
     assert every_sample_once(kept(tmp_path), EPOCHS)
+
+
+def test_a_node_that_waits_for_the_other_is_preempted_as_one_that_has_nothing_to_save(
+    tmp_path: Path, rdzv: str
+) -> None:
+    with Nodes(tmp_path, rdzv, nnodes="2") as nodes:
+        nodes.start(0)
+        nodes.start(1)
+        nodes.await_ranks(4, attempt=0)
+        nodes.kill(1)
+        nodes.await_that(lambda: "Starting all ranks again" in nodes.said(0))
+        time.sleep(1)  # it ends its ranks before, and waits for the other node afterwards
+        nodes.preempt(0)
+        assert nodes.end(0) == 75, nodes.said(0)
+    assert "Start the job again with --resume" in nodes.said(0)
+    assert "had to be killed" not in nodes.said(0)
 
 
 def test_the_first_node_must_stay(tmp_path: Path, rdzv: str) -> None:

@@ -177,9 +177,17 @@ def test_a_run_that_has_stopped_stops_again(tmp_path: Path):
     [
         ({"rule": "more"}, "`rule` must be 'greater', 'less' or None, but is 'more'"),
         ({"patience": 0}, "`patience` must be an int of at least 1, but is 0"),
-        ({"min_delta": -1}, "`min_delta` must be at least 0, but is -1"),
+        ({"min_delta": -1}, "`min_delta` must be a finite number of at least 0, but is -1"),
+        ({"min_delta": "1e-3"}, "`min_delta` must be a finite number of at least 0, but is '1e-3'"),
+        ({"min_delta": math.nan}, "`min_delta` must be a finite number of at least 0, but is nan"),
+        ({"stopping_threshold": "1e-3"}, "`stopping_threshold` must be a finite number, but is '1e-3'"),
     ],
 )
 def test_wrong_options_are_refused(options, says):
     with pytest.raises(ConfigError, match=says):
         EarlyStoppingHook("accuracy", **options)
+
+
+def test_several_metrics_are_refused():
+    with pytest.raises(TypeError, match=r"`monitor` must be the name of one metric, but is \['a', 'b'\] of type list"):
+        EarlyStoppingHook(["a", "b"], rule="greater")

@@ -403,8 +403,10 @@ def test_an_average_of_ones_own_is_used_and_nothing_else_is_taken(tmp_path: Path
     assert torch.equal(metric.seen[1][0], recorder.weights[8])
     with pytest.raises(ConfigError, match="must build a BaseAveragedModel, but built ModelHolder"):
         make_runner(tmp_path, [EMAHook(ModelHolder)]).train()
-    with pytest.raises(ConfigError, match="only one of them above, but are 3 and 1"):
+    with pytest.raises(ConfigError, match="must be above 0, but they are 3 and 1"):
         EMAHook(begin_iter=3, begin_epoch=1)
+    with pytest.raises(ConfigError, match="`begin_iter` must be an int of at least 0, but is '1e3'"):
+        EMAHook(begin_iter="1e3")
 
 
 class ModelHolder:

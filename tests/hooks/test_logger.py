@@ -61,6 +61,29 @@ def test_a_value_of_the_name_of_a_place_does_not_replace_it(tmp_path: Path):
     assert written(runner.run_dir) == [2, 4]
 
 
+class Timed(Counting):
+    """Returns values of names under which hooks record their own."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        own = {"time": 1e6, "samples": 3.0, "grad_norm": 1e6, "lr": 7.0}
+        return {"loss": super().forward(x, y)["loss"]} | {name: torch.tensor(value) for name, value in own.items()}
+
+
+def test_values_of_the_names_of_a_hooks_own_are_not_mixed_with_them(tmp_path: Path):
+    cfg = {
+        "train_cfg": {"max_iters": 2},
+        "optim_wrapper": {"optimizer": {"type": "SGD", "lr": 0.1}, "clip_grad": {"max_norm": 9.0}},
+    }
+    runner = make_runner(tmp_path, [LoggerHook(interval=2)], kind=Timed, default_hooks={"logger": None}, **cfg)
+    with pytest.warns(UserWarning, match="a value called '[a-z_]+' is recorded as '[a-z_]+_', because"):
+        runner.train()
+    record = json.loads((runner.run_dir / "metrics.jsonl").read_text().splitlines()[0])
+    assert [record[f"{name}_"] for name in ("time", "samples", "grad_norm", "lr")] == [1e6, 3.0, 1e6, 7.0]
+    assert record["lr"] == 0.1
+    assert max(record["time"], record["grad_norm"]) < 1e5
+    assert record["samples_per_second"] > 12 / 1e5
+
+
 class Reader(Hook):
     """Notes after each iteration which records are there."""
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from lockstep.errors import ConfigError
 from lockstep.hooks.progress import Display, ProgressHook, _rates
 
 
@@ -42,6 +43,11 @@ def test_a_pass_of_unknown_length_does_not_have_that_of_the_one_before():
         display.begin(label, total)
         display.show(1, [])
     assert console.file.getvalue() == "training  1/6\nvalidating  1\n"
+
+
+def test_a_text_for_the_period_is_refused():
+    with pytest.raises(ConfigError, match="`period_seconds` must be a finite number of at least 0, but is '1e1'"):
+        ProgressHook(period_seconds="1e1")
 
 
 def test_a_name_with_markup_is_shown_as_it_is() -> None:

@@ -340,13 +340,28 @@ def test_nothing_is_left_in_the_temporary_folder(scripts, tmp_path):
     [
         ({"command": []}, "`command` must name a script"),
         ({"nproc": 0}, "`--nproc` must be at least 1"),
-        ({"max_restarts": -1}, "`max_restarts` must be at least 0"),
+        ({"max_restarts": -1}, "`max_restarts` must be an int of at least 0, but is -1"),
+        ({"grace_seconds": "30"}, "`grace_seconds` must be a finite number of at least 0, but is '30'"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, says):
     given = {"command": ["x.py"], "nproc": 1, **arguments}
     with pytest.raises(ValueError, match=says):
         launch(given.pop("command"), JobSpec(given.pop("nproc")), **given)
+
+
+def test_a_string_is_no_command():
+    with pytest.raises(TypeError, match=r"`command` must be a function, or a list such as .*, but is 'x.py'"):
+        launch("x.py", JobSpec(1))
+
+
+def test_a_signal_handler_that_python_does_not_know_does_not_fail_the_job(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    """As a library in C sets one, which LD_PRELOAD loads before Python starts."""
+    known = signal.getsignal
+    monkeypatch.setattr(signal, "getsignal", lambda number: None if number == signal.SIGUSR1 else known(number))
+    (tmp_path / "script.py").touch()
+    launch([str(tmp_path / "script.py")], JobSpec(1))
+    assert known(signal.SIGUSR1) == signal.SIG_DFL
 
 
 def test_a_number_is_no_job():

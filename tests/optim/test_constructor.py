@@ -167,8 +167,8 @@ def test_a_shared_parameter_has_one_set_of_options():
     ("paramwise", "optimizer", "says"),
     [
         ({"bias_lr": 2}, {}, "unknown key 'bias_lr': did you mean `bias_lr_mult`"),
-        ({"bias_lr_mult": "2"}, {}, "`bias_lr_mult` must be a number of at least 0, but is '2'"),
-        ({"bias_lr_mult": math.nan}, {}, "`bias_lr_mult` must be a number of at least 0, but is nan"),
+        ({"bias_lr_mult": "2"}, {}, "`bias_lr_mult` must be a finite number of at least 0, but is '2'"),
+        ({"bias_lr_mult": math.nan}, {}, "`bias_lr_mult` must be a finite number of at least 0, but is nan"),
         ({"custom_keys": ["bn"]}, {}, "`custom_keys` must be a dict such as"),
         ({"custom_keys": {"depthwice": {}}}, {}, "'depthwice' is part of none: did you mean `depthwise`"),
         ({"custom_keys": {"backbone": {}}}, {}, "'backbone' is part of none"),

@@ -77,6 +77,8 @@ def test_momentum_too():
 def test_wrong_arguments_are_refused(kwargs, says):
     with pytest.raises(ConfigError, match=says):
         ReduceOnPlateauLR(sgd(), **kwargs)
+    with pytest.raises(TypeError, match="`monitor` must be the name of one metric, but is None"):
+        ReduceOnPlateauLR(sgd(), monitor=None)
 
 
 @pytest.mark.parametrize("value", [None, "high", [0.1, 0.2], torch.ones(2)])

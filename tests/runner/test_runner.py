@@ -392,6 +392,13 @@ def test_what_is_missing_is_missing_in_the_call_of_the_runner():
         ({"custom_hooks": [3]}, TypeError, "must be a Hook"),
         ({"load_from": "nowhere.pth"}, ConfigError, "the weights to load must be a checkpoint.*nowhere.pth"),
         ({"auto_scale_lr": {"enable": True}}, ConfigError, "`base_batch_size`"),
+        ({"auto_scale_lr": {"enable": True, "base_batch_size": -2}}, ConfigError, "finite number above 0, but is -2"),
+        (
+            {"auto_scale_lr": {"enable": True, "base_batch_size": "64"}},
+            ConfigError,
+            "finite number above 0, but is '64'",
+        ),
+        ({"val_cfg": 5}, TypeError, "`val_cfg` must be a dict or None, but is 5 of int"),
         ({"auto_scale_lr": {"enabl": True, "base_batch_size": 2}}, ConfigError, "did you mean `enable`"),
         ({"val_evaluator": None}, ConfigError, "`val_evaluator` must be given with `val_dataloader`"),
     ],

@@ -15,6 +15,7 @@ from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError
 from lockstep.optim import OptimWrapper, OptimWrapperDict
 from lockstep.strategy import SingleDeviceStrategy, Strategy, build_strategy
+from lockstep.strategy.optim_state import complete_states
 from lockstep.testing import ranks, run_ranks
 
 from ..engines.training import assert_equal, whole
@@ -250,10 +251,19 @@ def test_states_that_do_not_fit_are_refused_by_name():
         (
             "SGD",
             "Adam",
-            r"must have \['exp_avg', 'exp_avg_sq', 'step'\], as Adam keeps it, but has \['momentum_buffer'",
+            r"'first.weight' must have \['exp_avg', 'exp_avg_sq', 'step'\], as Adam keeps it, but has \['momentum_",
         ),
-        ("Adam", "SGD", r"must have \['momentum_buffer'\], as SGD keeps it, but has \['exp_avg', 'exp_avg_sq', 'step'"),
-        ("Adam", "LBFGS", r"must have \['func_evals', 'n_iter'\], as LBFGS keeps it, but has \['exp_avg', "),
+        (
+            "Adam",
+            "SGD",
+            r"'first.weight' must have \['momentum_buffer'\], as SGD keeps it, but has \['exp_avg'",
+        ),
+        ("Adam", "Adafactor", "Adafactor can't have the options that were saved"),
+        (
+            "Adam",
+            "LBFGS",
+            r"'first.weight' must have \['func_evals', 'n_iter'\], as LBFGS keeps it, but has \['exp_avg', ",
+        ),
     ],
 )
 def test_the_state_of_another_optimizer_is_refused(saved_by: str, loaded_by: str, message: str):
@@ -265,9 +275,37 @@ def test_the_state_of_another_optimizer_is_refused(saved_by: str, loaded_by: str
         strategies.append(strategy)
         if kind == saved_by:
             wrapper.update_params(model(*batch(0, 0)))
-    with pytest.raises(ConfigError, match="'first.weight' " + message):
+    with pytest.raises(ConfigError, match=message):
         strategies[1].load_state(optim_state=strategies[0].optim_state())
     assert not strategies[1].optim_state()["state"]
+
+
+@pytest.mark.parametrize("lr", [0.2, torch.tensor(0.2)])
+@pytest.mark.parametrize("saved", [0.1, torch.tensor(0.1)])
+def test_a_rate_is_a_number_or_a_tensor_as_in_the_run_that_loads_it(lr: Any, saved: Any):
+    strategies, options = [], {} if isinstance(lr, torch.Tensor) else {"foreach": True}
+    for config in ({"lr": saved}, {"lr": lr, **options}):
+        strategy = SingleDeviceStrategy()
+        model, wrapper = strategy.prepare(PartlyUsed(), {"optimizer": {"type": "Adam", **config}})
+        strategies.append(strategy)
+        if len(strategies) == 2:
+            strategies[1].load_state(optim_state=strategies[0].optim_state())
+        wrapper.update_params(model(*batch(0, 0)))
+    assert type(wrapper.param_groups[0]["lr"]) is type(lr)
+    assert float(wrapper.param_groups[0]["lr"]) == pytest.approx(0.1)
+
+
+def test_scalars_have_each_its_own_value_of_an_option_that_is_switched_on():
+    one, two = parameters = [nn.Parameter(torch.tensor(value)) for value in (1.0, 2.0)]
+    optimizer = torch.optim.Adam(parameters)
+    for is_on in (False, True):
+        optimizer.param_groups[0]["amsgrad"] = is_on
+        complete_states(optimizer)
+        (3 * one + two).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    largest = [optimizer.state[parameter]["max_exp_avg_sq"].item() for parameter in parameters]
+    assert largest == [optimizer.state[parameter]["exp_avg_sq"].item() for parameter in parameters]
 
 
 def test_states_of_several_optimizers_are_given_back_to_each():

@@ -159,11 +159,11 @@ class ConfigFile(ABC):
         """Return a base: relative to the file's folder, or in a package, as ``package::path``."""
         package, colons, inner = name.partition("::")
         if not colons:
-            return BaseFile(self.path.parent / Path(name).expanduser())
+            return BaseFile(self.path.parent / os.path.expanduser(name))  # Path.expanduser fails for an unknown user
         if (folder := package_folder(package)) is None:
             raise self.error(BASE, f"names `{name}`, but there is no package `{package}`. Install it, or give a path")
         shipped = folder / ".mim" / "configs" / inner  # where OpenMMLab's packages have their configs
-        return BaseFile(shipped if shipped.exists() else folder / inner, scope=package)
+        return BaseFile(shipped if os.path.exists(shipped) else folder / inner, scope=package)
 
     def error(self, key: str, says: str, line: int | None = None) -> ConfigError:
         """Return an error that names this file, the line and the key."""
@@ -173,7 +173,10 @@ class ConfigFile(ABC):
 
 def package_folder(name: str) -> Path | None:
     """Return the folder of a package that can be imported, which is not imported for that; None if there is none."""
-    spec = find_spec(name) if name.isidentifier() else None
+    try:
+        spec = find_spec(name) if name.isidentifier() else None
+    except ValueError:  # of a module that was not imported, as `__main__`
+        return None
     return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
 
 
@@ -282,7 +285,7 @@ def _writes_below(path: list[str], node: yaml.Node | None) -> Iterator[Write]:
 
 
 def filled(value: Any, path: Path, base: Mapping[str, Any] | None = None) -> Any:
-    """Return a copy of `value` in which the placeholders in all strings are filled in.
+    """Return a copy of `value` in which the placeholders in its strings are filled in, other than keys and sets.
 
     Placeholders are `{{ fileDirname }}`, `{{ fileBasename }}`, `{{ fileBasenameNoExtension }}`, `{{ fileExtname }}` and
     `{{ _base_.a.b }}`. The last one keeps its type if it is the whole string. In a Python file, which can read them
@@ -339,10 +342,11 @@ class Placeholders(ast.NodeTransformer):
 def _as_code(text: str) -> ast.expr:
     """Return a text as the literal that it is in Python, or else as a string."""
     try:
-        ast.literal_eval(text)
+        literal = ast.parse(text.strip(), mode="eval").body
+        ast.literal_eval(literal)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return ast.Constant(text)
-    return ast.parse(text.strip(), mode="eval").body
+    return literal
 
 
 def _environment_variable(match: re.Match[str], path: Path) -> str:
@@ -370,7 +374,7 @@ def _placeholder_value(match: re.Match[str], path: Path, base: Mapping[str, Any]
     for key in keys:
         if not isinstance(found, Mapping) or key not in found:
             says = f"must name a key of the bases, but they have no `{key}` there"
-            if not base:
+            if not base and path.suffix == ".py":
                 says += f". What read_base() has imported is a variable: write `{'.'.join(keys)}` without quotes"
             raise ConfigError(f"{path}: `{match[0]}` {says}")
         found = found[key]

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.module_tracker import ModuleTracker
 
 from lockstep.device import get_device
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, require_number
 from lockstep.model import unwrap_model
 from lockstep.model.autograd_graph import backward_pass
 from lockstep.model.shards import is_dtensor
@@ -114,16 +114,17 @@ class MFUHook(Hook):
         peak_flops: float | None = None,
         flops_of: Callable[[Any], float] | None = None,
     ) -> None:
-        given = None if peak_flops is None else _positive(peak_flops)
+        if peak_flops is not None:
+            require_number("peak_flops", peak_flops, above=0)
         if flops_of is not None and not callable(flops_of):
             raise ConfigError(f"`flops_of` must be a function of a batch or None, but is {flops_of!r}")
-        if flops_of is not None and given is None:
+        if flops_of is not None and peak_flops is None:
             raise ConfigError(
                 f"`peak_flops` must be a number of FLOP/s where `flops_of` is given, but is {peak_flops!r}: without "
                 "counting, the dtype of the products is not known"
             )
         self._flops_of = flops_of
-        self._peak = None if given is None else (given, "given")
+        self._peak = None if peak_flops is None else (peak_flops, "given")
         self._told: set[str] = set()  # warnings that are given once
         self._counting: StepFlops | None = None
         self._began = 0.0
@@ -162,7 +163,7 @@ class MFUHook(Hook):
         if self._counting is not None:
             counted = self._counting
             self.close()
-            self._keep(counted, runner)
+            self._note_count(counted, runner)
         if self._flops_of is not None:
             flops = float(self._flops_of(data_batch))
         else:
@@ -199,7 +200,8 @@ class MFUHook(Hook):
                     "FLOPs by MFUHook(flops_of=...)"
                 )
 
-    def _keep(self, counted: StepFlops, runner: TrainRun) -> None:
+    def _note_count(self, counted: StepFlops, runner: TrainRun) -> None:
+        """Keep what a step took, and tell once what it left out, and the peak that it is compared with."""
         seconds = perf_counter() - self._began
         is_first = not self._counted
         self._counted[self._shapes] = counted.total
@@ -241,13 +243,6 @@ class MFUHook(Hook):
         elements = _elements(self._shapes)
         nearest = min(self._counted, key=lambda shapes: abs(_elements(shapes) - elements))
         return self._counted[nearest] * elements / (_elements(nearest) or 1)
-
-
-def _positive(peak_flops: Any) -> float:
-    is_number = isinstance(peak_flops, int | float) and not isinstance(peak_flops, bool)
-    if not is_number or not 0 < peak_flops < float("inf"):
-        raise ConfigError(f"`peak_flops` must be a positive number of FLOP/s or None, but is {peak_flops!r}")
-    return float(peak_flops)
 
 
 def _shapes_of(batch: Any) -> _Shapes:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from lockstep.checkpoint import is_checkpoint, remove
 from lockstep.checkpoint.values import encode
-from lockstep.errors import ConfigError, metric_as_number, require_one_of
+from lockstep.errors import ConfigError, metric_as_number, require_count, require_one_of
 from lockstep.hooks.arguments import RULES, check_metrics, rule_of, unknown_metric
 from lockstep.location import Location, absolute, locate
 from lockstep.registry import HOOKS
@@ -82,8 +82,12 @@ class CheckpointHook(Hook):
     async_save: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_keep_ckpts == 0 or self.max_keep_ckpts < -1:
-            raise ConfigError(f"`max_keep_ckpts` must be at least 1, or -1 for all, but is {self.max_keep_ckpts}")
+        if self.interval is not None:
+            require_count("interval", self.interval, least=-1)
+        require_count("save_begin", self.save_begin, least=0)
+        require_count("max_keep_ckpts", self.max_keep_ckpts, least=-1)
+        if self.max_keep_ckpts == 0:
+            raise ConfigError("`max_keep_ckpts` must be at least 1, or -1 for all, but is 0")
         require_one_of("on_save_error", self.on_save_error, ("raise", "warn"))
         if self.out_dir is not None:
             self.out_dir = str(absolute(locate(self.out_dir)))

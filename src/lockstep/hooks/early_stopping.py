@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.checkpoint.values import is_count
-from lockstep.errors import ConfigError, counted, metric_as_number, require_count, require_one_of
+from lockstep.errors import (
+    ConfigError,
+    counted,
+    metric_as_number,
+    require_count,
+    require_number,
+    require_one_of,
+    wrong_type,
+)
 from lockstep.hooks.arguments import RULES, check_metrics, not_saved_by, rule_of, unknown_metric
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
@@ -48,15 +56,18 @@ class EarlyStoppingHook(Hook):
     stopping_threshold: float | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.monitor, str):
+            raise wrong_type("monitor", "the name of one metric", self.monitor)
         require_one_of("rule", self.rule, RULES)
         require_count("patience", self.patience)
-        if self.min_delta < 0:
-            raise ConfigError(f"`min_delta` must be at least 0, but is {self.min_delta}")
+        require_number("min_delta", self.min_delta, 0)
+        if self.stopping_threshold is not None:
+            require_number("stopping_threshold", self.stopping_threshold)
         self.rule = self.rule or rule_of(self.monitor)
         self.best: float | None = None
-        self.wait_count = 0
-        self._has_warned = False
-        self._has_seen = False
+        self.wait_count = 0  # validations since the best one
+        self._has_found = False  # whether some validation had the metric
+        self._has_warned = False  # of one without it
         self._is_training = False
 
     def before_train(self, runner: TrainRun) -> None:
@@ -75,7 +86,7 @@ class EarlyStoppingHook(Hook):
         assert isinstance(runner, TrainRun)
         metrics = metrics or {}
         if self.monitor not in metrics:
-            if not self._has_seen:
+            if not self._has_found:
                 raise unknown_metric("monitor", self.monitor, metrics, runner)
             names = ", ".join(metrics) or "none"
             known = f"`monitor` must be a metric of each validation, but is {self.monitor!r}. This one has: {names}"
@@ -85,7 +96,7 @@ class EarlyStoppingHook(Hook):
                 runner.logger.warning("EarlyStoppingHook does nothing: %s", known)
             self._has_warned = True
             return
-        self._has_seen = True
+        self._has_found = True
         reason = self._reason_to_stop(metric_as_number("monitor", self.monitor, metrics[self.monitor]))
         if reason is not None:
             runner.train_loop.stop_training = True
@@ -108,7 +119,7 @@ class EarlyStoppingHook(Hook):
         ):
             raise not_saved_by("EarlyStoppingHook", _KEY, saved)
         self.best, self.wait_count = saved["best"], saved["wait_count"]
-        self._has_seen = self.best is not None
+        self._has_found = self.best is not None
 
     def _reason_to_stop(self, value: float) -> str | None:
         if self.check_finite and not math.isfinite(value):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.values import is_count
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, require_count
 from lockstep.hooks.arguments import not_saved_by
 from lockstep.hooks.buffers import alike_on_all, average_buffers
 from lockstep.model import ModelWrapper, unwrap_model
@@ -81,9 +81,11 @@ class EMAHook(Hook):
         begin_epoch: int = 0,
         **kwargs: Any,
     ) -> None:
-        if begin_iter < 0 or begin_epoch < 0 or (begin_iter and begin_epoch):
+        require_count("begin_iter", begin_iter, least=0)
+        require_count("begin_epoch", begin_epoch, least=0)
+        if begin_iter and begin_epoch:
             raise ConfigError(
-                "`begin_iter` and `begin_epoch` must be at least 0, and only one of them above, but are "
+                "only one of `begin_iter` and `begin_epoch` must be above 0, but they are "
                 f"{begin_iter} and {begin_epoch}"
             )
         self.strict_load = strict_load

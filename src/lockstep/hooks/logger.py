@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from lockstep.device import get_device, peak_memory
 from lockstep.diagnostics.slow_ranks import OwnWork, Sample, StragglerWatch, described
 from lockstep.dist.objects import start_gather_bytes
-from lockstep.errors import ConfigError, require_count
+from lockstep.errors import ConfigError, require_count, require_number
 from lockstep.hooks.arguments import not_saved_by
 from lockstep.logging.meters import Scalar, start_reading
-from lockstep.logging.sinks import placed
+from lockstep.logging.sinks import placed, renamed
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.options import digest_of, optimizer_options
@@ -28,6 +28,8 @@ from lockstep.transport.control import GatherHandle
 _PREFIX = "train/"
 # What a hook counts under `amounts/NAME` of the message hub, such as tokens, is recorded as `NAME_per_second`.
 _AMOUNTS = "amounts/"
+# What hooks record themselves, which a value of the same name that the model returns must not be mixed with.
+_OWN = frozenset(("comm_time", "data_time", "grad_norm", "lr", "memory_mib", "samples", "time"))
 _KEY = "logger"
 # Iterations after which rank 0 reads what the others have sent for a record. Ranks that exchange gradients have sent it
 # by then, so that rank 0 need not wait; see docs/decisions/0009.
@@ -44,6 +46,8 @@ class _Unwritten(NamedTuple):
         iteration: number of complete iterations, including the one in which the record was made.
         length: number of iterations that the record covers.
         learning_rates: the first learning rate of each optimizer at that time.
+        handle: the ranks' numbers, on their way to rank 0.
+        due: the number of iterations after which rank 0 reads them.
     """
 
     runner: TrainRun
@@ -51,6 +55,8 @@ class _Unwritten(NamedTuple):
     iteration: int
     length: int
     learning_rates: dict[str, float]
+    handle: GatherHandle
+    due: int
 
 
 @dataclass
@@ -131,15 +137,14 @@ class LoggerHook(Hook):
 
     def __post_init__(self) -> None:
         require_count("interval", self.interval)
-        if self.slow_factor is not None and self.slow_factor <= 1:
-            raise ConfigError(f"`slow_factor` must be above 1 or None, but is {self.slow_factor}")
+        if self.slow_factor is not None:
+            require_number("slow_factor", self.slow_factor, above=1)
         # Samples of each iteration since the last record; of each in which the model has returned a value, by its name.
         self._samples: list[float] = []
         self._returned: dict[str, list[float]] = {}
         self._taken: dict[str, int] = {}  # how many values of each history are in records
         self._last_rates: tuple[int, dict[str, float]] = 0, {}  # of the last iteration of an epoch, and its number
-        # The numbers of the last record on their way to rank 0, and after how many iterations they are read there.
-        self._gathering: tuple[GatherHandle, _Unwritten, int] | None = None
+        self._gathering: _Unwritten | None = None  # the last record, until rank 0 writes it
         # On an accelerator: sends this rank's numbers of the last record, once the next iteration is under way.
         self._unsent: Callable[[], None] | None = None
         self._epoch = _Sums()
@@ -151,7 +156,7 @@ class LoggerHook(Hook):
         """Start to measure this rank's own work, and its wait for others."""
         runner.message_hub.keep(self.interval)  # a record is a mean over all of its iterations
         self._taken.clear()
-        self._take(runner)  # of the run that this one goes on from
+        self._take(runner)  # what the hub has of the run that this one goes on from is in no record of this one
         if runner.rank == 0 and runner.resume_from is not None:
             place = {"mode": "resumed", "epoch": runner.epoch, "iter": runner.iter}
             runner.records.write({**place, "path": str(runner.resume_from)})
@@ -175,10 +180,10 @@ class LoggerHook(Hook):
         hub, loop = runner.message_hub, runner.train_loop
         done = loop.iter + 1
         self._send()
-        if self._gathering is not None and done >= self._gathering[2]:
+        if self._gathering is not None and done >= self._gathering.due:
             self._finish_gathering()
         if outputs:
-            for name, value in outputs.items():
+            for name, value in renamed(outputs, _OWN).items():
                 hub.update_scalar(_PREFIX + name, value)
                 self._returned.setdefault(name, []).append(loop.samples)
         norm = runner.optim_wrapper.grad_norm
@@ -264,7 +269,7 @@ class LoggerHook(Hook):
         peak_flops = runner.message_hub.get_info("peak_flops", 0.0)
 
         share = runner.data_shard.size / runner.world_size  # ranks that compute on the same samples count them once
-        record = _Unwritten(runner, runner.epoch + 1, iteration, len(samples), rates)
+        epoch = runner.epoch + 1
         self._finish_gathering()
         options = digest_of(optimizer_options(runner, reads_device=False)), rates
         is_on_cpu = get_device() == "cpu"
@@ -280,8 +285,8 @@ class LoggerHook(Hook):
                 if comm_time is not None:
                     parts["comm_time"] = comm_time * len(samples), len(samples)
             handle = start_gather_bytes(json.dumps(message).encode())
-            sent_after = iteration if is_on_cpu else iteration + 1
-            self._gathering = handle, record, sent_after + _READ_AFTER
+            due = iteration + (0 if is_on_cpu else 1) + _READ_AFTER
+            self._gathering = _Unwritten(runner, epoch, iteration, len(samples), rates, handle, due)
 
         if is_on_cpu:
             send()
@@ -302,8 +307,8 @@ class LoggerHook(Hook):
         self._send()
         if self._gathering is None:
             return
-        (handle, record, _), self._gathering = self._gathering, None
-        gathered = handle.wait()
+        record, self._gathering = self._gathering, None
+        gathered = record.handle.wait()
         if gathered is not None:
             by_rank = [json.loads(one) for one in gathered]
             self._write_training(record, by_rank)
@@ -315,7 +320,7 @@ class LoggerHook(Hook):
         """Finish the gathering at the end of a run, if the numbers arrive in time: other ranks may have failed."""
         self._send()
         end = perf_counter() + _LAST_WAIT_SECONDS
-        while self._gathering is not None and not self._gathering[0].is_completed():
+        while self._gathering is not None and not self._gathering.handle.is_completed():
             if perf_counter() > end:
                 return
             sleep(0.01)

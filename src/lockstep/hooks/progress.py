@@ -11,6 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from lockstep.errors import require_number
 from lockstep.evaluator import format_metrics
 from lockstep.logging import start_reading
 from lockstep.logging.loggers import MAY_BE_CUT
@@ -38,6 +39,7 @@ class ProgressHook(Hook):
     main_only: ClassVar[bool] = True
 
     def __init__(self, period_seconds: float = 30.0) -> None:
+        require_number("period_seconds", period_seconds, 0)
         self._period_seconds = period_seconds
         self._display: Display | None = None
         self._due = 0.0

@@ -96,39 +96,7 @@ def run_ranks(
     except RendezvousError as error:
         raise LaunchError(str(error)) from error
     except SignalException as error:
-        if trains and agent.is_complete:
-            rendezvous.await_others()
-            return
-        if trains and not (agent.has_trained or agent.has_failed) and error.sigval in (signal.SIGINT, *STOP_SIGNALS):
-            rendezvous.give_up(Preempted.EXIT_CODE)
-            again = "Start the job again" + (" with --resume" if rendezvous.attempt > 0 else "")
-            raise LaunchError(
-                f"{error.sigval.name} came before the first iteration was complete, so that there is nothing to save: "
-                f"all ranks were stopped. {again} (exit code {Preempted.EXIT_CODE})",
-                exit_code=Preempted.EXIT_CODE,
-            ) from None
-        if agent.has_raised:  # no usual end by the signal: whoever starts such a job again would meet it again
-            rendezvous.give_up(agent.ledger.exit_code)
-            raise LaunchError(
-                f"{error.sigval.name} stopped the training, but it is not saved. {agent.describe()}",
-                exit_code=agent.ledger.exit_code,
-            ) from None
-        # The ranks have ended; now raise the signal again for its usual effect on this process.
-        killed_note = ""
-        if agent.killed:
-            why = "a second Ctrl-C" if agent.is_pressed else f"--grace-seconds {grace_seconds}"
-            killed_note = (
-                f"; rank {', '.join(map(str, agent.killed))} had not ended and had to be killed ({why}), so that a "
-                "training resumes from the checkpoint before"
-            )
-        if agent.has_failed:
-            say(agent.describe())
-        say(f"{error.sigval.name}: all ranks were stopped{killed_note}")
-        sys.stdout.flush()
-        code = 128 + error.sigval
-        rendezvous.give_up(code)
-        signal.raise_signal(error.sigval)
-        raise LaunchError(f"all ranks were stopped by {error.sigval.name}", exit_code=code) from None  # if ignored
+        _end_by_signal(error.sigval, agent, rendezvous, trains=trains)
     else:
         if result.is_failed():
             ledger = agent.ledger
@@ -137,6 +105,48 @@ def run_ranks(
             raise LaunchError(first + agent.describe(), exit_code=code)
     finally:
         rendezvous.shutdown()
+
+
+def _end_by_signal(number: signal.Signals, agent: _Agent, rendezvous: NodesRendezvous, *, trains: bool) -> None:
+    """Say what a signal has stopped that not all ranks have saved, and end with its exit code.
+
+    Return if the ranks of a training had done their work.
+    """
+    if trains and agent.is_complete:
+        rendezvous.await_others()
+        return
+    if trains and not (agent.has_trained or agent.has_failed) and number in (signal.SIGINT, *STOP_SIGNALS):
+        rendezvous.give_up(Preempted.EXIT_CODE)
+        again = "Start the job again" + (" with --resume" if rendezvous.attempt > 0 else "")
+        raise LaunchError(
+            f"{number.name} came before the first iteration was complete, so that there is nothing to save: all ranks "
+            f"were stopped. {again} (exit code {Preempted.EXIT_CODE})",
+            exit_code=Preempted.EXIT_CODE,
+        ) from None
+    if agent.has_raised:  # no usual end by the signal: whoever starts such a job again would meet it again
+        rendezvous.give_up(agent.ledger.exit_code)
+        raise LaunchError(
+            f"{number.name} stopped the training, but it is not saved. {agent.describe()}",
+            exit_code=agent.ledger.exit_code,
+        ) from None
+    killed_note = ""
+    if agent.killed:
+        why = "a second Ctrl-C" if agent.is_pressed else f"--grace-seconds {agent.grace_seconds}"
+        killed_note = (
+            f"; rank {', '.join(map(str, agent.killed))} had not ended and had to be killed ({why}), so that a "
+            "training resumes from the checkpoint before"
+        )
+    if agent.has_failed:
+        say(agent.describe())
+    say(f"{number.name}: all ranks were stopped{killed_note}")
+    sys.stdout.flush()
+    rendezvous.give_up(128 + number)
+    signal.raise_signal(number)  # its usual effect on this process, now that the ranks have ended
+    raise LaunchError(f"all ranks were stopped by {number.name}", exit_code=128 + number) from None  # if ignored
+
+
+class _PreemptedError(Exception):
+    """All ranks of this node have stopped at a signal, and saved."""
 
 
 class _Agent(LocalElasticAgent):
@@ -151,7 +161,7 @@ class _Agent(LocalElasticAgent):
         least_nproc: int | None,
     ) -> None:
         super().__init__(spec, setup)
-        self._grace_seconds = grace_seconds
+        self.grace_seconds = grace_seconds
         self._least_nproc = least_nproc
         self._setup = setup
         self._log_dir = log_dir
@@ -178,13 +188,12 @@ class _Agent(LocalElasticAgent):
                 if all(record.is_preempted for record in self._processes.records):
                     raise _PreemptedError from None
                 self.is_complete = all(record.status == 0 and not record.report for record in self._processes.records)
-                raised = [record for record in self._processes.records if record.has_raised_itself]
-                if self.has_trained and raised:
-                    for record in raised:
-                        record.signalled = float("inf")  # the signal has not caused the error
-                    self.has_failed = self.has_raised = True
-                    self._judge()
-                elif self._setup.failing.exists() and any(record.has_failed for record in self._processes.records):
+                raised = [record for record in self._processes.records if self.has_trained and record.has_raised_itself]
+                for record in raised:
+                    record.signalled = float("inf")  # the signal has not caused the error
+                self.has_raised = bool(raised)
+                is_failing = self._setup.failing.exists()
+                if raised or (is_failing and any(record.has_failed for record in self._processes.records)):
                     self.has_failed = True
                     self._judge()
             raise
@@ -199,15 +208,15 @@ class _Agent(LocalElasticAgent):
         self._since.clear()
         self._oom_kills = oom_kills()
         pids: dict[int, int] = super()._start_workers(worker_group)
-        self._let_a_press_be_one()
+        self._debounce_sigint()
         files = self._setup.error_files
         ranks = [(worker.global_rank, worker.local_rank) for worker in worker_group.workers]
         records = [RankRecord(rank, pids[local], error_file=files[local]) for rank, local in ranks]
         self._processes = RankProcesses(records)
         return pids
 
-    def _let_a_press_be_one(self) -> None:
-        """Pass over a SIGINT that comes with another: of one Ctrl-C, a program around this one sends a second."""
+    def _debounce_sigint(self) -> None:
+        """Pass over a SIGINT right after another: of one Ctrl-C, a program around this one may send a second."""
         handle = signal.getsignal(signal.SIGINT)  # torch's, set anew with each attempt
         if not callable(handle) or threading.current_thread() is not threading.main_thread():
             return
@@ -240,7 +249,7 @@ class _Agent(LocalElasticAgent):
         if failed:
             patience = seconds_to_await_cause(records)
         else:  # the ranks that still run are about to stop at the signal, as others have
-            patience = self._grace_seconds if any(record.status is None for record in records) else 0.0
+            patience = self.grace_seconds if any(record.status is None for record in records) else 0.0
         if now - self._since.setdefault(failed, now) < patience:
             return RunResult(state=WorkerState.HEALTHY)
         if not failed and all(record.is_preempted or record.has_left for record in records):
@@ -270,6 +279,7 @@ class _Agent(LocalElasticAgent):
                 spec.local_world_size = max(self._least_nproc, spec.local_world_size - len(self.ledger.lost))
                 again = f"Starting again with {counted(spec.local_world_size, 'rank')}, as many as are left"
             say(f"{self.describe()}\n\n{again} (restart {count} of {total}).")
+            self._processes = None  # a signal until they are started finds no rank: other nodes may be long in coming
 
     def _judge(self) -> None:
         """Find the cause of the failures of this attempt."""
@@ -286,7 +296,7 @@ class _Agent(LocalElasticAgent):
                 if death_sig == signal.SIGINT:
                     say("stopping all ranks; a training saves first. Ctrl-C once more does not wait for them")
                 self._processes.send(death_sig)
-                self._processes.wait(_SECONDS_TO_END if failed else self._grace_seconds)
+                self._processes.wait(_SECONDS_TO_END if failed else self.grace_seconds)
                 if not failed:
                     _ignore(signal.SIGINT)  # all have ended for good: nothing to interrupt
             except SignalException:  # Ctrl-C once more
@@ -308,10 +318,6 @@ class _Agent(LocalElasticAgent):
     def _exit_barrier(self) -> None:
         # torch's own barrier says nothing, and Ctrl-C does not interrupt it.
         self._setup.rendezvous.await_others()
-
-
-class _PreemptedError(Exception):
-    """All ranks of this node have stopped at a signal, and saved."""
 
 
 class _RankSetup(DefaultLogsSpecs):
@@ -375,9 +381,8 @@ def _ignore(*numbers: signal.Signals) -> None:
 def _signals_handled(trains: bool) -> Iterator[None]:
     """Let torch's agent pass on SIGUSR1, too, but not a SIGHUP that is ignored, as under nohup.
 
-    At the end, restore the signal handlers that it replaces.
-
-    But not one of `lockstep train` (`trains`) that calls for a new start as long as nothing has failed.
+    At the end, restore the handlers that the agent has replaced. Those of `lockstep train` (`trains`), which call for a
+    new start as long as nothing has failed, hold no more; and one in C, which Python does not know, can't be restored.
     """
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     given = os.environ.get(_SIGNALS_VARIABLE)
@@ -391,4 +396,4 @@ def _signals_handled(trains: bool) -> Iterator[None]:
         with suppress(ValueError):  # not the main thread: the agent has replaced nothing
             for number, handler in before.items():
                 is_stale = trains and number in STOP_SIGNALS and callable(handler)
-                signal.signal(number, signal.SIG_DFL if is_stale else handler)
+                signal.signal(number, signal.SIG_DFL if is_stale or handler is None else handler)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lockstep.errors import ConfigError, LaunchError, counted, require_one_of, wrong_type
+from lockstep.errors import ConfigError, LaunchError, counted, require_count, require_number, require_one_of, wrong_type
 from lockstep.launch.job import FUNCTION, NUMA_MODES, JobSpec, interface_towards, usable_cores, variable_faults
 from lockstep.launch.notices import loading_torch, say
 from lockstep.location import make_folder
@@ -55,19 +55,22 @@ def launch(
             does it, by the program numactl.
 
     Raises:
-        TypeError: `job` is no JobSpec.
-        ValueError: `max_restarts` is negative, or `command` is empty.
-        ConfigError: `numa` is not known, `log_dir` cannot be created, or OMP_NUM_THREADS or GLOO_SOCKET_IFNAME, which
-            the ranks inherit, is none; or the system allows too few open files.
+        TypeError: `job` is no JobSpec, or `command` is a string.
+        ValueError: `command` is empty.
+        ConfigError: `max_restarts` or `grace_seconds` is no number of at least 0, `numa` is not known, `log_dir` cannot
+            be created, or OMP_NUM_THREADS or GLOO_SOCKET_IFNAME, which the ranks inherit, is none; or the system allows
+            too few open files.
         LaunchError: cloudpickle is missing for a function, or can't pickle it; a rank failed (the message names it and
             shows its traceback, `exit_code` is its exit code), numactl or a GPU is missing for `numa`, not all nodes
             joined in time, or a signal stopped the ranks and this process ignores it; or a signal stopped the ranks
             and they saved a training, with `exit_code` 75.
     """
-    if max_restarts < 0:
-        raise ValueError(f"`max_restarts` must be at least 0, but is {max_restarts}")
+    require_count("max_restarts", max_restarts, least=0)
+    require_number("grace_seconds", grace_seconds, 0)
     if not isinstance(job, JobSpec):
         raise wrong_type("job", "a JobSpec, such as JobSpec(2) for two ranks", job)
+    if isinstance(command, str):
+        raise wrong_type("command", "a function, or a list such as ['train.py', '--fast']", command)
     if not command:
         raise ValueError("`command` must name a script, or -m and a module, but is empty")
     if numa is not None:

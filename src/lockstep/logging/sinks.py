@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -66,11 +66,16 @@ class JsonLinesSink:
 
 def placed(place: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a record: where its values belong, and the values; one of the same name as a place gets `_` at its end."""
-    for name in sorted(place.keys() & values.keys()):
+    return {**place, **renamed(values, place.keys())}
+
+
+def renamed(values: Mapping[str, Any], taken: Set[str]) -> dict[str, Any]:
+    """Return values by name; one whose name is taken gets `_` at its end, and a warning says so."""
+    for name in sorted(taken & values.keys()):
         warnings.warn(
-            f"a value called {name!r} is recorded as '{name}_', because each record has its own {name!r}", stacklevel=2
+            f"a value called {name!r} is recorded as '{name}_', because each record has its own {name!r}", stacklevel=3
         )
-    return {**place, **{f"{name}_" if name in place else name: value for name, value in values.items()}}
+    return {f"{name}_" if name in taken else name: value for name, value in values.items()}
 
 
 def drop_torn_line(path: Path) -> None:

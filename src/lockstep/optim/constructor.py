@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from lockstep.errors import ConfigError, did_you_mean, lacks_key, require_known, wrong_type
+from lockstep.errors import ConfigError, did_you_mean, lacks_key, require_known, require_number, wrong_type
 from lockstep.model import unwrap_model
 from lockstep.model.wrapper import inside_wrappers
 from lockstep.optim.wrapper import OptimWrapper
@@ -91,7 +91,9 @@ class Paramwise:
 
     def __init__(self, cfg: Mapping[str, Any], base: Mapping[str, Any], known: Collection[str] | None) -> None:
         require_known("paramwise_cfg", cfg, PARAMWISE_KEYS)
-        self._mult = {key: _number(key, cfg[key]) for key in _MULTIPLIERS if cfg.get(key) is not None}
+        self._mult = {key: cfg[key] for key in _MULTIPLIERS if cfg.get(key) is not None}
+        for key, value in self._mult.items():
+            require_number(key, value, 0)
         self._base = base
         custom = cfg.get("custom_keys") or {}
         if not isinstance(custom, Mapping):
@@ -134,8 +136,9 @@ class Paramwise:
         read: Options = {}
         for name, value in options.items():
             if name in CUSTOM:
-                target = CUSTOM[name]
-                read[target] = self._multiplied(target, _number(f"{path}.{name}", value), f"{path}.{name}")
+                target, where = CUSTOM[name], f"{path}.{name}"
+                require_number(where, value, 0)
+                read[target] = self._multiplied(target, value, where)
             else:
                 read[name] = value
         return self._differing(read)
@@ -175,12 +178,6 @@ def _is_offset(site: ParamSite) -> bool:
     """Return whether a parameter belongs to the convolution that computes the offsets of a deformable convolution."""
     holder = site.name.rpartition(".")[0].rpartition(".")[2]
     return "conv_offset" in holder and _DEFORMABLE.search(site.parent) is not None
-
-
-def _number(key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:  # nor NaN
-        raise ConfigError(f"`{key}` must be a number of at least 0, but is {value!r}")
-    return value
 
 
 def build_optim_wrapper(model: nn.Module, cfg: OptimWrapper | Optimizer | Mapping[str, Any]) -> OptimWrapper:

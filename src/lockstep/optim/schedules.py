@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from lockstep.errors import ConfigError, did_you_mean, metric_as_number, require_one_of
+from lockstep.errors import ConfigError, did_you_mean, metric_as_number, require_one_of, wrong_type
 from lockstep.optim.scheduler import (
     WINDOW,
     FloorScheduler,
@@ -40,7 +40,7 @@ class ConstantLR(FormulaScheduler):
         """Return `factor`, then 1."""
         return self.factor if t < self.total_iters else 1.0
 
-    def _ramp_length(self) -> None:
+    def _ramp_length(self) -> None:  # a step is no ramp
         return None
 
 
@@ -355,6 +355,8 @@ class ReduceOnPlateauLR(ParamScheduler):
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
+        if not isinstance(self.monitor, str):
+            raise wrong_type("monitor", "the name of one metric", self.monitor)
         require_one_of("rule", self.rule, ("less", "greater"))
         require_one_of("threshold_rule", self.threshold_rule, ("rel", "abs"))
         self._require("factor", "patience", "threshold", "cooldown", "eps")

@@ -105,8 +105,8 @@ class RunnerArguments:
     train_cfg: Annotated[
         Any, Argument(holds="train loop", keys=("by_epoch", "max_epochs", "max_iters", "val_interval"))
     ] = None
-    val_cfg: Annotated[Any, Argument(holds="val loop")] = None
-    test_cfg: Annotated[Any, Argument(holds="test loop")] = None
+    val_cfg: Annotated[ConfigDict | None, Argument("a dict or None", holds="val loop")] = None
+    test_cfg: Annotated[ConfigDict | None, Argument("a dict or None", holds="test loop")] = None
     optim_wrapper: Annotated[Any, Argument(holds="optim wrapper", keys=("accumulative_counts", "clip_grad"))] = None
     param_scheduler: Annotated[Any, Argument(holds="schedulers")] = None
     val_evaluator: Annotated[Any, Argument(holds="evaluator")] = None

@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.dataset import DataShard, build_dataloader
 from lockstep.dist import get_world_size
-from lockstep.errors import ConfigError, require_key
+from lockstep.errors import ConfigError, require_key, require_number
 from lockstep.evaluator import Evaluator, LossMetric
 from lockstep.model import (
     BaseModule,
@@ -87,7 +87,8 @@ def build_model(args: RunnerArguments, strategy: Strategy) -> nn.Module:
         preprocessor = _build_module("data_preprocessor", args.data_preprocessor, type="BaseDataPreprocessor")
         unwrap_model(built).data_preprocessor = preprocessor
     core = unwrap_model(built)
-    if "train_step" not in vars(core) and (left := _left_of_lightning(args, core)):  # a Session's loop is the user's
+    # A Session sets a `train_step` of its own: its loop is the user's, who calls what there is.
+    if "train_step" not in vars(core) and (left := _uncalled_of_lightning(args, core)):
         _logger.warning("a Runner does not call methods of %s that %s", type(core).__name__, left)
     if args.loss is not None:
         OutsideLoss(MODELS.build(args.loss) if isinstance(args.loss, Mapping) else args.loss).attach(core)
@@ -104,10 +105,10 @@ def build_model(args: RunnerArguments, strategy: Strategy) -> nn.Module:
     return built
 
 
-def _left_of_lightning(args: RunnerArguments, core: nn.Module) -> str:
-    """Say in words which methods of a Lightning module a model has in whose place nothing is given."""
+def _uncalled_of_lightning(args: RunnerArguments, core: nn.Module) -> str:
+    """Say in words which methods of a Lightning module a model has that are not called here; empty if none."""
     trains, validates = args.train_dataloader is not None, args.val_dataloader is not None
-    counts = {
+    lacks = {  # whether nothing else is given that does what the method would
         "training_step": trains and args.loss is None and not steps.defines_step(core, "train_step"),
         "configure_optimizers": trains and args.optim_wrapper is None,
         "validation_step": validates and args.val_evaluator is None and not steps.defines_step(core, "val_step"),
@@ -115,7 +116,7 @@ def _left_of_lightning(args: RunnerArguments, core: nn.Module) -> str:
     found = [
         name
         for name in dir(type(core))
-        if (counts.get(name) or (trains and OF_LIGHTNING.fullmatch(name)))
+        if (lacks.get(name) or (trains and OF_LIGHTNING.fullmatch(name)))
         and not steps.is_stub(getattr(type(core), name))
     ]
     return f"a Lightning module has: {', '.join(found)}; see docs/side-by-side.md" if found else ""
@@ -212,7 +213,7 @@ def _require_step(loop: TrainLoop | EvalLoop) -> None:
                 f"{signature}: {error}"
             ) from None
     elif (type(core).forward is nn.Module.forward or steps.is_stub(type(core).forward)) and "forward" not in vars(core):
-        left = _left_of_lightning(loop.runner.args, core)
+        left = _uncalled_of_lightning(loop.runner.args, core)
         raise ConfigError(
             f"{type(core).__name__} must have a `forward`, or a `{name}` of its own, for `{mode}_dataloader`, but has "
             f"neither{left and f'. It has methods that {left}'}"
@@ -323,7 +324,7 @@ def build_eval_loop(mode: Literal["val", "test"], run: Run, dataloader: Any) -> 
     return loop
 
 
-def _count_of(run: Run) -> Any:
+def _batch_size_of(run: Run) -> Any:
     """Return the `batch_size_of` of the training, by which its losses are weighted; None if it has none."""
     if isinstance(run, TrainRun):
         return getattr(run.train_loop, "batch_size_of", None)
@@ -331,7 +332,7 @@ def _count_of(run: Run) -> Any:
     return cfg.get("batch_size_of") if isinstance(cfg, Mapping) else getattr(cfg, "batch_size_of", None)
 
 
-def build_evaluator(given: Any, run: Run, mode: Literal["val", "test"] = "val") -> Evaluator:
+def build_evaluator(given: Any, run: Run, mode: Literal["val", "test"]) -> Evaluator:
     """Return an evaluator of the given metrics, or of those in an `Evaluator`'s config, and of the loss.
 
     A loss that was given to the Runner is always among the metrics; the model's own is, if there are no others.
@@ -361,7 +362,7 @@ def build_evaluator(given: Any, run: Run, mode: Literal["val", "test"] = "val") 
         built.metrics.append(LossMetric())
     for metric in built.metrics:
         if isinstance(metric, LossMetric):
-            metric.loss, metric.count, metric.results = loss, _count_of(run), []
+            metric.loss, metric.count, metric.results = loss, _batch_size_of(run), []
     return built
 
 
@@ -413,6 +414,7 @@ def _scale_lr(cfg: Mapping[str, Any], run: TrainRun) -> None:
     """Multiply all learning rates by the global batch size divided by `base_batch_size`, if enabled."""
     checked_keys("auto_scale_lr", cfg)
     require_key("auto_scale_lr", cfg, "base_batch_size")
+    require_number("auto_scale_lr['base_batch_size']", cfg["base_batch_size"], above=0)
     if not cfg.get("enable", False):
         _logger.info("learning rates stay as they are; `auto_scale_lr` needs enable=True to scale them")
         return

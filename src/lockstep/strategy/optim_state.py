@@ -24,9 +24,12 @@ from lockstep.tree import tree_map
 # Keys of every state of the optimizers for which `first_state` does not work.
 _ALWAYS: Mapping[type, set[str]] = {LBFGS: {"func_evals", "n_iter"}, SparseAdam: {"step", "exp_avg", "exp_avg_sq"}}
 # Options that tell one kind of optimizer from another.
-_TELLING = frozenset(("alpha", "betas", "etas", "lambd", "lr_decay", "max_iter", "momentum", "rho"))
+_TELLING = frozenset(
+    ("alpha", "betas", "etas", "lambd", "lr_decay", "max_iter", "momentum", "rho", "beta2_decay", "ns_steps")
+)
 # Options that say how an update is computed, not which update.
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
+_REMEDY = "Resume with the optimizer that was saved, or load the weights alone, by `load_from` with resume=False"
 
 
 def read_optim_state(core: nn.Module, optimizers: Iterable[Optimizer]) -> OptimState:
@@ -120,7 +123,8 @@ def complete_states(optimizer: Optimizer) -> None:
         first = cache(partial(first_state, optimizer, options_of(group)))
         for parameter in group["params"]:
             held = optimizer.state.get(parameter)
-            wanted = first(parameter.dim()) if held else None
+            # A number that is a parameter has values of its own, too: those with dims where it had one.
+            wanted = first(max(parameter.dim(), 1)) if held else None
             if not held or wanted is None:
                 continue
             for key in held.keys() - wanted.keys():
@@ -150,12 +154,17 @@ def named_groups(groups: Iterable[Mapping[str, Any]], names: Iterable[Iterable[s
 
 
 def merge_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's saved options, but with its own options for how updates are computed and its own devices."""
+    """Return a group's saved options, but with its own for how updates are computed, as numbers or tensors as its own.
+
+    A tensor is for a compiled or captured step; torch refuses one with `foreach` alone.
+    """
     own = options_of(group)
     merged = {**own, **saved, **{key: own[key] for key in _IMPLEMENTATION if key in own}}
     for key, value in own.items():
-        if isinstance(value, Tensor) and isinstance(merged[key], Tensor):
-            merged[key] = merged[key].to(value.device)
+        if isinstance(value, Tensor) and isinstance(merged[key], Tensor | float | int):
+            merged[key] = torch.as_tensor(merged[key], dtype=value.dtype, device=value.device)
+        elif isinstance(value, float | int) and isinstance(merged[key], Tensor):
+            merged[key] = merged[key].item()
     return merged
 
 
@@ -202,8 +211,7 @@ def _check_kind(groups: Iterable[Mapping[str, Any]], saved: Iterable[Mapping[str
     if here and there and here != there:
         raise ConfigError(
             f"the optimizer must be of the kind whose state is loaded, but its groups have {_quoted(here)}, and those "
-            f"that were saved {_quoted(there)}. Resume with the optimizer that was saved, or load the weights alone, "
-            "by `load_from` with resume=False"
+            f"that were saved {_quoted(there)}. {_REMEDY}"
         )
 
 
@@ -267,7 +275,7 @@ def _check_entries(
 
     Raises:
         CheckpointError: an entry has the right names, but values of another kind, as no optimizer saves them.
-        ConfigError: an entry has other names.
+        ConfigError: an entry has other names, or the options are of another kind.
     """
     kind = type(optimizer)
     # If `first_state` does not work, compare with the state of another parameter.
@@ -276,7 +284,13 @@ def _check_entries(
     for name, entry in entries.items():
         if not entry:
             continue
-        wanted = first(parameters[name].dim())
+        try:
+            wanted = first(parameters[name].dim())
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the optimizer must be of the kind whose state is loaded, but {kind.__name__} can't have the options "
+                f"that were saved: {error}. {_REMEDY}"
+            ) from error
         if wanted is not None:
             fits = wanted.keys() == entry.keys()
             if fits and (other := [key for key in entry if _dims(entry[key]) != _dims(wanted[key])]):
@@ -290,8 +304,7 @@ def _check_entries(
         if not fits:
             raise ConfigError(
                 f"the optimizer's state of {name!r} must have {sorted(wanted or ())}, as {kind.__name__} keeps it, but "
-                f"has {sorted(entry)}. Resume with the optimizer that saved it, or load the weights alone, by "
-                "`load_from` with resume=False"
+                f"has {sorted(entry)}. {_REMEDY}"
             )
 
 
@@ -307,7 +320,7 @@ def first_state(optimizer: Optimizer, options: Mapping[str, Any], dim: int) -> d
     whose state cannot be found in this way.
     """
     kind = type(optimizer)
-    if not kind.__module__.startswith("torch.optim.") or kind in _ALWAYS:
+    if not f"{kind.__module__}.".startswith("torch.optim.") or kind in _ALWAYS:  # of Muon it is `torch.optim` itself
         return None
     parameter = nn.Parameter(torch.zeros([1] * dim, device="cpu"))
     parameter.grad = torch.zeros_like(parameter)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.nn.utils.parametrizations import weight_norm
 
+from lockstep.dist import get_rank
 from lockstep.engines import load_engine
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, PeerError
 from lockstep.testing import ranks, run_ranks
 
 from ..own_steps import SGD, Plain, X, Y
@@ -103,3 +104,21 @@ def test_an_embedding_that_writes_its_weight_in_the_forward_pass_is_refused(stag
     core = nn.Sequential(nn.Embedding(4, 6, max_norm=1.0), nn.Linear(6, 1))
     with pytest.raises(ConfigError, match=r"`0.max_norm` must be None under DeepSpeed, where each rank has its own"):
         strategy_of(f"zero{stage}").prepare(core, SGD)
+
+
+class FailsLast(Plain):
+    """Fails on the second rank, when its last layer has run."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None, mode: str = "tensor") -> Any:
+        found = super().forward(x, y, mode)
+        if get_rank() == 1:
+            raise KeyError("of its own")
+        return found
+
+
+@ranks(2)
+def test_ranks_learn_of_one_that_fails_when_its_layers_have_run():
+    model, optim_wrapper = strategy_of("zero3").prepare(FailsLast(), SGD)
+    error, says = (KeyError, "of its own") if get_rank() == 1 else (PeerError, "rank 1 failed in the forward pass")
+    with pytest.raises(error, match=says):
+        model.train_step(BATCH, optim_wrapper)

@@ -36,8 +36,8 @@ class ColossalAIOptimWrapper(EngineOptimWrapper):
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients."""
         self._require_window_closed("zero_grad")
-        engine = self.engine
-        self._placeholders.drop()
+        engine = self.engine  # raises if there is none
+        self._placeholders.drop()  # the engine may write zeros into each `grad`
         engine.zero_grad(**kwargs)
 
     def _run_backward(self, loss: Tensor, **kwargs: Any) -> None:

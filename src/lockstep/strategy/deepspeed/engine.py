@@ -99,15 +99,16 @@ class MMDeepSpeedEngineWrapper(EngineModelWrapper):
         self.__dict__["model"] = model  # not as a submodule; see `EngineModelWrapper`
         refuse_second_backward(module, "DeepSpeed's engine takes it for the pass that exchanges gradients")
         cast_inputs_and_parts(module, model.get_data_types()[0], inputs_to_half)
+        # What is checked at stage 3, where forward passes gather parameters.
         self._order: CallOrder | None = None
-        self._placeholders: MetaPlaceholders | None = None
+        self._between: UngatheredWrites | None = None
         self._uses: WholeParams | None = None  # of parameters, by a step of the model's own
-        self._forward_checks: list[Any] = []
         if model.zero_optimization_stage() == 3:
             uses = WholeParams(module, _problem_of_placeholders, user="forward", owner="the module that holds it")
-            self._forward_checks = [GatheredWrites(module), uses]
+            self._writes = GatheredWrites(module)
+            self._forward_checks = self._writes, uses
             self._uses = WholeParams(module, _problem_of_partitions) if self._has_own_step else None
-            self._order, self._placeholders = _watch_calls(module), MetaPlaceholders(module)
+            self._order, self._between = _watch_calls(module), UngatheredWrites(module)
             self.forward_is_collective = True
             self.partitioned = "DeepSpeed's ZeRO stage 3 keeps them in pieces. Use stage=2, or strategy 'fsdp'"
 
@@ -121,12 +122,12 @@ class MMDeepSpeedEngineWrapper(EngineModelWrapper):
         """
         if self._order is None:
             return super().forward(*args, **kwargs)
-        with (
-            self._device_number(),
-            self._order.compared() as is_checked,
-            all_entered(self._forward_checks if is_checked else ()),
-        ):
-            return super().forward(*args, **kwargs)
+        with self._device_number():
+            with self._order.compared() as is_checked, all_entered(self._forward_checks if is_checked else ()):
+                outputs = super().forward(*args, **kwargs)
+            if is_checked and torch.is_grad_enabled():  # a rank that fails has met the others where `compared` ends
+                self._writes.compare()
+        return outputs
 
     @contextmanager
     def step_context(self, optim_wrapper: Any) -> Iterator[None]:
@@ -138,12 +139,12 @@ class MMDeepSpeedEngineWrapper(EngineModelWrapper):
             ConfigError: at stage 3, the step uses a part of a parameter as the whole, the ranks call different layers,
                 or parameters were written outside of it.
         """
-        self._check_placeholders()
+        self._check_between()
         try:
             with self._device_number(), super().step_context(optim_wrapper), self._uses or nullcontext():
                 yield
         except RuntimeError as error:
-            if "Detected a disagreement" not in message_of(error):
+            if "Detected a disagreement" not in message_of(error):  # so says DeepSpeed of the order of layers
                 raise
             raise ConfigError(
                 f"{_RULE}, but rank {get_rank()} of {get_world_size()} calls others than rank 0. {_REMEDY}"
@@ -156,7 +157,7 @@ class MMDeepSpeedEngineWrapper(EngineModelWrapper):
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
         """Compute in the same precision as the engine does in training."""
-        self._check_placeholders()
+        self._check_between()
         with self._device_number(), autocast_of(self.model):
             yield
 
@@ -165,11 +166,12 @@ class MMDeepSpeedEngineWrapper(EngineModelWrapper):
         return int(getattr(parameter, "ds_numel", parameter.numel()))
 
     def _device_number(self) -> AbstractContextManager[None]:
+        # Only a pass that gathers parameters reads it.
         return device_number_known() if self.forward_is_collective else nullcontext()
 
-    def _check_placeholders(self) -> None:
-        if self._placeholders is not None:
-            self._placeholders.check()
+    def _check_between(self) -> None:
+        if self._between is not None:
+            self._between.check()
 
 
 @contextmanager
@@ -218,7 +220,7 @@ def _note_call(order: CallOrder, index: int, *_: Any) -> None:
     order.call(index)  # what a hook returns, the layer would take for its inputs
 
 
-class MetaPlaceholders:
+class UngatheredWrites:
     """Notices what is written into parameters at stage 3 while they are not gathered, and would be lost.
 
     A write in place through `parameter.data` is not seen.
@@ -260,15 +262,13 @@ class MetaPlaceholders:
 
 
 class GatheredWrites:
-    """A context that refuses writes to parameters at stage 3 in the forward pass inside, which would be lost.
+    """Refuses writes to parameters at stage 3 in a forward pass inside this context, which would be lost.
 
     Args:
         module: the module, whose parameters the engine gathers before a layer's forward pass, and releases after it.
 
-    **Collective**: every rank, at the end of a pass with gradients.
-
-    **Cost**: in a pass inside, two readings of all parameters, one number of each read by the host, and the names of
-    those that were written from every rank.
+    **Cost**: in a pass with gradients, two readings of all parameters; to compare, one number of each read by the host,
+    and the names of those that were written from every rank.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -286,15 +286,17 @@ class GatheredWrites:
     def __enter__(self) -> None:
         self._is_on = torch.is_grad_enabled()
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        """Compare.
+    def __exit__(self, *_: object) -> None:
+        self._is_on = False
+
+    def compare(self) -> None:
+        """Compare what was found in the pass that has ended.
+
+        **Collective**: every rank.
 
         Raises:
             ConfigError: on every rank, if a parameter was written on any.
         """
-        was_on, self._is_on = self._is_on, False
-        if kind is not None or not was_on:
-            return
         by_rank = all_gather_object(sorted(self._writes.resolve()))
         if name := next((name for names in by_rank for name in names), None):
             ranks = [rank for rank, names in enumerate(by_rank) if name in names]
