@@ -55,10 +55,13 @@ class TrainLoop(ABC):
         stop_training: set it to end the training after the present epoch, on any rank; in a loop that counts
             iterations on every rank, to end it after the present one.
         is_ending_iter: whether `after_train_iter` is being called: the iteration is done, but not in `iter` yet.
+        makes_up_validations: whether a resumed training makes up for a validation that was abandoned. One that has a
+            `run` of its own does not.
     """
 
     max_epochs: int | None
     max_iters: int
+    makes_up_validations = False
 
     def __init__(
         self,
@@ -384,6 +387,7 @@ class EpochBasedTrainLoop(TrainLoop):
 
     def run(self) -> None:
         """Train until `max_epochs`, validating in between."""
+        self.makes_up_validations = True
         self._prepare()
         self._tell_if_complete(self.epoch, self.max_epochs, "epoch")
         self.runner.call_hook("before_train")
@@ -459,6 +463,7 @@ class IterBasedTrainLoop(TrainLoop):
 
     def run(self) -> None:
         """Train until `max_iters`, validating in between."""
+        self.makes_up_validations = True
         self._prepare()
         self._tell_if_complete(self.iter, self.max_iters, "iteration")
         batches = self._endless_batches()
@@ -496,8 +501,9 @@ def _note_lists(error: TypeError, batch: Any) -> None:
     lists = [repr(key) for key, value in items if isinstance(value, list) and value and isinstance(value[0], Tensor)]
     if lists:
         error.add_note(
-            f"{listed(lists)} of the batch: a list of tensors, which torch's collate function makes of samples that "
-            "have lists. Give tensors there, as by data.with_format('torch') of the package datasets, or a `collate_fn`"
+            f"{listed(lists)} of the batch: a list of tensors, as torch's collate function makes of samples that have "
+            "lists, and pseudo_collate of all. Give tensors there, as by data.with_format('torch') of the package "
+            "datasets, or a `collate_fn`; or let the model, or a data preprocessor, take lists"
         )
 
 
