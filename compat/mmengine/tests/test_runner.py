@@ -251,13 +251,15 @@ class OwnLoop(BaseLoop):
 
 
 class Rates(Hook):
-    """Notes the rate after each validation, which changes it, and gets a signal in one."""
+    """Notes a number that each epoch draws, and the rate that each validation changes; a signal comes in one."""
 
     priority = "VERY_LOW"
-    rates: list[float]
 
     def __init__(self, stop_in=None):
-        self.rates, self.stop_in = [], stop_in
+        self.rates, self.drawn, self.stop_in = [], [], stop_in
+
+    def before_train_epoch(self, runner):
+        self.drawn.append(float(torch.rand(())))
 
     def before_val_iter(self, runner, batch_idx, data_batch=None):
         if batch_idx == 0 and runner.epoch == self.stop_in:
@@ -277,3 +279,4 @@ def test_a_signal_in_a_validation_of_an_own_loop_stops_after_it(cfg):
     Runner(**cfg, custom_hooks=[resumed], resume=True).train()
     assert (len(stopped.rates), whole.rates) == (2, [0.1, 0.05, 0.025, 0.025])
     assert stopped.rates + resumed.rates == whole.rates
+    assert stopped.drawn + resumed.drawn == whole.drawn

@@ -325,6 +325,13 @@ class TrainLoop(ABC):
             loop.run()
             self._begin = replace(self._begin, random=random_state())
 
+    def _restore_random_state(self) -> None:
+        """Go on with the random numbers of the checkpoint, if the training resumes."""
+        if self._begin.random is not None:
+            set_random_state(self._begin.random)
+            self._begin = replace(self._begin, random=None)
+            self._has_begun = True  # ranks draw different numbers already
+
     def _validate_if_due(self, done: int, last: int) -> None:
         loop = self.runner.val_loop
         if loop is not None and self._is_validation_due(done, last):
@@ -393,10 +400,7 @@ class EpochBasedTrainLoop(TrainLoop):
         self.runner.call_hook("before_train")
         if self.iter == self.epoch_begin:
             self._make_up_validation(self.epoch, self.max_epochs)
-            if self._begin.random is not None:  # what draws a number before the first batch did so, too
-                set_random_state(self._begin.random)
-                self._begin = replace(self._begin, random=None)
-                self._has_begun = True  # ranks draw different numbers already
+            self._restore_random_state()  # what draws a number before the first batch did so, too
         while self.epoch < self.max_epochs and not self._is_stopped():
             begin, end = self.epoch_begin, self.epoch_end
             self._run_epoch()
