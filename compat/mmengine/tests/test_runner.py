@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -264,6 +265,8 @@ class Rates(Hook):
     def before_val_iter(self, runner, batch_idx, data_batch=None):
         if batch_idx == 0 and runner.epoch == self.stop_in:
             os.kill(os.getpid(), signal.SIGTERM)
+            while not runner.agreement.is_asked:
+                time.sleep(0.01)
 
     def after_val_epoch(self, runner, metrics=None):
         self.rates += runner.optim_wrapper.get_lr()["lr"]
