@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+
 import pytest
 import torch
 
 from lockstep.checkpoint import read_meta
 from lockstep.dist import destroy_dist
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, Preempted
 from mmengine.evaluator import DumpResults, Evaluator
 from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
 from mmengine.optim import OptimWrapper
 from mmengine.registry import DATASETS, METRICS, MODELS, RUNNERS, init_default_scope
-from mmengine.runner import FlexibleRunner, LogProcessor, Runner, ValLoop
+from mmengine.runner import BaseLoop, FlexibleRunner, LogProcessor, Runner, ValLoop
 from mmengine.testing.runner_test_case import ToyDataset, ToyMetric, ToyModel
 
 LOADER = {"dataset": {"type": "ToyDataset"}, "sampler": {"type": "DefaultSampler", "shuffle": False}, "batch_size": 3}
@@ -221,3 +225,61 @@ def test_a_runner_whose_weights_cannot_be_loaded_says_so_at_each_call(cfg, tmp_p
     for _ in range(2):
         with pytest.raises(ConfigError):
             runner.test()
+
+
+class OwnLoop(BaseLoop):
+    """A loop that validates by itself, and does not when it resumes."""
+
+    def __init__(self, runner, dataloader):
+        super().__init__(runner, dataloader)
+        self._iter = self._epoch = 0
+        self.max_epochs, self.max_iters = 4, 4 * len(self.dataloader)
+
+    def run(self):
+        self.runner.call_hook("before_train")
+        for _ in range(self._epoch, self.max_epochs):
+            self.runner.call_hook("before_train_epoch")
+            self.runner.model.train()
+            for idx, batch in enumerate(self.dataloader):
+                self.runner.call_hook("before_train_iter", batch_idx=idx, data_batch=batch)
+                outputs = self.runner.model.train_step(batch, optim_wrapper=self.runner.optim_wrapper)
+                self.runner.call_hook("after_train_iter", batch_idx=idx, data_batch=batch, outputs=outputs)
+                self._iter += 1
+            self.runner.call_hook("after_train_epoch")
+            self._epoch += 1
+            self.runner.val_loop.run()
+        self.runner.call_hook("after_train")
+
+
+class Rates(Hook):
+    """Notes a number that each epoch draws, and the rate that each validation changes; a signal comes in one."""
+
+    priority = "VERY_LOW"
+
+    def __init__(self, stop_in=None):
+        self.rates, self.drawn, self.stop_in = [], [], stop_in
+
+    def before_train_epoch(self, runner):
+        self.drawn.append(float(torch.rand(())))
+
+    def before_val_iter(self, runner, batch_idx, data_batch=None):
+        if batch_idx == 0 and runner.epoch == self.stop_in:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not runner.agreement.is_asked:
+                time.sleep(0.01)
+
+    def after_val_epoch(self, runner, metrics=None):
+        self.rates += runner.optim_wrapper.get_lr()["lr"]
+
+
+def test_a_signal_in_a_validation_of_an_own_loop_stops_after_it(cfg):
+    schedule = {"type": "ReduceOnPlateauLR", "monitor": "acc", "rule": "less", "factor": 0.5, "patience": 0}
+    cfg |= {"train_cfg": {"type": OwnLoop}, "param_scheduler": schedule}
+    whole, stopped, resumed = Rates(), Rates(stop_in=2), Rates()
+    Runner(**{**cfg, "work_dir": f"{cfg['work_dir']}/whole"}, custom_hooks=[whole]).train()
+    with pytest.raises(Preempted):
+        Runner(**cfg, custom_hooks=[stopped]).train()
+    Runner(**cfg, custom_hooks=[resumed], resume=True).train()
+    assert (len(stopped.rates), whole.rates) == (2, [0.1, 0.05, 0.025, 0.025])
+    assert stopped.rates + resumed.rates == whole.rates
+    assert stopped.drawn + resumed.drawn == whole.drawn

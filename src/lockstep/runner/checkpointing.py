@@ -144,7 +144,8 @@ class Saving:
             self.finish()
             self.is_stopping = True
             is_saved = run.iter <= self.saved_iter and (run.max_epochs is None or run.epoch <= self.saved_epoch)
-            if not is_saved or run.train_loop.ends_here:
+            has_validated = run.iter > 0 and not run.train_loop.makes_up_validations  # since it was saved
+            if not is_saved or run.train_loop.ends_here or has_validated:
                 run.save_checkpoint(run.checkpoint_dir, f"iter_{run.iter}", epoch=run.epoch, iteration=run.iter)
             done = "before the first iteration"
             if run.iter > 0:

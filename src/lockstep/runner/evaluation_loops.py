@@ -150,6 +150,8 @@ class EvalLoop:
         runner.last_evaluation = self
         runner.call_hook(f"after_{mode}_epoch", metrics=self.metrics)
         runner.call_hook(f"after_{mode}")
+        if self._stops_after:
+            runner.agreement.stop_if_asked()
         return self.metrics
 
     def _predict(self, dataloader: Any, evaluator: Evaluator, counter: Iterator[int]) -> None:
@@ -176,7 +178,17 @@ class EvalLoop:
     @property
     def _may_stop(self) -> bool:
         """Whether a stop may come now. It waits for the update of an open window, whose gradients are not saved."""
-        return not (isinstance(self.runner, TrainRun) and self.runner.optim_wrapper.has_open_window)
+        return not self._has_open_window and not self._stops_after
+
+    @property
+    def _stops_after(self) -> bool:
+        """Whether a stop waits for the end, because a training that resumes would not make up for this evaluation."""
+        runner = self.runner
+        return isinstance(runner, TrainRun) and not runner.train_loop.makes_up_validations and not self._has_open_window
+
+    @property
+    def _has_open_window(self) -> bool:
+        return isinstance(self.runner, TrainRun) and self.runner.optim_wrapper.has_open_window
 
     def _batches(self, dataloader: Any) -> Iterator[Batch]:
         """Yield this rank's batches, and stand-ins if the model's forward pass needs all ranks; see `EvenBatches`."""

@@ -55,10 +55,13 @@ class TrainLoop(ABC):
         stop_training: set it to end the training after the present epoch, on any rank; in a loop that counts
             iterations on every rank, to end it after the present one.
         is_ending_iter: whether `after_train_iter` is being called: the iteration is done, but not in `iter` yet.
+        makes_up_validations: whether a resumed training makes up for a validation that was abandoned. One that has a
+            `run` of its own does not.
     """
 
     max_epochs: int | None
     max_iters: int
+    makes_up_validations = False
 
     def __init__(
         self,
@@ -322,6 +325,13 @@ class TrainLoop(ABC):
             loop.run()
             self._begin = replace(self._begin, random=random_state())
 
+    def _restore_random_state(self) -> None:
+        """Go on with the random numbers of the checkpoint, if the training resumes."""
+        if self._begin.random is not None:
+            set_random_state(self._begin.random)
+            self._begin = replace(self._begin, random=None)
+            self._has_begun = True  # ranks draw different numbers already
+
     def _validate_if_due(self, done: int, last: int) -> None:
         loop = self.runner.val_loop
         if loop is not None and self._is_validation_due(done, last):
@@ -384,15 +394,13 @@ class EpochBasedTrainLoop(TrainLoop):
 
     def run(self) -> None:
         """Train until `max_epochs`, validating in between."""
+        self.makes_up_validations = True
         self._prepare()
         self._tell_if_complete(self.epoch, self.max_epochs, "epoch")
         self.runner.call_hook("before_train")
         if self.iter == self.epoch_begin:
             self._make_up_validation(self.epoch, self.max_epochs)
-            if self._begin.random is not None:  # what draws a number before the first batch did so, too
-                set_random_state(self._begin.random)
-                self._begin = replace(self._begin, random=None)
-                self._has_begun = True  # ranks draw different numbers already
+            self._restore_random_state()  # what draws a number before the first batch did so, too
         while self.epoch < self.max_epochs and not self._is_stopped():
             begin, end = self.epoch_begin, self.epoch_end
             self._run_epoch()
@@ -459,6 +467,7 @@ class IterBasedTrainLoop(TrainLoop):
 
     def run(self) -> None:
         """Train until `max_iters`, validating in between."""
+        self.makes_up_validations = True
         self._prepare()
         self._tell_if_complete(self.iter, self.max_iters, "iteration")
         batches = self._endless_batches()
@@ -496,8 +505,9 @@ def _note_lists(error: TypeError, batch: Any) -> None:
     lists = [repr(key) for key, value in items if isinstance(value, list) and value and isinstance(value[0], Tensor)]
     if lists:
         error.add_note(
-            f"{listed(lists)} of the batch: a list of tensors, which torch's collate function makes of samples that "
-            "have lists. Give tensors there, as by data.with_format('torch') of the package datasets, or a `collate_fn`"
+            f"{listed(lists)} of the batch: a list of tensors, as torch's collate function makes of samples that have "
+            "lists, and pseudo_collate of all. Give tensors there, as by data.with_format('torch') of the package "
+            "datasets, or a `collate_fn`; or let the model, or a data preprocessor, take lists"
         )
 
 

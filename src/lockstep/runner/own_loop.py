@@ -47,6 +47,8 @@ class OwnLoop(TrainLoop):
         batch_size_of: what a batch counts for; by default its number of samples.
     """
 
+    makes_up_validations = True  # the user's code validates again
+
     def __init__(self, run: TrainRun, batch_size_of: CountSamples | None = None) -> None:
         super().__init__(run, run.train_dataloader, 1, 1, None, batch_size_of)
         if self.even_batches.length == 0:

@@ -97,6 +97,8 @@ class _OpenTrainLoop(CountsOwnBatches):
         """Do what `run` begins with, in case that the subclass has its own."""
         if self._own:
             self._prepare()
+            if "run" in self._own:
+                self._restore_random_state()
             self._begin_training()
 
     def _check_length(self, done: int, expected: int) -> None:
@@ -330,6 +332,7 @@ class _LoopAround(CountsOwnBatches):
     def run(self) -> Any:
         """Let the user's loop train."""
         self._prepare()
+        self._restore_random_state()
         self._begin_training()
         return self.own.run()
 
