@@ -162,6 +162,9 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, and prepare the exchange of gradients in the next backward pass."""
+        if torch._C._are_functorch_transforms_active():  # whose tensors torch's wrapper can't look at (2.13)
+            self._hides_outputs = True  # the backward pass prepares itself
+            return self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             self._follow_trainability()
             self._expects_gradients = self.require_backward_grad_sync
