@@ -178,7 +178,14 @@ PRIVATE: dict[str, Private] = {
     # Autograd.
     "_C": Private(
         lambda: torch._C.DisableTorchFunctionSubclass,
-        ("groups.py", "model/autograd_graph.py", "model/fsdp/parameters.py"),
+        ("groups.py", "model/autograd_graph.py", "model/ddp.py", "model/fsdp/parameters.py"),
+    ),
+    "_are_functorch_transforms_active": Private(
+        lambda: (
+            torch.func.vmap(lambda x: x + torch._C._are_functorch_transforms_active())(torch.zeros(1)).item() == 1
+            and not torch._C._are_functorch_transforms_active()
+        ),
+        ("model/ddp.py",),
     ),
     "_remaining_restarts": Private(lambda: agent()._remaining_restarts >= 0, ("launch/elastic.py",)),
     "_current_graph_task_id": Private(

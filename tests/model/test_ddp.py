@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.dist import all_gather, get_rank
@@ -94,6 +95,44 @@ def test_a_reentrant_checkpoint_trains_as_in_one_process():
         alone(*GLOBAL).backward()
         optimizer.step()
     assert torch.allclose(wrapped.module.used.weight, alone.used.weight, rtol=1e-6)
+
+
+class Transformed(PlainLoss):
+    """Takes a gradient step for each sample before its loss, by transforms of torch.func around calls of itself."""
+
+    def train_step(self, data: tuple[Tensor, Tensor], optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+        loss = adapted(self, *data)
+        optim_wrapper.update_params(loss)
+        return {"loss": loss.detach()}
+
+    train_step.calls_parts = False
+
+
+def adapted(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    own = dict(model.named_parameters())
+
+    def loss_after_a_step(x: Tensor, y: Tensor) -> Tensor:
+        gradients = grad(lambda weights: functional_call(model, weights, (x, y)))(own)
+        return functional_call(model, {name: own[name] - 0.1 * gradients[name] for name in own}, (x, y))
+
+    return vmap(loss_after_a_step)(inputs, targets).mean()
+
+
+@ranks(2)
+@pytest.mark.parametrize("searches", [False, True])
+def test_calls_within_transforms_of_torch_func_train_as_in_one_process(searches: bool):
+    torch.manual_seed(0)
+    alone = PlainLoss()
+    wrapped = MMDistributedDataParallel(Transformed(), find_unused_parameters=searches)
+    wrapped.module.load_state_dict(alone.state_dict())
+    alone_optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    optim_wrapper = OptimWrapper(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    for _ in range(3):
+        wrapped.train_step(own_part(), optim_wrapper=optim_wrapper)
+        alone_optimizer.zero_grad()
+        adapted(alone, *GLOBAL).backward()
+        alone_optimizer.step()
+    torch.testing.assert_close(wrapped.module.state_dict(), alone.state_dict())
 
 
 @ranks(2)

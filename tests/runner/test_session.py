@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lockstep import Runner, Session
 from lockstep.checkpoint import read_meta
-from lockstep.dist import all_gather, get_rank, get_world_size
+from lockstep.dist import all_gather, all_reduce, get_rank, get_world_size
 from lockstep.errors import CollectiveMismatchError, ConfigError
 from lockstep.hooks import Hook
 from lockstep.testing import ranks
@@ -724,6 +724,36 @@ def test_a_loop_that_makes_its_data_itself_is_counted_recorded_saved_and_resumed
         ConfigError, match="epochs must be those of a data loader with a length, but none was handed in"
     ):
         next(session.epochs(1))
+
+
+def test_optimizers_by_names_that_no_part_of_the_model_has_are_refused(tmp_path):
+    model = network()
+    optimizers = {"0": torch.optim.Adam(model[0].parameters()), "last": torch.optim.SGD(model[3].parameters())}
+    with pytest.raises(ConfigError, match=r"parts of the model, 0, 1, 2, 3, but has others: last"):
+        session_of(tmp_path).prepare(model, optimizers, loader())
+
+
+def test_a_count_of_batches_is_refused_where_there_are_none(tmp_path):
+    model = network()
+    with pytest.raises(ConfigError, match=r"`batch_size_of` must be None where prepare\(\) gets no data loader"):
+        session_of(tmp_path, batch_size_of=len).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@ranks(2)
+def test_a_loop_without_data_may_take_the_mean_over_what_all_ranks_have_made(tmp_path):
+    session = session_of(tmp_path)
+    model, plain = nn.Linear(4, 2), nn.Linear(4, 2)
+    plain.load_state_dict(model.state_dict())
+    model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    share = slice(0, 3) if session.rank == 0 else slice(3, 10)
+    for _ in session.iterations(1):
+        losses = F.cross_entropy(model(X[share]), Y[share], reduction="none")
+        n = torch.tensor(len(losses))
+        all_reduce(n)
+        session.step(losses.sum() * session.world_size / n)
+    F.cross_entropy(plain(X[:10]), Y[:10]).backward()
+    for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own, expected - 0.1 * expected.grad)
 
 
 def test_names_of_accelerate_are_told_what_to_do_instead(tmp_path):

@@ -162,6 +162,10 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, and prepare the exchange of gradients in the next backward pass."""
+        # Torch's wrapper can't look at the tensors of such transforms (2.13); a static graph needs it all the same.
+        if torch._C._are_functorch_transforms_active() and not self.static_graph:
+            self._hides_outputs = True  # the backward pass prepares itself
+            return self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             self._follow_trainability()
             self._expects_gradients = self.require_backward_grad_sync

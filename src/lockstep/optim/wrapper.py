@@ -186,7 +186,8 @@ class OptimWrapper:
         if self.needs_closure:
             raise TypeError(
                 f"{type(self.optimizer).__name__} evaluates the loss itself, but `update_params` was given one. Call "
-                "optim_wrapper.optimizer.step(closure) in a `train_step` of the model's own, or use AdamW or SGD"
+                "optim_wrapper.optimizer.step(closure), in a `train_step` of the model's own or in a loop by hand, or "
+                "use AdamW or SGD"
             )
         if self._with_gradient is not None and self._with_gradient.grad is None:
             self._require_window_closed("gradients", "are gone")

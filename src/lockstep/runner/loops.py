@@ -488,8 +488,8 @@ def wrong_length(expected: int, what: str) -> ConfigError:
     """Return the error for a loader that yields more or fewer batches than its length says."""
     return ConfigError(
         f"`train_dataloader` must have {expected} iterations in every epoch, as its length says, but {what}. Let "
-        "`__len__` of the sampler or the dataset say what it yields, the same in every epoch, or use "
-        "train_cfg=dict(by_epoch=False, max_iters=...)"
+        "`__len__` of the sampler or the dataset say what it yields, the same in every epoch, or count iterations: by "
+        "train_cfg=dict(by_epoch=False, max_iters=...), in a loop by hand by session.iterations(count)"
     )
 
 

@@ -202,11 +202,17 @@ class Session:
         **Collective**: every rank, once.
 
         Raises:
-            ConfigError: the strategy can't train the model.
+            ConfigError: the strategy can't train the model; or there is a `batch_size_of`, but no `dataloader`.
             TypeError: the model or a scheduler has the wrong type.
         """
         if self._loop is not None:
             raise RuntimeError("prepare() has been called already: a session trains one model")
+        if dataloader is None and self._make_loop.keywords["batch_size_of"] is not None:
+            raise ConfigError(
+                "`batch_size_of` must be None where prepare() gets no data loader, because there is no batch to count. "
+                "For a mean over what all ranks have made, call session.step(losses.sum() * session.world_size / n), "
+                "in which n is their number on all ranks, by all_reduce"
+            )
         optim: Any = {"optimizer": optimizer, **self._optim}
         if isinstance(optimizer, Mapping) and "type" not in optimizer:  # by name
             optim = {name: {"optimizer": one, **self._optim} for name, one in optimizer.items()}
@@ -216,6 +222,12 @@ class Session:
             raise TypeError(f"`model` must be a torch.nn.Module or a dict of modules, but is {model!r}{remedy}")
         if isinstance(model, Mapping | nn.ModuleDict):
             model = Parts(dict(model.items()))
+        names = [name for name, _ in model.named_children()]
+        if "optimizer" not in optim and (others := [name for name in optim if name not in names]):
+            raise ConfigError(
+                f"`optimizer` must have the names of parts of the model, {listed(names)}, but has others: "
+                f"{listed(others)}. Name each optimizer after one part; it may have parameters of others"
+            )
         vars(model)["train_step"] = _SessionStep(calls_parts=isinstance(model, Parts))
         schedules = [*schedulers] if isinstance(schedulers, list | tuple) else [schedulers]
         optimizers = optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]

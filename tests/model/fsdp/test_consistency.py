@@ -10,10 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.functional import linear
 
 from lockstep.dist import check_collectives, get_rank, init_dist
-from lockstep.errors import CollectiveMismatchError, PeerError
+from lockstep.errors import CollectiveMismatchError, ConfigError, PeerError
 from lockstep.groups import resolve
 from lockstep.model import MMFullyShardedDataParallel, call_order, checkpoint_activations
 from lockstep.model.shards import gather_full
@@ -328,3 +329,39 @@ def test_a_prediction_is_told_too_and_without_units_all_is_well():
     whole = MMFullyShardedDataParallel(Outside())
     for how in ("weight", "part", "after"):
         whole(torch.ones(2, 6), how).backward()
+
+
+class Scaled(nn.Module):
+    """Calls its blocks with weights that are not its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Outside()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = {name: 2 * weight for name, weight in self.inner.named_parameters()}
+        return functional_call(self.inner, weights, (x, ""))
+
+
+@ranks(2)
+@pytest.mark.parametrize(("kind", "passes"), [("tensors", 0), ("tensors", 7), ("parameters", 7)])
+def test_weights_that_a_call_is_given_in_place_of_those_of_a_unit_are_refused(kind: str, passes: int):
+    model = MMFullyShardedDataParallel(Outside(), auto_wrap_policy="Block")
+    for _ in range(passes):
+        model(torch.ones(2, 6), "")
+    given = {name: 2 * weight.detach() for name, weight in model.module.named_parameters()}
+    if kind == "parameters":
+        given = {name: nn.Parameter(weight) for name, weight in given.items()}
+    refused(
+        lambda: functional_call(model.module, given, (torch.ones(2, 6), "")), "must be the model's own", ConfigError
+    )
+
+
+@ranks(2)
+def test_a_module_may_call_a_part_of_its_one_unit_with_other_weights():
+    torch.manual_seed(0)
+    alone = Scaled()
+    torch.manual_seed(0)
+    model = MMFullyShardedDataParallel(Scaled(), auto_wrap_policy=None)
+    for _ in range(2):
+        torch.testing.assert_close(model(torch.ones(2, 6)), alone(torch.ones(2, 6)))

@@ -77,6 +77,7 @@ class Consistency:
         )
         self._sites = sites_by_unit(module)
         self._writes = LostWrites(self._sites)
+        self._shards = {site: parameter_at(site) for sites in self._sites.values() for site in sites}
         # Gathered parameters of the units that have been called, and their names.
         self._gathered: dict[Tensor, str] = {}
         self._known_units: set[nn.Module] = set()  # units whose gathered parameters are in there
@@ -213,6 +214,7 @@ class Consistency:
     def _before_unit(self, module: nn.Module, args: Any) -> None:
         if backward_pass() != -1:  # recomputation in a backward pass
             return
+        self._refuse_given(module)
         if module is self._module or not self._running:
             self._running.clear()
             self._handled = sys.exception()
@@ -249,6 +251,18 @@ class Consistency:
     def _holds_gathered(self) -> bool:
         """Return whether this rank holds gathered parameters between passes, as of the outermost unit."""
         return any(parameter_at(site) in self._gathered for sites in self._sites.values() for site in sites)
+
+    def _refuse_given(self, unit: nn.Module) -> None:
+        """Refuse tensors that a call is given for a unit's parameters: FSDP would compute with its own all the same."""
+        for site, name in self._sites[unit].items():
+            given = getattr(*site)
+            is_known = unit in self._known_units or not isinstance(given, nn.Parameter)  # others may be gathered
+            if is_known and given is not self._shards[site] and given not in self._gathered:
+                raise ConfigError(
+                    f"`{name}` must be the model's own parameter where FSDP gathers it, but another tensor is in its "
+                    f"place ({this_rank()}), as torch.func.functional_call puts it there. Call that in the `forward` "
+                    "of a module around the model, which auto_wrap_policy=None makes one unit; or use strategy 'ddp'"
+                )
 
     def _refuse_freed(self) -> None:
         """Raise an error if some ranks alone have freed what all had gathered. **Collective**: every rank of the mesh.
