@@ -331,8 +331,8 @@ def _fitting(
         "unknown to the model": [name for name in shapes if name not in own],
     }
     summary = "; ".join(f"{what}: {listed(names, most=8)}" for what, names in faults.items() if names)
-    experts_apart = any(".experts." in name for name in faults["missing"]) and any(
-        re.search(r"\.experts\.\d+\.", name) for name in faults["unknown to the model"]
+    experts_apart = any(re.search(r"\.experts\.\D", name) for name in faults["missing"]) and any(
+        re.search(r"\.experts\.\d", name) for name in faults["unknown to the model"]
     )
     if summary and (strict or not fitting or experts_apart):
         hint = _OF_EXPERTS if experts_apart else _OF_ANOTHER_SIZE if differ else _OF_OTHER_NAMES
