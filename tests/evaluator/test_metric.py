@@ -306,6 +306,17 @@ def test_a_perplexity_that_is_no_number_is_told_from_one_that_is_too_large(loss,
     assert metric.evaluate(1)["perplexity"] == pytest.approx(expected, nan_ok=True)
 
 
+@pytest.mark.parametrize("further", [{}, {"aux_loss": torch.tensor(0.5)}])
+def test_a_perplexity_of_more_than_a_cross_entropy_is_told_once(further, caplog):
+    metric = Perplexity()
+    metric.samples = 1
+    for _ in range(2):
+        metric.process(None, {"loss": torch.tensor(1.0), "logits": torch.ones(1), **further})
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == len(further)
+    assert all("The model returns `loss`, `aux_loss`" in message for message in warned)
+
+
 class Sent(int):
     """An index that notes where it arrives."""
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import GPT2Model
 
+from lockstep.errors import ConfigError
 from lockstep.testing import run_ranks
 from lockstep.weights import load_checkpoint
 from lockstep.weights.safetensors_file import SafetensorsFile
@@ -59,6 +60,13 @@ def test_a_folder_of_transformers_is_loaded(form: str, kind: str, strategy: Any,
     log = next((tmp_path / "work").glob("*/log.txt")).read_text()
     assert "do not fit" not in log
     assert ("lack the prefix `transformer.`" in log) == (form == "base")
+
+
+def test_experts_that_lie_by_themselves_are_refused(tmp_path: Path) -> None:
+    """They would keep the values that they began with."""
+    theirs("mixtral").save_pretrained(tmp_path / "theirs")
+    with pytest.raises(ConfigError, match=r"each expert by itself.* begin with from_pretrained"):
+        load(tmp_path / "theirs", tmp_path / "work", "mixtral", "ddp")
 
 
 def test_a_base_model_is_loaded_from_one_with_a_head(tmp_path: Path) -> None:

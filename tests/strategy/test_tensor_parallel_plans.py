@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -33,6 +34,18 @@ class Adapted(nn.Module):
         return self.base_layer(x) + 0.5 * self.lora_B["default"](self.lora_A["default"](x))
 
 
+class Kept(nn.Module):
+    """A frozen layer beside the copy of it that is trained, as peft's `modules_to_save` keeps them."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.modules_to_save = nn.ModuleDict({"default": deepcopy(layer)})
+        self.original_module = layer.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.modules_to_save["default"](x)
+
+
 class Around(nn.Module):
     """Hands on the attributes of the model inside, whose names in it have a prefix, as peft's models do."""
 
@@ -42,6 +55,7 @@ class Around(nn.Module):
         self.base_model.model = Heads()
         for block in self.base_model.model.blocks:
             block.attn.q = Adapted(block.attn.q, magnitude)
+            block.attn.k = Kept(block.attn.k)
             block.attn.o = Adapted(block.attn.o)
 
     def __getattr__(self, name: str) -> Any:

@@ -148,6 +148,14 @@ def test_a_checkpoint_without_a_tensor_where_the_model_has_one_is_told(tmp_path:
         load_checkpoint(nn.Linear(2, 1), tmp_path / "epoch_1", strict=True)
 
 
+def test_modules_of_experts_of_which_some_differ_are_loaded(tmp_path: Path, caplog: Any) -> None:
+    experts = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+    torch.save({f"mlp.experts.{n}.weight": torch.ones(1, 1) for n in (0, 2)}, tmp_path / "net.pth")
+    load_checkpoint(nn.ModuleDict({"mlp": nn.ModuleDict({"experts": experts})}), tmp_path / "net.pth")
+    assert experts[0].weight == 1
+    assert "unknown to the model: mlp.experts.2.weight" in caplog.text
+
+
 def test_a_shape_that_differs_is_shown(tmp_path: Path) -> None:
     torch.save({"words.weight": torch.ones(6, 4)}, tmp_path / "net.pth")
     with pytest.raises(ConfigError, match=r"words.weight \(6, 4\), not \(5, 4\).* a model of another size: build"):

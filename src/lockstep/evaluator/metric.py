@@ -215,10 +215,27 @@ class LossMetric(BaseMetric):
 class Perplexity(LossMetric):
     """The mean of the loss, as `LossMetric`, and its exponential: `loss` and `perplexity`.
 
-    It is that of a language model if the loss is a mean over tokens, and `batch_size_of` counts these.
+    It is that of a language model if the loss is its cross-entropy alone, as a mean over tokens, and `batch_size_of`
+    counts these. With label smoothing or a loss of experts in it, it is larger. A warning names further losses among
+    the outputs.
     """
 
     value_names = ("loss", "perplexity")
+    _has_warned = False
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        """Append as `LossMetric` does, and warn once of further losses, such as that of a mixture of experts."""
+        super().process(data_batch, data_samples)
+        names = data_samples if isinstance(data_samples, Mapping) else ()
+        losses = [name for name in names if "loss" in name and data_samples[name] is not None]
+        if len(losses) > 1 and not self._has_warned and get_rank() == 0:
+            self._has_warned = True
+            _logger.warning(
+                "`perplexity` is the exponential of the whole loss. The model returns %s: where all are part of it, "
+                "as in a mixture of experts, that of the predicted tokens is smaller. A metric of the logits gives it: "
+                "docs/huggingface.md, metrics of tokens",
+                ", ".join(f"`{name}`" for name in losses),
+            )
 
     def compute_metrics(self, results: list[tuple[float, float]]) -> dict[str, float]:
         """Return the weighted mean and its exponential."""

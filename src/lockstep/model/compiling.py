@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import require_known
+from lockstep.model.parts import leave_out_cache
 from lockstep.tree import tree_map
 
 # torch imports it where the first CUDA graph is made, and has no public function that tells (2.13).
@@ -19,6 +20,8 @@ _CUDA_GRAPHS = "torch._inductor.cudagraph_trees"
 
 def compile_in_place(model: nn.Module, parts: Iterable[nn.Module], options: Mapping[str, Any]) -> None:
     """Compile parts of a model; each is compiled when it is first called.
+
+    Models of transformers whose parts are compiled keep no cache of keys and values, unless a call says `use_cache`.
 
     Args:
         model: the model, not wrapped yet.
@@ -33,9 +36,10 @@ def compile_in_place(model: nn.Module, parts: Iterable[nn.Module], options: Mapp
     for part in parts:
         if part is model:
             model.compile(**options)
-        else:
-            # Only `forward`: not the hooks that gather parameters, and inside activation checkpointing.
-            part.forward = torch.compile(part.forward, **options)
+            return
+        # Only `forward`: not the hooks that gather parameters, and inside activation checkpointing.
+        part.forward = torch.compile(part.forward, **options)
+    leave_out_cache(model, of_packed=False)
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

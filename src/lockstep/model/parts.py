@@ -230,21 +230,26 @@ def _without_cache(module: nn.Module, arguments: Any, options: dict[str, Any]) -
     return arguments, {**options, "use_cache": False} if torch.is_grad_enabled() else options
 
 
-def pack_without_cache(model: nn.Module) -> None:
-    """Have models of transformers keep no keys and values of packed rows, unless a call says `use_cache`.
+def leave_out_cache(model: nn.Module, *, of_packed: bool) -> None:
+    """Have models of transformers keep no keys and values, unless a call says `use_cache`.
 
-    With them, transformers (5.24) takes the texts of a row for one, which `position_ids` without an `attention_mask`
-    tell apart otherwise. Its Trainer leaves them out for the whole training.
+    With those of packed rows, transformers (5.24) takes the texts of a row for one, which `position_ids` without an
+    `attention_mask` tell apart otherwise. Its Trainer leaves them out for the whole training. Blocks that are compiled
+    one by one are compiled anew for each number of layers that have some, up to torch's limit of eight.
+
+    Args:
+        model: the model, with whatever is around it.
+        of_packed: only in calls with rows that may be packed.
     """
     for module, place in _with_cache(model):
-        module.register_forward_pre_hook(partial(_without_packed_cache, place), with_kwargs=True)
+        module.register_forward_pre_hook(partial(_without_unasked_cache, place, of_packed), with_kwargs=True)
 
 
-def _without_packed_cache(place: int, module: nn.Module, arguments: Any, options: dict[str, Any]) -> Any:
-    """Say `use_cache=False`, the argument at `place`, in a call with rows that may be packed, if it says nothing."""
+def _without_unasked_cache(place: int, of_packed: bool, module: nn.Module, arguments: Any, options: Any) -> Any:
+    """Say `use_cache=False`, the argument at `place`, in a call that says nothing."""
     says = len(arguments) > place or options.get("use_cache") is not None
     is_packed = options.get("position_ids") is not None and options.get("attention_mask") is None
-    return arguments, {**options, "use_cache": False} if is_packed and not says else options
+    return arguments, options if says or (of_packed and not is_packed) else {**options, "use_cache": False}
 
 
 def _with_cache(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:

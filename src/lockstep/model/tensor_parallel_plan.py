@@ -207,9 +207,13 @@ def _layers(model: nn.Module, name: str, choice: tuple[str, Any]) -> Iterator[tu
     """Yield the layer of that name; if a low-rank adapter is around it, also the factors that must be split with it.
 
     Along columns, the second factor is split like the layer itself, and the first is whole; along rows, the other way
-    round.
+    round. Of a layer that peft keeps beside its trained copies (`modules_to_save`), all are split.
     """
     module = model.get_submodule(name)
+    if isinstance(copies := getattr(module, "modules_to_save", None), nn.ModuleDict) and _is_split(choice[1]):
+        for part in ("original_module", *(f"modules_to_save.{key}" for key in copies)):
+            yield from _layers(model, f"{name}.{part}", choice)
+        return
     if not isinstance(getattr(module, "base_layer", None), nn.Module) or not _is_split(choice[1]):
         yield name, choice
         return
@@ -285,7 +289,8 @@ def check_layer(model: nn.Module, name: str, style: ParallelStyle, degree: int) 
         return
     if not isinstance(module, nn.Linear | nn.Embedding):
         raise ConfigError(
-            f"`tensor_parallel` must split Linear and Embedding layers, but `{name}` is a {type(module).__name__}"
+            f"`tensor_parallel` must split Linear and Embedding layers, but `{name}` is a {type(module).__name__}. "
+            "Leave it out by a plan of your own, or use strategy 'fsdp' without tensor_parallel"
         )
     by_columns, is_linear = isinstance(style, ColwiseParallel), isinstance(module, nn.Linear)
     of_columns, of_rows = ("out_features", "in_features") if is_linear else ("embedding_dim", "num_embeddings")

@@ -17,7 +17,7 @@ from lockstep.dist import get_dist_info, get_world_size
 from lockstep.errors import ConfigError, wrong_type
 from lockstep.groups import this_rank
 from lockstep.model import compile_in_place, is_model_wrapper
-from lockstep.model.parts import pack_without_cache
+from lockstep.model.parts import leave_out_cache
 from lockstep.optim import OptimWrapper
 from lockstep.registry import CONVERTERS, MODELS, STRATEGIES
 from lockstep.watch.failures import backend_errors_translated
@@ -73,7 +73,7 @@ class Strategy(ABC):
         """
         built: nn.Module = MODELS.build(model) if isinstance(model, Mapping) else model
         built = self.convert(built)
-        pack_without_cache(built)
+        leave_out_cache(built, of_packed=True)
         if compile is not False:
             options = compile if isinstance(compile, Mapping) else {}
             compile_in_place(built, self.compiled_parts(built), options)

@@ -34,6 +34,10 @@ _OF_ANOTHER_SIZE = (
     "The names are those of the model, but the weights are of a model of another size: build the model as it was when "
     "they were saved, or load other weights"
 )
+_OF_EXPERTS = (
+    "The folder has each expert by itself, and the model all of them in one parameter, which transformers fills where "
+    "it loads them: begin with from_pretrained in place of `load_from`"
+)
 _logger = logging.getLogger(__name__)
 
 
@@ -327,10 +331,14 @@ def _fitting(
         "unknown to the model": [name for name in shapes if name not in own],
     }
     summary = "; ".join(f"{what}: {listed(names, most=8)}" for what, names in faults.items() if names)
-    if summary and (strict or not fitting):
+    experts_apart = any(re.search(r"\.experts\.\D", name) for name in faults["missing"]) and any(
+        re.search(r"\.experts\.\d", name) for name in faults["unknown to the model"]
+    )
+    if summary and (strict or not fitting or experts_apart):
+        hint = _OF_EXPERTS if experts_apart else _OF_ANOTHER_SIZE if differ else _OF_OTHER_NAMES
         raise ConfigError(
             f"the weights in {weights.shown} do not fit the model ({summary})"
-            + ("" if fitting else f". {_OF_ANOTHER_SIZE if differ else _OF_OTHER_NAMES}")
+            + (f". {hint}" if experts_apart or not fitting else "")
         )
     if summary:
         _logger.warning(

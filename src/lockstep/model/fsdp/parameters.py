@@ -170,7 +170,7 @@ def _lacks_values(module: nn.Module, why: str) -> ValueError:
     return ValueError(
         f"`param_init_fn` must be given, because {type(module).__name__} is on the meta device and {why}. It is called "
         "with each module that has tensors there, allocates its own by module.to_empty(device=..., recurse=False), and "
-        "must then give them values, as by nn.init.normal_"
+        "must then give them values, as by nn.init.normal_, or by model._init_weights(module) of transformers"
     )
 
 
