@@ -52,7 +52,7 @@ def run(
     ranks = [start(*words, **job, **variables, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
     said = []
     try:
-        said = [rank.communicate(timeout=75)[1] for rank in (ranks[:1] if "stopped" in fault else ranks)]
+        said = [rank.communicate(timeout=180)[1] for rank in (ranks[:1] if "stopped" in fault else ranks)]
     finally:
         codes = [rank.poll() for rank in ranks]
         for rank in ranks:
