@@ -1,4 +1,4 @@
-"""Each example trains on the simulated accelerator, as its user starts it; what it reaches is tested on the CPU.
+"""Each example that needs torch alone trains on the simulated accelerator; what it reaches is tested on the CPU.
 
 An example that makes a tensor on the host fails here as on a GPU, and so does what it calls.
 """
