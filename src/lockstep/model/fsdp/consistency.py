@@ -54,10 +54,10 @@ class Consistency:
             contributes zeros if another rank has one. Every backward pass is then compared.
         frees: units are freed after their forward passes, all but the outermost, so none may return its parameters.
 
-    **Cost**: in each forward pass, a look at the tensor in each parameter's place. In a compared one, an exchange between
-    the hosts, in the first six for each unit, and two readings of all gathered parameters, to find those that are
-    written. In a compared backward pass, a walk over its graph, and one exchange between the hosts; with `find_unused`
-    also an all_reduce of one byte for each parameter.
+    **Cost**: in each forward pass, a look at the tensor in each parameter's place. In a compared one, an exchange
+    between the hosts, in the first six for each unit, and two readings of all gathered parameters, to find those that
+    are written. In a compared backward pass, a walk over its graph, and one exchange between the hosts; with
+    `find_unused` also an all_reduce of one byte for each parameter.
     """
 
     def __init__(
