@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +20,7 @@ from lockstep.model.compiling import begin_compiled_step
 from lockstep.model.shards import reshard
 from lockstep.runner.seeds import random_state_kept
 from lockstep.runner.uneven_inputs import EvenBatches
-
-if TYPE_CHECKING:
-    from lockstep.session.loop import OwnLoop
+from lockstep.session.loop import OwnLoop
 
 
 class OwnEvaluation:
@@ -30,14 +28,10 @@ class OwnEvaluation:
 
     Args:
         loop: the loop that trains.
-
-    Attributes:
-        is_running: whether a pass goes on.
     """
 
     def __init__(self, loop: OwnLoop) -> None:
         self._loop = loop
-        self.is_running = False
         self._has_gathered = False  # rows of the present batch
         self._samples = 0  # of all ranks' present batches
         self._has_warned = self._has_told_of_stand_ins = False
@@ -45,7 +39,7 @@ class OwnEvaluation:
     def batches(self, loader: Any) -> Iterator[Any]:
         """Yield equally many batches on every rank; training then draws the same random numbers as without."""
         loop, run = self._loop, self._loop.runner
-        if self.is_running:
+        if loop.is_evaluating:
             raise RuntimeError(
                 "a pass over a loader of prepare_evaluation() began within another one, so that session.gather() can't "
                 f"tell whose rows it gets ({this_rank()}). Go through one after the other, or through one loader of a "
@@ -72,7 +66,7 @@ class OwnEvaluation:
 
     def require_none(self) -> None:
         """Refuse a training step in a pass over evaluation data, which would be trained on."""
-        if self.is_running and not self._loop.is_stepping:
+        if self._loop.is_evaluating and not self._loop.is_stepping:
             raise RuntimeError(
                 "session.step() was called in a pass over a loader of prepare_evaluation(), and would train on data of "
                 "a validation. Leave it out there, or go through the loader that prepare() has returned"
@@ -119,11 +113,11 @@ class OwnEvaluation:
         loop, run = self._loop, self._loop.runner
         run.call_hook("before_val")
         run.call_hook("before_val_epoch")
-        self.is_running = True
+        loop.is_evaluating = True
         try:
             yield
         finally:
-            loop.counts, self.is_running = True, False
+            loop.counts, loop.is_evaluating = True, False
             loop.deals_batches = deals_batches(loop.dataloader)
             run.call_hook("after_val")
             reshard(unwrap_model(run.model))  # hooks of an iteration that goes on look for shards
@@ -149,8 +143,8 @@ class OwnEvaluation:
         Or if the rows of a training have a gradient, which ends there (`cuts`).
         """
         self._has_gathered = True
-        is_stepping = self._loop.is_stepping
-        is_training = is_stepping and not self.is_running
+        is_stepping, is_evaluating = self._loop.is_stepping, self._loop.is_evaluating
+        is_training = is_stepping and not is_evaluating
         if self._has_warned or (is_stepping and not (is_training and cuts)):
             return
         if is_training:
@@ -158,7 +152,7 @@ class OwnEvaluation:
                 "with a tensor that requires grad, whose gradient ends there: a loss of what it returns trains nothing "
                 "before it. Pass sync_grads=True to let gradients flow back over the ranks, or hand in .detach()"
             )
-        elif not self.is_running:
+        elif not is_evaluating:
             says = (
                 "outside of a pass through a loader of the session. If each rank has gone through all samples, each is "
                 "gathered once for every rank: hand the loader to prepare_evaluation()"

@@ -30,7 +30,6 @@ from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import random_state_kept
 from lockstep.runner.uneven_inputs import Batch, buffers_kept
 from lockstep.session.epoch_body import EpochBody
-from lockstep.session.evaluation import OwnEvaluation
 from lockstep.session.schedules import schedules_at, warn_of_length, warn_of_rest
 from lockstep.tree import tree_map
 
@@ -64,13 +63,13 @@ class OwnLoop(TrainLoop):
         self._is_open = False  # within an epoch
         self._may_begin = False  # a pass: once in each of `epochs`
         self.is_stepping = False  # within an iteration
+        self.is_evaluating = False  # within a pass over data to evaluate on
         self._is_uncounted = False  # an iteration has begun, and has not ended: the user's code may have left it
         self._present: tuple[int, Batch] | None = None  # the number and the batch of that iteration
         self._iterated = False  # since the last look at the count of backward passes
         self._counted = 0
         self._has_warned = False
         self._body = EpochBody(run)
-        self.evaluation = OwnEvaluation(self)
         self._to_save: list[tuple[str | None, bool]] = []  # names, and whether in the background
 
     def run(self) -> None:
@@ -295,8 +294,8 @@ class OwnLoop(TrainLoop):
 
     def require_iteration(self) -> None:
         """Refuse values of no iteration, which no record would have."""
-        if self.evaluation.is_running or not self._is_uncounted:
-            where = "a pass over a loader of prepare_evaluation()" if self.evaluation.is_running else "no iteration"
+        if self.is_evaluating or not self._is_uncounted:
+            where = "a pass over a loader of prepare_evaluation()" if self.is_evaluating else "no iteration"
             raise RuntimeError(
                 f"session.log() records values of a training iteration, but was called in {where} ({this_rank()}). "
                 "Record what a validation or an epoch gives by session.log_metrics(loss=...), the same on every rank: "

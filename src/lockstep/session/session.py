@@ -31,6 +31,7 @@ from lockstep.runner.run import TrainRun
 from lockstep.runner.runner import Runner
 from lockstep.runner.seeds import set_randomness
 from lockstep.runner.start import join_ranks
+from lockstep.session.evaluation import OwnEvaluation
 from lockstep.session.loop import OwnLoop
 from lockstep.session.steps import guard_steps
 from lockstep.watch.ending import raised_error
@@ -251,7 +252,7 @@ class Session:
         self._runner = Runner(model, train_dataloader=data, optim_wrapper=optim, **options)
         run = self._closing.enter_context(self._runner.training(self._make_loop, schedules))
         assert isinstance(run.train_loop, OwnLoop)
-        self._loop = run.train_loop
+        self._loop, self._evaluation = run.train_loop, OwnEvaluation(run.train_loop)
         self._closing.push(self._loop.save_at_close)
         wrapper = run.optim_wrapper
         for name, one in wrapper.items() if isinstance(wrapper, OptimWrapperDict) else [(None, wrapper)]:
@@ -284,7 +285,7 @@ class Session:
         run = self.run
         loader = build_dataloader(dataloader, seed=run.seed, evaluation=True, shard=run.data_shard[:2])
         let_workers_outlive_signals(loader, run.args.stop_signals)
-        return PreparedLoader(loader, partial(self._prepared().evaluation.batches, loader))
+        return PreparedLoader(loader, partial(self._evaluation.batches, loader))
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that are left, from 0 or from where training resumed to `count` - 1.
@@ -318,7 +319,7 @@ class Session:
             RuntimeError: the batch is one of a loader of `prepare_evaluation`.
         """
         loop = self._prepared()
-        loop.evaluation.require_none()
+        self._evaluation.require_none()
         if isinstance(loss, Real):
             raise TypeError(
                 f"`loss` must be a scalar tensor, but is the number {loss!r} (rank {self.rank} of {self.world_size}). "
@@ -386,7 +387,8 @@ class Session:
             ValueError: they have different numbers of rows, or rows of other shapes on other ranks.
             ConfigError: with `sync_grads`, some ranks compute on the same samples.
         """
-        return self._prepared().evaluation.gather(tensors, sync_grads=sync_grads)
+        self._prepared()
+        return self._evaluation.gather(tensors, sync_grads=sync_grads)
 
     def save(self, name: str | None = None, *, async_save: bool = False) -> None:
         """Save a checkpoint in the session's folder: now, or, within an iteration, at its end. The log says when.
