@@ -286,8 +286,8 @@ PRIVATE: dict[str, Private] = {
         lambda: chained_state()["_schedulers"][0]["last_epoch"] == 0, ("optim/build_schedulers.py",)
     ),
     "_milestones": Private(lambda: sequential_state()["_milestones"] == [1], ("optim/build_schedulers.py",)),
-    "_last_lr": Private(lambda: "_last_lr" in scheduler_state(), ("runner/options.py",)),
-    "_step_count": Private(lambda: "_step_count" in scheduler_state(), ("runner/options.py",)),
+    "_last_lr": Private(lambda: "_last_lr" in scheduler_state(), ("runner/resumed_options.py",)),
+    "_step_count": Private(lambda: "_step_count" in scheduler_state(), ("runner/resumed_options.py",)),
     # Data.
     "_BaseDataLoaderIter": Private(
         lambda: isinstance(
