@@ -16,7 +16,8 @@ from lockstep.diagnostics import timer
 from lockstep.dist import get_rank, get_world_size
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hook, IterTimerHook, MFUHook
-from lockstep.runner import loops, own_loop
+from lockstep.runner import loops
+from lockstep.session import loop as own_loop
 from lockstep.testing import ranks
 
 from ..hooks.runs import make_runner
