@@ -19,7 +19,7 @@ from lockstep.errors import DistError
 SET_BY_TORCH = ("TORCHINDUCTOR_", "TRITON_")
 INSTALL = {
     "deepspeed": "pip install 'lockstep-engine[deepspeed]'",
-    "colossalai": "the recipe in docs/strategies.md, because its own requirements exclude this torch",
+    "colossalai": "the recipe in docs/engines.md, because its own requirements exclude this torch",
 }
 # The last default group that was passed to DeepSpeed; only compared with the present one.
 _adopted: weakref.ref[torch_dist.ProcessGroup] | None = None

@@ -33,7 +33,7 @@ def require_engine() -> None:
     except DistError as error:
         raise ConfigError(
             f"the strategy 'colossalai' needs ColossalAI 0.5.0, but importing it failed: {error.__cause__ or error}. "
-            "docs/strategies.md has the recipe to install it, or use the strategy 'ddp' or 'fsdp'"
+            "docs/engines.md has the recipe to install it, or use the strategy 'ddp' or 'fsdp'"
         ) from error
     logging.getLogger("colossalai").setLevel(logging.WARNING)
     # Its ZeRO uses these in backward passes and updates; torch has deprecated them (2.13). For good, as for DeepSpeed.

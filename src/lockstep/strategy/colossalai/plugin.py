@@ -35,7 +35,7 @@ def read_options(plugin: Any, more: Mapping[str, Any]) -> dict[str, Any]:
     if name.lower().replace("-", "").replace("_", "").removesuffix("plugin") not in ("lowlevelzero", "zero"):
         raise ConfigError(
             f"`plugin` must be {_NAME!r}, but is {name!r}. What ColossalAI's other plugins do, strategies 'ddp' and "
-            "'fsdp' do, also with `tensor_parallel`: docs/strategies.md"
+            "'fsdp' do, also with `tensor_parallel`: docs/engines.md"
         )
     given = {key: value for key, value in cfg.items() if key != "type"}
     options = {"stage": 1, "precision": "fp32", **given, **more}
