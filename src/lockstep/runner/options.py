@@ -20,7 +20,8 @@ from lockstep.dist.agreement import differing
 from lockstep.errors import CheckpointError, ConfigError, counted, listed
 from lockstep.location import Location
 from lockstep.optim import FormulaScheduler, OptimWrapperDict, ParamScheduler, ReduceOnPlateauLR, TorchScheduler
-from lockstep.optim.build_schedulers import step_quietly, steps_in
+from lockstep.optim.build_schedulers import step_quietly
+from lockstep.runner.own_schedules import steps_in
 from lockstep.runner.run import TrainRun
 from lockstep.strategy.optim_state import complete_states
 
