@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -134,7 +135,8 @@ def _resumed(folder: Path, records: list[Record]) -> tuple[Path | None, int]:
             run = Path(record["path"]).parent
             # Runs of one work_dir may have been moved together.
             beside = folder.resolve().parent / run.name
-            return (beside if beside.is_dir() else run).resolve(), record["iter"]
+            with suppress(OSError, ValueError):  # somebody else's records may have what is no path here
+                return (beside if beside.is_dir() else run).resolve(), record["iter"]
     return None, 0
 
 
@@ -162,9 +164,9 @@ def _json_lines(path: Path, faults: list[str]) -> Iterator[Record]:
     broken = []
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line_number, line in enumerate(lines, start=1):
-            record = _parsed(line)
-            is_object = isinstance(record, dict)
-            if is_object and isinstance(record.get("mode"), str) and isinstance(record.get("iter"), int):
+            record = _object_in(line) or {}
+            mode, iteration = record.get("mode"), record.get("iter")
+            if isinstance(mode, str) and isinstance(iteration, int) and number(iteration) is not None:
                 yield record
             elif line.strip():
                 broken.append(line_number)
@@ -175,15 +177,15 @@ def _json_lines(path: Path, faults: list[str]) -> Iterator[Record]:
 def _json_object(path: Path, faults: list[str]) -> Record:
     if not path.is_file():
         return {}
-    found = _parsed(path.read_text(encoding="utf-8", errors="replace"))
-    if isinstance(found, dict):
-        return found
-    faults.append(f"{path.name}: unreadable, left out")
-    return {}
+    found = _object_in(path.read_text(encoding="utf-8", errors="replace"))
+    if found is None:
+        faults.append(f"{path.name}: unreadable, left out")
+    return found or {}
 
 
-def _parsed(text: str) -> Any:
+def _object_in(text: str) -> Record | None:
     try:
-        return json.loads(text)
+        found = json.loads(text)
     except (ValueError, RecursionError):
         return None
+    return found if isinstance(found, dict) else None
