@@ -34,8 +34,9 @@ def set_randomness(randomness: Mapping[str, Any] | None) -> int:
     given = options.get("seed")
     try:
         seed = sync_random_seed() if given is None else operator.index(given)
-    except TypeError:
-        raise ConfigError(f"`randomness['seed']` must be a whole number or None, but is {given!r}") from None
+        seed.to_bytes(8, "little", signed=True)  # what generators take
+    except (TypeError, OverflowError):
+        raise ConfigError(f"`randomness['seed']` must be a whole number of 64 bits or None, but is {given!r}") from None
     seed_all(seed + get_rank() if options.get("diff_rank_seed") else seed)
     if options.get("deterministic"):
         torch.backends.cudnn.benchmark = False
