@@ -9,7 +9,7 @@ SLICE_CHECKPOINTS := tests/checkpoint/test_saving.py tests/checkpoint/test_attac
 	tests/checkpoint/test_resuming_from.py::test_a_run_goes_on_from_an_older_one_and_says_so_on_every_rank \
 	tests/checkpoint/test_several_runs.py tests/checkpoint/test_falling_back.py \
 	tests/runner/test_resume_own_states.py::test_they_come_back_whole_on_two_ranks \
-	tests/runner/test_resume_options.py::test_options_that_the_config_changes_hold \
+	tests/runner/test_resumed_options.py::test_options_that_the_config_changes_hold \
 	tests/runner/test_position.py::test_the_rest_of_an_epoch_is_dealt_anew \
 	tests/weights/test_export.py::test_each_form_holds_what_was_trained tests/weights/test_loading.py
 

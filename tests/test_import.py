@@ -25,6 +25,7 @@ ROOMS = (
     "optim",
     "registry",
     "runner",
+    "session",
     "strategy",
     "testing",
     "tree",

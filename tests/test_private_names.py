@@ -278,10 +278,13 @@ PRIVATE: dict[str, Private] = {
     ),
     # Optimizers.
     "_growth_tracker": Private(lambda: "_growth_tracker" in GradScaler("cpu").state_dict(), AMP),
-    "_schedulers": Private(lambda: chained_state()["_schedulers"][0]["last_epoch"] == 0, ("runner/own_schedules.py",)),
-    "_milestones": Private(lambda: sequential_state()["_milestones"] == [1], ("runner/own_schedules.py",)),
-    "_last_lr": Private(lambda: "_last_lr" in scheduler_state(), ("runner/options.py",)),
-    "_step_count": Private(lambda: "_step_count" in scheduler_state(), ("runner/options.py",)),
+    "_schedulers": Private(
+        lambda: chained_state()["_schedulers"][0]["last_epoch"] == 0,
+        ("optim/build_schedulers.py", "session/schedules.py"),
+    ),
+    "_milestones": Private(lambda: sequential_state()["_milestones"] == [1], ("session/schedules.py",)),
+    "_last_lr": Private(lambda: "_last_lr" in scheduler_state(), ("runner/resumed_options.py",)),
+    "_step_count": Private(lambda: "_step_count" in scheduler_state(), ("runner/resumed_options.py",)),
     # Data.
     "_BaseDataLoaderIter": Private(
         lambda: isinstance(

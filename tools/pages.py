@@ -13,9 +13,9 @@ PACKAGE = ROOT / "src" / "lockstep"
 # In the order in which a reader meets them. What is not here is not public as a module: calls, cli, diagnostics (whose
 # hooks are in hooks), engines, groups, location, masking, output, transport, tree, version, watch.
 MODULES = (
-    "runner", "hooks", "optim", "dataset", "evaluator", "strategy", "model", "checkpoint", "weights", "dist", "device",
-    "config", "registry", "lint", "logging", "visualization", "report", "launch", "topology", "testing",
-    "errors",
+    "runner", "session", "hooks", "optim", "dataset", "evaluator", "strategy", "model", "checkpoint", "weights",
+    "dist", "device", "config", "registry", "lint", "logging", "visualization", "report", "launch", "topology",
+    "testing", "errors",
 )  # fmt: skip
 
 

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from lockstep.dist import init_dist as init_dist
     from lockstep.registry import Registry as Registry
     from lockstep.runner import Runner as Runner
-    from lockstep.runner import Session as Session
+    from lockstep.session import Session as Session
 
 _HOMES = {
     "Runner": "lockstep.runner",
-    "Session": "lockstep.runner",
+    "Session": "lockstep.session",
     "Config": "lockstep.config",
     "Registry": "lockstep.registry",
     "init_dist": "lockstep.dist",
@@ -29,7 +29,7 @@ _HOMES = {
 }
 _PACKAGES = frozenset({
     "checkpoint", "config", "dataset", "device", "diagnostics", "dist", "errors", "evaluator", "hooks", "lint",
-    "logging", "model", "optim", "registry", "runner", "strategy", "testing", "topology", "tree",
+    "logging", "model", "optim", "registry", "runner", "session", "strategy", "testing", "topology", "tree",
     "visualization", "weights",
 })  # fmt: skip
 

@@ -37,8 +37,9 @@ from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError, Preempted
 from lockstep.hooks import Hook
 from lockstep.location import RangeFile, locate, require_disk
-from lockstep.runner import Runner, Session, start
+from lockstep.runner import Runner, start
 from lockstep.runner.resume_from import find_resumption
+from lockstep.session import Session
 from lockstep.testing import ranks
 from lockstep.weights import export_checkpoint, load_checkpoint
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lockstep import Runner, Session
 from lockstep.dist import all_gather_object, get_rank
-from lockstep.runner import Runner, Session
 from lockstep.testing import RankFailure, ranks, run_ranks
 
 X = torch.linspace(-1, 1, 16).reshape(8, 2)

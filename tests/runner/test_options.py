@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lockstep import Runner, Session
 from lockstep.dist import get_rank
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hook
 from lockstep.model import BaseModel
-from lockstep.runner import Runner, Session
 from lockstep.testing import RankFailure, ranks, run_ranks
 
 DATA = TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(1)))

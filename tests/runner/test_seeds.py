@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, random_split
 
+from lockstep import Runner, Session
 from lockstep.dist import all_gather_object, get_rank
 from lockstep.errors import ConfigError
 from lockstep.evaluator import BaseMetric
 from lockstep.hooks import Hook
-from lockstep.runner import Runner, Session
 from lockstep.runner.seeds import set_randomness
 from lockstep.strategy import FSDPStrategy
 from lockstep.testing import ranks

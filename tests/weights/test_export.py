@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from lockstep import Runner, Session
 from lockstep.checkpoint.drafts import name_of_draft
 from lockstep.errors import ConfigError
 from lockstep.location import Location, locate
-from lockstep.runner import Runner, Session
 from lockstep.testing import ranks, run_ranks
 from lockstep.weights import export_checkpoint, open_source
 from lockstep.weights.export import save_pretrained, select_weights

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from lockstep.errors import CheckpointError, ConfigError, did_you_mean
 from lockstep.report.best import direction_of
 from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop
-from lockstep.runner.own_loop import OwnLoop
 from lockstep.runner.run import TrainRun
+from lockstep.session.loop import OwnLoop
 
 _OWN_RUNS: tuple[object, ...] = (EpochBasedTrainLoop.run, IterBasedTrainLoop.run)
 RULES = ("greater", "less", None)

@@ -121,6 +121,16 @@ def step_quietly(schedule: LRScheduler) -> None:
         schedule.step()
 
 
+def steps_in(state: Mapping[str, Any]) -> int | None:
+    """Return how many steps a schedule of torch has made, by its state; None if that does not say it.
+
+    A `ChainedScheduler` has no count of its own: the schedules in it make the same steps.
+    """
+    parts = state.get("_schedulers")
+    count = state.get("last_epoch", steps_in(parts[0]) if parts else None)
+    return count if isinstance(count, int) else None
+
+
 def _is_plain(value: Any) -> bool:
     if isinstance(value, list):
         return all(_is_plain(item) for item in value)

@@ -6,7 +6,6 @@ from lockstep.runner.evaluation_loops import TestLoop, ValLoop
 from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop
 from lockstep.runner.run import Run, TrainRun
 from lockstep.runner.runner import FlexibleRunner, Runner
-from lockstep.runner.session import Session
 from lockstep.weights import load_checkpoint
 
 __all__ = [
@@ -15,7 +14,6 @@ __all__ = [
     "IterBasedTrainLoop",
     "Run",
     "Runner",
-    "Session",
     "TestLoop",
     "TrainRun",
     "ValLoop",

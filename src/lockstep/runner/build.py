@@ -45,7 +45,7 @@ from lockstep.runner.data_workers import end_workers_at_exit, let_workers_outliv
 from lockstep.runner.evaluation_loops import EvalLoop, TestLoop, ValLoop
 from lockstep.runner.hook import OF_LIGHTNING, Hook
 from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TrainLoop
-from lockstep.runner.options import record_config, record_first_options, set_option
+from lockstep.runner.resumed_options import record_config, record_first_options, set_option
 from lockstep.runner.run import Run, TrainRun, Workspace
 from lockstep.strategy import Strategy
 from lockstep.visualization import Visualizers, build_visualizers

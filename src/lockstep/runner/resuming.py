@@ -25,8 +25,8 @@ from lockstep.location import Location
 from lockstep.model import unwrap_model
 from lockstep.optim import ParamScheduler, TorchScheduler
 from lockstep.optim.scheduler import FormulaScheduler
-from lockstep.runner.options import ResumedOptions, schedule_configs
 from lockstep.runner.resume_from import checkpoint_folders, is_of_this_job, newest
+from lockstep.runner.resumed_options import ResumedOptions, schedule_configs
 from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import are_parted, seed_all
 from lockstep.weights import sized_on_loading

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.dataset import set_epoch
 from lockstep.dataset.position import deals_batches
 from lockstep.dataset.random_state import set_random_state
 from lockstep.device import get_device
@@ -24,16 +22,15 @@ from lockstep.groups import this_rank
 from lockstep.logging.meters import require_scalar
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.compiling import begin_compiled_step
-from lockstep.model.shards import reshard
 from lockstep.model.wrapper import forwarded
 from lockstep.optim import OptimWrapper, OptimWrapperDict
-from lockstep.runner.epoch_body import EpochBody
 from lockstep.runner.loops import DEFAULT_INTERVAL, CountSamples, TrainLoop, no_batches
-from lockstep.runner.own_schedules import schedules_at, warn_of_length, warn_of_rest
 from lockstep.runner.preemption import ranks_meet
 from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import random_state_kept
-from lockstep.runner.uneven_inputs import Batch, EvenBatches, buffers_kept
+from lockstep.runner.uneven_inputs import Batch, buffers_kept
+from lockstep.session.epoch_body import EpochBody
+from lockstep.session.schedules import schedules_at, warn_of_length, warn_of_rest
 from lockstep.tree import tree_map
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -66,14 +63,12 @@ class OwnLoop(TrainLoop):
         self._is_open = False  # within an epoch
         self._may_begin = False  # a pass: once in each of `epochs`
         self.is_stepping = False  # within an iteration
-        self._is_evaluating = False
+        self.is_evaluating = False  # within a pass over data to evaluate on
         self._is_uncounted = False  # an iteration has begun, and has not ended: the user's code may have left it
         self._present: tuple[int, Batch] | None = None  # the number and the batch of that iteration
         self._iterated = False  # since the last look at the count of backward passes
         self._counted = 0
-        self._has_warned = self._has_warned_of_gather = self._has_told_of_stand_ins = False
-        self._has_gathered = False  # in the present iteration of a pass over evaluation data
-        self._samples_to_gather = 0  # of all ranks' batches in a pass over evaluation data
+        self._has_warned = False
         self._body = EpochBody(run)
         self._to_save: list[tuple[str | None, bool]] = []  # names, and whether in the background
 
@@ -275,7 +270,7 @@ class OwnLoop(TrainLoop):
         self._save_requested()
         self.iter_ended = perf_counter()
 
-    def _end_left_iter(self) -> None:
+    def end_left_iter(self) -> None:
         """End an iteration that the user's code has left after its step, which hooks must see, too.
 
         Not where it is left, since that may be by an error of this rank alone.
@@ -283,51 +278,8 @@ class OwnLoop(TrainLoop):
         if self._present is not None and self._is_uncounted and not self.is_stepping and self.has_backward:
             self._end_iter(*self._present, self._values)
 
-    def evaluation_batches(self, loader: Any) -> Iterator[Any]:
-        """Yield equally many batches on every rank; training then draws the same random numbers as without."""
-        model = self.runner.model
-        context = model.evaluation_context() if isinstance(model, ModelWrapper) else nullcontext()
-        if self._is_evaluating:
-            raise RuntimeError(
-                "a pass over a loader of prepare_evaluation() began within another one, so that session.gather() can't "
-                f"tell whose rows it gets ({this_rank()}). Go through one after the other, or through one loader of a "
-                "torch.utils.data.StackDataset; end a pass by `break` before the next one begins"
-            )
-        set_epoch(loader, 0)
-        run = self.runner
-        self._end_left_iter()
-        # In the midst of an iteration or of an accumulation window, what has been computed can't be saved.
-        may_stop = not self.is_stepping and not run.optim_wrapper.has_open_window
-        with run.saving.at_stop(), random_state_kept(), run.evaluated(), self._weights_to_evaluate(), context:
-            self.deals_batches = deals_batches(loader)
-            for batch in EvenBatches(loader).iterate():
-                if may_stop:
-                    self._stop_in_validation()
-                self.counts = batch.is_own
-                self._samples_to_gather = round(batch.mean_samples * run.data_shard.size)
-                self._has_gathered = False
-                moved = self.runner.to_device(batch.data)
-                begin_compiled_step()
-                yield moved
-                if batch.stands_in:
-                    self._tell_of_stand_ins()
-
-    def _tell_of_stand_ins(self) -> None:
-        """Say, once, that a rank got a batch twice: what the user's code sums itself contains it twice.
-
-        A warning where nothing was gathered; else the code may still sum something else beside it.
-        """
-        if not self._has_told_of_stand_ins:
-            self._has_told_of_stand_ins = True
-            self.runner.logger.log(
-                logging.INFO if self._has_gathered else logging.WARNING,
-                "in a validation, a rank that had run out of batches got its last one again. session.gather() leaves "
-                "it out%s; a sum of your own, with or without all_reduce(), and a metric that your loop updates count "
-                "it twice: compute them from what gather() returns",
-                "" if self._has_gathered else ", but was not called",
-            )  # fmt: skip
-
-    def _stop_in_validation(self) -> None:
+    def stop_in_validation(self) -> None:
+        """Stop here if that was asked for, on all ranks: a resumed training goes through the validation anew."""
         try:
             self.runner.agreement.stop_if_asked()
         except Preempted:
@@ -340,61 +292,10 @@ class OwnLoop(TrainLoop):
             self._body.go_back()
             raise
 
-    def require_training(self) -> None:
-        """Refuse to train in a pass over evaluation data, which would be trained on."""
-        if self._is_evaluating and not self.is_stepping:
-            raise RuntimeError(
-                "session.step() was called in a pass over a loader of prepare_evaluation(), and would train on data of "
-                "a validation. Leave it out there, or go through the loader that prepare() has returned"
-            )
-
-    def warn_of_gather(self, rows: int, *, cuts: bool) -> None:
-        """Warn, once, if rows are gathered that no loader of this session has given, or not one for each sample.
-
-        Or if the rows of a training have a gradient, which ends there (`cuts`).
-        """
-        self._has_gathered = True
-        is_training = self.is_stepping and not self._is_evaluating
-        if self._has_warned_of_gather or (self.is_stepping and not (is_training and cuts)):
-            return
-        if is_training:
-            says = (
-                "with a tensor that requires grad, whose gradient ends there: a loss of what it returns trains nothing "
-                "before it. Pass sync_grads=True to let gradients flow back over the ranks, or hand in .detach()"
-            )
-        elif not self._is_evaluating:
-            says = (
-                "outside of a pass through a loader of the session. If each rank has gone through all samples, each is "
-                "gathered once for every rank: hand the loader to prepare_evaluation()"
-            )
-        elif rows != self._samples_to_gather:
-            says = (
-                f"with {rows} rows of all ranks for batches of {self._samples_to_gather} samples: a mean over rows "
-                "weighs samples unequally. Give one row per sample; of a batch's mean loss, loss.repeat(len(labels))"
-            )
-        else:
-            return
-        self._has_warned_of_gather = True
-        self.runner.logger.warning("gather() was called %s", says)
-
-    @contextmanager
-    def _weights_to_evaluate(self) -> Iterator[None]:
-        """Let hooks give the model what a Runner validates, such as averaged weights, for one pass."""
-        self.runner.call_hook("before_val")
-        self.runner.call_hook("before_val_epoch")
-        self._is_evaluating = True
-        try:
-            yield
-        finally:
-            self.counts, self._is_evaluating = True, False
-            self.deals_batches = deals_batches(self.dataloader)
-            self.runner.call_hook("after_val")
-            reshard(unwrap_model(self.runner.model))  # hooks of an iteration that goes on look for shards
-
     def require_iteration(self) -> None:
         """Refuse values of no iteration, which no record would have."""
-        if self._is_evaluating or not self._is_uncounted:
-            where = "a pass over a loader of prepare_evaluation()" if self._is_evaluating else "no iteration"
+        if self.is_evaluating or not self._is_uncounted:
+            where = "a pass over a loader of prepare_evaluation()" if self.is_evaluating else "no iteration"
             raise RuntimeError(
                 f"session.log() records values of a training iteration, but was called in {where} ({this_rank()}). "
                 "Record what a validation or an epoch gives by session.log_metrics(loss=...), the same on every rank: "
@@ -409,7 +310,7 @@ class OwnLoop(TrainLoop):
 
     def log_metrics(self, metrics: dict[str, Any]) -> None:
         """Call the hooks of a validation."""
-        self._end_left_iter()
+        self.end_left_iter()
         run, metrics = self.runner, {name: plain_value(value) for name, value in metrics.items()}
         if not self.is_stepping and self._body.passes_over_metrics():
             run.logger.info("log_metrics() is passed over: this part of the epoch's body had logged before the stop")
@@ -451,7 +352,7 @@ class OwnLoop(TrainLoop):
             self._to_save.append((name, async_save))
             self.runner.logger.info("%s is saved at the end of the present iteration", name or f"iter_{self.iter + 1}")
             return
-        self._end_left_iter()
+        self.end_left_iter()
         self._save_requested()  # in an iteration that was left without a step
         self._to_save.append((name, async_save))
         with self._counted_so_far() if self._body.is_running else nullcontext():
@@ -481,7 +382,7 @@ class OwnLoop(TrainLoop):
                 self._to_save.clear()
                 raise RuntimeError("not all ranks have left the loop")
             self.is_stepping = False
-            self._end_left_iter()
+            self.end_left_iter()
             self._save_requested()
         except Exception as fault:
             if kind is None:
@@ -511,7 +412,7 @@ class OwnLoop(TrainLoop):
 
     def _end_epoch(self) -> None:
         vars(self).update(self._body.take_counts())
-        self._end_left_iter()
+        self.end_left_iter()
         self._save_requested()  # in an iteration that was left without a step
         self._is_uncounted = False
         self._warn_of_missing_steps(f"epoch {self.epoch}")

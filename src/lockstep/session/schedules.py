@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from torch.optim.lr_scheduler import ConstantLR, SequentialLR
 
 from lockstep.errors import listed
+from lockstep.optim.build_schedulers import steps_in
 from lockstep.optim.scheduler import LENGTHS
 from lockstep.runner.run import TrainRun
 
@@ -52,16 +52,6 @@ def warn_of_length(run: TrainRun, begun_at: set[At], done: int, left: int) -> No
             name, length, now[place] + round(made * left / done), run.train_loop.epoch_length,
             "1 rank" if run.world_size == 1 else f"each of {run.world_size} ranks",
         )  # fmt: skip
-
-
-def steps_in(state: Mapping[str, Any]) -> int | None:
-    """Return how many steps a schedule of torch has made, by its state; None if that does not say it.
-
-    A `ChainedScheduler` has no count of its own: the schedules in it make the same steps.
-    """
-    parts = state.get("_schedulers")
-    count = state.get("last_epoch", steps_in(parts[0]) if parts else None)
-    return count if isinstance(count, int) else None
 
 
 def _length_of(schedule: Any) -> int | None:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lockstep.dataset import build_dataloader
 from lockstep.device import get_device
-from lockstep.dist import all_gather, get_dist_info
+from lockstep.dist import get_dist_info
 from lockstep.errors import ConfigError, listed, no_attribute
 from lockstep.location import Location
 from lockstep.model import unwrap_model
@@ -27,12 +27,13 @@ from lockstep.model.steps import lacks_labels, parse_losses
 from lockstep.optim import OptimWrapper, OptimWrapperDict
 from lockstep.runner.arguments import ARGUMENTS, fault_of_prepared, unknown_argument
 from lockstep.runner.data_workers import let_workers_outlive_signals
-from lockstep.runner.own_loop import OwnLoop
-from lockstep.runner.own_steps import guard_steps
 from lockstep.runner.run import TrainRun
 from lockstep.runner.runner import Runner
 from lockstep.runner.seeds import set_randomness
 from lockstep.runner.start import join_ranks
+from lockstep.session.evaluation import OwnEvaluation
+from lockstep.session.loop import OwnLoop
+from lockstep.session.steps import guard_steps
 from lockstep.watch.ending import raised_error
 from lockstep.weights.export import PretrainedOptions
 
@@ -251,7 +252,7 @@ class Session:
         self._runner = Runner(model, train_dataloader=data, optim_wrapper=optim, **options)
         run = self._closing.enter_context(self._runner.training(self._make_loop, schedules))
         assert isinstance(run.train_loop, OwnLoop)
-        self._loop = run.train_loop
+        self._loop, self._evaluation = run.train_loop, OwnEvaluation(run.train_loop)
         self._closing.push(self._loop.save_at_close)
         wrapper = run.optim_wrapper
         for name, one in wrapper.items() if isinstance(wrapper, OptimWrapperDict) else [(None, wrapper)]:
@@ -284,7 +285,7 @@ class Session:
         run = self.run
         loader = build_dataloader(dataloader, seed=run.seed, evaluation=True, shard=run.data_shard[:2])
         let_workers_outlive_signals(loader, run.args.stop_signals)
-        return PreparedLoader(loader, partial(self._prepared().evaluation_batches, loader))
+        return PreparedLoader(loader, partial(self._evaluation.batches, loader))
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that are left, from 0 or from where training resumed to `count` - 1.
@@ -318,7 +319,7 @@ class Session:
             RuntimeError: the batch is one of a loader of `prepare_evaluation`.
         """
         loop = self._prepared()
-        loop.require_training()
+        self._evaluation.require_none()
         if isinstance(loss, Real):
             raise TypeError(
                 f"`loss` must be a scalar tensor, but is the number {loss!r} (rank {self.rank} of {self.world_size}). "
@@ -386,39 +387,8 @@ class Session:
             ValueError: they have different numbers of rows, or rows of other shapes on other ranks.
             ConfigError: with `sync_grads`, some ranks compute on the same samples.
         """
-        given: tuple[Any, ...] = tensors
-        at = f"(rank {self.rank} of {self.world_size})"
-        for x in given:
-            if not isinstance(x, Tensor) or x.dim() == 0:
-                what = "a tensor without dimensions" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-                raise TypeError(
-                    f"gather() takes tensors with one row per sample, but got {what} {at}. Hand them in one by one, as "
-                    "in predictions, labels = session.gather(predictions, labels); for one value per rank use "
-                    "lockstep.dist.all_gather or all_reduce"
-                )
-        if len(sizes := {len(x) for x in tensors}) > 1:
-            raise ValueError(f"gather() takes tensors with one row per sample, but they have {sorted(sizes)} rows {at}")
-        loop = self._prepared()
-        if sync_grads and self.run.data_shard.size < self.world_size:  # gradients would reach one rank of those alone
-            raise ConfigError(
-                "gather(sync_grads=True) must be called where each rank has samples of its own, but under "
-                f"tensor_parallel ranks share them {at}. Use strategy 'ddp', or 'fsdp' without it"
-            )
-        sends = loop.counts and self.run.data_shard.is_first
-        parts = [all_gather(x if sends else x[:0], sync_grads=sync_grads) for x in tensors]
-        cuts = torch.is_grad_enabled() and not sync_grads and any(x.requires_grad for x in tensors)
-        loop.warn_of_gather(sum(map(len, parts[0])) if parts else 0, cuts=cuts)
-        for rows in parts:
-            if len(shapes := dict.fromkeys(str(tuple(part.shape[1:])) for part in rows)) > 1:
-                raise ValueError(
-                    f"gather() takes rows of one shape on all ranks, but theirs are {listed([*shapes])} {at}. Pad them "
-                    "alike, or reduce each to a number before"
-                )
-        gathered = tuple(map(torch.cat, parts))
-        if not loop.deals_batches:  # samples in turns: the first of each rank, then the second of each
-            places = [torch.cat([torch.arange(len(one), device=one.device) for one in part]) for part in parts]
-            gathered = tuple(rows[place.argsort(stable=True)] for rows, place in zip(gathered, places, strict=True))
-        return gathered[0] if len(gathered) == 1 else gathered
+        self._prepared()
+        return self._evaluation.gather(tensors, sync_grads=sync_grads)
 
     def save(self, name: str | None = None, *, async_save: bool = False) -> None:
         """Save a checkpoint in the session's folder: now, or, within an iteration, at its end. The log says when.

@@ -10,7 +10,7 @@ from lockstep.model.shards import own_shard
 from lockstep.optim import OptimWrapper
 
 if TYPE_CHECKING:
-    from lockstep.runner.own_loop import OwnLoop
+    from lockstep.session.loop import OwnLoop
 
 _WINDOWS_LOOKED_AT = 3  # for gradients that are there before
 

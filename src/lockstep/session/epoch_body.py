@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
-from lockstep.runner.own_schedules import At, schedules_at
 from lockstep.runner.run import TrainRun
+from lockstep.session.schedules import At, schedules_at
 
 
 class Rates:

@@ -1,0 +1,91 @@
+"""Schedules that the user's own code steps."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - as everybody calls it
+
+from lockstep import Session
+from lockstep.testing import ranks
+
+from .by_hand import STRATEGIES, loader, network, session_of
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(1, 2)
+def test_records_have_the_rates_of_the_update_although_the_loop_steps_its_schedule_after_it(tmp_path, strategy):
+    session = session_of(tmp_path, strategy=strategy, default_hooks={"logger": {"interval": 1}})
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    model, _, batches = session.prepare(model, optimizer, loader(), schedulers=schedule)
+    for _ in session.epochs(1):
+        for x, y in batches:
+            session.step(F.cross_entropy(model(x), y))
+            schedule.step()
+    if session.is_main:
+        records = [json.loads(line) for line in (session.run_dir / "metrics.jsonl").read_text().splitlines()]
+        rates = [record["lr"] for record in records if record["mode"] == "train"]
+        assert rates == [0.5**update for update in range(6)]
+
+
+def test_a_scheduler_over_the_wrapper_says_over_what_it_is_made(tmp_path):
+    model = network()
+    session = Session(tmp_path)
+    model, wrapper = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match="is not an Optimizer"), session:
+        torch.optim.lr_scheduler.StepLR(wrapper, 1)
+    log = (session.run_dir / "log.txt").read_text()
+    assert "a scheduler takes your own optimizer" in log
+
+
+@pytest.mark.parametrize("is_made", ["before", "before and handed in", "after"])
+def test_a_scheduler_that_is_not_handed_in_is_told(tmp_path, is_made):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedules = [] if is_made == "after" else [torch.optim.lr_scheduler.StepLR(optimizer, 10)]
+    session = Session(tmp_path)
+    handed_in = schedules if is_made == "before and handed in" else []
+    _, wrappers = session.prepare({"net": model}, {"net": optimizer}, schedulers=handed_in)
+    if is_made == "after":
+        torch.optim.lr_scheduler.StepLR(wrappers["net"].optimizer, 10)
+    next(session.iterations(1))
+    told = "SGD has a scheduler that is not handed to prepare(..., schedulers=...), before which it must be made"
+    assert (told in (session.run_dir / "log.txt").read_text()) is not bool(handed_in)
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize("steps", [False, True])
+def test_a_scheduler_that_is_never_stepped_is_told_once(tmp_path, epochs, steps):
+    with session_of(tmp_path, log_level="WARNING") as session:
+        optimizer = torch.optim.SGD((model := network()).parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        model, _, batches = session.prepare(model, optimizer, loader(), schedulers=scheduler)
+        for _ in session.epochs(epochs):
+            for x, y in batches:
+                session.step(F.cross_entropy(model(x), y))
+            if steps:
+                scheduler.step()
+    log = (session.run.run_dir / "log.txt").read_text()
+    assert log.count("no step of StepLR since the training began: call scheduler.step()") == (not steps)
+
+
+def test_of_two_schedulers_of_a_class_the_one_that_is_never_stepped_is_told(tmp_path):
+    with session_of(tmp_path, log_level="WARNING") as session:
+        optimizer = torch.optim.SGD((model := network()).parameters(), lr=0.1)
+        schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, size) for size in (1, 2)]
+        model, _, batches = session.prepare(model, optimizer, loader(), schedulers=schedulers)
+        for _ in session.epochs(1):
+            for x, y in batches:
+                session.step(F.cross_entropy(model(x), y))
+            schedulers[1].step()
+    assert "no step of StepLR since" in (session.run.run_dir / "log.txt").read_text()
+
+
+def test_what_is_no_scheduler_is_refused(tmp_path):
+    model = network()
+    with pytest.raises(TypeError, match=r"`schedulers` must have state_dict\(\) and .* before prepare\(\)"):
+        session_of(tmp_path).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), schedulers=[{"type": 1}])
