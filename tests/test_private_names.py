@@ -219,11 +219,7 @@ PRIVATE: dict[str, Private] = {
     # Modules.
     "_modules": Private(
         lambda: module_holds("_modules"),
-        ("model/averaged.py", "model/norm.py", "model/wrapper.py", "optim/constructor.py", "weights/description.py"),
-    ),
-    "_parameters": Private(
-        lambda: module_holds("_parameters"),
-        ("optim/constructor.py",),
+        ("model/averaged.py", "model/norm.py", "model/wrapper.py"),
     ),
     "_buffers": Private(
         lambda: module_holds("_buffers"),
@@ -283,9 +279,10 @@ PRIVATE: dict[str, Private] = {
     # Optimizers.
     "_growth_tracker": Private(lambda: "_growth_tracker" in GradScaler("cpu").state_dict(), AMP),
     "_schedulers": Private(
-        lambda: chained_state()["_schedulers"][0]["last_epoch"] == 0, ("optim/build_schedulers.py",)
+        lambda: chained_state()["_schedulers"][0]["last_epoch"] == 0,
+        ("optim/build_schedulers.py", "session/schedules.py"),
     ),
-    "_milestones": Private(lambda: sequential_state()["_milestones"] == [1], ("optim/build_schedulers.py",)),
+    "_milestones": Private(lambda: sequential_state()["_milestones"] == [1], ("session/schedules.py",)),
     "_last_lr": Private(lambda: "_last_lr" in scheduler_state(), ("runner/resumed_options.py",)),
     "_step_count": Private(lambda: "_step_count" in scheduler_state(), ("runner/resumed_options.py",)),
     # Data.

@@ -331,6 +331,28 @@ def test_samplers_of_a_config():
     assert shuffled.sampler.shuffle
 
 
+def every_other(dataset: Any, rank: int, world_size: int) -> list[int]:
+    """Make the sampler of a rank's part, as a function that a config may name."""
+    return list(range(len(dataset)))[rank::world_size]
+
+
+@ranks(2)
+def test_a_function_may_make_the_sampler_and_batches_are_torchs_by_default():
+    cfg = {"dataset": Counting(), "sampler": {"type": every_other}, "split": False}
+    assert seen(build_dataloader(cfg, seed=0)) == list(range(11))[get_rank() :: 2]
+    batches = {"batch_size": 3, "drop_last": True}
+    loader = build_dataloader({"dataset": Counting(), "batch_sampler": batches}, seed=0)
+    assert [len(batch) for batch in loader] == [3, 3]
+
+
+@ranks(2)
+def test_a_loader_around_another_is_left_as_it_is_in_an_evaluation_too():
+    given = Prefetcher(distributed())
+    with logged() as messages:
+        assert build_dataloader(given, seed=0, evaluation=True) is given
+    assert "it knows of ranks" in messages[0]
+
+
 @ranks(2)
 def test_workers_draw_other_numbers_on_every_rank_and_the_same_in_every_run():
     def state(seed: int, epoch: int = 0) -> int:
@@ -439,8 +461,9 @@ def test_an_epoch_may_be_cut_short_for_a_trial():
     for more, size in ({"batch_size": 1, "batch_sampler": in_its_own}, 4), ({"batch_size": None}, 1):
         long = {**cfg, "dataset": range(40), **more}
         assert [torch.as_tensor(one).numel() for one in build_dataloader(long, seed=0)] == [size, size]
-    with pytest.raises(ConfigError, match="`num_batch_per_epoch` must be at least 1"):
-        build_dataloader({**cfg, "num_batch_per_epoch": 0}, seed=0)
+    for wrong in (0, 1.5):
+        with pytest.raises(ConfigError, match="`num_batch_per_epoch` must be an int of at least 1, but is "):
+            build_dataloader({**cfg, "num_batch_per_epoch": wrong}, seed=0)
     with pytest.raises(ConfigError, match="`sampler`, a RandomSampler, draws from all"):
         build_dataloader({**cfg, "sampler": RandomSampler(Counting())}, seed=0)
 

@@ -31,6 +31,13 @@ def test_each_backward_pass_is_told_once_of_each_output_also_of_a_parameter_that
         assert sorted(told) == [[1.0, 1.0], [5.0, 5.0]]
 
 
+def test_a_loss_that_is_a_parameter_reaches_it():
+    loss = nn.Parameter(torch.ones(()))
+    assert leaves_of(loss) == {loss}
+    assert not reaches_none(loss, {id(loss)})
+    assert leaves_of(loss.detach()) == set()
+
+
 class Noting(torch.autograd.Function):
     """Keeps what it likes in its node, under a name that nodes of torch have."""
 

@@ -18,7 +18,7 @@ from lockstep.errors import ConfigError
 from lockstep.evaluator import BaseMetric
 from lockstep.hooks import Hook
 from lockstep.optim import OptimWrapper, OptimWrapperDict, ReduceOnPlateauLR, ReduceOnPlateauMomentum
-from lockstep.runner import Runner
+from lockstep.runner import EpochBasedTrainLoop, Runner
 from lockstep.testing import ranks
 
 from ..runs import StopAfter
@@ -202,10 +202,27 @@ def test_validations_of_iterations_are_made_up_for_too(tmp_path: Path):
 
 
 def test_without_a_validation_it_is_refused(tmp_path: Path):
-    with pytest.raises(
-        ConfigError, match="must not have a ReduceOnPlateauLR without a validation, whose metric 'error'"
-    ):
+    with pytest.raises(ConfigError, match="`monitor` is the metric 'error', but nothing is validated"):
         run(tmp_path, 8, val_dataloader=None, val_evaluator=None)
+
+
+class OwnCourse(EpochBasedTrainLoop):
+    """As a loop of the user's own that validates in its own way."""
+
+    def run(self) -> Any:
+        return super().run()
+
+
+class OwnValidation(Hook):
+    def after_train_epoch(self, runner) -> None:
+        runner.call_hook("after_val_epoch", metrics={"error": 1.0})
+
+
+def test_a_loop_of_the_users_own_may_validate_in_its_own_way(tmp_path: Path):
+    schedule = {"type": "ReduceOnPlateauLR", "monitor": "error", "patience": 1, "factor": 0.5}
+    validates = {"val_dataloader": None, "val_evaluator": None, "custom_hooks": [OwnValidation()]}
+    seen = run(tmp_path, 8, train_cfg={"type": OwnCourse, "max_epochs": 4}, param_scheduler=schedule, **validates)
+    assert [seen[iteration][0] for iteration in (0, 2, 4, 6)] == [0.1, 0.1, 0.1, 0.05]
 
 
 def test_a_metric_that_is_not_there_is_named(tmp_path: Path):

@@ -13,7 +13,15 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from lockstep.errors import ConfigError, RegistryError
-from lockstep.optim import LinearLR, OptimWrapper, OptimWrapperDict, StepLR, TorchScheduler, build_param_schedulers
+from lockstep.optim import (
+    LinearLR,
+    OptimWrapper,
+    OptimWrapperDict,
+    ReduceOnPlateauLR,
+    StepLR,
+    TorchScheduler,
+    build_param_schedulers,
+)
 from lockstep.registry import BuildError
 
 
@@ -251,9 +259,22 @@ def test_lists_are_not_iterators_which_a_check_would_leave_empty():
 
 
 def test_epochs_are_not_counted_where_the_training_counts_none():
-    for cfg in ({"type": "StepLR", "step_size": 1}, {"type": lr_scheduler.StepLR, "step_size": 1}):
-        with pytest.raises(ConfigError, match=r"StepLR: `by_epoch` must be False.*an epoch would never end"):
-            build(sgd(), cfg, iters=9)
+    optimizer = sgd()
+    function = {"type": lambda optimizer: lr_scheduler.StepLR(optimizer, 1), "by_epoch": True}
+    objects = StepLR(optimizer, 1), ReduceOnPlateauLR(optimizer, begin=2)
+    configs = {"type": "StepLR", "step_size": 1}, {"type": lr_scheduler.CosineAnnealingLR}
+    for one in (*configs, function, *objects):
+        with pytest.raises(ConfigError, match=r": `by_epoch` must be False.*an epoch would never end"):
+            build(optimizer, one, iters=9)
+    for one in (StepLR(optimizer, 1, by_epoch=False), ReduceOnPlateauLR(optimizer)):  # which counts validations
+        assert build(optimizer, one, iters=9) == [one]
+
+
+def test_a_window_without_an_end_gives_a_schedule_of_torchs_no_length():
+    schedulers = [TorchScheduler(lr_scheduler.PolynomialLR, sgd(), end=end) for end in (None, math.inf)]
+    values = [course(one.optimizer, [one], 7) for one in schedulers]
+    assert values[0] == values[1]
+    assert values[0][-1] == 0
 
 
 def test_a_schedule_of_the_users_own_object_is_refused_with_the_remedy():

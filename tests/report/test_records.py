@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import os
 from pathlib import Path
@@ -92,6 +93,26 @@ def test_what_is_no_number(value: object):
 
 def test_nan_is_a_number():
     assert math.isnan(number("nan"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"mode": "train", "loss": 1, "iter": %s}' % ("9" * 400),
+        '{"mode": "resumed", "iter": 5, "path": "\\u0000/x"}',
+        '{"mode": "resumed", "iter": 5, "path": "\\ud800/x/y"}',
+        json.dumps({"mode": "resumed", "iter": 5, "path": "a" * 5000 + "/x"}),
+        '{"mode": "straggler", "iter": 5, "part": ["data"]}',
+        '{"mode": "train", "iter": 200, "time": "nan"}',
+    ],
+)  # fmt: skip
+def test_a_page_of_somebody_elses_records_is_written_whatever_they_hold(line: str, tmp_path: Path):
+    folder = write_run(tmp_path / "run")
+    with (folder / "metrics.jsonl").open("a") as records:
+        records.write(line + "\n")
+    run = read_run(folder)
+    assert (len(run.evaluations), run.resumed) == (2, [])
+    write_page(run, tmp_path / "page.html")
 
 
 def test_a_line_that_no_run_writes_is_left_out(tmp_path: Path):

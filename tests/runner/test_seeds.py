@@ -168,9 +168,12 @@ def test_a_session_must_have_one_seed(tmp_path: Path):
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(Drawing()))
 
 
-def test_a_seed_that_is_no_number_is_told():
-    with pytest.raises(ConfigError, match=r"`randomness\['seed'\]` must be a whole number or None, but is 'a'"):
-        set_randomness({"seed": "a"})
+@pytest.mark.parametrize("seed", ["a", 3.7, float("inf"), 2**64 - 1])
+def test_a_seed_that_is_no_whole_number_is_told(seed: Any):
+    with pytest.raises(
+        ConfigError, match=rf"`randomness\['seed'\]` must be a whole number of 64 bits or None, but is {seed!r}"
+    ):
+        set_randomness({"seed": seed})
 
 
 class Count(BaseMetric):

@@ -187,3 +187,18 @@ def test_the_message_hub_tells_where_the_run_is(tmp_path: Path):
     assert seen == [(0, 0, 2, 4), (0, 1, 2, 4), (1, 2, 2, 4), (1, 3, 2, 4)]
     assert runner.message_hub.get_scalar("val/accuracy/top2").current() == 100.0
     assert runner.message_hub.get_scalar("train/lr").current() == runner.optim_wrapper.get_lr()["lr"][0]
+
+
+def test_after_an_evaluation_the_message_hub_tells_the_loop_around_it(tmp_path: Path):
+    stages: list[Any] = []
+
+    class Tests(Hook):
+        def after_train_epoch(self, runner) -> None:
+            for mode in ("val", "test"):
+                for point in (f"before_{mode}", f"after_{mode}"):
+                    runner.call_hook(point)
+                    stages.append(runner.message_hub.get_info("loop_stage"))
+
+    hooks = {"default_hooks": {"runtime_info": {"type": "RuntimeInfoHook"}}, "custom_hooks": [Tests()]}
+    make(tmp_path, train_cfg={"max_epochs": 1}, **hooks).train()
+    assert stages == ["val", "train", "test", "train"]

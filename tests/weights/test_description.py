@@ -61,3 +61,11 @@ def test_names_are_those_of_the_state_also_where_parts_are_wrapped() -> None:
     assert described["tied"] == [["net.words.weight", "net.head.weight"]]
     assert [one["prefix"] for one in described["pretrained"]] == ["net."]
     assert sized_on_loading(wrapped) == sized_on_loading(plain) == {"net.observer.least"}
+
+
+def test_two_names_in_one_module_are_tied_too() -> None:
+    model = nn.Module()
+    model.weight = model.alias = nn.Parameter(torch.ones(2))
+    model.register_buffer("mean", torch.zeros(2))
+    model.register_buffer("center", model.mean)
+    assert describe_model(model, model.state_dict())["tied"] == [["weight", "alias"], ["mean", "center"]]

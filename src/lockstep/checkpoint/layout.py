@@ -118,24 +118,24 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 @torch.no_grad()  # so that a shard costs nothing
-def pieces_of(tensors: Mapping[str, Tensor]) -> list[Piece]:
+def pieces_of(tensors: Mapping[str, Any]) -> list[Piece]:
     """Return what this rank holds of tensors, of which some may be sharded; nothing of those of other ranks' meshes."""
     for name, tensor in tensors.items():
         _require_plain(name, tensor)
-    like: dict[Any, str] = {}
-    sharded: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if hasattr(tensor, "device_mesh")}
     kinds = {
-        name: like.setdefault((tensor.shape, tensor.device_mesh, tensor.placements), name)
-        for name, tensor in sharded.items()
+        name: (tensor.shape, tensor.device_mesh, tensor.placements)
+        for name, tensor in tensors.items()
+        if hasattr(tensor, "device_mesh")
     }
-    offsets = _offsets_of({name: tensors[name] for name in like.values()})
+    examples = {kind: name for name, kind in kinds.items()}
+    offsets = _offsets_of({name: tensors[name] for name in examples.values()})
     pieces = []
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
         if name not in kinds:
             pieces.append(Piece(name, shape, (0,) * len(shape), tensor.detach()))
-        elif kinds[name] in offsets:
-            pieces.append(Piece(name, shape, offsets[kinds[name]], sharded[name].to_local().detach()))
+        elif (begins := offsets.get(examples[kinds[name]])) is not None:
+            pieces.append(Piece(name, shape, begins, tensor.to_local().detach()))
     return pieces
 
 
@@ -201,22 +201,22 @@ def decide(
     Raises:
         ConfigError: what the ranks hold of a tensor does not fit together; the message names it and a rank.
     """
-    kinds: dict[tuple[str, str], list[int]] = {}  # by key and digest of a section: the ranks that hold it
+    ranks_of: dict[tuple[str, str], list[int]] = {}  # by key and digest of a section: the ranks that hold it
     for rank, by_key in enumerate(digests):
-        for item in by_key.items():
-            kinds.setdefault(item, []).append(rank)
+        for section in by_key.items():
+            ranks_of.setdefault(section, []).append(rank)
     dtypes: dict[str, str] = {}
     holders: dict[str, tuple[_Held, ...]] = {}
-    tables = {kind: rows[ranks[0]][kind[0]] for kind, ranks in kinds.items()}
-    for kind, table in tables.items():
+    tables = {section: rows[ranks[0]][section[0]] for section, ranks in ranks_of.items()}
+    for section, table in tables.items():
         for name, dtype, box in table:
             if dtypes.setdefault(name, dtype) != dtype:
-                other = kinds[holders[name][0][0]][0]
+                other = ranks_of[holders[name][0][0]][0]
                 raise ConfigError(
                     f"`{name}` must have one dtype on all ranks, but is {dtypes[name]} on rank {other} and {dtype} on "
-                    f"rank {kinds[kind][0]}"
+                    f"rank {ranks_of[section][0]}"
                 )
-            holders[name] = (*holders.get(name, ()), (kind, box))
+            holders[name] = (*holders.get(name, ()), (section, box))
     grids: dict[tuple[_Held, ...], _Grid] = {}
     loads = numpy.zeros(len(digests), dtype=numpy.int64)
     numbers = {name: i for i, name in enumerate(dtypes)}
@@ -224,7 +224,7 @@ def decide(
     chosen: dict[str, tuple[_Grid, Place]] = {}
     for name, held in holders.items():
         if held not in grids:
-            found = [(rank, boxes[rank][kind[0]][box]) for kind, box in held for rank in kinds[kind]]
+            found = [(rank, boxes[rank][section[0]][box]) for section, box in held for rank in ranks_of[section]]
             grids[held] = _Grid(name, found)
         grid = grids[held]
         ranks, place = grid.least_loaded(loads)
@@ -238,9 +238,9 @@ def decide(
         if place not in places:
             places[place] = Place(files[list(place)].tolist())
         tensors[name] = StoredTensor(dtypes[name], grid.shape, grid.begins, places[place])
-    columns = {kind: [numbers[name] for name, _, _ in table] for kind, table in tables.items()}
-    own = [numpy.fromiter(itertools.chain(*(columns[item] for item in by_key.items())), int) for by_key in digests]
-    return tensors, [numpy.packbits(writes[rank, held]).tobytes() for rank, held in enumerate(own)]
+    columns = {section: [numbers[name] for name, _, _ in table] for section, table in tables.items()}
+    own = (itertools.chain(*(columns[section] for section in by_key.items())) for by_key in digests)
+    return tensors, [numpy.packbits(writes[rank, [*held]]).tobytes() for rank, held in enumerate(own)]
 
 
 class _Grid:

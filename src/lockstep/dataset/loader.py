@@ -108,7 +108,7 @@ def build_dataloader(
         raise TypeError(
             f"a data loader must be a torch DataLoader, an iterable of batches or a config dict, but is {what}{remedy}"
         )
-    return shard_loader(loader, seed, evaluation, shard)  # type: ignore[no-any-return]
+    return _shard_loader(loader, seed, evaluation, shard)  # type: ignore[no-any-return]
 
 
 def pseudo_collate(batch: list[Any]) -> Any:
@@ -134,9 +134,8 @@ FUNCTIONS.register_module(module=default_collate)
 
 def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool, shard: tuple[int, int]) -> DataLoader[Any]:
     arguments = dict(cfg)
-    if arguments.get("global_batch_size") is not None:
-        arguments["batch_size"] = _share_of_batch(arguments, shard[1])
-    arguments.pop("global_batch_size", None)
+    if (size := arguments.pop("global_batch_size", None)) is not None:
+        arguments["batch_size"] = _share_of_batch(size, arguments, shard[1])
     dataset = arguments.pop("dataset", None)
     if dataset is None:
         raise ConfigError(f"a data loader's config {lacks_key(cfg, 'dataset')}")
@@ -146,6 +145,7 @@ def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool, shard: tup
             dataset.full_init()
     is_stream = isinstance(dataset, IterableDataset)
     if not is_stream and (batches := arguments.pop("num_batch_per_epoch", None)) is not None:
+        require_count("num_batch_per_epoch", batches)
         dataset = _first_samples(dataset, batches * _samples_in_batch(arguments) * shard[1])
     in_batches = arguments.get("batch_size", 1) is not None or arguments.get("batch_sampler") is not None
     arguments["collate_fn"] = _collate_fn(arguments.get("collate_fn"), in_batches)
@@ -175,9 +175,8 @@ def _made(kind: type[_Loader], dataset: Any, arguments: Mapping[str, Any]) -> _L
     return kind(dataset, **arguments)
 
 
-def _share_of_batch(cfg: Mapping[str, Any], shards: int) -> int:
+def _share_of_batch(size: int, cfg: Mapping[str, Any], shards: int) -> int:
     """Return how many samples of a global batch are for each shard."""
-    size: int = cfg["global_batch_size"]
     if taken := [name for name in ("batch_size", "batch_sampler") if cfg.get(name) is not None]:
         raise ConfigError(f"`global_batch_size` and `{taken[0]}` both set the size of batches; leave out one")
     require_count("global_batch_size", size)
@@ -203,8 +202,6 @@ def _samples_in_batch(cfg: Mapping[str, Any]) -> int:
 
 
 def _first_samples(dataset: Any, count: int) -> Any:
-    if count < 1:
-        raise ConfigError(f"`num_batch_per_epoch` must be at least 1, but is for {count} samples")
     shortened: Any = Subset(dataset, range(min(count, len(dataset))))
     shortened.metainfo = getattr(dataset, "metainfo", None)
     return shortened
@@ -213,15 +210,13 @@ def _first_samples(dataset: Any, count: int) -> Any:
 def _stream_loader(
     dataset: Any, arguments: dict[str, Any], seed: int, shard: tuple[int, int], split: bool | str | None
 ) -> StreamLoader:
-    ordering = {name: arguments.get(name) for name in ("sampler", "batch_sampler", "num_batch_per_epoch")}
-    ordering["shuffle"] = arguments.pop("shuffle", None) or None
-    if given := [f"`{name}`" for name, value in ordering.items() if value is not None]:
+    order = {name: arguments.pop(name, None) for name in ("sampler", "batch_sampler", "num_batch_per_epoch", "shuffle")}
+    if given := [f"`{name}`" for name, value in order.items() if value is not None and value is not False]:
         raise ConfigError(
             f"a stream has an order and an end of its own, so that {' and '.join(given)} can't be given beside "
             f"{type(dataset).__name__}. Shuffle within it, by a fixed seed and the epoch, which its `set_epoch(epoch)` "
             "gets; train_cfg=dict(by_epoch=False, max_iters=...) says how long it is trained on"
         )
-    arguments.pop("num_batch_per_epoch", None)
     workers = max(1, arguments.get("num_workers", 0))
     batch_size = arguments.setdefault("batch_size", 1) or 1
     stream = StreamShard(dataset, shard, batch_size, split=True if split is None else split, seed=seed)
@@ -243,7 +238,7 @@ class _SamplerBuilder(NamedTuple):
     def sampler(self, sampler: Any, batch_size: int | None) -> Any:
         """Return a sampler of this rank's samples from an object or a config."""
         if isinstance(sampler, Mapping):
-            sampler = self._built(sampler)
+            sampler = self._built(sampler, _kind_of(sampler, DefaultSampler))
         round_up = not self.evaluation and batch_size is not None
         return self._sharded(sampler, round_up=round_up, batch_size=batch_size or 1)
 
@@ -251,26 +246,26 @@ class _SamplerBuilder(NamedTuple):
         """Return a sampler of this rank's batches from an object or a config; remove what it uses from `arguments`."""
         if not isinstance(batch_sampler, Mapping):
             return self._sharded(batch_sampler, round_up=False)
-        kind = _kind_of(batch_sampler)
+        kind = _kind_of(batch_sampler, BatchSampler)
         takes = Arguments.of(kind).named
         batch_size = arguments.pop("batch_size", 1)
         if "sampler" not in takes or isinstance(batch_sampler.get("sampler"), Sampler):
             offered = {"batch_size": batch_size} if "batch_size" in takes else {}
-            return self._sharded(self._built({**offered, **batch_sampler}), round_up=False)
+            return self._sharded(self._built({**offered, **batch_sampler}, kind), round_up=False)
         # It makes its batches from this rank's samples.
         given = arguments.pop("sampler", None)
         given = batch_sampler.get("sampler", default if given is None else given)
         sampler = self.sampler(given, batch_size)
         return DATA_SAMPLERS.build({"batch_size": batch_size, **batch_sampler, "type": kind, "sampler": sampler})
 
-    def _built(self, cfg: Mapping[str, Any]) -> Any:
-        kind = _kind_of(cfg)
-        is_ours = issubclass(kind, DefaultSampler | InfiniteSampler)
+    def _built(self, cfg: Mapping[str, Any], kind: Any) -> Any:
+        made = kind if isinstance(kind, type) else object  # a function may return any sampler
+        is_ours = issubclass(made, DefaultSampler | InfiniteSampler)
         rank, size = shard = (0, 1) if is_ours and self.split is False else self.shard
         offered: dict[str, Any] = {"seed": self.seed, "shard": shard, "rank": rank}
         offered |= dict.fromkeys(("dataset", "data_source"), self.dataset)
         offered |= dict.fromkeys(("num_replicas", "world_size"), size)
-        if issubclass(kind, DefaultSampler):
+        if issubclass(made, DefaultSampler):
             offered |= {"shuffle": not self.evaluation, "round_up": not self.evaluation}
         takes = Arguments.of(kind)
         taken = {name: value for name, value in offered.items() if name in takes.named}
@@ -288,8 +283,8 @@ class _SamplerBuilder(NamedTuple):
             _check_one_order(sampler)
         elif self.split is True or not is_rank_aware(sampler):
             self._check_alike(sampler)
-            return shard_sampler(sampler, self.seed, self.shard, round_up=round_up, batch_size=batch_size)
-        check_shard(sampler, self.shard)
+            return _shard_sampler(sampler, self.seed, self.shard, round_up=round_up, batch_size=batch_size)
+        _check_shard(sampler, self.shard)
         return sampler
 
     def _check_alike(self, sampler: Any) -> None:
@@ -311,8 +306,8 @@ def _parts_differ(names: list[str], how_to_say: str) -> ConfigError:
     )
 
 
-def _kind_of(cfg: Mapping[str, Any]) -> Any:
-    kind = cfg.get("type", DefaultSampler)
+def _kind_of(cfg: Mapping[str, Any], default: type) -> Any:
+    kind = cfg.get("type", default)
     with in_default_scope(cfg.get(SCOPE)):
         return DATA_SAMPLERS[kind] if isinstance(kind, str) else kind
 
@@ -368,33 +363,38 @@ def with_parts(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
     return changed
 
 
-def shard_loader(loader: Any, seed: int, evaluation: bool, shard: tuple[int, int]) -> Any:
+def _shard_loader(loader: Any, seed: int, evaluation: bool, shard: tuple[int, int]) -> Any:
     """Return a loader like `loader` that yields this rank's shard, or `loader` itself if it must not be changed.
 
     The decision and its reason are logged.
 
     **Collective**: every rank.
     """
-    sampler, _ = drawn_from(loader)
-    if evaluation and (plain := _without_padding(sampler)) is not sampler:
+    sampler, batch_size = drawn_from(loader)
+    if evaluation and isinstance(loader, DataLoader) and (plain := _without_padding(sampler)) is not sampler:
         _logger.info("%s: its DistributedSampler, which repeats samples to fill up, does not draw", _describe(loader))
-        loader = with_sampler(loader, plain)
-    left = _reason_to_leave(loader, evaluation, shard)
-    if left is None:
-        return _sharded(loader, seed, evaluation, shard)
-    level, why = left
-    if get_world_size() > 1:
-        _logger.log(level, "%s is left as it is: %s", _describe(loader), why)
-    return loader
+        loader, sampler = with_sampler(loader, plain), plain
+    if (left := _reason_to_leave(loader, sampler, evaluation, shard)) is not None:
+        level, why = left
+        if get_world_size() > 1:
+            _logger.log(level, "%s is left as it is: %s", _describe(loader), why)
+        return loader
+    in_samples = is_torchs(loader.batch_sampler, BatchSampler)
+    # Batches are not repeated to give each rank equally many: `EvenBatches` handles unequal numbers of batches.
+    split = _shard_sampler(sampler, seed, shard, round_up=in_samples and not evaluation, batch_size=batch_size)
+    sharded = with_sampler(loader, split)
+    # Also in the place of one that the user has seeded: it gave the workers of all ranks the same seeds.
+    sharded.generator = WorkerSeeds(seed, shard[0])
+    _log_split(loader, sampler, split, "samples" if in_samples else "batches", shard[1])
+    return sharded
 
 
-def _reason_to_leave(loader: Any, evaluation: bool, shard: tuple[int, int]) -> tuple[int, str] | None:
+def _reason_to_leave(loader: Any, sampler: Any, evaluation: bool, shard: tuple[int, int]) -> tuple[int, str] | None:
     """Return the log level and the reason if a loader must not be changed; None if it is to be sharded."""
-    sampler, _ = drawn_from(loader)
     differing = differing_parts(getattr(loader, "dataset", loader), sampler) if get_world_size() > 1 else []
     is_map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if is_rank_aware(loader):
-        check_shard(sampler, shard)
+        _check_shard(sampler, shard)
         return logging.INFO, "it knows of ranks, and gives each of them its own part"
     if differing and not is_map_style:
         return logging.INFO, "it holds other data on each rank"
@@ -411,7 +411,7 @@ def _reason_to_leave(loader: Any, evaluation: bool, shard: tuple[int, int]) -> t
         raise _parts_differ(differing, "say so by an attribute `rank` of the loader, or by `split=False` in a config")
     # A subclass that only collates otherwise, as torch_geometric's, draws in one process what it would draw on several.
     is_plain = type(loader).__iter__ is DataLoader.__iter__ or (not evaluation and hasattr(loader, "load_state_dict"))
-    if get_world_size() == 1 and (not is_plain or (evaluation and _is_sequential(sampler))):
+    if get_world_size() == 1 and (not is_plain or (evaluation and is_torchs(sampler, SequentialSampler))):
         return logging.INFO, "one process sees all of it"
     # No public class is that of a loader's iterators; `_iterator` is where the loader itself keeps persistent workers.
     if any(isinstance(value, _BaseDataLoaderIter) for name, value in vars(loader).items() if name != "_iterator"):
@@ -419,19 +419,21 @@ def _reason_to_leave(loader: Any, evaluation: bool, shard: tuple[int, int]) -> t
     return None
 
 
-def shard_sampler(
+def _shard_sampler(
     sampler: Any, seed: int, shard: tuple[int, int], *, round_up: bool, batch_size: int = 1
 ) -> DefaultSampler | ShardedSampler:
     """Return a sampler that splits over the ranks what `sampler`, which does not know of ranks, draws.
 
     It is a `DefaultSampler` if `sampler` is torch's and goes through all samples once; otherwise a `ShardedSampler`.
     """
-    if _is_sequential(sampler) or _is_permutation(sampler):
-        return DefaultSampler(range(len(sampler)), not _is_sequential(sampler), seed, round_up, shard)
+    shuffles = is_torchs(sampler, RandomSampler)
+    is_permutation = shuffles and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    if is_permutation or is_torchs(sampler, SequentialSampler):
+        return DefaultSampler(range(len(sampler)), shuffles, seed, round_up, shard)
     return ShardedSampler(sampler, seed, round_up, shard, batch_size)
 
 
-def check_shard(sampler: Any, shard: tuple[int, int]) -> None:
+def _check_shard(sampler: Any, shard: tuple[int, int]) -> None:
     """Raise a `ConfigError` if a sampler splits the data otherwise than the ranks train on it.
 
     So it is if it splits them over all ranks although some must see the same samples, or if it splits the order of
@@ -459,28 +461,6 @@ def _check_one_order(sampler: Any) -> None:
             f"order, but is {listed([f'{seeds[0]} on rank {rank}' for rank, seeds in enumerate(by_rank)], most=8)}. "
             "Give all ranks one seed"
         )
-
-
-def _sharded(loader: DataLoader[Any], seed: int, evaluation: bool, shard: tuple[int, int]) -> DataLoader[Any]:
-    sampler, batch_size = drawn_from(loader)
-    in_samples = is_torchs(loader.batch_sampler, BatchSampler)
-    # Batches are not repeated to give each rank equally many: `EvenBatches` handles unequal numbers of batches.
-    split = shard_sampler(sampler, seed, shard, round_up=in_samples and not evaluation, batch_size=batch_size)
-    sharded = with_sampler(loader, split)
-    # Also in the place of one that the user has seeded: it gave the workers of all ranks the same seeds.
-    sharded.generator = WorkerSeeds(seed, shard[0])
-    _log_split(loader, sampler, split, "samples" if in_samples else "batches", shard[1])
-    return sharded
-
-
-def _is_sequential(sampler: Any) -> bool:
-    return is_torchs(sampler, SequentialSampler)
-
-
-def _is_permutation(sampler: Any) -> bool:
-    if not is_torchs(sampler, RandomSampler) or sampler.replacement:
-        return False
-    return bool(sampler.num_samples == len(sampler.data_source))
 
 
 def _log_split(loader: Any, sampler: Any, split: DefaultSampler | ShardedSampler, items: str, shards: int) -> None:

@@ -24,32 +24,33 @@ class RuntimeInfoHook(Hook):
     """
 
     priority = "VERY_HIGH"
-    _stage_around: str | None = None  # of the validation
+    _stage_around: str | None = None  # in which a validation or test was begun
 
     def before_train(self, runner: TrainRun) -> None:
         """Tell that it is the training."""
-        _enter(runner, "train")
+        _tell_stage(runner, "train")
 
     def after_train(self, runner: TrainRun) -> None:
         """Tell that it is none any more."""
-        _enter(runner, None)
+        _tell_stage(runner, None)
 
     def before_val(self, runner: Run) -> None:
         """Tell that it is a validation."""
         self._stage_around = runner.message_hub.get_info("loop_stage")
-        _enter(runner, "val")
+        _tell_stage(runner, "val")
 
     def after_val(self, runner: Run) -> None:
         """Tell that it is the training again, if there is one around it."""
-        _enter(runner, self._stage_around)
+        _tell_stage(runner, self._stage_around)
 
     def before_test(self, runner: Run) -> None:
         """Tell that it is a test."""
-        _enter(runner, "test")
+        self._stage_around = runner.message_hub.get_info("loop_stage")
+        _tell_stage(runner, "test")
 
     def after_test(self, runner: Run) -> None:
-        """Tell that it is none any more."""
-        _enter(runner, None)
+        """Tell that it is the training again, if there is one around it."""
+        _tell_stage(runner, self._stage_around)
 
     def before_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None) -> None:
         """Put the learning rates of the iteration into the message hub."""
@@ -61,21 +62,21 @@ class RuntimeInfoHook(Hook):
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Put the metrics of a validation into the message hub."""
-        _leave(runner, "val", metrics)
+        _put_metrics(runner, "val", metrics)
 
     def after_test_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Put the metrics of a test into the message hub."""
-        _leave(runner, "test", metrics)
+        _put_metrics(runner, "test", metrics)
 
 
-def _enter(runner: Run, stage: str | None) -> None:
+def _tell_stage(runner: Run, stage: str | None) -> None:
     if stage is None:
         runner.message_hub.pop_info("loop_stage")
     else:
         runner.message_hub.update_info("loop_stage", stage)
 
 
-def _leave(runner: Run, mode: str, metrics: dict[str, Any] | None) -> None:
+def _put_metrics(runner: Run, mode: str, metrics: dict[str, Any] | None) -> None:
     for name, value in (metrics or {}).items():
         if isinstance(value, int | float):
             runner.message_hub.update_scalar(f"{mode}/{name}", value)

@@ -6,14 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.errors import ConfigError
 from lockstep.hooks.arguments import check_metrics
 from lockstep.optim import ReduceOnPlateauLR
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
 
-_ZEROS = 3
+_FEW = 3  # iterations at a rate of 0 may be the last of a schedule, or the first of a warm-up
 _PERIODIC = ("CosineAnnealingLR", "CosineAnnealingMomentum", "CosineAnnealingParamScheduler")
 
 
@@ -26,27 +25,19 @@ class ParamSchedulerHook(Hook):
 
     priority = "LOW"
 
-    _zeros: int | None = None  # iterations in a row whose rates are all 0; None before one was not, as in a warm-up
+    _at_zero: int | None = None  # iterations in a row whose rates are all 0; None before one was not, as in a warm-up
 
     def before_train(self, runner: TrainRun) -> None:
         """Refuse a scheduler that waits for a plateau of what no validation computes; warn of one that is too long."""
-        waiting = _waiting(runner)
-        if waiting and runner.val_loop is None:
-            raise ConfigError(
-                f"`param_scheduler` must not have a {waiting[0].title} without a validation, whose metric "
-                f"{waiting[0].monitor!r} it waits for. Give `val_dataloader` and `val_evaluator`"
-            )
-        check_metrics("monitor", [one.monitor for one in waiting], runner)
+        check_metrics("monitor", [one.monitor for one in _on_plateau(runner)], runner)
         for one in runner.param_schedulers:
-            if runner.max_epochs is None and one.by_epoch:
-                continue
-            unit, length, done = ("epochs", runner.max_epochs, runner.epoch)
-            if not one.by_epoch:
-                unit, length, done = ("iterations", runner.max_iters, runner.iter)
-            counted = one.state_dict()[one.count_key]  # of a resumed run, perhaps in batches of the present size
             if (ends := one.ramp_end) is None:
                 continue
-            last = done + ends - counted
+            unit, length, done = "iterations", runner.max_iters, runner.iter
+            if one.by_epoch and runner.max_epochs is not None:
+                unit, length, done = "epochs", runner.max_epochs, runner.epoch
+            # Its own count: that of a resumed run may be in batches of the present size.
+            last = done + ends - one.state_dict()[one.count_key]
             if last > length:
                 runner.logger.warning(
                     "%s ends after %d %s, but the training after %d: the rates stop on their way. A schedule counts "
@@ -72,15 +63,15 @@ class ParamSchedulerHook(Hook):
         """Warn if the schedules have ended before the training: nothing is trained at a rate of 0."""
         rates = [group["lr"] for group in runner.optim_wrapper.param_groups]
         if any(isinstance(rate, Tensor) or rate != 0 for rate in rates):  # a tensor may be on a device
-            self._zeros = 0
-        elif self._zeros is not None:
-            self._zeros += 1
-        if self._zeros == _ZEROS and (left := runner.max_iters - runner.iter - 1) > 0:
+            self._at_zero = 0
+        elif self._at_zero is not None:
+            self._at_zero += 1
+        if self._at_zero == _FEW and (left := runner.max_iters - runner.iter - 1) > 0:
             runner.logger.warning(
                 "the schedules have set all learning rates to 0, %d iterations before the last of %d: nothing is "
                 "trained at that rate. A schedule by iterations counts batches, of which `accumulative_counts` make an "
                 "update",
-                left + _ZEROS - 1, runner.max_iters,
+                left + _FEW - 1, runner.max_iters,
             )  # fmt: skip
 
     def after_train_epoch(self, runner: TrainRun) -> None:
@@ -91,9 +82,9 @@ class ParamSchedulerHook(Hook):
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Pass the metrics to the schedulers that wait for a plateau."""
-        for scheduler in _waiting(runner):
+        for scheduler in _on_plateau(runner):
             scheduler.observe(metrics or {})
 
 
-def _waiting(runner: Run) -> list[ReduceOnPlateauLR]:
+def _on_plateau(runner: Run) -> list[ReduceOnPlateauLR]:
     return [scheduler for scheduler in runner.param_schedulers if isinstance(scheduler, ReduceOnPlateauLR)]

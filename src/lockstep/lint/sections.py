@@ -37,7 +37,7 @@ _ORDER = frozenset({"dataset", "data_source", "seed", "shard", "num_replicas", "
 _LOADER_PARTS: Mapping[str, Kind] = {
     "dataset": Kind(registry.DATASETS),
     "sampler": Kind(registry.DATA_SAMPLERS, default="DefaultSampler", supplied=_ORDER),
-    "batch_sampler": Kind(registry.DATA_SAMPLERS, supplied=_ORDER | {"sampler", "batch_size"}),
+    "batch_sampler": Kind(registry.DATA_SAMPLERS, default="BatchSampler", supplied=_ORDER | {"sampler", "batch_size"}),
 }
 _OPTIMIZER = Kind(registry.OPTIMIZERS, supplied=frozenset({"params"}))
 _OPTIM_WRAPPER = Kind(

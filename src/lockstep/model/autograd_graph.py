@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lockstep.errors import ConfigError
@@ -17,9 +18,9 @@ from lockstep.tree import tree_leaves
 
 
 def nodes_of(loss: Tensor) -> Iterator[Any]:
-    """Yield the nodes of the autograd graph that gradients of `loss` flow through, each once."""
+    """Yield the nodes of the autograd graph that gradients of `loss`, which may be a leaf, flow through, each once."""
     seen: set[Any] = set()
-    open_nodes: list[Any] = [loss.grad_fn]
+    open_nodes: list[Any] = [get_gradient_edge(loss).node] if loss.requires_grad else []
     while open_nodes:
         node = open_nodes.pop()
         if node is None or node in seen:
@@ -53,7 +54,7 @@ def reaches_none(loss: Tensor, parameters: Collection[int], most: int = 32) -> b
         leaf = leaf_of(node)
         if count >= most or hides_leaves(node) or (leaf is not None and id(leaf) in parameters):
             return False
-    return id(loss) not in parameters
+    return True
 
 
 def hides_leaves(node: Any) -> bool:

@@ -253,6 +253,20 @@ def inside_wrappers(module: nn.Module) -> nn.Module:
     return module if name is None else inside_wrappers(module.get_submodule(name))
 
 
+def parts_in_state(
+    model: nn.Module, prefix: str = "", parent: nn.Module | None = None
+) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
+    """Yield each part of a model, without wrappers, under each of its names, in the order of `model.modules()`.
+
+    With it come the prefix of its tensors in the model's state, and the part that holds it, which is None at the top.
+    """
+    model = inside_wrappers(model)
+    yield prefix, model, parent
+    for name, child in model._modules.items():  # `named_children` leaves out a second name (2.13)
+        if child is not None:
+            yield from parts_in_state(child, f"{prefix}{name}.", model)
+
+
 def name_in_state(model: nn.Module, name: str) -> str:
     """Return the name that a tensor has in a model's state, given its name in the model: without parts of wrappers."""
     *path, last = name.split(".")

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
-from torch.optim.lr_scheduler import ConstantLR, LRScheduler, ReduceLROnPlateau, SequentialLR
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.errors import ConfigError
-from lockstep.optim.scheduler import LENGTHS, ParamScheduler, is_in_range, length_argument, window_length
+from lockstep.optim.scheduler import ParamScheduler, is_in_range, length_argument, window_length
 from lockstep.optim.schedules import ReduceOnPlateauLR
 from lockstep.registry import PARAM_SCHEDULERS, in_default_scope
 from lockstep.registry.registry import SCOPE
@@ -58,7 +58,7 @@ class TorchScheduler(ParamScheduler):
                 "dict(type='ReduceOnPlateauLR', monitor=...)"
             )
         name = length_argument(schedule)
-        if name is not None and kwargs.get(name) is None and end is not None:
+        if name is not None and kwargs.get(name) is None and end not in (None, math.inf):
             kwargs[name] = window_length(name, begin, end)
         # Now: a schedule that begins late would otherwise raise in the middle of a run.
         check_names(schedule, ["optimizer", *kwargs], PARAM_SCHEDULERS.name, ("by_epoch", "begin", "end"))
@@ -131,22 +131,6 @@ def steps_in(state: Mapping[str, Any]) -> int | None:
     return count if isinstance(count, int) else None
 
 
-def length_in(schedule: Any) -> int | None:
-    """Return after how many steps a gradual change of a schedule of torch's or transformers' is complete.
-
-    None if it does not say so, or if it has no gradual change.
-    """
-    if isinstance(schedule, SequentialLR):
-        last = length_in(schedule._schedulers[-1])
-        return None if last is None else int(schedule.state_dict()["_milestones"][-1]) + last
-    if isinstance(schedule, ConstantLR):
-        return None
-    given = [getattr(schedule, name, None) for name in LENGTHS]
-    keywords = [getattr(function, "keywords", {}) for function in getattr(schedule, "lr_lambdas", ())]
-    given += [arguments.get("num_training_steps") for arguments in keywords]  # of transformers'
-    return next((length for length in given if isinstance(length, int)), None)
-
-
 def _is_plain(value: Any) -> bool:
     if isinstance(value, list):
         return all(_is_plain(item) for item in value)
@@ -163,10 +147,10 @@ def build_param_schedulers(
         cfg: a config dict or a list of them, with `type` (the name or class of one of lockstep's schedules, a subclass
             of torch's `LRScheduler`, or a function that returns one, such as transformers'
             `get_linear_schedule_with_warmup`), `by_epoch` (default True; for a function, False; for
-            `ReduceOnPlateauLR`, the training's unit),
-            `begin`, `end`, and the arguments of that class; or `ParamScheduler` objects; or None. A length (`T_max`,
-            `total_iters`, `total_steps`) that is not given defaults to the length of the window. With
-            `convert_to_iter_based=True` all numbers are in epochs, but the value changes with every batch.
+            `ReduceOnPlateauLR`, the training's unit), `begin`, `end`, and the arguments of that class; or
+            `ParamScheduler` objects; or None. A length (`T_max`, `total_iters`, `total_steps`) that is not given
+            defaults to the length of the window. With `convert_to_iter_based=True` all numbers are in epochs, but the
+            value changes with every batch.
         max_epochs: length of the training; the `end` of schedules that need a length but have neither a length nor an
             `end`. None if the training counts iterations.
         max_iters: the same in batches.
@@ -185,10 +169,19 @@ def build_param_schedulers(
     if cfg is None:
         return []
     items = cfg if isinstance(cfg, Sequence) and not isinstance(cfg, str) else [cfg]
-    return [
+    built = [
         item if isinstance(item, ParamScheduler) else _build_one(optimizer, item, max_epochs, max_iters)
         for item in items
     ]
+    for one in built:
+        # A plateau counts validations; only its window has a unit.
+        has_unit = not isinstance(one, ReduceOnPlateauLR) or (one.begin, one.end) != (0, None)
+        if one.by_epoch and has_unit and max_epochs is None and max_iters is not None:
+            raise ConfigError(
+                f"{one.title}: `by_epoch` must be False where the training counts iterations, but is True: an epoch "
+                "would never end"
+            )
+    return built
 
 
 def _build_one(optimizer: Optimizer, cfg: Any, max_epochs: int | None, max_iters: int | None) -> ParamScheduler:
@@ -213,25 +206,19 @@ def _build_one(optimizer: Optimizer, cfg: Any, max_epochs: int | None, max_iters
             "torch.optim.lr_scheduler.LRScheduler, the name of one, or a function that returns one, but is "
             f"{schedule!r}"
         )
-    name = schedule.__name__
     if arguments.pop("convert_to_iter_based", False):
         arguments = _in_batches(schedule, arguments, max_epochs, max_iters)
-    # A plateau counts validations; only its window has a unit, which is that of the training.
+    # The unit of a plateau's window is that of the training.
     by_epoch = arguments.setdefault("by_epoch", max_epochs is not None or not issubclass(schedule, ReduceOnPlateauLR))
-    last = max_epochs if by_epoch else max_iters
-    if last is None and by_epoch and max_iters is not None:
-        raise ConfigError(
-            f"{name}: `by_epoch` must be False where the training counts iterations, but is True: an epoch would never "
-            "end"
-        )
+    last = max_epochs if by_epoch and max_epochs is not None else max_iters
     length = length_argument(schedule)
     open_ended = arguments.get("end") in (None, math.inf) and is_in_range(arguments.get("begin", 0))
     lacks_length = length is not None and arguments.get(length) is None
     if (lacks_length or getattr(schedule, "needs_end", False)) and open_ended and last is not None:
         arguments["end"] = max(last, arguments.get("begin", 0) + 1)
     if issubclass(schedule, ParamScheduler):
-        built: ParamScheduler = construct(schedule, {"optimizer": optimizer, **arguments}, PARAM_SCHEDULERS.name)
-        return built
+        made: ParamScheduler = construct(schedule, {"optimizer": optimizer, **arguments}, PARAM_SCHEDULERS.name)
+        return made
     return TorchScheduler(schedule, optimizer, **arguments)
 
 

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lockstep.errors import ConfigError, did_you_mean, lacks_key, require_known, require_number, wrong_type
 from lockstep.model import unwrap_model
-from lockstep.model.wrapper import inside_wrappers
+from lockstep.model.wrapper import parts_in_state
 from lockstep.optim.wrapper import OptimWrapper
 from lockstep.optim.wrapper_dict import OptimWrapperDict
 from lockstep.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS, in_default_scope
@@ -53,28 +53,23 @@ class ParamSite:
         name: its full name in the user's own module, without the prefixes of wrappers.
         parameter: the parameter, in the form in which it is trained.
         module: the module that holds it.
-        parent: the class name of that module's parent; empty at the top.
+        parent: the module that holds that one; None at the top.
     """
 
     name: str
     parameter: nn.Parameter
     module: nn.Module
-    parent: str
+    parent: nn.Module | None
 
 
-def param_sites(module: nn.Module, prefix: str = "", parent: str = "") -> Iterator[ParamSite]:
+def param_sites(module: nn.Module) -> Iterator[ParamSite]:
     """Yield the occurrences of all parameters, in the order of `module.parameters()`.
 
     A shared parameter has several occurrences. Wrappers around the module or its submodules are skipped.
     """
-    module = inside_wrappers(module)
-    # torch's own iterators leave out a module that has two names, or have no place for its parent.
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield ParamSite(prefix + name, parameter, module, parent)
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from param_sites(child, f"{prefix}{name}.", type(module).__name__)
+    for prefix, part, parent in parts_in_state(module):
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            yield ParamSite(prefix + name, parameter, part, parent)
 
 
 class Paramwise:
@@ -177,7 +172,7 @@ def _keys_of(site: ParamSite) -> Iterator[tuple[str, str]]:
 def _is_offset(site: ParamSite) -> bool:
     """Return whether a parameter belongs to the convolution that computes the offsets of a deformable convolution."""
     holder = site.name.rpartition(".")[0].rpartition(".")[2]
-    return "conv_offset" in holder and _DEFORMABLE.search(site.parent) is not None
+    return "conv_offset" in holder and _DEFORMABLE.search(type(site.parent).__name__) is not None
 
 
 def build_optim_wrapper(model: nn.Module, cfg: OptimWrapper | Optimizer | Mapping[str, Any]) -> OptimWrapper:
@@ -205,16 +200,15 @@ def build_optim_wrapper(model: nn.Module, cfg: OptimWrapper | Optimizer | Mappin
         return OptimWrapper(cfg)
     if not isinstance(cfg, Mapping):
         raise wrong_type("optim_wrapper", "an OptimWrapper, an optimizer or a config dict", cfg)
-    if _is_by_part(unwrap_model(model), cfg):
-        parts = {name: unwrap_model(model).get_submodule(name) for name in cfg}
-        return OptimWrapperDict(**{name: build_optim_wrapper(part, cfg[name]) for name, part in parts.items()})
+    core = unwrap_model(model)
+    if cfg and cfg.keys() <= {name for name, _ in core.named_children()} - {"optimizer", "constructor"}:
+        return OptimWrapperDict(**{name: build_optim_wrapper(core.get_submodule(name), cfg[name]) for name in cfg})
     arguments = dict(cfg)
     kind = arguments.pop("constructor", None) or "DefaultOptimWrapperConstructor"
+    paramwise = arguments.pop("paramwise_cfg", None)
     with in_default_scope(arguments.pop(SCOPE, None)):
-        constructor = OPTIM_WRAPPER_CONSTRUCTORS.build(
-            {"type": kind, "optim_wrapper_cfg": arguments, "paramwise_cfg": arguments.pop("paramwise_cfg", None)}
-        )
-        wrapper = constructor(model)
+        construct = {"type": kind, "optim_wrapper_cfg": arguments, "paramwise_cfg": paramwise}
+        wrapper = OPTIM_WRAPPER_CONSTRUCTORS.build(construct)(model)
     if not isinstance(wrapper, OptimWrapper):
         raise TypeError(f"the constructor {kind!r} must return an OptimWrapper, but returned {wrapper!r}")
     return wrapper
@@ -360,11 +354,6 @@ def _options(cfg: Any) -> tuple[Collection[str] | None, Options]:
     defaults = {name: option.default for name, option in named.items() if option.default is not option.empty}
     given = {name: value for name, value in cfg.items() if name != "type"}
     return None if takes.takes_others else named, {**defaults, **given}
-
-
-def _is_by_part(model: nn.Module, cfg: Mapping[str, Any]) -> bool:
-    children = {name for name, _ in model.named_children()}
-    return not cfg.keys() & {"optimizer", "constructor"} and bool(cfg) and cfg.keys() <= children
 
 
 def _fits_fused(kind: Any, options: Mapping[str, Any], params: Sequence[nn.Parameter], model: nn.Module) -> bool:

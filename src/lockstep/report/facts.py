@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from html import escape
@@ -66,7 +67,7 @@ def stragglers_html(run: RunRecords) -> str:
     rows = [
         _straggler_row(run, place, record)
         for place, record in enumerate(run.stragglers)
-        if record.get("part") in _SLOW_PARTS
+        if str(record.get("part")) in _SLOW_PARTS
     ]
     if not rows:
         return ""
@@ -148,7 +149,7 @@ def _seconds_in_training(times: Sequence[Point]) -> float:
 
 
 def _duration(seconds: float) -> tuple[str, str]:
-    if seconds < 60:
+    if not 60 <= seconds < math.inf:
         return f"{seconds:.1f}", "s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -36,13 +37,13 @@ class RunRecords:
     """
 
     folder: Path
+    resumed: list[tuple[Path, int]]
     train: list[Record]
     evaluations: list[Record]
-    stragglers: list[Record] = field(default_factory=list)
-    environment: Record = field(default_factory=dict)
-    config: str = ""
-    faults: list[str] = field(default_factory=list)
-    resumed: list[tuple[Path, int]] = field(default_factory=list)
+    stragglers: list[Record]
+    environment: Record
+    config: str
+    faults: list[str]
 
     def evaluated(self, mode: str) -> list[Record]:
         """Return the evaluations of one mode."""
@@ -84,7 +85,7 @@ def find_run(path: Path) -> Path:
 
 
 def _has_trained(folder: Path) -> bool:
-    return any(record.get("mode") == "train" for record in _json_lines(folder / _RECORDS, []))
+    return any(record["mode"] == "train" for record in _json_lines(folder / _RECORDS, []))
 
 
 def read_run(folder: Path) -> RunRecords:
@@ -96,7 +97,7 @@ def read_run(folder: Path) -> RunRecords:
         ConfigError: there is no record.
     """
     faults: list[str] = []
-    records = _records_of(folder, faults)
+    records = list(_json_lines(folder / _RECORDS, faults))
     if not records:
         found = f", only what cannot be read ({faults[0]})" if faults else ""
         raise ConfigError(f"`{folder / _RECORDS}` has no record yet{found}; there is nothing to show of this run")
@@ -105,7 +106,7 @@ def read_run(folder: Path) -> RunRecords:
     before, at = _resumed(folder, records)
     while before is not None and before not in [folder.resolve(), *(run for run, _ in resumed)]:
         unreadable: list[str] = []
-        earlier = _records_of(before, unreadable)
+        earlier = list(_json_lines(before / _RECORDS, unreadable))
         resumed.insert(0, (before, at))
         # What came after the checkpoint was lost, and done again. A validation at it may have been.
         again = {(record["mode"], record["iter"]) for record in records}
@@ -116,6 +117,7 @@ def read_run(folder: Path) -> RunRecords:
         before, at = _resumed(before, earlier)
     return RunRecords(
         folder=folder,
+        resumed=resumed,
         train=[record for record in records if record["mode"] == "train"],
         evaluations=[record for record in records if record["mode"] in MODES],
         stragglers=[record for record in records if record["mode"] == _STRAGGLER],
@@ -123,13 +125,7 @@ def read_run(folder: Path) -> RunRecords:
         environment=mask_value(_json_object(folder / "environment.json", faults)),
         config=mask_text(config.read_text(encoding="utf-8", errors="replace")) if config.is_file() else "",
         faults=faults,
-        resumed=resumed,
     )
-
-
-def _records_of(folder: Path, faults: list[str]) -> list[Record]:
-    known = ("train", "epoch", _STRAGGLER, _RESUMED, *MODES)
-    return [record for record in _json_lines(folder / _RECORDS, faults) if record.get("mode") in known]
 
 
 def _resumed(folder: Path, records: list[Record]) -> tuple[Path | None, int]:
@@ -139,7 +135,8 @@ def _resumed(folder: Path, records: list[Record]) -> tuple[Path | None, int]:
             run = Path(record["path"]).parent
             # Runs of one work_dir may have been moved together.
             beside = folder.resolve().parent / run.name
-            return (beside if beside.is_dir() else run).resolve(), record["iter"]
+            with suppress(OSError, ValueError):  # somebody else's records may have what is no path here
+                return (beside if beside.is_dir() else run).resolve(), record["iter"]
     return None, 0
 
 
@@ -161,14 +158,15 @@ def number(value: object) -> float | None:
 
 
 def _json_lines(path: Path, faults: list[str]) -> Iterator[Record]:
-    """Yield the objects of a JSON Lines file that have an iteration."""
+    """Yield the records of a JSON Lines file: objects that have a mode and an iteration."""
     if not path.is_file():
         return
     broken = []
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line_number, line in enumerate(lines, start=1):
-            record = _parsed(line)
-            if isinstance(record, dict) and isinstance(record.get("iter"), int):
+            record = _object_in(line) or {}
+            mode, iteration = record.get("mode"), record.get("iter")
+            if isinstance(mode, str) and isinstance(iteration, int) and number(iteration) is not None:
                 yield record
             elif line.strip():
                 broken.append(line_number)
@@ -179,15 +177,15 @@ def _json_lines(path: Path, faults: list[str]) -> Iterator[Record]:
 def _json_object(path: Path, faults: list[str]) -> Record:
     if not path.is_file():
         return {}
-    found = _parsed(path.read_text(encoding="utf-8", errors="replace"))
-    if isinstance(found, dict):
-        return found
-    faults.append(f"{path.name}: unreadable, left out")
-    return {}
+    found = _object_in(path.read_text(encoding="utf-8", errors="replace"))
+    if found is None:
+        faults.append(f"{path.name}: unreadable, left out")
+    return found or {}
 
 
-def _parsed(text: str) -> Any:
+def _object_in(text: str) -> Record | None:
     try:
-        return json.loads(text)
+        found = json.loads(text)
     except (ValueError, RecursionError):
         return None
+    return found if isinstance(found, dict) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -32,9 +33,10 @@ def set_randomness(randomness: Mapping[str, Any] | None) -> int:
     options = checked_keys("randomness", randomness)
     given = options.get("seed")
     try:
-        seed = sync_random_seed() if given is None else int(given)
-    except (TypeError, ValueError):
-        raise ConfigError(f"`randomness['seed']` must be a whole number or None, but is {given!r}") from None
+        seed = sync_random_seed() if given is None else operator.index(given)
+        seed.to_bytes(8, "little", signed=True)  # what generators take
+    except (TypeError, OverflowError):
+        raise ConfigError(f"`randomness['seed']` must be a whole number of 64 bits or None, but is {given!r}") from None
     seed_all(seed + get_rank() if options.get("diff_rank_seed") else seed)
     if options.get("deterministic"):
         torch.backends.cudnn.benchmark = False

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+from torch.optim.lr_scheduler import ConstantLR, SequentialLR
 
 from lockstep.errors import listed
-from lockstep.optim.build_schedulers import length_in, steps_in
+from lockstep.optim.build_schedulers import steps_in
+from lockstep.optim.scheduler import LENGTHS
 from lockstep.runner.run import TrainRun
 
 At: TypeAlias = tuple[int, str, int]
@@ -39,7 +42,7 @@ def warn_of_length(run: TrainRun, begun_at: set[At], done: int, left: int) -> No
     """
     now = {place: count for place, _, count in schedules_at(run)}
     for place, name, begun in sorted(begun_at):
-        made, length = now[place] - begun, length_in(run.param_schedulers[place])
+        made, length = now[place] - begun, _length_of(run.param_schedulers[place])
         if not made or length is None or now[place] * done + made * (left + 1) > length * done:
             continue
         run.logger.warning(
@@ -49,3 +52,19 @@ def warn_of_length(run: TrainRun, begun_at: set[At], done: int, left: int) -> No
             name, length, now[place] + round(made * left / done), run.train_loop.epoch_length,
             "1 rank" if run.world_size == 1 else f"each of {run.world_size} ranks",
         )  # fmt: skip
+
+
+def _length_of(schedule: Any) -> int | None:
+    """Return after how many steps a gradual change of a schedule of torch's or transformers' is complete.
+
+    None if it does not say so, or if it has no gradual change.
+    """
+    if isinstance(schedule, SequentialLR):
+        last = _length_of(schedule._schedulers[-1])
+        return None if last is None else int(schedule.state_dict()["_milestones"][-1]) + last
+    if isinstance(schedule, ConstantLR):
+        return None
+    given = [getattr(schedule, name, None) for name in LENGTHS]
+    keywords = [getattr(function, "keywords", {}) for function in getattr(schedule, "lr_lambdas", ())]
+    given += [arguments.get("num_training_steps") for arguments in keywords]  # of transformers'
+    return next((length for length in given if isinstance(length, int)), None)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError, error_in_words
-from lockstep.model.wrapper import inside_wrappers
+from lockstep.model.wrapper import inside_wrappers, parts_in_state
 
 _logger = logging.getLogger(__name__)
 
@@ -62,8 +62,9 @@ def tied_names(model: nn.Module) -> list[list[str]]:
     """
     names: dict[Tensor, list[str]] = {}
     filled = set[str]()
-    for prefix, module in _modules(model):
-        for name, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
+    for prefix, module, _ in parts_in_state(model):
+        own = {"recurse": False, "remove_duplicate": False}
+        for name, tensor in chain(module.named_parameters("", **own), module.named_buffers("", **own)):
             names.setdefault(tensor, []).append(prefix + name)
         filled |= {prefix + name for name in getattr(module, "all_tied_weights_keys", None) or ()}
     return [sorted(same, key=filled.__contains__) for same in names.values() if len(same) > 1]
@@ -78,19 +79,10 @@ def sized_on_loading(model: nn.Module) -> set[str]:
     usual = (nn.Module._load_from_state_dict, nn.BatchNorm1d._load_from_state_dict)
     return {
         prefix + name
-        for prefix, module in _modules(model)
+        for prefix, module, _ in parts_in_state(model)
         if type(module)._load_from_state_dict not in usual
-        for name, _ in module.named_buffers(recurse=False)
+        for name, _ in module.named_buffers(recurse=False, remove_duplicate=False)
     }
-
-
-def _modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules, under each of their names, with the prefix of their tensors in the model's state."""
-    model = inside_wrappers(model)
-    yield prefix, model
-    for name, child in model._modules.items():  # named_children leaves out a second name
-        if child is not None:
-            yield from _modules(child, f"{prefix}{name}.")
 
 
 def _pretrained_within(module: nn.Module, prefix: str) -> Iterator[tuple[str, Any]]:
