@@ -51,15 +51,15 @@ the number of ranks.
   of a result or a record; `DistributedDataParallel(...)` for a Runner's start; `all_reduce` of a vector for a dict;
   `all_gather_into_tensor` of 256 bytes for an exchange.
 
-What may grow with the square in all: what each rank gets of each, whoever carries it, and in `init_dist` gloo's
-connections of each rank with each, as for torch alone. Of these the busiest rank counts. Of a Runner's start, and of
-requests in `init_dist`, what is more than torch's own counts.
+Some sums over all ranks may grow with the square: what each rank gets of each, whoever carries it, and in `init_dist`
+gloo's connections of each rank with each, as for torch alone. There only the busiest rank is judged. Of a Runner's
+start, `init_dist` and `destroy_dist`, only what is more than torch's own is judged.
 """
 
 _CHECKPOINTS = """One process stands for all ranks: it plans what they would save of a model that is sharded as FSDP
-does it, and what one would load, in minutes before
-[decision 38](decisions/0038-plans-and-manifests-for-a-thousand-ranks.md). Orders of up to 10^10 samples are in
-[Data](data.md).
+does it, and what one would load. Before
+[decision 38](decisions/0038-plans-and-manifests-for-a-thousand-ranks.md), that took minutes. Orders of up to 10^10
+samples are in [Data](data.md).
 """
 _OF_CHECKPOINTS = {
     "describe_s": "a rank describes its part",

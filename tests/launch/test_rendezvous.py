@@ -384,6 +384,35 @@ def test_too_few_nodes_are_named(node):
         node(0, nnodes=3, seconds=2.0, least=2).next_rendezvous()
 
 
+class Clock:
+    """What `rendezvous` uses of `time`, by a clock that may be ahead."""
+
+    ahead = 0.0
+    sleep = staticmethod(time.sleep)
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead
+
+
+def test_more_nodes_are_awaited_for_a_while_after_enough_have_come(node, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(rendezvous, "time", clock)
+    first, second, third = (node(rank, nnodes=3, seconds=300.0, least=2) for rank in range(3))
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(first.next_rendezvous)]
+        time.sleep(0.5)
+        clock.ahead = 60.0  # longer than more nodes are awaited
+        waiting.append(threads.submit(second.next_rendezvous))
+        time.sleep(1.0)
+        assert not waiting[0].done()
+        assert places([third.next_rendezvous(), *(one.result(60) for one in waiting)]) == [(2, 3), (0, 3), (1, 3)]
+
+
+def test_enough_nodes_start_where_the_time_is_over_before_more_were_awaited(node):
+    nodes = [node(rank, nnodes=3, seconds=seconds, least=2) for rank, seconds in enumerate((5.0, 60.0))]
+    assert places(meet(*nodes)) == [(0, 2), (1, 2)]
+
+
 @pytest.mark.usefixtures("soon")
 def test_two_living_nodes_of_one_rank_are_told_also_where_nodes_may_come_back(node):
     first, second = node(0, least=1), node(1, least=1)

@@ -424,13 +424,13 @@ def test_the_line_of_an_epoch_shows_the_metrics_of_its_own_validation(tmp_path: 
     assert [re.findall(r"val/a  b \S+", line) for line in lines] == [[], ["val/a  b 0.25"], [], ["val/a  b 0.5"]]
 
 
-def test_an_epoch_that_was_resumed_in_its_middle_says_over_what_its_means_are(tmp_path: Path):
+def test_an_epoch_that_was_resumed_in_its_middle_says_where(tmp_path: Path):
     options = {"by_epoch": False, "interval": 3, "max_keep_ckpts": -1}
     first = train(tmp_path, options, train_cfg={"max_epochs": 2})
     again = train(tmp_path, options, train_cfg={"max_epochs": 2}, load_from=first.run_dir / "iter_3", resume=True)
     log = (again.run_dir / "log.txt").read_text()
-    assert re.search(r"epoch \d/2 \(from iteration 4\)  loss", log)
-    assert "(from iteration" not in (first.run_dir / "log.txt").read_text()
+    assert re.search(r"epoch \d/2 \(resumed after iteration 3\)  loss", log)
+    assert "(resumed" not in (first.run_dir / "log.txt").read_text()
 
 
 def test_an_epoch_that_was_resumed_at_its_end_has_no_line(tmp_path: Path):

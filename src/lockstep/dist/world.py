@@ -72,8 +72,9 @@ def init_dist(
             the CPU, such as ``"nccl"``, gets gloo beside it, too; ``"cuda:nccl"`` does not.
         init_backend: ``"torch"``, or the engine that adopts the group: ``"deepspeed"``, ``"colossalai"``.
         timeout: how long a collective waits for a missing rank, in seconds or as a timedelta; None is 10 minutes, with
-            every backend. A warning says after 30 seconds for whom a rank waits, and what that one does, then at
-            doubling intervals; the environment variable ``LOCKSTEP_HEARTBEAT`` sets the first.
+            every backend. At the start, the ranks wait as long for each other; None is 5 minutes there. A warning says
+            after 30 seconds for whom a rank waits, and what that one does, then at doubling intervals; the environment
+            variable ``LOCKSTEP_HEARTBEAT`` sets the first.
         port: port of the store on rank 0. None takes ``MASTER_PORT``, else one derived from the job's identity.
         store: a store at which the ranks meet, in place of an address and port.
         **kwargs: passed on to `torch.distributed.init_process_group`; a `device_id` becomes the current device, in

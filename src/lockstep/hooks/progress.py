@@ -47,7 +47,7 @@ class ProgressHook(Hook):
         self._first_iter = 0
         self._epoch_started = 0.0
         self._epoch_begin = 0  # the iteration with which this run has begun the epoch
-        self._rest = ""  # says of an epoch that was resumed in its middle over which iterations its means are
+        self._rest = ""  # says of an epoch that was resumed in its middle where that was
         self._epoch_line: tuple[list[str], list[str]] | None = None  # what stands before its metrics, and after them
         self._metrics: list[str] = []
         self._values: list[str] = []
@@ -66,7 +66,7 @@ class ProgressHook(Hook):
         loop = runner.train_loop
         total = runner.max_iters if runner.max_epochs is None else (loop.epoch_end or 0) - loop.epoch_begin
         is_rest = runner.max_epochs is not None and runner.iter > loop.epoch_begin
-        self._rest = f" (from iteration {runner.iter + 1})" if is_rest else ""
+        self._rest = f" (resumed after iteration {runner.iter})" if is_rest else ""
         self._begin(runner, label, total)
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:

@@ -89,6 +89,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         self._closed: tuple[int, int] | None = None
         self._members: Sequence[int] = range(job.nnodes)
         self._here: set[int] = set()  # on node 0: the nodes that have come to the present attempt
+        self._enough_since = 0.0  # on node 0: when as many nodes had come as the job needs
         self._is_member = True
         self.attempt = -1
 
@@ -284,13 +285,14 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
 
     def _await_beginning(self, attempt: PrefixStore, deadline: float, is_late: bool) -> None:
         """Wait until an attempt has begun; on node 0, begin it when the nodes that it awaits are there."""
-        store, since = self._store, time.monotonic()
+        store = self._store
         assert store is not None
 
+        self._enough_since = time.monotonic()
         is_first = self._job.node_rank == 0
 
         def missing() -> list[int]:
-            nodes = self._awaited(attempt, since)
+            nodes = self._awaited(attempt, deadline)
             if nodes and self.attempt == 0 and store.check([_DISAGREES]):  # later, it is a stranger to a job that runs
                 self._refuse_number(store)
             if nodes and (closed := self._acknowledge_closed()):
@@ -309,8 +311,8 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         if is_first:
             self._begin(attempt)
 
-    def _awaited(self, attempt: PrefixStore, since: float) -> list[int]:
-        """Return the nodes that this one awaits in an attempt, to which it came at `since`: node 0 awaits the others.
+    def _awaited(self, attempt: PrefixStore, deadline: float) -> list[int]:
+        """Return the nodes that this one awaits in an attempt, until `deadline` at most: node 0 awaits the others.
 
         All nodes ask node 0's store every `_POLL_SECONDS`, so that none but node 0 asks it for each of them.
         """
@@ -320,8 +322,10 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         nodes = range(self._job.nnodes)
         alive = self._heartbeats.alive(nodes, _SECONDS_UNTIL_LOST)
         self._here = here = alive - set(self._absent(attempt))
-        may_be_starting = self.attempt == 0 and time.monotonic() < since + _SECONDS_FOR_MORE
-        if len(here) < self._least or may_be_starting:
+        if len(here) < self._least:
+            self._enough_since = time.monotonic()
+        more_until = min(self._enough_since + _SECONDS_FOR_MORE, deadline - 2 * _POLL_SECONDS)
+        if len(here) < self._least or (self.attempt == 0 and time.monotonic() < more_until):
             return [node for node in nodes if node not in here]
         return sorted(alive - here)
 
