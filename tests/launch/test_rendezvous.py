@@ -252,6 +252,19 @@ def test_a_node_that_is_lost_while_it_waits_may_be_started_again(node):
         assert places([one.result(timeout=10) for one in waiting]) == [(0, 3), (1, 3), (2, 3)]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+def test_connections_leave_no_files_open(node):
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    first, second = node(0), node(1)
+    places(meet(first, second))
+    stores = [second._connect()]
+    before = count()
+    stores += [second._connect() for _ in range(4)]
+    assert count() < before + 40
+
+
 def test_a_taken_port_is_told(node, rdzv):
     taken = socket.create_server((LOOPBACK, int(rdzv.rpartition(":")[2])))
     with taken, pytest.raises(RendezvousConnectionError, match=f"listen at {rdzv}: Address already in use. Another"):

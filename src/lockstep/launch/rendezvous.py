@@ -7,6 +7,7 @@ import json
 import math
 import os
 import socket
+import stat
 import sys
 import threading
 import time
@@ -492,10 +493,13 @@ def _limit_silence(port: int) -> None:
     """
     if sys.platform != "linux":
         return
-    for number in os.listdir("/proc/self/fd"):
-        with suppress(OSError), socket.fromfd(int(number), socket.AF_INET, socket.SOCK_STREAM) as connection:
-            if connection.getpeername()[1:2] == (port,):
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _SECONDS_OF_SILENCE))
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):  # of other files `fromfd` leaves its copy open (Python 3.11)
+                continue
+            with socket.fromfd(number, socket.AF_INET, socket.SOCK_STREAM) as connection:
+                if connection.getpeername()[1:2] == (port,):
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _SECONDS_OF_SILENCE))
 
 
 def _same_rank(node: int) -> str:
