@@ -247,6 +247,26 @@ def test_samples_that_hold_objects_are_not_compared_by_their_addresses(kind):
     assert len(build_dataloader(DataLoader(samples[get_rank() :], collate_fn=list), seed=0)) == 4
 
 
+STRIDED: dict[str, Callable[[], torch.Tensor]] = {
+    "column": lambda: torch.arange(48.0).view(8, 3, 2)[..., 1],
+    "fortran": lambda: torch.from_numpy(np.asfortranarray(np.arange(24).reshape(8, 3))),  # as `.values` of pandas
+    "conjugate": lambda: torch.arange(24).view(8, 3).to(torch.complex64).conj(),
+    "sparse": lambda: torch.eye(8).to_sparse(),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", STRIDED)
+def test_samples_whose_elements_are_apart_in_memory_are_compared(kind):
+    data = STRIDED[kind]()
+    assert len(build_dataloader(DataLoader(TensorDataset(data)), seed=0)) == 4
+    if kind != "sparse":
+        with pytest.raises(ConfigError, match="the first and last items of the TensorDataset"):
+            build_dataloader(DataLoader(TensorDataset(data + get_rank())), seed=0)
+        with pytest.raises(ConfigError, match="the first and last items of the TensorDataset"):
+            build_dataloader(DataLoader(TensorDataset(data.roll(get_rank(), 0))), seed=0)
+
+
 @ranks(2)
 def test_what_is_dealt_out_is_told():
     with logged() as messages:

@@ -484,7 +484,9 @@ def test_metrics_of_one_ranks_part_are_refused(tmp_path):
 def test_a_loader_in_the_place_of_schedulers_is_refused_without_reading_it(tmp_path):
     session = Session(tmp_path, log_level="ERROR")
     model = nn.Linear(2, 1)
-    with pytest.raises(TypeError, match=r"has <.*DataLoader object.*data to evaluate on go to prepare_evaluation\(\)"):
+    with pytest.raises(
+        TypeError, match=r"has <.*DataLoader.* go to prepare_evaluation\(\), several training sets into one"
+    ):
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader(), loader())
 
 
@@ -592,6 +594,27 @@ def test_a_schedule_for_the_batches_of_one_process_is_told_on_several_ranks(tmp_
     said = f"{kind} ends after {8 * epochs} steps, but makes {4 * epochs} until"
     log = complete_log_of(tmp_path)
     assert (log.count(said), log.count("stop on their way")) == (is_told, is_told)
+
+
+@pytest.mark.parametrize("by_update", [True, False])
+@pytest.mark.parametrize("more", [0, 2])
+def test_a_schedule_whose_windows_go_on_over_the_end_of_an_epoch_is_told_its_true_length(tmp_path, by_update, more):
+    session, model = Session(tmp_path, accumulative_counts=4), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = 12 if by_update else 5  # 5 epochs of 9 batches, in 11 windows of four and a last one of one
+    schedule = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps + more)
+    loader = DataLoader([DATA[0]] * 9, batch_size=1)
+    model, _, batches = session.prepare(model, optimizer, loader, schedulers=schedule)
+    for _ in session.epochs(5):
+        for x, y in batches:
+            session.step(nn.functional.mse_loss(model(x), y))
+            if by_update and session.is_update:
+                schedule.step()
+        if not by_update:
+            schedule.step()
+    assert schedule.last_epoch == steps
+    said = f"OneCycleLR ends after {steps + more} steps, but makes {steps} until"
+    assert (said in complete_log_of(tmp_path), "stop on their way" in complete_log_of(tmp_path)) == (more > 0,) * 2
 
 
 @pytest.mark.parametrize("made", ["Runner(nn.Linear(1, 1), 'work')", "Session('work')"])

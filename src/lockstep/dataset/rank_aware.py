@@ -9,11 +9,11 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset, TensorDataset
 
 from lockstep.dist.agreement import differing
+from lockstep.transport.moving import bytes_of, is_dense_on_host
 
 _ATTRIBUTES = ("rank", "world_size", "num_replicas", "shard", "process_index", "num_processes")
 _MOST_COMPARED = 1000  # indices
@@ -136,8 +136,8 @@ def _bytes_of(value: Any) -> Iterator[bytes | memoryview]:
         value = sorted(value.items(), key=lambda item: repr(item[0]))
     if isinstance(value, Tensor):
         yield repr((value.dtype, tuple(value.shape))).encode()
-        if value.layout is torch.strided:
-            yield value.detach().cpu().flatten().view(torch.uint8).numpy().data
+        if is_dense_on_host(on_host := value.detach().cpu()):
+            yield bytes_of(on_host.resolve_conj().resolve_neg().contiguous())
     elif isinstance(value, np.ndarray | np.generic):
         yield repr((value.dtype.str, value.shape)).encode()
         yield value.tobytes()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, group
 
 from lockstep.dist import get_rank, get_world_size
+from lockstep.transport.moving import as_bytes
 
 _ROW = 2**16
 # Rows per multiplication: on the CPU one, which stays in the cache; on an accelerator many, because starting one takes
@@ -158,10 +159,8 @@ def words_of(tensor: Tensor) -> Tensor:
 
     **Shapes**: any -> [n], where n is the number of elements, or of 4-byte words if elements are longer.
     """
-    local = own_shard(tensor).detach().contiguous()
-    if local.is_complex():
-        local = torch.view_as_real(local)
-    return local.reshape(-1).view(_WORDS.get(local.element_size(), torch.int32))
+    local = own_shard(tensor).detach().resolve_conj().resolve_neg().contiguous()
+    return as_bytes(local).view(_WORDS.get(local.element_size(), torch.int32))
 
 
 def digest_of(words: Tensor) -> Tensor:

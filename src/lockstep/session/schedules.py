@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+from math import ceil
 from typing import Any, TypeAlias
 
 from torch.optim.lr_scheduler import ConstantLR, SequentialLR
@@ -41,15 +43,21 @@ def warn_of_length(run: TrainRun, begun_at: set[At], done: int, left: int) -> No
         left: epochs from now to the end.
     """
     now = {place: count for place, _, count in schedules_at(run)}
+    windows = Fraction(done * run.train_loop.epoch_length, getattr(run.optim_wrapper, "accumulative_counts", 1))
     for place, name, begun in sorted(begun_at):
         made, length = now[place] - begun, _length_of(run.param_schedulers[place])
-        if not made or length is None or now[place] * done + made * (left + 1) > length * done:
+        if not made or length is None:
+            continue
+        # A schedule that counts updates has not counted the window that is open.
+        an_epoch = (windows if 0 <= windows - made < 1 else Fraction(made)) / done
+        planned = begun + an_epoch * (done + left)
+        if planned + an_epoch > length:
             continue
         run.logger.warning(
             "%s ends after %d steps, but makes %d until the training ends: the rates stop on their way. An epoch "
             "has %d batches on %s; len() of a loader that prepare() has not returned is another number on several "
             "ranks, and `accumulative_counts` batches make an update",
-            name, length, now[place] + round(made * left / done), run.train_loop.epoch_length,
+            name, length, ceil(planned), run.train_loop.epoch_length,
             "1 rank" if run.world_size == 1 else f"each of {run.world_size} ranks",
         )  # fmt: skip
 
