@@ -18,7 +18,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.device import Moment, moment
-from lockstep.dist import all_gather_object
+from lockstep.dist import all_gather_object, all_reduce
 from lockstep.dist.consistency import check_call
 from lockstep.errors import ConfigError, listed, message_of
 from lockstep.groups import resolve
@@ -289,7 +289,10 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         unfrozen = [parameter for parameter in changed if parameter.requires_grad]
         frozen = [parameter for parameter in changed if not parameter.requires_grad]
         if self.find_unused_parameters and not unfrozen:
-            return  # the search will find that they get no gradient
+            return  # the search will find that they get no gradient, and average what they have of an open window
+        for parameter in frozen:
+            if parameter.grad is not None and not self.find_unused_parameters:
+                all_reduce(parameter.grad, "mean", group=self.process_group)  # the end of its window leaves it out
         self._changes += 1
         if self._changes > _MOST_CHANGES:  # as in a step that freezes parts in turn
             self._options = {**self._options, "find_unused_parameters": True}
