@@ -216,8 +216,10 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         yield
         if before is not None and optim_wrapper.inner_count == before:
             note_no_backward(self._comm)
-        # A step of the user's own may also update without a backward pass that averages gradients.
-        if self._has_averaged or self._trains_itself:
+        # A step of the user's own may also update without a backward pass that averages gradients, or average without
+        # an update.
+        may_update = self._has_averaged or self._trains_itself
+        if may_update and not getattr(optim_wrapper, "has_open_window", False):
             self._drift.after_update()
 
     @contextmanager
