@@ -325,6 +325,25 @@ def test_parameters_are_unfrozen_and_frozen_on_the_way(find_unused):
 
 
 @ranks(2)
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_what_is_frozen_within_a_window_keeps_the_gradients_of_its_first_batches(find_unused):
+    torch.manual_seed(0)
+    model = Thawing()
+    alone = deepcopy(model)
+    wrapped = MMDistributedDataParallel(model, find_unused_parameters=find_unused)
+    optim, alone_optim = (
+        OptimWrapper(torch.optim.SGD(m.parameters(), lr=0.1), accumulative_counts=4) for m in (model, alone)
+    )
+    for number, batch in enumerate(batches(12)):
+        for each in (model, alone):
+            each.body.requires_grad_(number % 4 < 2)
+        wrapped.train_step(own_part(batch), optim)
+        train_step(alone, batch, alone_optim)
+    for (name, mine), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@ranks(2)
 def test_hooks_of_the_wrapper_outlast_a_change_of_what_is_trained():
     model = Thawing()
     wrapped = MMDistributedDataParallel(model)

@@ -193,6 +193,24 @@ def test_an_update_that_differs_between_ranks_is_found():
     assert len({float(scale.sum()) for scale in all_gather(net.scale.detach())}) == 2
 
 
+class OwnStep(Net):
+    def train_step(self, data: tuple[Tensor, Tensor], optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+        optim_wrapper.update_params(loss := self(*data))
+        return {"loss": loss}
+
+
+@ranks(2)
+def test_the_replicas_of_an_own_step_are_compared_after_updates_not_within_windows():
+    net = OwnStep("not")
+    model = MMDistributedDataParallel(net)
+    optim_wrapper = OptimWrapper(Noisy(net.parameters(), lr=0.1), accumulative_counts=4)
+    torch.manual_seed(get_rank())
+    for _ in range(3):
+        model.train_step(own_part(), optim_wrapper)
+    with pytest.raises(DivergenceError, match="differs from the others after 1 update"):
+        model.train_step(own_part(), optim_wrapper)
+
+
 @pytest.mark.parametrize(
     ("values", "differ"),
     [

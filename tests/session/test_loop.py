@@ -348,3 +348,40 @@ def test_hooks_see_the_iteration_in_which_an_epoch_is_left_by_break(tmp_path):
     if session.is_main:
         records = map(json.loads, (session.run_dir / "metrics.jsonl").read_text().splitlines())
         assert len([one for one in records if one["mode"] == "train"]) == len(losses) == 4
+
+
+@pytest.mark.parametrize("where", ["before the batches", "after the batches"])
+@ranks(1, 2)
+def test_a_group_that_the_body_adds_to_the_optimizer_is_added_again_by_a_resumed_one(tmp_path, where):
+    def train(work_dir, **options):
+        losses = {}
+        with session_of(work_dir, log_level="INFO", **options) as session:
+            (model := network())[0].requires_grad_(False)
+            optimizer = torch.optim.SGD(model[3].parameters(), lr=0.5)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            model, optimizer, batches = session.prepare(model, optimizer, loader(), schedulers=schedule)
+
+            def unfreeze():
+                model[0].requires_grad_(True)
+                optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.1})
+
+            for epoch in session.epochs(3):
+                if where == "before the batches" and epoch == 1:
+                    unfreeze()
+                for x, y in batches:
+                    loss = F.cross_entropy(model(x), y)
+                    session.step(loss)
+                    losses[session.iter] = loss.item()
+                    if where == "before the batches" and session.iter == 7:  # of 6 in an epoch
+                        session.save("saved")
+                if where == "after the batches" and epoch == 1:
+                    unfreeze()
+                    session.save("saved")
+                schedule.step()
+        return losses, session
+
+    whole, session = train(tmp_path / "whole")
+    rest, resumed = train(tmp_path / "rest", resume=True, load_from=session.run_dir / "saved")
+    assert rest == {at: loss for at, loss in whole.items() if at >= (8 if where == "before the batches" else 12)}
+    if session.is_main:
+        assert "are those of the checkpoint" not in (resumed.run_dir / "log.txt").read_text()  # nothing was undone

@@ -18,7 +18,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.device import Moment, moment
-from lockstep.dist import all_gather_object
+from lockstep.dist import all_gather_object, all_reduce
 from lockstep.dist.consistency import check_call
 from lockstep.errors import ConfigError, listed, message_of
 from lockstep.groups import resolve
@@ -216,8 +216,10 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         yield
         if before is not None and optim_wrapper.inner_count == before:
             note_no_backward(self._comm)
-        # A step of the user's own may also update without a backward pass that averages gradients.
-        if self._has_averaged or self._trains_itself:
+        # A step of the user's own may also update without a backward pass that averages gradients, or average without
+        # an update.
+        may_update = self._has_averaged or self._trains_itself
+        if may_update and not getattr(optim_wrapper, "has_open_window", False):
             self._drift.after_update()
 
     @contextmanager
@@ -289,7 +291,10 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         unfrozen = [parameter for parameter in changed if parameter.requires_grad]
         frozen = [parameter for parameter in changed if not parameter.requires_grad]
         if self.find_unused_parameters and not unfrozen:
-            return  # the search will find that they get no gradient
+            return  # the search will find that they get no gradient, and average what they have of an open window
+        for parameter in frozen:
+            if parameter.grad is not None and not self.find_unused_parameters:
+                all_reduce(parameter.grad, "mean", group=self.process_group)  # the end of its window leaves it out
         self._changes += 1
         if self._changes > _MOST_CHANGES:  # as in a step that freezes parts in turn
             self._options = {**self._options, "find_unused_parameters": True}

@@ -40,14 +40,14 @@ class Rates:
         return repr(Rates(self._run)._values) != repr(self._values)
 
     def restore(self) -> bool:
-        """Undo all changes since; return whether there were any."""
-        is_changed = self.have_changed
+        """Undo all changes since, but leave groups that were added since; return whether there were any."""
+        before = repr(Rates(self._run)._values)
         options, states = deepcopy(self._values)
-        for group, values in zip(self._groups, options, strict=True):
+        for group, values in zip(self._groups, options, strict=False):
             group.update(values)
         for schedule, state in zip(self._run.param_schedulers, states, strict=True):
             schedule.load_state_dict(state)
-        return is_changed
+        return repr(Rates(self._run)._values) != before
 
 
 class EpochBody:
