@@ -244,7 +244,8 @@ class Session:
                 raise TypeError(
                     f"`schedulers` must have state_dict() and load_state_dict(), but has {one!r} of type "
                     f"{type(one).__name__}. Make them over your optimizer before prepare(), as in StepLR(optimizer, "
-                    "10); data to evaluate on go to prepare_evaluation()"
+                    "10); data to evaluate on go to prepare_evaluation(), and there is one loader to train on: join "
+                    "several sets, as by torch.utils.data.StackDataset"
                 )
         options = dict(self._options)
         options["default_hooks"] = {"param_scheduler": None, **(options.get("default_hooks") or {})}
