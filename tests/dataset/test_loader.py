@@ -167,7 +167,7 @@ LEFT_ALONE = {
     ),
     "wrapped": (
         lambda: Prefetcher(DataLoader(Counting())),
-        r"INFO: Prefetcher of Counting .* the same on every rank unless it shards by itself\. Give a D",
+        r"WARNING: Prefetcher of Counting .* the same on every rank unless it shards by itself\. Give a D",
     ),
     "equal batches": (lambda: [torch.ones(2)], r"INFO: list is left as it is: each of the 2 ranks .* `rank`"),
     "own batches": (lambda: [torch.ones(2) * get_rank()], "INFO: list is left as it is: it holds other data on each"),

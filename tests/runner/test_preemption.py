@@ -238,6 +238,15 @@ def test_several_signals_while_it_stops_change_nothing(tmp_path):
         check_stop_and_resume(tmp_path, 2, job)
 
 
+@pytest.mark.parametrize("script", [TRAINING, SESSION], ids=["runner", "session"])
+def test_a_signal_that_comes_when_it_has_stopped_does_not_change_the_exit_code(tmp_path, script):
+    again = "import atexit, os\natexit.register(lambda: os.kill(os.getpid(), 15))\n"
+    with Job(tmp_path, 1, again + script, SLOW="0.1") as job:
+        job.until("train", 3)
+        os.kill(job.pid(0), signal.SIGTERM)
+        assert job.end() == 75, (tmp_path / "errors").read_text()
+
+
 def test_the_first_iteration_can_be_stopped(tmp_path):
     with Job(tmp_path, 2, TRAINING, SLOW="0.5") as job:
         job.until("train", 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -288,6 +289,24 @@ def test_validating_after_training_goes_on_in_the_same_places(tmp_path: Path):
     steps = [line["step"] for line in lines_of(runner.run_dir / "scalars.jsonl") if "val/accuracy" in line]
     assert steps == [12, 24, 24]
     assert (runner.run_dir / "environment.json").read_text() == written
+
+
+@ranks(2)
+def test_a_work_dir_on_a_disk_of_each_ranks_own_is_refused_before_the_training(tmp_path: Path):
+    mine = tmp_path / str(get_rank())
+    mine.mkdir()
+    opened = os.open(mine, os.O_RDONLY)
+    os.dup2(opened, 200)
+    try:
+        own = Path("/proc/self/fd/200")  # one name, and another folder on each rank
+        with pytest.raises(
+            (ConfigError, PeerError), match=r"disk that all ranks share.* rank 1 of 2 does not find .*fd/"
+        ):
+            make(own, default_hooks={}).train()
+        make(own, train_cfg={"by_epoch": True, "max_epochs": 1}).train()  # saves nothing
+    finally:
+        os.close(opened)
+        os.close(200)
 
 
 def test_a_link_to_nothing_is_no_folder_for_runs(tmp_path: Path):

@@ -342,6 +342,8 @@ def test_what_has_been_prepared_already_is_refused(tmp_path):
     for given, name in ((wrapper, "optimizer"), (batches, "dataloader")):
         with pytest.raises(TypeError, match=rf"`{name}` must be your own, .*, which prepare\(\) has returned before"):
             session_of(tmp_path).prepare(network(), **{"optimizer": optimizer, "dataloader": loader(), name: given})
+    with pytest.raises(TypeError, match="there is one loader to train on: join several sets"):
+        session_of(tmp_path).prepare(network(), optimizer, loader(), loader())
     prepared = OfAccelerate(model.parameters(), lr=0.1)
     says = r" must be your own, but is accelerate's OfAccelerate\. Hand in what you gave to its prepare\(\)"
     with pytest.raises(TypeError, match="`optimizer`" + says):

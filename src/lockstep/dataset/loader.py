@@ -402,8 +402,8 @@ def _reason_to_leave(loader: Any, sampler: Any, evaluation: bool, shard: tuple[i
         advice = "Give a DataLoader of map-style data, or on each rank batches of its own"
         if isinstance(loader, DataLoader):
             advice = "The config dict(dataset=..., batch_size=...) splits an iterable dataset"
-        # A training finds the same first batches on its ranks, but not a stream that each rank shuffles for itself.
-        return logging.WARNING if evaluation or isinstance(loader, DataLoader) else logging.INFO, (
+        # A training finds the same first batches on its ranks, but not data that each rank shuffles for itself.
+        return logging.WARNING if evaluation or hasattr(loader, "dataset") else logging.INFO, (
             f"each of the {get_world_size()} ranks goes through all that it yields, which is the same on every rank "
             f"unless it shards by itself. {advice}; {_HOW_TO_SAY}"
         )

@@ -299,7 +299,8 @@ def _serve(host: str, port: int, topology: Topology, timeout: timedelta) -> TCPS
     except OSError as error:
         raise TopologyError(
             f"MASTER_PORT must be free on rank 0, but {_address(host, port)} can't be bound: "
-            f"{os.strerror(error.errno or 0)} ({_this_rank(topology)}). Set it to another port, the same on all ranks"
+            f"{os.strerror(error.errno or 0)} ({_this_rank(topology)}). Set it to another port, the same on all ranks; "
+            "in a process that a rank has started, and that inherits its variables, say launcher='none'"
         ) from error
     with server:
         port = server.getsockname()[1]

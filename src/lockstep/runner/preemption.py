@@ -51,11 +51,12 @@ class Agreement:
     Attributes:
         point: the point that this rank has announced last.
         is_open: whether a stop can be asked for.
+        has_stopped: whether the training has been stopped here.
     """
 
     def __init__(self) -> None:
         self.point = 0
-        self.is_open = False
+        self.is_open = self.has_stopped = False
         self._reason: str | None = None  # of the stop that was asked for
         self._last = _NEVER  # the last point before the ranks stop
         self._is_agreed = threading.Event()
@@ -97,6 +98,7 @@ class Agreement:
         self._rank, self._world_size = get_dist_info()
         self._closing, self._round = threading.Event(), 0
         self.point = 0  # a training that was stopped in a validation has left the ranks at unlike points
+        self.has_stopped = False
         if self._world_size > 1:
             self._store = on_all("the ranks can't agree on a stop", side_store)
             self._prefix = numbered("agreement", self._store)
@@ -130,6 +132,7 @@ class Agreement:
         """Learn which point is the last one before the ranks stop; if it has passed, stop."""
         self._is_agreed.wait()
         if (reason := self._reason) is not None and self.point > self._last:
+            self.has_stopped = True
             raise Preempted(reason)
 
     def _close(self) -> None:
@@ -232,7 +235,8 @@ def ranks_meet() -> bool:
 def stopping_at(signals: Sequence[str], agreement: Agreement) -> Iterator[None]:
     """Stop a training at these signals. Those for which the user's script has a handler are left to it.
 
-    A second Ctrl-C interrupts as usual, and nothing is saved.
+    A second Ctrl-C interrupts as usual, and nothing is saved. Once the training has stopped, the others are ignored,
+    until another one begins: they would change the exit code of a process that is about to end.
 
     **Cost**: a thread that sleeps.
 
@@ -244,9 +248,19 @@ def stopping_at(signals: Sequence[str], agreement: Agreement) -> Iterator[None]:
         yield
         return
     rank = get_dist_info()[0]
+    for number in numbers:
+        if number in _ignored and signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, _usual(number))
+    _ignored.difference_update(numbers)
     own = [number for number in numbers if signal.getsignal(number) is _usual(number)]
-    with _calling_at_signals(lambda name: _stop_or_end(agreement, name, rank), own):
-        yield
+    with _calling_at_signals(lambda name: _stop_or_end(agreement, name, rank), own) as handle:
+        try:
+            yield
+        finally:
+            if agreement.has_stopped:
+                _ignored.update(one for one in own if one != signal.SIGINT and signal.getsignal(one) is handle)
+                for number in _ignored:
+                    signal.signal(number, signal.SIG_IGN)
 
 
 def _stop_or_end(agreement: Agreement, name: str, rank: int) -> None:
@@ -257,8 +271,10 @@ def _stop_or_end(agreement: Agreement, name: str, rank: int) -> None:
 
 
 @contextmanager
-def _calling_at_signals(act: Callable[[str], None], numbers: Sequence[signal.Signals]) -> Iterator[None]:
+def _calling_at_signals(act: Callable[[str], None], numbers: Sequence[signal.Signals]) -> Iterator[Any]:
     """Call `act` with the name of a signal as soon as it comes, in a thread, whatever the main thread is doing.
+
+    Yields their handler.
 
     Python's own handlers wait until the main thread returns from C++, for instance from a collective.
     """
@@ -293,7 +309,7 @@ def _calling_at_signals(act: Callable[[str], None], numbers: Sequence[signal.Sig
         signal.signal(number, handle)
     _handled.update(numbers)
     try:
-        yield
+        yield handle
     finally:
         for number in numbers:
             if signal.getsignal(number) is handle:
@@ -308,6 +324,7 @@ def _calling_at_signals(act: Callable[[str], None], numbers: Sequence[signal.Sig
 
 
 _handled: set[signal.Signals] = set()
+_ignored: set[signal.Signals] = set()  # since a training has stopped
 
 
 def _usual(number: int) -> Any:
@@ -319,9 +336,10 @@ def _restore_signals_in_child() -> None:
     """Let a forked process end at these signals, as a process without handlers does."""
     if _handled:
         signal.set_wakeup_fd(_NO_FD)
-        for number in _handled:
-            signal.signal(number, _usual(number))
-        _handled.clear()
+    for number in _handled | _ignored:
+        signal.signal(number, _usual(number))
+    _handled.clear()
+    _ignored.clear()
 
 
 os.register_at_fork(after_in_child=_restore_signals_in_child)

@@ -17,13 +17,17 @@ from lockstep.checkpoint.together import on_all
 from lockstep.checkpoint.verifying import check_files, check_resumable
 from lockstep.dist import all_gather_object, get_rank, is_main_process, run_on_main
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.groups import this_rank
 from lockstep.launch.worker import RESUME_SINCE, noted_runs
 from lockstep.location import Location, RemotePath, absolute, locate
 from lockstep.registry import HOOKS, in_default_scope
 from lockstep.runner.arguments import RunnerArguments
 from lockstep.runner.build import default_hooks
+from lockstep.watch.board import pauses
 from lockstep.weights import Weights, check_weights, find_checkpoint
 
+_SECONDS_TO_SEE = 5.0  # what another host has just made
+_LONGEST_PAUSE = 0.25
 _SEARCHES = 3  # at most, while other runs remove what is found
 _logger = logging.getLogger(__name__)
 
@@ -36,7 +40,13 @@ def checkpoint_folders(args: RunnerArguments, hooks: Iterable[Any] = ()) -> list
         hooks: hooks, and configs of hooks, besides those of the arguments.
     """
     work_dir = Path(args.work_dir)
-    places: list[Location] = [work_dir]
+    elsewhere = [one for one in out_dirs(args, hooks) if one is not None]
+    return list(dict.fromkeys([work_dir, *(absolute(locate(one)) / work_dir.name for one in elsewhere)]))
+
+
+def out_dirs(args: RunnerArguments, hooks: Iterable[Any] = ()) -> list[Any]:
+    """Return the `out_dir` of each hook that writes checkpoints; None for the run's folder in the work_dir."""
+    found = list[Any]()
     for hook in [*default_hooks(args.default_hooks), *(args.custom_hooks or ()), *hooks]:
         is_config = isinstance(hook, Mapping)
         kind = hook.get("type") if is_config else type(hook)
@@ -44,9 +54,8 @@ def checkpoint_folders(args: RunnerArguments, hooks: Iterable[Any] = ()) -> list
             with in_default_scope(args.default_scope):
                 kind = HOOKS.get(kind)
         if getattr(kind, "writes_checkpoints", False):
-            out_dir = hook.get("out_dir", getattr(kind, "out_dir", None)) if is_config else hook.out_dir
-            places += [] if out_dir is None else [absolute(locate(out_dir)) / work_dir.name]
-    return list(dict.fromkeys(places))
+            found.append(hook.get("out_dir", getattr(kind, "out_dir", None)) if is_config else hook.out_dir)
+    return found
 
 
 def check_writable(folders: Sequence[Location]) -> None:
@@ -72,6 +81,27 @@ def _try_to_write(folder: RemotePath) -> None:
             f"`out_dir` of CheckpointHook must be writable, but {error}. Check that the bucket exists, and that each "
             "rank has credentials to write to it and to remove from it"
         ) from error
+
+
+def check_shared(run_dir: Path) -> None:
+    """Look for the run's folder on every rank, as each is to write its part of a checkpoint there.
+
+    **Collective**: every rank.
+
+    Raises:
+        ConfigError: on every rank, if some rank does not find it: it is on a disk of another host's own.
+    """
+    place = Path(run_on_main(lambda: os.path.abspath(run_dir)))
+
+    def look() -> None:
+        if not any(place.is_dir() for _ in pauses(_SECONDS_TO_SEE, _LONGEST_PAUSE)):
+            raise ConfigError(
+                f"`work_dir` must be on a disk that all ranks share, since each writes its part of a checkpoint, but "
+                f"{this_rank()} does not find {place}, which rank 0 has made. Choose another folder, a bucket as "
+                "`out_dir` of CheckpointHook, or save none, by default_hooks=dict(checkpoint=None)"
+            )
+
+    on_all(f"checkpoints could not be saved in {place}", look)
 
 
 def clear_drafts(folders: Sequence[Location]) -> None:

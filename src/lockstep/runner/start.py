@@ -96,6 +96,8 @@ def open_workspace(
     run_dir = make_run_dir(work_dir, args.experiment_name, folders[1:] if trains else ())
     if trains:
         note_run(run_dir.name)
+        if None in resume_from.out_dirs(args, hooks):
+            resume_from.check_shared(run_dir)
     seed = set_randomness(resume_from.randomness_of(args.randomness, stored))
     run_on_main(lambda: save_config(args.cfg, run_dir))
     return Workspace(

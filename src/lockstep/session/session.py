@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.dataset import build_dataloader
+from lockstep.dataset import build_dataloader, length_of
 from lockstep.device import get_device
-from lockstep.dist import get_dist_info
+from lockstep.dist import all_gather_object, get_dist_info, get_rank, get_world_size
 from lockstep.errors import ConfigError, listed, no_attribute
 from lockstep.location import Location
 from lockstep.model import unwrap_model
@@ -244,8 +244,8 @@ class Session:
                 raise TypeError(
                     f"`schedulers` must have state_dict() and load_state_dict(), but has {one!r} of type "
                     f"{type(one).__name__}. Make them over your optimizer before prepare(), as in StepLR(optimizer, "
-                    "10); data to evaluate on go to prepare_evaluation(), several training sets into one loader over a "
-                    "data set that joins them"
+                    "10); data to evaluate on go to prepare_evaluation(), and there is one loader to train on: join "
+                    "several sets, as by torch.utils.data.StackDataset"
                 )
         options = dict(self._options)
         options["default_hooks"] = {"param_scheduler": None, **(options.get("default_hooks") or {})}
@@ -265,7 +265,8 @@ class Session:
         if dataloader is None:
             self._loop.has_data = False
             return unwrap_model(run.model), run.optim_wrapper
-        return unwrap_model(run.model), run.optim_wrapper, PreparedLoader(run.train_dataloader, self._loop.batches)
+        loader = PreparedLoader(run.train_dataloader, self._loop.batches, self._loop.even_batches.lengths or ())
+        return unwrap_model(run.model), run.optim_wrapper, loader
 
     if not TYPE_CHECKING:  # type checkers would take any name for an attribute
 
@@ -286,7 +287,7 @@ class Session:
         run = self.run
         loader = build_dataloader(dataloader, seed=run.seed, evaluation=True, shard=run.data_shard[:2])
         let_workers_outlive_signals(loader, run.args.stop_signals)
-        return PreparedLoader(loader, partial(self._evaluation.batches, loader))
+        return PreparedLoader(loader, partial(self._evaluation.batches, loader), all_gather_object(length_of(loader)))
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that are left, from 0 or from where training resumed to `count` - 1.
@@ -475,17 +476,24 @@ class PreparedLoader:
     Args:
         loader: the loader.
         batches: returns an iterator over the batches of one pass.
+        lengths: how many batches each rank has of its own, as far as that is known.
     """
 
-    def __init__(self, loader: Any, batches: Callable[[], Iterator[Any]]) -> None:
+    def __init__(self, loader: Any, batches: Callable[[], Iterator[Any]], lengths: Sequence[int | None]) -> None:
         self.loader = loader
         self._batches = batches
+        self._lengths = lengths
 
     def __iter__(self) -> Iterator[Any]:
         return self._batches()
 
     def __len__(self) -> int:
-        return len(self.loader)
+        """Return how many batches a pass has on every rank: as many as the rank with the most."""
+        own = len(self.loader)
+        known = [length for length in self._lengths if length is not None]
+        if len(known) < get_world_size() or known[get_rank()] != own:  # which may vary with the epoch
+            return own
+        return max(known)
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # of a copy, which has none yet
