@@ -78,9 +78,10 @@ def all_reduce(
     reduction of the gradients of all ranks' results: the gradient of the sum of all ranks' losses. DDP and FSDP then
     average the gradients of the parameters, which gives the gradient of the mean of all ranks' losses.
 
-    **Raises**: TypeError if `op` has no meaning for the dtype; ValueError, on every rank and with `data` unchanged, if
-    the mean of integers is not a whole number. With `sync_grads`, CollectiveMismatchError on every rank if dtypes or
-    shapes differ, and PeerError if the arguments of another rank are wrong.
+    **Raises**: TypeError if `op` has no meaning for the dtype, or `data` is no dense tensor; ValueError if its elements
+    share memory, as after ``expand``; and, on every rank and with `data` unchanged, if the mean of integers is not a
+    whole number. With `sync_grads`, CollectiveMismatchError on every rank if dtypes or shapes differ, and PeerError if
+    the arguments of another rank are wrong.
 
     **Cost**: about ``2 * nbytes`` sent per rank, with ``nbytes`` in the dtype that is sent: float32 for the mean, and
     int32 for min and max, of half types; two int64 per element for the mean of integers and bool; int32 for other
