@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import signal
@@ -181,10 +182,11 @@ def refuse(error: Any, message: str, *args: Any, **options: Any) -> None:
             {"init_backend": "horovod"},
             "`init_backend` must be one of torch, deepspeed, colossalai, but is 'horovod'",
         ),
-        ("none", {"port": 0}, "`port` must be from 1 to 65535, or None for a free one, but is 0"),
-        ("none", {"port": "1"}, "`port` must be from 1 to 65535, or None for a free one, but is '1'"),
-        ("none", {"timeout": 0}, "`timeout` must be positive, but is 0"),
-        ("none", {"timeout": timedelta(seconds=-1)}, "`timeout` must be positive, but is datetime"),
+        ("none", {"port": 0}, "`port` must be from 1 to 65535, or None for MASTER_PORT, but is 0"),
+        ("none", {"port": "1"}, "`port` must be from 1 to 65535, or None for MASTER_PORT, but is '1'"),
+        ("none", {"timeout": 0}, "`timeout` must be positive, and below 1e9 seconds, but is 0"),
+        ("none", {"timeout": math.inf}, "`timeout` must be positive, and below 1e9 seconds, but is inf"),
+        ("none", {"timeout": timedelta(seconds=-1)}, "`timeout` must be positive, .*, but is datetime"),
     ],
 )
 def test_what_nobody_knows_is_refused_by_name(launcher: str, options: dict[str, Any], message: str) -> None:
@@ -200,7 +202,7 @@ def test_a_backend_that_torch_was_built_without_is_refused(name: str) -> None:
     ("engine", "way"),
     [
         ("deepspeed", r"pip install 'lockstep-engine\[deepspeed\]'"),
-        ("colossalai", r"the recipe in docs/strategies\.md"),
+        ("colossalai", r"the recipe in docs/engines\.md"),
     ],
 )
 def test_an_engine_that_is_not_installed_is_refused_with_the_way_to_get_it(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 
 from lockstep.dist import all_gather, get_rank, get_world_size
@@ -281,6 +282,17 @@ def test_children_that_are_frozen_must_stay_alike_too():
     nn.init.constant_(net.teacher.bias, get_rank())
     with pytest.raises(DivergenceError, match=r"`teacher\.bias` must be the same on all ranks"):
         wrapped.train_step(torch.ones(1, 1), optim_wrapper)
+
+
+@ranks(2)
+def test_a_mesh_says_which_ranks_are_replicas_also_of_frozen_children():
+    net = Distilled()
+    before = net.teacher.weight.clone()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("others", "replicas"))["replicas"]
+    wrapped = MMSeparateDistributedDataParallel(net, device_mesh=mesh)
+    nn.init.constant_(net.teacher.bias, get_rank())
+    wrapped.train_step(torch.ones(1, 1), OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1)))
+    assert torch.equal(net.teacher.weight, before)
 
 
 @ranks(2)

@@ -374,3 +374,10 @@ def test_a_constructor_of_ones_own_may_have_mmengines_signature():
     construct = DefaultOptimWrapperConstructor({"optimizer": {"type": "SGD", "lr": 0.5}})
     with pytest.raises(ConfigError, match="`prefix` must be empty, but is 'backbone'"):
         construct.add_params([], nn.Linear(2, 1), prefix="backbone")
+
+
+def test_the_keys_that_a_layer_alone_could_have_are_named():
+    optimizer = {"type": "SGD", "lr": 0.1}
+    construct = DefaultOptimWrapperConstructor({"optimizer": optimizer}, {"custom_keys": {"head": {"lr_mult": 2}}})
+    with pytest.raises(ConfigError, match=r"'head' is part of none\. Known: `bias`, `weight`\."):
+        construct(nn.Linear(1, 1))

@@ -78,7 +78,7 @@ def test_each_counts_its_own_batches_and_all_contexts_are_entered_together():
     assert model.left.weight.grad is None
 
 
-@pytest.mark.parametrize("method", ["update_params", "backward", "scale_loss"])
+@pytest.mark.parametrize("method", ["update_params", "backward", "scale_loss", "add_param_group"])
 def test_what_only_one_of_them_can_do_is_refused(method):
     with pytest.raises(
         NotImplementedError, match=rf"{method} must be called on one of the optim wrappers \(left, right\)"

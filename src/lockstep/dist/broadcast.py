@@ -134,8 +134,8 @@ def all_to_all(
     **Gradients**: as for `all_reduce`: rank a's ``input_tensor_list[b]`` gets the gradient of rank b's
     ``output_tensor_list[a]``.
 
-    **Cost**: each rank sends the bytes of all its inputs. With `sync_grads`, each rank first sends 256
-    bytes to each rank, and backward sends the same bytes again.
+    **Cost**: each rank sends the bytes of all its inputs. With `sync_grads`, an exchange of 256
+    bytes between the hosts comes first, and backward sends the same bytes as the call.
 
     **Example (2 ranks)**::
 

@@ -91,8 +91,8 @@ def all_gather(  # type: ignore[misc]  # the overloads share their places, not t
     **Collective**: every rank of the group; ranks may mix the two forms, if `uneven`, and not `async_op`. **Shapes**:
     any shape and dtype on every rank; in the filling form ``tensor_list[i]`` has those of rank i's tensor.
 
-    **Returns**: the tensors in rank order, on the device of `data`; or None, or a handle. Tensors that are alike are
-    views of one.
+    **Returns**: the tensors in rank order, on the device of `data`; or None, or a handle. Tensors that are alike may
+    be views of one.
 
     **Gradients**: without `sync_grads` no gradient flows; a warning says so once for each calling line. With it, the
     gradient of `data` is the sum over the ranks of the gradients of what they received: the gradient of the sum of all
@@ -100,7 +100,8 @@ def all_gather(  # type: ignore[misc]  # the overloads share their places, not t
     all ranks' losses. In the second example it equals the gradient of one process that has the whole batch.
 
     **Raises**: ValueError on a rank whose list does not match the tensors of all ranks, TypeError on one that passes
-    something other than tensors, PeerError on the others; no tensor has been sent by then. With `sync_grads`,
+    something other than tensors, PeerError on the others; no tensor has been sent by then. With `async_op`, or without
+    `uneven`, each rank checks its own arguments alone, and others wait for it. With `sync_grads`,
     CollectiveMismatchError on every rank if dtypes differ.
 
     **Cost**: a header, by one exchange of 256 bytes between the hosts, then the tensors without padding: in one
@@ -196,7 +197,8 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
     elsewhere.
 
     **Raises**: ValueError on `dst` if its list does not match the tensors of all ranks, and on another rank that passes
-    one, TypeError on a rank that passes something else, PeerError on the others; nothing has been sent by then.
+    one, TypeError on a rank that passes something else, PeerError on the others; nothing has been sent by then. With
+    `async_op`, each rank checks its own arguments alone.
 
     **Cost**: a header, by one exchange of 256 bytes between the hosts; then the bytes of each tensor to `dst`.
 
@@ -257,7 +259,8 @@ def scatter(
     `tensor`; the entries may differ.
 
     **Raises**: ValueError or TypeError on `src` if its list does not hold one tensor for each rank, ValueError on a
-    rank whose `tensor` does not match what it would get, PeerError on the others; nothing has been sent by then.
+    rank whose `tensor` does not match what it would get, PeerError on the others; nothing has been sent by then. With
+    `async_op`, each rank checks its own arguments alone.
 
     **Cost**: one exchange of 256 bytes between the hosts, and a header of `src` for each rank; then the bytes
     of each tensor from `src`.

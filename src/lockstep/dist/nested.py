@@ -173,7 +173,7 @@ def all_reduce_params(
     **Collective**: every rank of the group.
 
     **Raises**: as `all_reduce`; if the mean of some integers is not a whole number, only after all others have been
-    reduced.
+    reduced, but for those of the same bucket.
 
     **Cost**: one all_reduce for each large tensor and each bucket of small ones, all in flight at once; a copy of
     the small ones in memory. The ranks compare their calls once for all of them.

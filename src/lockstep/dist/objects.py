@@ -167,7 +167,7 @@ def broadcast_object(obj: T, src: int = 0, group: GroupLike = None) -> T:
     **Collective**: every rank of the group.
 
     **Raises**: TypeError on `src` if its object can't be pickled, PeerError on the others; DistError on a rank that
-    can't load what it received.
+    can't load what it received. **Cost**: one exchange of 256 bytes between the hosts, and what does not fit in it.
 
     **Example (2 ranks)**::
 

@@ -78,14 +78,15 @@ def all_reduce(
     reduction of the gradients of all ranks' results: the gradient of the sum of all ranks' losses. DDP and FSDP then
     average the gradients of the parameters, which gives the gradient of the mean of all ranks' losses.
 
-    **Raises**: TypeError if `op` has no meaning for the dtype; ValueError, on every rank and with `data` unchanged, if
-    the mean of integers is not a whole number. With `sync_grads`, CollectiveMismatchError on every rank if dtypes or
-    shapes differ, and PeerError if the arguments of another rank are wrong.
+    **Raises**: TypeError if `op` has no meaning for the dtype, or `data` is no dense tensor; ValueError if its elements
+    share memory, as after ``expand``; and, on every rank and with `data` unchanged, if the mean of integers is not a
+    whole number. With `sync_grads`, CollectiveMismatchError on every rank if dtypes or shapes differ, and PeerError if
+    the arguments of another rank are wrong.
 
     **Cost**: about ``2 * nbytes`` sent per rank, with ``nbytes`` in the dtype that is sent: float32 for the mean, and
     int32 for min and max, of half types; two int64 per element for the mean of integers and bool; int32 for other
-    reductions of int16 and uint16 and for the bxor of bool; int64 for uint32. With `sync_grads`, each rank first sends
-    256 bytes to each rank, and backward sends the same bytes again.
+    reductions of int16 and uint16 and for the bxor of bool; int64 for uint32. With `sync_grads`, an exchange of
+    256 bytes between the hosts comes first, and backward sends the same bytes as the call.
 
     **Example (2 ranks)**::
 
@@ -217,8 +218,8 @@ def reduce_scatter(
     **Gradients**: as for `all_reduce`: the gradient of ``input_list[i]`` is that of rank i's output, on every rank (for
     the mean, divided by the group size).
 
-    **Cost**: each rank sends about the bytes of its whole list. With `sync_grads`, each rank first sends
-    256 bytes to each rank, and in backward the gradient of its output to each rank.
+    **Cost**: each rank sends about the bytes of its whole list. With `sync_grads`, an exchange of 256
+    bytes between the hosts comes first, and in backward it sends the gradient of its output to each rank.
 
     **Example (2 ranks)**::
 

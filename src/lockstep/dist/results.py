@@ -31,7 +31,7 @@ def collect_results(
 
     Args:
         results: this rank's part; any objects, None included. Parts may be uneven or empty.
-        size: number of samples in the dataset.
+        size: number of samples in the dataset, the same on every rank.
         device: accepted for compatibility; it has no effect, because the group determines the device.
         tmpdir: accepted for compatibility, like `device`; the hosts need no shared disk.
         indices: for each result, the index of its sample in the dataset.

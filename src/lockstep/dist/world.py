@@ -83,8 +83,9 @@ def init_dist(
     **Collective**: every rank of the job.
 
     **Raises**: `TopologyError` (a ValueError) if variables contradict each other or are missing, before any rendezvous;
-    ValueError for an unknown launcher or backend, or an invalid timeout or port; DistError if a default group exists
-    already; CollectiveTimeoutError if not all ranks arrive in time; PeerError if rank 0 ends meanwhile.
+    and at it, if the port is taken, or two ranks have one number or device, or another world size; ValueError for an
+    unknown launcher or backend, or an invalid timeout, port or variable; DistError if there is a default group already,
+    or no such engine; CollectiveTimeoutError if not all ranks arrive in time; PeerError if rank 0 ends meanwhile.
 
     **Example (2 ranks)**::
 
@@ -113,7 +114,8 @@ def init_dist(
     topology = read_topology(os.environ, infer_launcher() if launcher is None else launcher)
     backend = _checked_backend(backend)
     duration = _checked_timeout(timeout)
-    _check_port(port)
+    if port is not None and (isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 2**16):
+        raise ValueError(f"`port` must be from 1 to 65535, or None for MASTER_PORT, but is {port!r}")
     _read_check_mode()
     heartbeat_seconds()  # raises if the variable is wrong
     if init_backend != "torch":
@@ -160,8 +162,8 @@ def destroy_dist() -> None:
     It also runs automatically at exit, because a process that ends while a gloo group is alive may abort with exit code
     -6 instead of 0 (torch 2.13).
 
-    **Collective**: every rank, at about the same time. It waits for up to three seconds for the others, to compare the
-    calls of all ranks for the last time.
+    **Collective**: every rank, at about the same time. It waits for up to three seconds for the others, rank 0 for up
+    to five, to compare the calls of all ranks for the last time; after an error, rank 0 alone for up to two.
 
     **Raises**: CollectiveMismatchError if the ranks have made different calls, and the error of a call that failed
     without having raised it; the group is gone all the same, unless the backend of a device has lost a rank: then this
@@ -279,15 +281,10 @@ def _default_backend() -> str:
 def _checked_timeout(timeout: float | timedelta | None) -> timedelta | None:
     if timeout is None:
         return None
-    duration = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    if duration <= timedelta(0):
-        raise ValueError(f"`timeout` must be positive, but is {timeout!r}")
-    return duration
-
-
-def _check_port(port: int | None) -> None:
-    if port is not None and (isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 2**16):
-        raise ValueError(f"`port` must be from 1 to 65535, or None for a free one, but is {port!r}")
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not 0 < seconds < 1e9:  # torch counts nanoseconds in 64 bits
+        raise ValueError(f"`timeout` must be positive, and below 1e9 seconds, but is {timeout!r}")
+    return timedelta(seconds=seconds)
 
 
 def _read_check_mode() -> None:

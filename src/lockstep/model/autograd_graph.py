@@ -42,17 +42,14 @@ def leaves_of(loss: Tensor) -> set[Tensor]:
     return {leaf for node in nodes_of(loss) if (leaf := leaf_of(node)) is not None}
 
 
-def reaches_none(loss: Tensor, parameters: Collection[int], most: int = 32) -> bool:
-    """Return whether a loss with a graph of at most `most` nodes, as of a zero, depends on none of the parameters.
+def reaches_none(loss: Tensor, parameters: Collection[int]) -> bool:
+    """Return whether a loss with a graph of at most 32 nodes, as of a zero, depends on none of the parameters, by `id`.
 
-    Args:
-        loss: the loss.
-        parameters: the `id` of each parameter.
-        most: larger graphs are not searched, so that this is cheap enough for every step.
+    Larger graphs are not searched, so that this is cheap enough for every step.
     """
     for count, node in enumerate(nodes_of(loss)):
         leaf = leaf_of(node)
-        if count >= most or hides_leaves(node) or (leaf is not None and id(leaf) in parameters):
+        if count >= 32 or hides_leaves(node) or (leaf is not None and id(leaf) in parameters):
             return False
     return True
 

@@ -84,14 +84,15 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
     **Collective**: every rank of the group; the parameters of rank 0 are sent to the others.
 
     **Raises**: `CollectiveMismatchError`, on every rank, if the models of the ranks have other parameters or buffers;
-    `ConfigError`, on every rank before the backward pass, if trainable parameters get no gradient on some
-    rank and `find_unused_parameters` is off, or if an embedding has `max_norm` and there are several ranks;
+    `ConfigError` if trainable parameters get no gradient on some rank and `find_unused_parameters` is off, on every
+    rank before each of the first three backward passes, later on that rank after the pass; or, on every rank, if an
+    embedding has `max_norm` and there are several ranks;
     `DivergenceError`, on every rank after a step, if replicas are no longer equal, as after a layer has written its
     weights in the forward pass.
 
-    **Cost**: besides the gradients, 8 bytes in each of the first three backward passes; and after the first three
-    updates, every 500th, and in a Session the first of each epoch, 8 bytes for each parameter, see
-    `lockstep.model.written.DriftCheck`.
+    **Cost**: besides the gradients, one exchange of 256 bytes between the hosts in each of the first three backward
+    passes, unless `find_unused_parameters` is on; and what `lockstep.model.written.DriftCheck` says after the first
+    three updates, every 500th, and in a Session the first of each epoch.
     """
 
     prepares_backward = True

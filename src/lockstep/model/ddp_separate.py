@@ -62,7 +62,8 @@ class MMSeparateDistributedDataParallel(ModelWrapper):
         _check_ownership(module)
         kwargs |= {"device_ids": device_ids, "output_device": output_device}
         kwargs |= {"broadcast_buffers": broadcast_buffers, "find_unused_parameters": find_unused_parameters}
-        comm = resolve(kwargs.get("process_group"))
+        self.process_group = kwargs.get("process_group") or kwargs.get("device_mesh")
+        comm = resolve(self.process_group)
         if comm.size > 1:  # each child is compared, too, but ranks may have other children
             require_same_parameters(module, comm.ranks, comm.pg, buffers=True)
         self._parallel: list[MMDistributedDataParallel] = []
@@ -79,7 +80,6 @@ class MMSeparateDistributedDataParallel(ModelWrapper):
                 self._parallel.append(wrapped)
         self._inside = {tensor for part in self._parallel for tensor in (*part.parameters(), *part.buffers())}
         tensors = (*module.parameters(), *module.buffers())
-        self.process_group = kwargs.get("process_group")
         broadcast_from_first([own for own in tensors if own not in self._inside], self.process_group)
         self.module = module
         self._drift = DriftCheck(self._replicated, self.process_group, OWN_STEP)

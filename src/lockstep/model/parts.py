@@ -78,7 +78,7 @@ def require_same_parameters(
         left_out: names of parameters and buffers that need not be the same.
         buffers: whether buffers are compared, too.
 
-    **Collective**: every rank of the groups. **Cost**: one exchange of 8 bytes between the hosts for each group.
+    **Collective**: every rank of the groups. **Cost**: one exchange between the hosts for each group.
 
     Raises:
         CollectiveMismatchError: the same on every rank, which names the first one that differs.

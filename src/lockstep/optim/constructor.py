@@ -105,7 +105,7 @@ class Paramwise:
         """
         for key in self._keys:
             if not any(key in name for name in names):
-                parts = {part for name in names for part in (name.rpartition(".")[0], *name.split("."))}
+                parts = {part for name in names for part in (name.rpartition(".")[0], *name.split(".")) if part}
                 raise ConfigError(
                     "`paramwise_cfg['custom_keys']` must have keys that are part of some parameter's name, but "
                     f"{key!r} is part of none{did_you_mean(key, parts)}"

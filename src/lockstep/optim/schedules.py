@@ -49,8 +49,8 @@ class LinearLR(FormulaScheduler):
     """Multiply the value by a factor that changes linearly, as in a warm-up.
 
     Args:
-        start_factor: the factor at the beginning.
-        end_factor: the factor at the end, and afterwards.
+        start_factor: the factor at the beginning, above 0 and at most 1.
+        end_factor: the factor at the end, and afterwards, at most 1.
         total_iters: counts until `end_factor`; by default it is reached in the last count of the window.
         **window: arguments of `ParamScheduler`.
     """

@@ -182,6 +182,7 @@ class OptimWrapper:
 
         Raises:
             RuntimeError: something else, such as `model.zero_grad()`, has cleared gradients within a window.
+            TypeError: the optimizer evaluates the loss itself. Others: as `backward`.
         """
         if self.needs_closure:
             raise TypeError(

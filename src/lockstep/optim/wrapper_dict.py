@@ -24,7 +24,7 @@ def _refused(method: str) -> Callable[..., NoReturn]:
         first = next(iter(wrappers))
         raise NotImplementedError(
             f"{method} must be called on one of the optim wrappers ({', '.join(wrappers)}), but was called on all of "
-            f"them. Override train_step of the model, and call optim_wrapper[{first!r}].{method}(...) there"
+            f"them. Call optim_wrapper[{first!r}].{method}(...), as in a train_step of the model's own"
         )
 
     return refuse
@@ -52,9 +52,6 @@ class OptimWrapperDict(OptimWrapper):
         loss = ...
     optim_wrapper["generator"].update_params(loss)
     ```
-
-    Args:
-        **optim_wrappers: the wrappers, by name.
     """
 
     def __init__(self, **optim_wrappers: OptimWrapper) -> None:
@@ -106,6 +103,7 @@ class OptimWrapperDict(OptimWrapper):
     scale_loss = _refused("scale_loss")
     backward = _refused("backward")
     step = _refused("step")
+    add_param_group = _refused("add_param_group")
     should_sync = _refused("should_sync")
     should_update = _refused("should_update")
 

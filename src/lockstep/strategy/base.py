@@ -38,7 +38,7 @@ class Strategy(ABC):
 
     Backward passes and updates go through the optim wrapper that `prepare` returns. All strategies exchange states in
     one canonical form: parameters by their full name, without the prefixes of wrappers, and the optimizer's state by
-    parameter name. A strategy writes no files, logs nothing and owns no directories.
+    parameter name. A strategy writes no files and owns no directories.
 
     Attributes:
         converters: functions that are called with the model, one after the other, before it is compiled and

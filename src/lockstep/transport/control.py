@@ -246,7 +246,7 @@ def require_no_failure(failures: Sequence[str | None], comm: Comm) -> None:
         if failure is not None:
             raise PeerError(
                 f"rank {rank} of {comm.size} could not take part: {failure} (seen on {comm.this_rank}). "
-                "Nothing was exchanged, and the group can be used further",
+                "The group can be used further",
                 rank=rank,
                 cause=failure,
             )

@@ -20,7 +20,7 @@ class Handle:
     """A collective in flight. `wait` completes it, including the copy back to the caller's device and dtype.
 
     On an accelerator, `wait` orders the device's current stream after the collective, as torch's `Work` does; the host
-    goes on. A backend returns None for a synchronous call that is in order on that stream, as NCCL does (torch 2.8).
+    goes on. torch's functions return None for a synchronous call, after which they have done so themselves (2.13).
     """
 
     __slots__ = ("_comm", "_finish", "_works")

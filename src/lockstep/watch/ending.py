@@ -24,7 +24,7 @@ _COMPARING_RANK = 0  # compares the calls of all ranks, and sends the others the
 def end_watch() -> DistError | None:
     """End the watch; return the error that says why the calls of the ranks don't agree, if they don't.
 
-    Waits for up to three seconds for the other ranks, unless this one ends because of an error.
+    Waits for up to three seconds for the other ranks, unless this one ends because of an error; then rank 0 for two.
     """
     watch = take_watch()
     if watch is None:
