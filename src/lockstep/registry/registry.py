@@ -138,6 +138,7 @@ class Registry:
         Raises:
             RegistryError: the name is taken and `force` is not set.
             TypeError: `module` is neither a class nor a function.
+            ValueError: the name has a dot.
 
         Example:
             >>> HOOKS = Registry("hook", scope="zoo")
