@@ -288,6 +288,7 @@ class Runner(_AttributesOfRun):
 
         Raises:
             TypeError: what the model returns can't be split into samples.
+            ConfigError: there is not one loader; or, with `out_dir`, its samples have no indices.
         """
         loader = self.args.test_dataloader if dataloader is None else dataloader
         if loader is None or "" not in (several := named_loaders(loader)):
