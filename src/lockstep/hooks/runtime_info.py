@@ -30,7 +30,7 @@ class RuntimeInfoHook(Hook):
         """Tell that it is the training."""
         _enter(runner, "train")
 
-    def after_train(self, runner: TrainRun) -> None:
+    def after_train(self, runner: Run) -> None:
         """Tell that it is none any more."""
         _enter(runner, None)
 
@@ -47,9 +47,7 @@ class RuntimeInfoHook(Hook):
         """Tell that it is a test."""
         _enter(runner, "test")
 
-    def after_test(self, runner: Run) -> None:
-        """Tell that it is none any more."""
-        _enter(runner, None)
+    after_test = after_train
 
     def before_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None) -> None:
         """Put the learning rates of the iteration into the message hub."""
