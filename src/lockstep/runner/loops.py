@@ -85,6 +85,7 @@ class TrainLoop(ABC):
                 "ranks has that batch, unless session.gather(..., sync_grads=True) gathers them",
                 min(lengths), max(lengths),
             )  # fmt: skip
+        require_count("val_begin", val_begin, least=0)
         self.val_begin = val_begin
         self.val_interval = val_interval
         self._intervals = _intervals(val_interval, dynamic_intervals)
