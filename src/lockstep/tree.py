@@ -38,7 +38,7 @@ def is_tensordict(value: Any) -> bool:
 def tree_map(func: Callable[[Any], Any], tree: Any) -> Any:
     """Return a tree of the same shape and types, with `func` applied to every leaf.
 
-    A leaf is anything but a dict, list, tuple, dataclass instance or `TreeNode`; strings and None are leaves.
+    A leaf is anything but a dict, list, tuple, dataclass instance, tensorclass or `TreeNode`; strings are leaves.
 
     Example:
         >>> tree_map(lambda x: x + 1, {"a": [1, (2, 3)]})

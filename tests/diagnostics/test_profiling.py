@@ -54,6 +54,10 @@ def profiled(work_dir: Path, **options: Any) -> dict[str, int]:
             {"profile_times": 2, "schedule": {"wait": 1, "warmup": 1, "active": 2, "repeat": 2}},
             {"profile/trace_rank{}_iter4.json": 2, "profile/trace_rank{}_iter8.json": 2},
         ),
+        (  # the second cycle has come to its beginning
+            {"by_epoch": False, "profile_times": 5, "schedule": {"wait": 1, "warmup": 1, "active": 1}},
+            {"profile/trace_rank{}_iter3.json": 1},
+        ),
         ({"json_trace_path": None}, {"profile/trace_rank{}_iter4.json": 4}),
         ({"json_trace_path": "t.json.gz"}, {"t_rank{}_iter4.json.gz": 4}),
     ],

@@ -228,6 +228,8 @@ def test_what_is_no_number_is_not_the_best_and_a_single_metric_needs_no_name(tmp
 def test_parts_of_names_may_tell_the_rule(tmp_path: Path):
     options = {"save_best": "strangeness", "greater_keys": ["x"], "less_keys": ["Strange"]}
     assert "best_strangeness_epoch_3" in saved(train(tmp_path, options, Scripted("strangeness", [3, 2, 1, 5])))
+    options = {"save_best": "strangeness", "greater_keys": "strange", "less_keys": "loss"}  # one part, not its letters
+    assert "best_strangeness_epoch_4" in saved(train(tmp_path / "one", options, Scripted("strangeness", [3, 2, 1, 5])))
 
 
 @ranks(1, 2)

@@ -95,16 +95,17 @@ def test_the_interval_of_validation_changes_on_the_way(cfg, expected, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("intervals", "says"),
+    ("cfg", "says"),
     [
-        ([3], r"pairs \(from when on, interval\), but holds 3"),
-        ([(3, 0)], "`dynamic_intervals` must be an int of at least 1, but is 0"),
-        ([(3, 1), (2, 1)], "must be in order of time"),
+        ({"dynamic_intervals": [3]}, r"pairs \(from when on, interval\), but holds 3"),
+        ({"dynamic_intervals": [(3, 0)]}, "`dynamic_intervals` must be an int of at least 1, but is 0"),
+        ({"dynamic_intervals": [(3, 1), (2, 1)]}, "must be in order of time"),
+        ({"val_begin": "1"}, "`val_begin` must be an int of at least 0, but is '1'"),
     ],
 )
-def test_wrong_intervals_are_refused(intervals, says, tmp_path: Path):
+def test_wrong_intervals_are_refused(cfg, says, tmp_path: Path):
     with pytest.raises(ConfigError, match=says):
-        make(tmp_path, train_cfg={"max_epochs": 1, "dynamic_intervals": intervals}).train()
+        make(tmp_path, train_cfg={"max_epochs": 1, **cfg}).train()
 
 
 @ranks(1, 2)

@@ -74,8 +74,8 @@ def save_state(
         last_of: the work_dir, or the folder in the bucket, whose last checkpoint it becomes; None for none.
         planner: has the plan of the last save, which holds if all ranks hold tensors of the same names and shapes.
 
-    **Collective**: every rank. **Cost**: each rank writes its share, and needs 1 MiB of memory for it if tensors are
-    contiguous; about 80 MiB more for a bucket. Between ranks only the plan is sent; see `Planner.plan`.
+    **Collective**: every rank. **Cost**: each rank writes its share, and copies up to 16 MiB of it at a time if it is
+    not contiguous on the CPU; about 80 MiB more for a bucket. Between ranks only the plan is sent: see `Planner.plan`.
 
     Raises:
         ConfigError: on every rank, if a value on some rank can't be saved, or what ranks hold of a tensor does not fit

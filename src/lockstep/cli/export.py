@@ -18,7 +18,8 @@ class Export:
     """Write the weights of a checkpoint in a form that others read.
 
     CKPT is a checkpoint, the folder of a run, or a work dir, of which the last checkpoint is taken. OUT is a new or
-    empty folder, or a new file for --to torch. It needs no GPU and no model, and memory for one tensor at a time.
+    empty folder, or a new file for --to torch. It needs no GPU and no model, and memory for one tensor at a time; for
+    --to torch, for all.
     """
 
     ckpt: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint, the folder of a run, or a work dir.")]
@@ -36,7 +37,7 @@ class Export:
         str, typer.Option(metavar="SIZE", help="The most bytes of a file, as 5GB or 500MB; more are several files.")
     ] = "5GB"
     dtype: Annotated[
-        str | None, typer.Option(metavar="[float32|float16|bfloat16]", help="Convert floating-point weights.")
+        str | None, typer.Option(metavar="[float32|float16|bfloat16|float64]", help="Convert floating-point weights.")
     ] = None
     prefix: Annotated[
         str | None, typer.Option(metavar="NAME", help="Only the part of the model with this name, without the name.")

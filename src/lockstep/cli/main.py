@@ -112,7 +112,7 @@ def report(
 ) -> None:
     """Write the records of a run to one HTML page.
 
-    The page shows curves, times by rank, evaluations, config and environment, and needs no network.
+    The page shows curves, slow ranks, evaluations, config and environment, and needs no network.
     """
     run = read_run(find_run(run_dir))
     page = out or run.folder / "report.html"

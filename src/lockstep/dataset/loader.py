@@ -68,10 +68,11 @@ def build_dataloader(
 
     The same applies to one process, so that training can resume inside an epoch and sees the same global batches on
     any number of ranks. On one process two kinds of loaders are not changed: loaders in the dataset's own order in
-    evaluation, and subclasses of `DataLoader`.
+    evaluation, and subclasses of `DataLoader` that override `__iter__`, but in training those with `load_state_dict`.
 
-    A loader that can't be sharded is not changed, with a warning if every rank would see the same data: an iterable of
-    batches that isn't a `DataLoader`, or a `DataLoader` of an `IterableDataset` (given as a config, it is split).
+    A loader that can't be sharded is not changed: an iterable of batches that isn't a `DataLoader`, a `DataLoader` of
+    an `IterableDataset` (given as a config, it is split), or one that has begun to read. Where every rank would see the
+    same data, there is a warning; of an iterable, a training looks at its first batches instead.
 
     Args:
         loader: a `DataLoader` or any iterable of batches, or a config dict with the keys `dataset` (an object or a
@@ -79,11 +80,11 @@ def build_dataloader(
             object, a config, or replaced by `shuffle`), `batch_sampler` (an object or a config), `collate_fn` (a
             function, or one in the registry `FUNCTIONS`, such as `default_collate` and `pseudo_collate`, by name or
             config), `num_batch_per_epoch` (the number of batches of a shortened epoch, for a trial), and further
-            arguments of `torch.utils.data.DataLoader`, of which `pin_memory` is True by default where there are
-            an accelerator and workers. An `IterableDataset` is split over ranks and workers (see
-            `StreamShard`). `split=False` says that the dataset or the sampler already splits the data itself;
-            `split="ranks"` that an iterable dataset does so over its workers, but not over the ranks; `split=True` that
-            a sampler does not, even if it has an attribute such as `rank`.
+            arguments of `torch.utils.data.DataLoader`, of which `pin_memory` is True by default where there are an
+            accelerator and workers. An `IterableDataset` is split over ranks and workers (see `StreamShard`).
+            `split=False` says that the dataset or the sampler already splits the data itself; `split="ranks"` that an
+            iterable dataset does so over its workers, but not over the ranks; `split=True` that a sampler does not,
+            even if it has an attribute such as `rank`.
         seed: seed of the order of samples, the same on every rank.
         evaluation: by default keep the order, and yield each sample exactly once.
         shard: this rank's shard and the number of shards; by default its rank and the world size.
@@ -93,6 +94,7 @@ def build_dataloader(
     Raises:
         ConfigError: the config has no dataset or is not valid, the ranks have different data, or a sampler splits the
             data into other shards.
+        TypeError: `loader` is none of these, as a dataset.
     """
     shard = shard or get_dist_info()
     if isinstance(loader, Mapping):

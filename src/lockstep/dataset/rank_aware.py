@@ -22,7 +22,7 @@ _MOST_COMPARED = 1000  # indices
 def is_rank_aware(sampler: Any) -> bool:
     """Return whether a sampler, batch sampler or loader knows of ranks, that is, gives each rank its own part.
 
-    It does if it, or a sampler, loader or dataset of a stream that it holds, has a number in one of the attributes
+    It does if it, or a sampler, loader or dataset of a stream that it holds, has a value in one of the attributes
     `rank`, `world_size`, `num_replicas`, `shard`, `process_index` and `num_processes`, with or without a leading
     underscore. Nothing is drawn from it.
 

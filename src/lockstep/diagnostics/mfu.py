@@ -82,12 +82,12 @@ class MFUHook(Hook):
     ranks' peaks, a fraction of 1. Where a peak is not known, they only get the former, and a warning says so. The time
     is that of whole iterations, with the wait for data and the update.
 
-    The FLOPs of a step are counted while it runs, the first time that a batch has these shapes; see
-    `StepFlops` for what counts. They depend on the model and the batch alone, not on activation
-    checkpointing, compilation, accumulation or the strategy. All steps with batches of the same shapes are taken to be
-    alike; give `flops_of` if they are not. Where batches have more than 16 shapes, a further one takes the FLOPs of the
-    counted one that is nearest in its number of elements, in proportion to that number. After a change of what requires
-    a gradient, counting begins anew with the next epoch.
+    The FLOPs of a step are counted while it runs, the first time that a batch has these shapes; see `StepFlops` for
+    what counts. They depend on the model and the batch alone, not on activation checkpointing, compilation,
+    accumulation or the strategy. All steps with batches of the same shapes are taken to be alike; give `flops_of` if
+    they are not. Where batches have more than 16 shapes, a further one takes the FLOPs of the counted one that is
+    nearest in its number of elements, in proportion to that number. After a change of what requires a gradient,
+    counting begins anew with the next epoch.
 
     Args:
         peak_flops: peak FLOP/s of one rank's device in the dtype of the training. By default that of the device's data

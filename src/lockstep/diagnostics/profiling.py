@@ -87,9 +87,9 @@ class ProfilerHook(Hook):
         self._schedule = None if self.schedule is None else make_schedule(**self.schedule)
         self._profiler: profile | None = None
         self._filter: Any = None  # of the warnings that are not shown meanwhile
-        self._done = 0
-        self._iteration = 0
+        self._done = self._iteration = 0
         self._traced: int | None = None
+        self._is_recorded = False  # whether the last iteration was
 
     def before_train(self, runner: TrainRun) -> None:
         """Start the profiler."""
@@ -115,6 +115,7 @@ class ProfilerHook(Hook):
         if self._profiler is None:
             return
         self._iteration = runner.iter + 1
+        self._is_recorded = self._profiler.current_action.name.startswith("RECORD")
         self._profiler.step()
         if not self.by_epoch:
             self._count_towards_end()
@@ -142,10 +143,10 @@ class ProfilerHook(Hook):
             self.close()
 
     def _once_per_iteration(self, handler: TraceHandler) -> TraceHandler:
-        """Return a handler that leaves out a cycle without an iteration, which begins where the last one has ended."""
+        """Return a handler that leaves out a cycle without an iteration, unless one has failed in it."""
 
         def handle(profiler: profile) -> None:
-            if self._traced != self._iteration:
+            if self._traced != self._iteration and (self._is_recorded or sys.exception() is not None):
                 self._traced = self._iteration
                 handler(profiler)
 

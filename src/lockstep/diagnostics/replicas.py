@@ -90,10 +90,9 @@ class ReplicaCheckHook(Hook):
         ignore: patterns, as for `fnmatch`, for the names of parameters and buffers that are meant to differ.
 
     **Collective**: every rank. **Cost**: per check one pass over what is compared, one read from the device, and one
-    exchange of 256 bytes between the hosts.
-    On two ranks of one CPU core each a check takes at most as long as a training step with AdamW, even a step on one
-    sample: at the default interval 0.1 to 0.5 % of the time (`python -m benchmarks.divergence`). If replicas differ,
-    the name of each tensor and 8 bytes are sent to rank 0 as well.
+    exchange of 256 bytes between the hosts. On two ranks of one CPU core each a check takes at most as long as a
+    training step with AdamW, even a step on one sample: at the default interval 0.1 to 0.5 % of the time (`python -m
+    benchmarks.divergence`). If replicas differ, the name of each tensor and 8 bytes are sent to rank 0 as well.
 
     Raises:
         ConfigError: an argument is wrong; or an engine (DeepSpeed, ColossalAI) holds the parameters.

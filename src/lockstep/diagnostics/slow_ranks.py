@@ -263,7 +263,7 @@ class StragglerWatch:
     Args:
         factor: above 1.
 
-    **Source**: medians instead of means, because one iteration with a pause says nothing of the others.
+    Medians are compared, not means, because one iteration with a pause says nothing of the others.
     """
 
     def __init__(self, factor: float) -> None:

@@ -110,8 +110,8 @@ class BaseMetric(ABC):
 
         Raises:
             ValueError: `process` has appended nothing on any rank.
-            TypeError: `compute_metrics` has not returned a dict, or returned an empty one.
-            PeerError: on the other ranks, if `compute_metrics` failed on rank 0.
+            TypeError: on rank 0, `compute_metrics` has not returned a dict, or returned an empty one.
+            PeerError: on the other ranks, if that, or `compute_metrics`, failed on rank 0.
         """
         results, self.results = self.results, []
         ends, self.batch_ends = self.batch_ends, None

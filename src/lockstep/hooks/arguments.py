@@ -20,13 +20,14 @@ def rule_of(metric: str, greater_keys: Sequence[str] | None = None, less_keys: S
 
     Args:
         metric: the metric's name.
-        greater_keys: parts of names for which greater is better; None for the default ones.
+        greater_keys: parts of names, or one, for which greater is better; None for the default ones.
         less_keys: the same for `"less"`.
 
     Raises:
         ConfigError: the name does not show which is better.
     """
     name = metric.rpartition("/")[2]
+    greater_keys, less_keys = ([keys] if isinstance(keys, str) else keys for keys in (greater_keys, less_keys))
     if any(part.lower() in name.lower() for part in less_keys or ()):
         return "less"
     if any(part.lower() in name.lower() for part in greater_keys or ()):

@@ -53,7 +53,7 @@ class CheckpointHook(Hook):
             later ones.
         rule: whether `"greater"` or `"less"` is better, for each metric or for all; by default inferred from the
             metric's name.
-        greater_keys: parts of metric names for which greater is better, instead of the default ones.
+        greater_keys: parts of metric names, or one, for which greater is better, instead of the default ones.
         less_keys: the same for `"less"`.
         filename_tmpl: name of a regular checkpoint, with `{}` for the number; by default `"epoch_{}"` or `"iter_{}"`.
         save_begin: the epoch, or iteration, at which the first interval begins.

@@ -67,7 +67,7 @@ class EMAHook(Hook):
         ema_model: the average; set when training begins.
 
     **Cost**: one pass over the weights per iteration, and memory for one copy of the weights; during validation, for
-    one more. With `update_buffers`, one all_reduce of the buffers per validation and checkpoint.
+    one more. With `update_buffers`, per validation and checkpoint what an average of `SyncBuffersHook` costs.
     """
 
     ema_model: BaseAveragedModel

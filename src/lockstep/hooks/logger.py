@@ -111,8 +111,8 @@ class LoggerHook(Hook):
 
     With each record, the options of the optimizers are compared over ranks: a learning rate that only some ranks have
     changed ends the training. The own work of all ranks is compared, too: a step without the wait for slower ranks. A
-    warning names a rank that keeps the others waiting, and at what: data or computing. `metrics.jsonl`
-    gets a line for it, and the visualizer the number of slow ranks.
+    warning names a rank that keeps the others waiting, and at what: data or computing. `metrics.jsonl` gets a line for
+    it, and the visualizer the number of slow ranks.
 
     Args:
         interval: number of iterations from one record to the next. The end of an epoch also makes one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -224,10 +225,6 @@ def _keys(known: Collection[str], key: str, cfg: object) -> Iterator[Fault]:
             yield Fault(f"{key}.{name}", f"is no key of `{key}`{did_you_mean(name, known)}")
 
 
-def _compile(key: str, cfg: object) -> Iterator[Fault]:
-    yield from _keys(Arguments.of(torch.compile).named.keys() - {"model"}, key, cfg)
-
-
 def _evaluator(key: str, cfg: object) -> Iterator[Fault]:
     if isinstance(cfg, list | tuple) and all(isinstance(part, Mapping) and "metrics" in part for part in cfg):
         for index, part in enumerate(cfg):  # one for each of several loaders
@@ -259,7 +256,7 @@ _SECTIONS: Mapping[Content, Callable[[str, Any], Iterator[Fault]]] = {
     "model wrapper": Kind(
         registry.MODEL_WRAPPERS, default="MMDistributedDataParallel", supplied=frozenset({"module"})
     ).faults,
-    "compile options": _compile,
+    "compile options": partial(_keys, Arguments.of(torch.compile).named.keys() - {"model"}),
     "visualizer": Kind(registry.VISUALIZERS).each,
 }
 

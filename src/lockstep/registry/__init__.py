@@ -131,8 +131,7 @@ VISUALIZERS = Registry("visualizer", locations=["lockstep.visualization"])
 """Visualizers."""
 RUNNERS = Registry("runner", locations=["lockstep.runner"], build_func=_build_runner)
 """Runners."""
-# For a user's own functions and classes: collate functions, transforms, and others.
 FUNCTIONS = Registry("function", locations=["lockstep.dataset"])
-"""Functions, such as those that collate a batch."""
+"""Functions, such as those that collate a batch, and others of a user's own."""
 TRANSFORMS = Registry("transform", locations=["lockstep.dataset"])
 """Transforms of one sample."""

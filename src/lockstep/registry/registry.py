@@ -50,9 +50,6 @@ class Registry:
             default arguments; by default the parent's.
 
     Attributes:
-        name: what the entries are, in the singular.
-        scope: name of this registry within its family.
-        parent: the registry in which a name is looked up next.
         root: the registry of the family that has no parent.
         children: the registries that have this one as their parent, by scope. Read only.
         module_dict: the entries registered here so far, by name. Read only.
@@ -138,6 +135,7 @@ class Registry:
         Raises:
             RegistryError: the name is taken and `force` is not set.
             TypeError: `module` is neither a class nor a function.
+            ValueError: the name has a dot.
 
         Example:
             >>> HOOKS = Registry("hook", scope="zoo")

@@ -254,8 +254,6 @@ _FOR_ALL_MODES = {
 class HookList:
     """The hooks of a run, in the order in which they are called.
 
-    Registration determines which hooks act at a point. A point at which no hook acts costs one look-up.
-
     Args:
         hooks: hooks and configs, in order of registration; they are sorted by priority.
         owner: number of the Runner whose hooks these are; those that were another's are refused.
@@ -284,6 +282,7 @@ class HookList:
 
         Raises:
             TypeError: it is no hook, or its method for a point can't take what hooks are given there.
+            ConfigError: its priority has no such name.
             RuntimeError: it has been a hook of another Runner.
         """
         built = _build_hook(hook)

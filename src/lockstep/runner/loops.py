@@ -85,6 +85,7 @@ class TrainLoop(ABC):
                 "ranks has that batch, unless session.gather(..., sync_grads=True) gathers them",
                 min(lengths), max(lengths),
             )  # fmt: skip
+        require_count("val_begin", val_begin, least=0)
         self.val_begin = val_begin
         self.val_interval = val_interval
         self._intervals = _intervals(val_interval, dynamic_intervals)
@@ -353,8 +354,8 @@ class EpochBasedTrainLoop(TrainLoop):
         runner: the run; its model is trained.
         dataloader: this rank's shard of the data, with a length. Ranks may hold unequal amounts; see `EvenBatches`.
         max_epochs: number of passes.
-        val_begin: the epoch after which the first validation may come.
-        val_interval: number of epochs from one validation to the next; the last epoch always ends in one.
+        val_begin: the epoch after which the first validation may come, also the one at the end.
+        val_interval: number of epochs from one validation to the next; the last epoch also ends in one.
         dynamic_intervals: pairs (epoch, interval): from that epoch on, that interval holds.
         batch_size_of: returns what a batch counts for, if that is not its number of samples: for instance its number of
             tokens. The gradient of an update is the mean over what it counts, on all ranks.
@@ -443,8 +444,8 @@ class IterBasedTrainLoop(TrainLoop):
         runner: the run; its model is trained.
         dataloader: this rank's shard of the data.
         max_iters: number of iterations.
-        val_begin: the iteration after which the first validation may come.
-        val_interval: number of iterations from one validation to the next; the last iteration always ends in one.
+        val_begin: the iteration after which the first validation may come, also the one at the end.
+        val_interval: number of iterations from one validation to the next; the last iteration also ends in one.
         dynamic_intervals: pairs (iteration, interval): from that iteration on, that interval holds.
         batch_size_of: as for `EpochBasedTrainLoop`.
     """

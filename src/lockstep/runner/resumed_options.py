@@ -33,12 +33,10 @@ _PROGRESS = frozenset({"last_epoch", "_step_count", "_last_lr", "base_lrs"})
 
 def record_first_options(run: TrainRun) -> None:
     """Keep the options of the parameter groups as the config gives them, before a schedule changes them."""
-    groups = run.optim_wrapper.param_groups
     run.first_options = [
         {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
-        for group in groups
+        for group in run.optim_wrapper.param_groups
     ]
-    run.initial_lrs = [group.get("initial_lr", group.get("lr")) for group in groups]
 
 
 def record_config(run: TrainRun) -> None:

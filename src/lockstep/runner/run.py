@@ -114,7 +114,7 @@ class Run(Workspace):
         val_loop: the loop that validates, an `EvalLoop`; None without one.
         test_loop: the loop that tests; None without one.
         predict_loop: the loop that predicts, or predicted last; None before, and again from the next evaluation on.
-        last_evaluation: the one of these two loops that ran last; None before.
+        last_evaluation: the one of these loops that ran last; None before.
         loaded: on rank 0, the checkpoint whose weights are evaluated instead of those that were trained, and its epoch
             and iteration, for records.
         agreement: lets a training stop on all ranks at the same point.
@@ -260,7 +260,6 @@ class TrainRun(Run):
         optim_wrapper: updates the model.
         train_dataloader: this rank's shard of the training data.
         train_loop: the loop that trains, a `TrainLoop`.
-        initial_lrs: the learning rate of each parameter group before a schedule acts.
         first_options: all options of each parameter group before a schedule acts.
         begun_with: what the config says of these options and of the schedules, in JSON values.
         saving: writes checkpoints.
@@ -269,7 +268,6 @@ class TrainRun(Run):
     optim_wrapper: OptimWrapper
     train_dataloader: Any
     train_loop: Any = field(init=False)
-    initial_lrs: list[Any] = field(default_factory=list)
     first_options: list[dict[str, Any]] = field(default_factory=list)
     begun_with: dict[str, Any] = field(default_factory=dict)
     saving: Saving = field(init=False)
@@ -330,7 +328,8 @@ class TrainRun(Run):
             on_save_error: `"raise"` if the checkpoint can't be written; `"warn"` to go on without it. An asynchronous
                 save that fails stops the training after the iteration that is in progress then, and raises there.
             when_ended: called on each rank when the save has ended, with whether the checkpoint is complete: before
-                this returns, or, with `async_save`, between two later iterations. Not called if the training ends.
+                this returns, or, with `async_save`, between two later iterations, before the next save or at the end.
+                Not called if the training fails for another reason.
 
         **Collective**: every rank. **Cost**: of `async_save`, memory in the host for a copy of the rank's part.
 

@@ -108,8 +108,8 @@ class Runner(_AttributesOfRun):
         experiment_name: put before the time in the name of the run's folder.
         data_preprocessor: preprocesses batches before the model; not used if the model's config names one.
         default_scope: the registry scope in which names are looked up first, before lockstep's own.
-        cfg: the config that the arguments come from; saved with the run. Its keys `model_wrapper_cfg`,
-            `find_unused_parameters` and `sync_bn` say how the model is wrapped, if no `strategy` is given.
+        cfg: the config that the arguments come from; saved with the run. Its `sync_bn` converts BatchNorms. Without a
+            `strategy`, its keys `model_wrapper_cfg` and `find_unused_parameters` say how the model is wrapped.
         loss: for a model whose `forward` returns outputs: `loss(outputs, targets)`, such as `nn.CrossEntropyLoss()`, or
             a function `loss(outputs, batch)`, or the config of one. Validation then computes the metric `loss` and
             needs no evaluator; see `OutsideLoss` for the forms of a batch.
@@ -209,6 +209,8 @@ class Runner(_AttributesOfRun):
         **Collective**: every rank of the job.
 
         Raises:
+            ConfigError: there are no data to train on, or the arguments do not fit together.
+            RuntimeError: this Runner has trained already.
             Preempted: a signal of `stop_signals` asked the training to stop, and the ranks have saved it.
         """
         if self.args.train_dataloader is None:
@@ -286,6 +288,7 @@ class Runner(_AttributesOfRun):
 
         Raises:
             TypeError: what the model returns can't be split into samples.
+            ConfigError: there is not one loader; or, with `out_dir`, its samples have no indices.
         """
         loader = self.args.test_dataloader if dataloader is None else dataloader
         if loader is None or "" not in (several := named_loaders(loader)):

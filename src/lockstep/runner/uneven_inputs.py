@@ -82,7 +82,7 @@ class EvenBatches:
             says which, ranks and workers that get the same first batch are an error.
 
     **Collective**: every rank makes it and goes through it. **Cost**: at the beginning, one all_gather_object of a few
-    numbers; then, for each batch whose size is not known in advance, one exchange of the hosts.
+    numbers, at the first batch up to two more; then one exchange for each batch whose size is not known in advance.
 
     Attributes:
         lengths: batches of each rank in a pass; None if that is not known.

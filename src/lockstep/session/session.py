@@ -292,8 +292,8 @@ class Session:
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that are left, from 0 or from where training resumed to `count` - 1.
 
-        In each, the loop must go through the prepared loader. An epoch that it leaves early counts as a whole one. The
-        session is closed after the last epoch; as a context manager, at the end of its block.
+        In each, the loop must go through the prepared loader. One that it leaves early counts as a whole one. The
+        session is closed after the last one; as a context manager, at the end of its block. **Collective**: every rank.
         """
         return self._closed_after(self._prepared().epochs(count))
 
@@ -301,7 +301,7 @@ class Session:
         """Yield this rank's batches until `count` iterations are complete; without data, the iterations' numbers.
 
         A pass that ends is followed by the next one. The last iteration ends in a checkpoint, and so does every
-        1000th: `default_hooks=dict(checkpoint=dict(interval=...))` chooses another number.
+        1000th: `default_hooks=dict(checkpoint=dict(interval=...))` chooses another number. **Collective**: every rank.
         """
         return self._closed_after(self._prepared().iterations(count))
 
@@ -360,9 +360,12 @@ class Session:
         self._prepared().log({**(values or {}), **more})
 
     def log_metrics(self, **metrics: Any) -> None:
-        """Record the metrics of a validation, which must be the same on every rank; hooks such as `save_best` get them.
+        """Record the metrics of a validation; hooks such as `save_best` get them.
 
         **Collective**: every rank.
+
+        Raises:
+            ConfigError: they are not the same on every rank.
         """
         self._prepared().log_metrics(metrics)
 

@@ -100,8 +100,8 @@ def load_checkpoint(
     Args:
         model: wrapped or not, but not sharded.
         filename: a checkpoint, a run's folder or a work_dir, of which the last checkpoint is taken; a folder of
-            HuggingFace's; or a file of weights, safetensors or of `torch.save`. Folders and files of weights may also
-            be URLs that fsspec can open.
+            HuggingFace's; or a file of weights, safetensors or of `torch.save`. All may also be URLs that fsspec can
+            open.
         map_location: from MMEngine; has no effect, because weights go to the model's device.
         strict: raise an error if weights are missing, unknown or of another shape; else log a warning.
         revise_keys: patterns in the names of the weights, and their replacements. The default ones apply only to names

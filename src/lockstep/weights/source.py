@@ -50,7 +50,8 @@ class ShardedFiles:
     """Weights in several files, with an index that says which tensor is in which.
 
     Args:
-        index: the index, a JSON file with `weight_map`.
+        folder: where they are.
+        index: the name of the index, a JSON file with `weight_map`.
 
     Attributes:
         tensors: shape and dtype of each tensor, by name.

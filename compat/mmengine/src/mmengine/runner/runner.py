@@ -45,7 +45,7 @@ Mode = Literal["train", "val", "test"]
 _BY_ITSELF = ("model", "hooks", "visualizer", *(f"{mode}_dataloader" for mode in ("train", "val", "test")),
               "val_evaluator", "test_evaluator")  # fmt: skip
 _OF_A_RUN = (
-    "train_loop", "val_loop", "test_loop", "optim_wrapper", "param_schedulers", "strategy", "data_shard", "initial_lrs",
+    "train_loop", "val_loop", "test_loop", "optim_wrapper", "param_schedulers", "strategy", "data_shard",
     "val_begin", "val_interval", "run",
 )  # fmt: skip
 
