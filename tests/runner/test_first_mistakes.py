@@ -485,7 +485,7 @@ def test_a_loader_in_the_place_of_schedulers_is_refused_without_reading_it(tmp_p
     session = Session(tmp_path, log_level="ERROR")
     model = nn.Linear(2, 1)
     with pytest.raises(
-        TypeError, match=r"has <.*DataLoader.* go to prepare_evaluation\(\), several training sets into one"
+        TypeError, match=r"has <.*DataLoader.* go to prepare_evaluation\(\), and there is one loader to train on"
     ):
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader(), loader())
 

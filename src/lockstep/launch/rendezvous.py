@@ -495,7 +495,9 @@ def _limit_silence(port: int) -> None:
         return
     for number in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(number).st_mode):  # of other files `fromfd` leaves its copy open (Python 3.11)
+            if not stat.S_ISSOCK(
+                os.fstat(number).st_mode
+            ):  # of other files `fromfd` leaves its copy open (Python 3.11)
                 continue
             with socket.fromfd(number, socket.AF_INET, socket.SOCK_STREAM) as connection:
                 if connection.getpeername()[1:2] == (port,):
