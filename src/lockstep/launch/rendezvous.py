@@ -495,10 +495,8 @@ def _limit_silence(port: int) -> None:
         return
     for number in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):
-            if not stat.S_ISSOCK(
-                os.fstat(number).st_mode
-            ):  # of other files `fromfd` leaves its copy open (Python 3.11)
-                continue
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue  # of other files `fromfd` would leave its copy open (Python 3.11)
             with socket.fromfd(number, socket.AF_INET, socket.SOCK_STREAM) as connection:
                 if connection.getpeername()[1:2] == (port,):
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _SECONDS_OF_SILENCE))
