@@ -193,7 +193,7 @@ def test_options_that_would_go_wrong_are_refused_with_the_alternative(options: d
 
 def test_without_the_package_the_recipe_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "colossalai.accelerator", None)  # how Python marks what can't be imported
-    with pytest.raises(ConfigError, match=r"needs ColossalAI 0\.5\.0, but importing it failed: .*docs/strategies\.md"):
+    with pytest.raises(ConfigError, match=r"needs ColossalAI 0\.5\.0, but importing it failed: .*docs/engines\.md"):
         ColossalAIStrategy().prepare(Regression())
 
 
