@@ -427,6 +427,15 @@ def test_enough_nodes_start_where_the_time_is_over_before_more_were_awaited(node
 
 
 @pytest.mark.usefixtures("soon")
+def test_a_node_that_came_early_stays_while_more_are_awaited(node):
+    first, second = node(0, nnodes=3, least=2), node(1, nnodes=3, seconds=2.0, least=2)
+    with ThreadPoolExecutor(1) as thread:
+        early = thread.submit(second.next_rendezvous)
+        time.sleep(1.5)
+        assert places([first.next_rendezvous(), early.result(10)]) == [(0, 2), (1, 2)]
+
+
+@pytest.mark.usefixtures("soon")
 def test_two_living_nodes_of_one_rank_are_told_also_where_nodes_may_come_back(node):
     first, second = node(0, least=1), node(1, least=1)
     meet(first, second)

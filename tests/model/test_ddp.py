@@ -306,3 +306,37 @@ def test_wrappers_are_told_from_models():
     assert not is_model_wrapper(Toy())
     assert unwrap_model(wrapped) is wrapped.module
     assert MODEL_WRAPPERS["MMDistributedDataParallel"] is MMDistributedDataParallel
+
+
+class WithExtra(nn.Module):
+    """An embedding, of which a rank may have its own, and a layer that some ranks leave out."""
+
+    def __init__(self, words: nn.Module) -> None:
+        super().__init__()
+        self.words, self.layer, self.extra = words, nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+
+    def forward(self, words: Tensor, uses_extra: bool) -> Tensor:
+        hidden = self.layer(self.words(words))
+        return (hidden + self.extra(hidden) if uses_extra else hidden).sum()
+
+
+@pytest.mark.parametrize("kind", ["plain", "sparse", "own", "uneven"])
+@ranks(2)
+def test_what_is_frozen_within_a_window_is_averaged_where_all_ranks_hold_it(kind: str):
+    torch.manual_seed(0)
+    rank = get_rank()
+    module = WithExtra(nn.Embedding(4 + (rank if kind == "own" else 0), 2, sparse=kind == "sparse"))
+    if kind == "own":
+        MMDistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["words.weight"])
+    model = MMDistributedDataParallel(module)
+    optim = OptimWrapper(torch.optim.SGD(module.parameters(), lr=0.1), accumulative_counts=2)
+    optim.initialize_count_status(model, 0, 4)
+    frozen = module.extra if kind == "uneven" else module.words
+    for iteration in range(2):
+        if iteration == 1:
+            frozen.weight.requires_grad_(False)
+        with model.step_context(optim), optim.optim_context(model):
+            uses_extra = kind != "uneven" or (iteration == 0 and rank == 0)
+            optim.update_params(model(torch.tensor([rank, 1]), uses_extra))
+    if kind != "own":
+        assert torch.equal(*all_gather(frozen.weight.detach()))

@@ -20,6 +20,7 @@ from lockstep.registry import OPTIM_WRAPPER_CONSTRUCTORS, BuildError
 from lockstep.runner import Runner
 from lockstep.strategy import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from lockstep.testing import ranks, run_ranks
+from lockstep.weights.description import sized_on_loading, tied_names
 
 from ..runs import Losses
 
@@ -381,3 +382,21 @@ def test_the_keys_that_a_layer_alone_could_have_are_named():
     construct = DefaultOptimWrapperConstructor({"optimizer": optimizer}, {"custom_keys": {"head": {"lr_mult": 2}}})
     with pytest.raises(ConfigError, match=r"'head' is part of none\. Known: `bias`, `weight`\."):
         construct(nn.Linear(1, 1))
+
+
+class OfMetaLearning(nn.Linear):
+    """Names its parameters by a method of its own, with the signature of early torch."""
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:
+        return super().named_parameters(prefix, recurse)
+
+    def named_buffers(self, prefix: str = "", recurse: bool = True) -> Any:
+        return super().named_buffers(prefix, recurse)
+
+
+def test_methods_of_a_modules_own_are_not_asked_for_its_names():
+    model = nn.Sequential(OfMetaLearning(2, 2), nn.Linear(2, 2))
+    assert [site.name for site in param_sites(model)] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    model[1].weight = model[0].weight
+    assert tied_names(model) == [["0.weight", "1.weight"]]
+    assert sized_on_loading(model) == set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from lockstep import Runner, Session
 from lockstep.dist import barrier, get_rank, get_world_size
 from lockstep.errors import DistError, Preempted
 from lockstep.hooks import Hook
-from lockstep.runner.preemption import Agreement
+from lockstep.runner.preemption import Agreement, stopping_at
 from lockstep.testing import ranks, run_ranks
 from lockstep.watch.watch import side_store
 
@@ -204,3 +205,27 @@ def test_a_stop_in_an_evaluation_of_a_session_comes_after_the_update_of_an_open_
     with pytest.raises(Preempted):
         train()
     assert done == 6
+
+
+def test_signals_that_are_ignored_after_a_stop_leave_handlers_of_others_alone():
+    agreement = Agreement()
+    agreement.is_open = agreement.has_stopped = True
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+
+    def own(number: int, frame: Any) -> None:
+        pass
+
+    try:
+        with stopping_at(["SIGUSR1", "SIGUSR2"], agreement):
+            pass
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+        signal.signal(signal.SIGUSR1, own)
+        with stopping_at(["SIGUSR2"], agreement):
+            assert signal.getsignal(signal.SIGUSR2) is not signal.SIG_IGN
+        assert signal.getsignal(signal.SIGUSR1) is own
+        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
+        with stopping_at([], agreement):  # leaves them as they are
+            assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

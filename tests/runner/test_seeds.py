@@ -168,12 +168,16 @@ def test_a_session_must_have_one_seed(tmp_path: Path):
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(Drawing()))
 
 
-@pytest.mark.parametrize("seed", ["a", 3.7, float("inf"), 2**64 - 1])
+@pytest.mark.parametrize("seed", ["a", 3.7, float("inf"), 2**64])
 def test_a_seed_that_is_no_whole_number_is_told(seed: Any):
     with pytest.raises(
         ConfigError, match=rf"`randomness\['seed'\]` must be a whole number of 64 bits or None, but is {seed!r}"
     ):
         set_randomness({"seed": seed})
+
+
+def test_a_seed_may_be_any_that_torch_draws():
+    assert set_randomness({"seed": 2**64 - 1}) == 2**64 - 1
 
 
 class Count(BaseMetric):

@@ -21,7 +21,7 @@ from lockstep.evaluator import Accuracy
 from lockstep.hooks import Hook
 from lockstep.report.contents import charts_of
 from lockstep.report.records import read_run
-from lockstep.runner import Runner
+from lockstep.runner import Runner, resume_from
 from lockstep.runner.start import join_ranks
 from lockstep.testing import ranks
 from lockstep.version import __version__
@@ -293,6 +293,8 @@ def test_validating_after_training_goes_on_in_the_same_places(tmp_path: Path):
 
 @ranks(2)
 def test_a_work_dir_on_a_disk_of_each_ranks_own_is_refused_before_the_training(tmp_path: Path):
+    context = pytest.MonkeyPatch.context()
+    context.__enter__().setattr(resume_from, "_SECONDS_TO_SEE", 1.0)
     mine = tmp_path / str(get_rank())
     mine.mkdir()
     opened = os.open(mine, os.O_RDONLY)
@@ -305,6 +307,7 @@ def test_a_work_dir_on_a_disk_of_each_ranks_own_is_refused_before_the_training(t
             make(own, default_hooks={}).train()
         make(own, train_cfg={"by_epoch": True, "max_epochs": 1}).train()  # saves nothing
     finally:
+        context.__exit__(None, None, None)
         os.close(opened)
         os.close(200)
 

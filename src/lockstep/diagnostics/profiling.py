@@ -143,7 +143,7 @@ class ProfilerHook(Hook):
             self.close()
 
     def _once_per_iteration(self, handler: TraceHandler) -> TraceHandler:
-        """Return a handler that leaves out a cycle without an iteration, unless one has failed in it."""
+        """Return a handler that leaves out a cycle in which no iteration was recorded."""
 
         def handle(profiler: profile) -> None:
             if self._traced != self._iteration and (self._is_recorded or sys.exception() is not None):

@@ -291,6 +291,8 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
 
         self._enough_since = time.monotonic()
         is_first = self._job.node_rank == 0
+        if not is_first and self.attempt == 0 and self._least < self._job.nnodes:
+            deadline += _SECONDS_FOR_MORE  # in which node 0 may still await others
 
         def missing() -> list[int]:
             nodes = self._awaited(attempt, deadline)

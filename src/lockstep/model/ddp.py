@@ -34,7 +34,7 @@ from lockstep.model.autograd_graph import (
 from lockstep.model.hidden_outputs import hidden_tensors
 from lockstep.model.parts import refuse_added, require_same_parameters, trains_others
 from lockstep.model.wrapper import ModelWrapper, note_no_backward
-from lockstep.model.written import AVERAGED, OWN_STEP, DriftCheck, refuse_max_norm
+from lockstep.model.written import AVERAGED, OWN_STEP, DriftCheck, awaits_update, refuse_max_norm
 from lockstep.registry import MODEL_WRAPPERS
 from lockstep.transport.handles import note_running, waiting
 from lockstep.watch.failures import backend_errors_translated
@@ -220,7 +220,7 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         # A step of the user's own may also update without a backward pass that averages gradients, or average without
         # an update.
         may_update = self._has_averaged or self._trains_itself
-        if may_update and not getattr(optim_wrapper, "has_open_window", False):
+        if may_update and not awaits_update(optim_wrapper):
             self._drift.after_update()
 
     @contextmanager
@@ -293,9 +293,8 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         frozen = [parameter for parameter in changed if not parameter.requires_grad]
         if self.find_unused_parameters and not unfrozen:
             return  # the search will find that they get no gradient, and average what they have of an open window
-        for parameter in frozen:
-            if parameter.grad is not None and not self.find_unused_parameters:
-                all_reduce(parameter.grad, "mean", group=self.process_group)  # the end of its window leaves it out
+        if not self.find_unused_parameters:
+            self._average_window(frozen)
         self._changes += 1
         if self._changes > _MOST_CHANGES:  # as in a step that freezes parts in turn
             self._options = {**self._options, "find_unused_parameters": True}
@@ -316,6 +315,17 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
                 parameter.requires_grad_(False)
         vars(self).update(kept)
         self._synced_backwards = 0
+
+    def _average_window(self, frozen: Sequence[nn.Parameter]) -> None:
+        """Average what parameters that are frozen now have of an open window, which its end leaves out."""
+        own = {id(parameter) for _, parameter in self.replicated()}
+        parameters = [parameter for parameter in frozen if id(parameter) in own]
+        have_some = all_gather_object([one.grad is not None for one in parameters], group=self.process_group)
+        for parameter, has_some in zip(parameters, map(any, zip(*have_some, strict=True)), strict=True):
+            if has_some:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
+                all_reduce(gradient, "mean", group=self.process_group)
+                parameter.grad = gradient
 
     def _check_all_reached(self, loss: Tensor) -> None:
         """Refuse a loss that does not depend on all parameters: DDP would wait for their gradients forever."""

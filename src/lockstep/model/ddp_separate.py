@@ -16,7 +16,7 @@ from lockstep.model.autograd_graph import on_backward
 from lockstep.model.ddp import MMDistributedDataParallel
 from lockstep.model.parts import broadcast_from_first, callable_children, require_same_parameters
 from lockstep.model.wrapper import ModelWrapper, all_entered
-from lockstep.model.written import OWN_STEP, DriftCheck
+from lockstep.model.written import OWN_STEP, DriftCheck, awaits_update
 from lockstep.registry import MODEL_WRAPPERS
 
 
@@ -94,7 +94,8 @@ class MMSeparateDistributedDataParallel(ModelWrapper):
                 "be averaged over ranks. Add parameters before the model is wrapped, and freeze them afterwards"
             )
         yield
-        self._drift.after_update()
+        if not awaits_update(optim_wrapper):
+            self._drift.after_update()
 
     def _outside(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, own) for name, own in self.module.named_parameters() if own not in self._inside]

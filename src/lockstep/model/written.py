@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import compress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +92,12 @@ class LostWrites:
 def _storage(shard: Tensor) -> int:
     """Return the identity of a DTensor's own storage, which holds nothing, but changes if its `data` are set (2.13)."""
     return int(shard.untyped_storage()._cdata)
+
+
+def awaits_update(optim_wrapper: Any) -> bool:
+    """Return whether a step has updated nothing, because a window of accumulation goes on in each optim wrapper."""
+    parts = getattr(optim_wrapper, "optim_wrappers", {"": optim_wrapper})
+    return all(getattr(part, "has_open_window", False) for part in parts.values())
 
 
 class DriftCheck:

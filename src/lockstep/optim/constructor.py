@@ -68,7 +68,8 @@ def param_sites(module: nn.Module) -> Iterator[ParamSite]:
     A shared parameter has several occurrences. Wrappers around the module or its submodules are skipped.
     """
     for prefix, part, parent in parts_in_state(module):
-        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+        # Not a method of the module's own, which may have another signature.
+        for name, parameter in nn.Module.named_parameters(part, recurse=False, remove_duplicate=False):
             yield ParamSite(prefix + name, parameter, part, parent)
 
 

@@ -236,7 +236,8 @@ def stopping_at(signals: Sequence[str], agreement: Agreement) -> Iterator[None]:
     """Stop a training at these signals. Those for which the user's script has a handler are left to it.
 
     A second Ctrl-C interrupts as usual, and nothing is saved. Once the training has stopped, the others are ignored,
-    until another one begins: they would change the exit code of a process that is about to end.
+    until another one begins, also by programs that this process starts: they would change the exit code of a process
+    that is about to end.
 
     **Cost**: a thread that sleeps.
 
@@ -244,23 +245,22 @@ def stopping_at(signals: Sequence[str], agreement: Agreement) -> Iterator[None]:
         ConfigError: there is no such signal.
     """
     numbers = [signal_named("stop_signals", name) for name in signals]
+    if threading.current_thread() is threading.main_thread():
+        _heed_again()
     if not numbers or not agreement.is_open or threading.current_thread() is not threading.main_thread():
         yield
         return
     rank = get_dist_info()[0]
-    for number in numbers:
-        if number in _ignored and signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, _usual(number))
-    _ignored.difference_update(numbers)
     own = [number for number in numbers if signal.getsignal(number) is _usual(number)]
     with _calling_at_signals(lambda name: _stop_or_end(agreement, name, rank), own) as handle:
         try:
             yield
         finally:
             if agreement.has_stopped:
-                _ignored.update(one for one in own if one != signal.SIGINT and signal.getsignal(one) is handle)
-                for number in _ignored:
-                    signal.signal(number, signal.SIG_IGN)
+                for number in own:
+                    if number != signal.SIGINT and signal.getsignal(number) is handle:
+                        signal.signal(number, signal.SIG_IGN)
+                        _ignored.add(number)
 
 
 def _stop_or_end(agreement: Agreement, name: str, rank: int) -> None:
@@ -336,9 +336,17 @@ def _restore_signals_in_child() -> None:
     """Let a forked process end at these signals, as a process without handlers does."""
     if _handled:
         signal.set_wakeup_fd(_NO_FD)
-    for number in _handled | _ignored:
+    for number in _handled:
         signal.signal(number, _usual(number))
     _handled.clear()
+    _heed_again()
+
+
+def _heed_again() -> None:
+    """Let signals that were ignored after a stop act as they usually do, unless somebody has set a handler since."""
+    for number in _ignored:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, _usual(number))
     _ignored.clear()
 
 

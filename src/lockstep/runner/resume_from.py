@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from lockstep.runner.build import default_hooks
 from lockstep.watch.board import pauses
 from lockstep.weights import Weights, check_weights, find_checkpoint
 
-_SECONDS_TO_SEE = 5.0  # what another host has just made
+_SECONDS_TO_SEE = 60.0  # what another host has just made: NFS looks again after 30 seconds at the latest, by default
 _LONGEST_PAUSE = 0.25
 _SEARCHES = 3  # at most, while other runs remove what is found
 _logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ def check_shared(run_dir: Path) -> None:
     place = Path(run_on_main(lambda: os.path.abspath(run_dir)))
 
     def look() -> None:
-        if not any(place.is_dir() for _ in pauses(_SECONDS_TO_SEE, _LONGEST_PAUSE)):
+        if not any(_is_seen(place) for _ in pauses(_SECONDS_TO_SEE, _LONGEST_PAUSE)):
             raise ConfigError(
                 f"`work_dir` must be on a disk that all ranks share, since each writes its part of a checkpoint, but "
                 f"{this_rank()} does not find {place}, which rank 0 has made. Choose another folder, a bucket as "
@@ -102,6 +103,13 @@ def check_shared(run_dir: Path) -> None:
             )
 
     on_all(f"checkpoints could not be saved in {place}", look)
+
+
+def _is_seen(place: Path) -> bool:
+    for folder in (place.parent.parent, place.parent):
+        with suppress(OSError):
+            os.listdir(folder)  # lets a client of a network's disk ask its server anew
+    return place.is_dir()
 
 
 def clear_drafts(folders: Sequence[Location]) -> None:

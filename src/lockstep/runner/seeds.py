@@ -34,7 +34,7 @@ def set_randomness(randomness: Mapping[str, Any] | None) -> int:
     given = options.get("seed")
     try:
         seed = sync_random_seed() if given is None else operator.index(given)
-        seed.to_bytes(8, "little", signed=True)  # what generators take
+        seed.to_bytes(8, "little", signed=seed < 0)  # what generators take
     except (TypeError, OverflowError):
         raise ConfigError(f"`randomness['seed']` must be a whole number of 64 bits or None, but is {given!r}") from None
     seed_all(seed + get_rank() if options.get("diff_rank_seed") else seed)

@@ -491,7 +491,7 @@ class PreparedLoader:
         return self._batches()
 
     def __len__(self) -> int:
-        """Return how many batches a pass has on every rank: as many as the rank with the most."""
+        """Return how many batches a pass has on every rank; of a loader whose length varies, how many this rank has."""
         own = len(self.loader)
         known = [length for length in self._lengths if length is not None]
         if len(known) < get_world_size() or known[get_rank()] != own:  # which may vary with the epoch

@@ -64,7 +64,9 @@ def tied_names(model: nn.Module) -> list[list[str]]:
     filled = set[str]()
     for prefix, module, _ in parts_in_state(model):
         own = {"recurse": False, "remove_duplicate": False}
-        for name, tensor in chain(module.named_parameters("", **own), module.named_buffers("", **own)):
+        # Not methods of the module's own, which may have other signatures.
+        tensors = chain(nn.Module.named_parameters(module, "", **own), nn.Module.named_buffers(module, "", **own))
+        for name, tensor in tensors:
             names.setdefault(tensor, []).append(prefix + name)
         filled |= {prefix + name for name in getattr(module, "all_tied_weights_keys", None) or ()}
     return [sorted(same, key=filled.__contains__) for same in names.values() if len(same) > 1]
@@ -81,7 +83,7 @@ def sized_on_loading(model: nn.Module) -> set[str]:
         prefix + name
         for prefix, module, _ in parts_in_state(model)
         if type(module)._load_from_state_dict not in usual
-        for name, _ in module.named_buffers(recurse=False, remove_duplicate=False)
+        for name, _ in nn.Module.named_buffers(module, recurse=False, remove_duplicate=False)
     }
 
 
