@@ -12,8 +12,8 @@ from torch.nn.functional import embedding
 from lockstep.dist import all_gather, get_rank, get_world_size
 from lockstep.errors import ConfigError, DivergenceError
 from lockstep.model import MMDistributedDataParallel, MMFullyShardedDataParallel
-from lockstep.model.written import DriftCheck
-from lockstep.optim import OptimWrapper
+from lockstep.model.written import DriftCheck, awaits_update
+from lockstep.optim import OptimWrapper, OptimWrapperDict
 from lockstep.strategy import build_strategy
 from lockstep.testing import ranks
 
@@ -229,3 +229,15 @@ def test_replicas_are_compared_bit_by_bit(values: tuple[list[float], list[float]
     )
     with context:
         check.after_update()
+
+
+def test_an_update_is_awaited_while_the_windows_of_all_optimizers_are_open():
+    wrappers = {name: OptimWrapper(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), 2) for name in ("g", "d")}
+    both = OptimWrapperDict(**wrappers)
+    both.initialize_count_status(nn.Linear(1, 1), 0, 4)
+    assert not awaits_update(both)
+    assert not awaits_update(None)
+    for name, is_awaited in (("g", False), ("d", True), ("g", False)):  # after the third, that of "g" is complete
+        wrapper = wrappers[name]
+        wrapper.update_params(wrapper.optimizer.param_groups[0]["params"][0].sum())
+        assert awaits_update(both) == is_awaited
