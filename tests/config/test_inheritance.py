@@ -511,3 +511,13 @@ def test_trust_lets_data_do_what_a_program_can(write, evil):
     cfg = Config.fromfile(write("c.yaml", "custom_imports: evil\nmodel: {type: evil.run}\n"), trusted=True)
     assert cfg.model.type == "evil.run"
     assert evil()
+
+
+def test_links_in_a_circle_are_told(tmp_path):
+    (tmp_path / "a.py").symlink_to(tmp_path / "b.py")
+    (tmp_path / "b.py").symlink_to(tmp_path / "a.py")
+    with pytest.raises(ConfigError, match=r"a\.py: cannot be read: Too many levels of symbolic links"):
+        Config.fromfile(tmp_path / "a.py")
+    (tmp_path / "child.py").write_text("_base_ = 'a.py'")
+    with pytest.raises(ConfigError, match=r"a\.py: cannot be read: Too many levels"):
+        Config.fromfile(tmp_path / "child.py")

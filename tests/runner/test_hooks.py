@@ -283,6 +283,8 @@ def test_hooks_may_save_when_and_where_they_want(tmp_path: Path):
     length = runner.max_iters // 2
     assert place == [(*divmod(3, length)[:1], 3, 3 % length), (1, length, 0), (2, 2 * length, 0), (2, 2 * length, 0)]
     assert read_meta(tmp_path / "mine")["note"] == "here"
+    with pytest.raises(ConfigError, match="`on_save_error` must be 'raise' or 'warn', but is 'wran'"):
+        runner.save_checkpoint("mine", on_save_error="wran")
 
 
 def test_a_validation_without_a_training_saves_and_stops_nothing(tmp_path: Path):

@@ -291,6 +291,9 @@ def test_wrong_options_are_refused_before_anything_is_made(tmp_path):
     for name, meant in (("accumulative_count", "accumulative_counts"), ("precision", "amp")):
         with pytest.raises(TypeError, match=f"a Session has no argument `{name}`: did you mean `{meant}`"):
             Session(tmp_path, **{name: 3})
+    for name, wrong in (("amp", "fp8"), ("accumulative_counts", 0), ("clip_grad", {"max_nrm": 1.0})):
+        with pytest.raises(ConfigError, match="must"):
+            Session(tmp_path, **{name: wrong})
     assert not list(tmp_path.iterdir())
 
 

@@ -28,7 +28,7 @@ def read_config(path: Path, *, trusted: bool = False) -> Config:
 
 def import_from_folder_of(path: Path) -> None:
     """Let this process import modules in the folder of the config at `path` and in the current folder."""
-    for folder in (os.getcwd(), str(path.resolve().parent)):
+    for folder in (os.getcwd(), os.path.dirname(os.path.realpath(path))):
         if folder not in sys.path:
             sys.path.insert(0, folder)
 

@@ -272,7 +272,7 @@ def _start_ranks(job: Job, cfg: Config, spec: JobSpec) -> None:
 
 def default_work_dir(config: Path) -> Path:
     """Return ``work_dirs/NAME``: the name of the config file, or of its folder if the file is called `config`."""
-    path = config.resolve()
+    path = Path(os.path.realpath(config))
     return Path("work_dirs") / (path.parent.name if path.stem == "config" else path.stem)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from importlib import import_module
 from importlib.machinery import PathFinder
-from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
@@ -51,7 +51,7 @@ class Config(ConfigDict):
     __slots__ = _SLOTS
 
     def __init__(
-        self, cfg_dict: Mapping[str, Any] | None = None, filename: str | PathLike[str] | None = None, text: str = ""
+        self, cfg_dict: Mapping[str, Any] | None = None, filename: str | os.PathLike[str] | None = None, text: str = ""
     ) -> None:
         if cfg_dict is not None and not isinstance(cfg_dict, Mapping):
             raise TypeError(f"`cfg_dict` must be a dict, but is {type(cfg_dict).__name__}")
@@ -64,7 +64,7 @@ class Config(ConfigDict):
     @classmethod
     def fromfile(
         cls,
-        filename: str | PathLike[str],
+        filename: str | os.PathLike[str],
         use_predefined_variables: bool = True,
         import_custom_modules: bool = True,
         use_environment_variables: bool = True,
@@ -101,7 +101,7 @@ class Config(ConfigDict):
                 file, line and key.
         """
         given = Path(filename).expanduser()
-        path = given.resolve()
+        path = Path(os.path.realpath(given))  # also of links in a circle, of which reading tells
         if given.suffix != ".py" and path.suffix == ".py" and path.is_file() and not trusted:
             raise ConfigError(
                 f"{given}: leads to a Python file, {path}, which would be run. Name that file itself, if you trust it"
@@ -146,7 +146,7 @@ class Config(ConfigDict):
             return "an option"
         return "" if self._source is None else self._source.where(key)
 
-    def dump(self, file: str | PathLike[str] | None = None) -> str:
+    def dump(self, file: str | os.PathLike[str] | None = None) -> str:
         """Return the config as text, and write it to `file`, whose suffix chooses the format.
 
         Python source gives an equal config when it is read again; only text that is a placeholder, such as

@@ -5,6 +5,7 @@ A YAML or JSON file may name Python files, modules and import paths, which run c
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from copy import deepcopy
@@ -93,8 +94,8 @@ class ConfigSource:
     @classmethod
     def _read_base(cls, base: BaseFile, children: tuple[ConfigFile, ...]) -> ConfigSource:
         try:
-            path = base.path.resolve()
-        except (OSError, RuntimeError, ValueError) as error:  # as for links in a circle, or NUL
+            path = Path(os.path.realpath(base.path))
+        except (OSError, ValueError) as error:  # as for NUL
             raise children[-1].error(base.named_by, f"names no file: {error}", base.line) from error
         chain = [child.path for child in children]
         if path in chain:

@@ -24,7 +24,7 @@ from lockstep.checkpoint.loading import Stored
 from lockstep.dataset import DataShard
 from lockstep.dataset.stream import end_workers
 from lockstep.device import get_device
-from lockstep.errors import ConfigError, no_attribute
+from lockstep.errors import ConfigError, no_attribute, require_one_of
 from lockstep.location import Location, locate
 from lockstep.logging import JsonLinesSink, MessageHub
 from lockstep.model import unwrap_model
@@ -335,7 +335,9 @@ class TrainRun(Run):
 
         Raises:
             OSError: some rank could not write, also in the asynchronous save before this one.
+            ConfigError: `on_save_error` is something else.
         """
+        require_one_of("on_save_error", on_save_error, ("raise", "warn"))
         place = locate(out_dir)
         if filename is not None:
             directory = place / filename

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, Unpack, overload
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lockstep.dataset import build_dataloader, length_of
 from lockstep.device import get_device
@@ -25,6 +25,7 @@ from lockstep.location import Location
 from lockstep.model import unwrap_model
 from lockstep.model.steps import lacks_labels, parse_losses
 from lockstep.optim import OptimWrapper, OptimWrapperDict
+from lockstep.registry import OPTIM_WRAPPERS
 from lockstep.runner.arguments import ARGUMENTS, fault_of_prepared, unknown_argument
 from lockstep.runner.data_workers import let_workers_outlive_signals
 from lockstep.runner.run import TrainRun
@@ -118,6 +119,7 @@ class Session:
             self._optim |= {"type": "AmpOptimWrapper", "dtype": amp}
         self._options = dict(options, work_dir=work_dir, strategy=strategy, resume=resume, load_from=load_from)
         # Checked now, so that a wrong option is reported before the model is built.
+        OPTIM_WRAPPERS.build({"type": "OptimWrapper", "optimizer": SGD([torch.zeros(1, device="cpu")]), **self._optim})
         self._runner = Runner(nn.Identity(), **self._options)
         join_ranks(options.get("launcher"), options.get("env_cfg"))
         set_randomness(options.get("randomness"))
