@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torchmetrics import MeanSquaredError, Metric, MetricCollection, PearsonCorrCoef
+from torchmetrics import MeanSquaredError, Metric, MetricCollection, MetricTracker, PearsonCorrCoef
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
 from torchmetrics.retrieval import RetrievalMAP
 
@@ -141,3 +141,8 @@ def test_lists_of_unequal_lengths_are_put_together() -> None:
     wanted[1].update(SCORES[:, :2].flatten(), SCORES[:, 1:].flatten())
     expected = {type(one).__name__: one.compute().item() for one in wanted}
     assert values == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_metric_that_keeps_values_over_time_is_refused():
+    with pytest.raises(TypeError, match=r"must be a BaseMetric, (.|\n)* of type MetricTracker"):
+        Evaluator(MetricTracker(MeanSquaredError()))

@@ -277,6 +277,16 @@ def test_a_window_without_an_end_gives_a_schedule_of_torchs_no_length():
     assert values[0][-1] == 0
 
 
+def test_a_schedule_of_torchs_whose_length_is_said_in_epochs_has_that_length():
+    said = {"type": lr_scheduler.OneCycleLR, "max_lr": 2.0, "cycle_momentum": False, "by_epoch": False}
+    courses = [
+        course(optimizer, build(optimizer, {**said, **length}, epochs=9, iters=9), 6)
+        for length in ({"epochs": 2, "steps_per_epoch": 3}, {"total_steps": 6})
+        for optimizer in [sgd()]
+    ]
+    assert courses[0] == courses[1]
+
+
 def test_a_schedule_of_the_users_own_object_is_refused_with_the_remedy():
     with pytest.raises(TypeError, match=r"dict\(type=LambdaLR, .* or dict\(type=get_linear_schedule_with_warmup, "):
         build(sgd(), lr_scheduler.StepLR(sgd(), 2), epochs=9, iters=9)

@@ -67,8 +67,10 @@ def build_dataloader(
       `split=False` in the config.
 
     The same applies to one process, so that training can resume inside an epoch and sees the same global batches on
-    any number of ranks. On one process two kinds of loaders are not changed: loaders in the dataset's own order in
-    evaluation, and subclasses of `DataLoader` that override `__iter__`, but in training those with `load_state_dict`.
+    any number of ranks. A Runner and a Session say the epoch; before each pass through a loader of your own, call
+    `loader.sampler.set_epoch(epoch)`, or each has the same order. On one process two kinds of loaders are not changed:
+    loaders in the dataset's own order in evaluation, and subclasses of `DataLoader` that override `__iter__`, but in
+    training those with `load_state_dict`.
 
     A loader that can't be sharded is not changed: an iterable of batches that isn't a `DataLoader`, a `DataLoader` of
     an `IterableDataset` (given as a config, it is split), or one that has begun to read. Where every rank would see the

@@ -20,10 +20,13 @@ from lockstep.registry import EVALUATOR, METRICS
 
 
 def is_torchmetrics_metric(item: object) -> bool:
-    """Return whether an object is a `Metric` or `MetricCollection` of torchmetrics, or a module with their methods."""
+    """Return whether an object is a `Metric` or `MetricCollection` of torchmetrics, or a module with their methods.
+
+    A `MetricTracker` is not: it keeps the values of many evaluations, as records do.
+    """
     return isinstance(item, nn.Module) and all(
         callable(getattr(item, name, None)) for name in ("update", "compute", "reset")
-    )
+    ) and not hasattr(item, "increment")  # fmt: skip
 
 
 class TorchmetricsMetric(BaseMetric):

@@ -57,7 +57,7 @@ class TorchScheduler(ParamScheduler):
                 f"{schedule.__name__} must be given as lockstep's own, which sees the metrics of the validation: "
                 "dict(type='ReduceOnPlateauLR', monitor=...)"
             )
-        name = length_argument(schedule)
+        name = None if "steps_per_epoch" in kwargs else length_argument(schedule)  # the other way to say OneCycleLR's
         if name is not None and kwargs.get(name) is None and end not in (None, math.inf):
             kwargs[name] = window_length(name, begin, end)
         # Now: a schedule that begins late would otherwise raise in the middle of a run.
