@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import chain, islice, zip_longest
+from itertools import chain, zip_longest
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.dataset import DefaultSampler, InfiniteSampler
+from lockstep.dataset import DefaultSampler
 from lockstep.dist import get_dist_info
 from lockstep.registry import DATA_SAMPLERS
 from lockstep.testing import ranks, run_ranks
@@ -54,20 +54,6 @@ def test_the_global_order_depends_on_seed_and_epoch_alone(length, size, shuffle,
 def test_epochs_and_seeds_shuffle_differently():
     orders = [shares(50, epoch, seed=seed)[0] for epoch, seed in [(0, 0), (1, 0), (0, 7)]]
     assert len({tuple(order) for order in orders}) == 3
-
-
-@pytest.mark.parametrize("kind", [DefaultSampler, InfiniteSampler])
-def test_a_dataset_that_grows_is_told(kind, caplog):
-    data = list(range(8))
-    sampler = kind(data, seed=0)
-    assert sorted(islice(sampler, 8)) == data
-    assert not caplog.records
-    data += [8, 9]
-    for _ in range(2):
-        assert sorted(islice(sampler, 8)) == data[:8]
-    assert [record.message.split(":")[0] for record in caplog.records] == [
-        "`dataset` must keep its length, but has 10 samples now, and had 8 when its loader was made"
-    ]
 
 
 @ranks(2)

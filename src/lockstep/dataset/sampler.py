@@ -139,17 +139,9 @@ class OrderSampler(ShardingSampler):
         self.size = len(dataset)
         self.computed = self.size > MOST_DRAWN if computed is None else computed
         self._require(self.size, "dataset")
-        self._has_warned = False  # of another length
 
     def order_of(self, epoch: int) -> Order:
         """Return the order of all samples in an epoch."""
-        if len(self.dataset) != self.size and not self._has_warned:
-            self._has_warned = True
-            _logger.warning(
-                "`dataset` must keep its length, but has %d samples now, and had %d when its loader was made: epochs "
-                "go on with %d (rank %d of %d). Make it as long as it gets, and choose from it by a sampler",
-                len(self.dataset), self.size, self.size, self.rank, self.world_size,
-            )  # fmt: skip
         if not self.shuffle:
             return unshuffled
         if self.computed:
