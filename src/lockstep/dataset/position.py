@@ -10,8 +10,10 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple
+from weakref import finalize
 
 from torch import Tensor
 from torch.utils import data
@@ -29,6 +31,7 @@ from lockstep.dataset.sampler import (
     length_of,
 )
 from lockstep.dataset.stream import StreamLoader, end_workers, streams_differ
+from lockstep.dataset.waiting import Wait
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError
 from lockstep.tree import is_tensordict
@@ -249,11 +252,22 @@ class CountedBatches:
         finally:
             vars(loader)[name] = sampler
 
+    @cached_property
+    def _wait(self) -> Wait:
+        wait = Wait(self._loader)
+        finalize(self, wait.ended.set)
+        return wait
+
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        batch = next(self._batches)
+        try:
+            with self._wait:
+                batch = next(self._batches)
+        except BaseException:  # also at the end
+            self._wait.ended.set()
+            raise
         if self.drawn is not None:
             self.indices = self.drawn.items.popleft() if self.drawn.items else None
             self.samples = None if self.indices is None else len(self.indices)
