@@ -8,10 +8,11 @@ import threading
 import time
 from typing import Any
 
+from lockstep.errors import counted
 from lockstep.groups import this_rank
 
 _SECONDS_TO_SAY = 60.0  # then at doubling intervals
-_LOOKS = 4  # within these seconds
+_LOOKS = 12  # within these seconds
 _logger = logging.getLogger(__name__)
 
 
@@ -27,7 +28,7 @@ class Wait:
     def __init__(self, loader: Any) -> None:
         workers = getattr(loader, "num_workers", 0)
         self._from = f"{type(getattr(loader, 'dataset', loader)).__name__}, "
-        self._from += f"of {workers} workers" if workers else "without workers"
+        self._from += f"of {counted(workers, 'worker')}" if workers else "without workers"
         self._began: float | None = None
         self._due = _SECONDS_TO_SAY
         self.ended = threading.Event()
