@@ -11,6 +11,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from lockstep.dist import all_gather, get_rank, get_world_size
 from lockstep.errors import DivergenceError
 from lockstep.model import BaseModel, MMDistributedDataParallel, MMSeparateDistributedDataParallel, unwrap_model
+from lockstep.model.written import DriftCheck
 from lockstep.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from lockstep.registry import MODEL_WRAPPERS
 from lockstep.strategy import DDPStrategy, SingleDeviceStrategy
@@ -307,3 +308,13 @@ def test_gradients_are_exchanged_once_in_a_window_where_a_step_gives_the_context
             loss = net.same(net.teacher(torch.ones(1, 1))).sum()
         optim_wrapper.update_params(loss)
     assert exchanges == [False, True]
+
+
+@pytest.mark.parametrize(("counts", "compared"), [(1, 6), (2, 3)])
+@ranks(2)
+def test_replicas_are_compared_after_updates_alone(counts: int, compared: int):
+    calls: list[DriftCheck] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DriftCheck, "after_update", lambda check: calls.append(check))
+        trained(Gan(), accumulative_counts=counts)
+    assert len(calls) == compared

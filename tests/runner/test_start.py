@@ -312,6 +312,21 @@ def test_a_work_dir_on_a_disk_of_each_ranks_own_is_refused_before_the_training(t
         os.close(200)
 
 
+@ranks(2)
+def test_a_folder_that_a_network_disk_shows_late_is_awaited(tmp_path: Path):
+    looks: list[Path] = []
+    is_seen = resume_from._is_seen
+
+    def is_seen_late(place: Path) -> bool:
+        looks.append(place)
+        return is_seen(place) and (get_rank() == 0 or len(looks) == 3)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resume_from, "_is_seen", is_seen_late)
+        resume_from.check_shared(tmp_path)
+    assert len(looks) == (3 if get_rank() else 1)
+
+
 def test_a_link_to_nothing_is_no_folder_for_runs(tmp_path: Path):
     (tmp_path / "work").symlink_to(tmp_path / "gone")
     with pytest.raises(ConfigError, match=r"`work_dir` must be a folder that can be created .* File exists"):
