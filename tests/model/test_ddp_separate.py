@@ -316,5 +316,5 @@ def test_replicas_are_compared_after_updates_alone(counts: int, compared: int):
     calls: list[DriftCheck] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DriftCheck, "after_update", lambda check: calls.append(check))
-        trained(Gan(), accumulative_counts=counts)
+        trained(Gan(freeze=True), accumulative_counts=counts)
     assert len(calls) == compared
