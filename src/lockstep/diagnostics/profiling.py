@@ -21,6 +21,7 @@ from torch.profiler import schedule as make_schedule
 from lockstep.device import get_device
 from lockstep.errors import ConfigError, error_in_words, require_count, require_known, require_one_of, with_causes
 from lockstep.registry import HOOKS
+from lockstep.registry.signatures import construct
 from lockstep.runner.hook import Hook, require_epochs
 from lockstep.runner.preemption import signal_named
 from lockstep.runner.run import Run, TrainRun
@@ -84,7 +85,7 @@ class ProfilerHook(Hook):
         elif given is not None and not callable(given):
             raise ConfigError(f"`on_trace_ready` must be a function or a dict with a 'type', but is {given!r}")
         self._activities = _activities(self.activity_with_cpu, self.activity_with_cuda)
-        self._schedule = None if self.schedule is None else make_schedule(**self.schedule)
+        self._schedule = None if self.schedule is None else construct(make_schedule, self.schedule, "argument")
         self._profiler: profile | None = None
         self._filter: Any = None  # of the warnings that are not shown meanwhile
         self._done = self._iteration = 0
