@@ -16,7 +16,6 @@ from lockstep.checkpoint.search import (
     find_checkpoints,
     find_last_checkpoint,
     is_checkpoint,
-    nearest_to,
     written_at,
 )
 from lockstep.checkpoint.verifying import verify
@@ -40,7 +39,6 @@ __all__ = [
     "find_last_checkpoint",
     "is_checkpoint",
     "load_state",
-    "nearest_to",
     "read_infos",
     "read_meta",
     "read_shapes",

@@ -17,8 +17,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint import nearest_to, read_infos, read_meta, read_tensors
+from lockstep.checkpoint import read_infos, read_meta, read_tensors
 from lockstep.checkpoint.files import POINTER_FILE
+from lockstep.checkpoint.search import nearest_to
 from lockstep.dist import is_main_process, run_on_main
 from lockstep.errors import ConfigError, counted, require_known, require_one_of
 from lockstep.location import Location, locate

@@ -16,15 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import (
-    find_checkpoints,
-    find_last_checkpoint,
-    is_checkpoint,
-    nearest_to,
-    read_meta,
-)
+from lockstep.checkpoint import find_checkpoints, find_last_checkpoint, is_checkpoint, read_meta
 from lockstep.checkpoint.files import POINTER_FILE
-from lockstep.checkpoint.search import readable_manifest
+from lockstep.checkpoint.search import nearest_to, readable_manifest
 from lockstep.errors import ConfigError, listed
 from lockstep.location import Location, locate
 from lockstep.weights.safetensors_file import ADAPTER_CONFIG, SafetensorsFile, TensorInfo

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.hub import load_state_dict_from_url
 
-from lockstep.checkpoint import find_last_checkpoint, nearest_to, read_infos, read_tensors
+from lockstep.checkpoint import find_last_checkpoint, read_infos, read_tensors
+from lockstep.checkpoint.search import nearest_to
 from lockstep.location import locate
 from lockstep.model import unwrap_model
 from lockstep.weights import find_checkpoint
