@@ -230,8 +230,8 @@ def name_here(word: str) -> str:
     return _ELSEWHERE.get(word, word)
 
 
-def nearest(word: str, names: Iterable[str]) -> str | None:
-    """Return the name closest to `word`, or None if nothing is close.
+def nearest(word: object, names: Iterable[object]) -> str | None:
+    """Return the name closest to `word`, or None if nothing is close. A key that is no text, as of YAML, counts as one.
 
     Of a name that another framework has, only what it is called here is close. Letter case is ignored. Initials also
     match (`lr` for `learning_rate`), even if `word` is misspelled. Classes that share nothing but their last word are
@@ -249,13 +249,13 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
         >>> nearest("max_steps", ["max_iters", "max_epochs"]), nearest("max_steps", ["max_epochs"])
         ('max_iters', None)
     """
-    names = list(names)
-    if word in _ELSEWHERE and word not in names:
-        return same if (same := _ELSEWHERE[word]) in names else None
-    by_folded = {name.casefold(): name for name in names}
-    folded = word.casefold()
+    text, known = str(word), [*map(str, names)]
+    if text in _ELSEWHERE and text not in known:
+        return same if (same := _ELSEWHERE[text]) in known else None
+    by_folded = {name.casefold(): name for name in known}
+    folded = text.casefold()
     for close in get_close_matches(folded, by_folded, n=5, cutoff=_CLOSE):
-        if not _only_end_alike(word, by_folded[close]):
+        if not _only_end_alike(text, by_folded[close]):
             return by_folded[close]
     initials = "".join(part[0] for part in folded.split("_") if part)
     return by_folded.get(initials) if len(initials) > 1 else None
@@ -290,7 +290,7 @@ def require_known(name: str, given: Iterable[str], known: Collection[str]) -> No
     """
     for key in given:
         if key not in known:
-            raise ConfigError(f"`{name}` has the unknown key {key!r}{did_you_mean(str(key), known)}")
+            raise ConfigError(f"`{name}` has the unknown key {key!r}{did_you_mean(key, known)}")
 
 
 def require_key(name: str, given: Collection[str], key: str) -> None:
@@ -399,9 +399,9 @@ def ranks_in_words(ranks: Sequence[int], noun: str = "rank") -> str:
     return f"{noun}{'s' * (len(ranks) > 1)} {', '.join(shown)}"
 
 
-def did_you_mean(word: str, names: Iterable[str], otherwise: str | None = None) -> str:
+def did_you_mean(word: object, names: Iterable[object], otherwise: str | None = None) -> str:
     """Return ``": did you mean `name`?"``, or the sorted names, or what is to be said instead, if none is close."""
-    known = sorted(set(names))
+    known = sorted({*map(str, names)})
     if (name := nearest(word, known)) is not None:
         return f": did you mean `{name}`?"
     if otherwise is not None:

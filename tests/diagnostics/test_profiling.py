@@ -132,6 +132,7 @@ def run_dir_of(work_dir: Path, hooks: list[Hook]) -> Path:
         ({"on_trace_ready": {"type": "log_trace", "bogus": 1}}, "on_trace_ready.*bogus"),
         ({"on_trace_ready": {"type": "tb_trace", "bogus": 1}}, "on_trace_ready.*bogus"),
         ({"on_trace_ready": "x"}, "`on_trace_ready` must be a function or a dict with a 'type', but is 'x'"),
+        ({"schedule": {"activ": 2}}, "argument `schedule`: unknown argument `activ`: did you mean `active`.*missing"),
         ({"activity_with_cpu": False, "activity_with_cuda": False}, "`activity_with_cpu` must be True"),
     ],
 )

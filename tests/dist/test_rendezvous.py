@@ -231,13 +231,11 @@ def serve(server: socket.socket, answer: Callable[[socket.socket], object]) -> N
             threading.Thread(target=answer, args=(clients[-1],), daemon=True).start()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "host"), [(0, "no-such-host.invalid"), (1, "no-such-host.invalid"), (1, "a..b")])
 @ranks(1, fresh=True)
-def test_a_name_that_this_host_does_not_know_is_an_error_at_once(free_port: int, rank: int) -> None:
-    become_rank(rank, 2, LOCAL_WORLD_SIZE="1", MASTER_ADDR="no-such-host.invalid", MASTER_PORT=str(free_port))
-    message = (
-        f"MASTER_ADDR must .* but is 'no-such-host.invalid', which this host, {socket.gethostname()}, does not know: "
-    )
+def test_a_name_that_this_host_does_not_know_is_an_error_at_once(free_port: int, rank: int, host: str) -> None:
+    become_rank(rank, 2, LOCAL_WORLD_SIZE="1", MASTER_ADDR=host, MASTER_PORT=str(free_port))
+    message = f"MASTER_ADDR must .* but is '{host}', which this host, {socket.gethostname()}, does not know: "
     with pytest.raises(TopologyError, match=message):
         init_dist("pytorch")
 

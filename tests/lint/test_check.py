@@ -75,7 +75,7 @@ def nothing_is_built():
     assert BUILT == []
 
 
-def found(**changes):
+def found(changes=(), /, **more):
     """Return the faults of a sound config with some changes, as sentences."""
     cfg = Config(
         {
@@ -83,15 +83,15 @@ def found(**changes):
             "train_dataloader": {"dataset": {"type": Data}, "batch_size": 2},
             "optim_wrapper": {"optimizer": {"type": "SGD", "lr": 0.1}},
             "train_cfg": {"by_epoch": True, "max_epochs": 2},
-            **changes,
+            **dict(changes, **more),
         }
     )
     return [fault.sentence(cfg) for fault in find_faults(cfg)]
 
 
-def only(**changes):
+def only(changes=(), /, **more):
     """Return the one fault there is."""
-    (fault,) = found(**changes)
+    (fault,) = found(changes, **more)
     return fault
 
 
@@ -252,7 +252,7 @@ def optimizer(**arguments):
         ({"default_hooks": {"chekpoint": {"interval": 2}}}, "did you mean `checkpoint`?"),
         ({"default_hooks": {"logger": {"intervall": 2}}}, "of the hook `LoggerHook`: did you mean `interval`?"),
         ({"custom_hooks": {"type": Watch}}, "`custom_hooks` must be a list of hooks or None"),
-        ({"custom_hooks": [3]}, "`custom_hooks.0` = 3 must be a config dict or a hook, but is of int"),
+        ({"custom_hooks": [3]}, "`custom_hooks.0` = 3 must be a config dict or a built hook, but is of int"),
         ({"custom_hooks": [{"type": Watch, "intervl": 3}]}, "of the hook `Watch`: did you mean `interval`?"),
         ({"strategy": "colossalai"}, "needs the package colossalai, which is not installed: the recipe in docs"),
         ({"strategy": {"type": "deepspeed", "stage": 1}}, "needs the package deepspeed, which is not installed: pip"),
@@ -264,6 +264,15 @@ def optimizer(**arguments):
             "did you mean `cpu_offload`?",
         ),
         ({"strategy": {"type": "fsdp", "tensor_parallel": {"degre": 2}}}, "key 'degre': did you mean `degree`?"),
+        ({"strategy": {"type": "fsdp", "converters": ["flaot8"]}}, "converters.0` = 'flaot8' is no converter in the"),
+        (
+            {"test_dataloader": {"dataset": {"type": Data}}, "test_evaluator": "Acuracy"},
+            "`test_evaluator` = 'Acuracy' is no metric in the registry of scope `lockstep`: did you mean `Accuracy`?",
+        ),
+        # Keys that are no text, as YAML reads `on` and `1`.
+        ({True: 1}, "`True` = 1 is not an argument of Runner, and nothing reads it"),
+        ({"env_cfg": {True: "no"}}, "`env_cfg.True` = 'no' is no key of `env_cfg`"),
+        ({"model": {"type": Net, 1: 2, "width": 3}}, "`model.1` = 2 is not an argument of the model `Net`"),
         ({"env_cfg": {"cudnn_bench": True}}, "is no key of `env_cfg`: did you mean `cudnn_benchmark`?"),
         ({"randomness": 7}, "`randomness` must be a dict or None, but is 7 of int"),
         ({"randomness": {"sed": 7}}, "`randomness.sed` = 7 is no key of `randomness`: did you mean `seed`?"),
@@ -275,7 +284,7 @@ def optimizer(**arguments):
     ],
 )  # fmt: skip
 def test_a_fault_is_found_and_told_with_key_value_and_remedy(changes, says):
-    assert says in only(**changes)
+    assert says in only(changes)
 
 
 def test_a_module_that_cannot_be_imported_says_why(tmp_path, monkeypatch):
@@ -317,6 +326,8 @@ def test_a_module_that_cannot_be_imported_says_why(tmp_path, monkeypatch):
         {"custom_hooks": [{"type": Watch, "priority": 70, "interval": 3}]},
         {"strategy": {"type": "ddp", "find_unused_parameters": True}},
         {"strategy": {"type": "fsdp", "tensor_parallel": 2, "mixed_precision": "bf16", "cpu_offload": True}},
+        {"strategy": {"type": "fsdp", "converters": ["float8", nn.Sequential, {"type": "Float8", "skip": ["head"]}]}},
+        {"test_dataloader": {"dataset": {"type": Data}}, "test_evaluator": ["Accuracy", {"type": Metric}]},
         {"visualizer": {"type": "Visualizer", "vis_backends": [{"type": "LocalVisBackend"}]}},
         {"env_cfg": {"cudnn_benchmark": True, "dist_cfg": {"backend": "gloo"}, "mp_cfg": {"mp_start_method": "fork"}}},
         {"compile": True, "log_level": 10, "auto_scale_lr": {"enable": True, "base_batch_size": 16}},

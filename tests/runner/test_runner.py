@@ -274,6 +274,34 @@ def test_without_a_batch_size_no_learning_rate_is_scaled(tmp_path: Path):
         runner.train()
 
 
+class WithoutRate(torch.optim.Optimizer):
+    """Has no `lr` in its groups."""
+
+    def __init__(self, params, weight_decay: float) -> None:
+        super().__init__(params, {"weight_decay": weight_decay})
+
+    def step(self, closure=None) -> None:
+        """Update nothing."""
+
+
+def test_an_optimizer_may_have_no_learning_rate(tmp_path: Path):
+    runner = complete(
+        tmp_path,
+        optim_wrapper={"optimizer": {"type": WithoutRate, "weight_decay": 0.1}},
+        param_scheduler={"type": "CosineAnnealingParamScheduler", "param_name": "weight_decay", "by_epoch": False},
+        custom_hooks=[{"type": "RuntimeInfoHook"}],
+    )
+    runner.train()
+    assert runner.optim_wrapper.param_groups[0]["weight_decay"] < 0.01
+    scaled = complete(
+        tmp_path / "scaled",
+        optim_wrapper={"optimizer": {"type": WithoutRate, "weight_decay": 0.1}},
+        auto_scale_lr={"enable": True, "base_batch_size": 2},
+    )
+    with pytest.raises(ConfigError, match="which this optimizer sets itself"):
+        scaled.train()
+
+
 def test_a_compiled_model_trains(tmp_path: Path):
     torch._dynamo.reset()
     runner = complete(tmp_path, compile={"backend": "eager"})

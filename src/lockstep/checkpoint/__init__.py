@@ -16,8 +16,6 @@ from lockstep.checkpoint.search import (
     find_checkpoints,
     find_last_checkpoint,
     is_checkpoint,
-    newest_within,
-    place_of,
     written_at,
 )
 from lockstep.checkpoint.verifying import verify
@@ -41,8 +39,6 @@ __all__ = [
     "find_last_checkpoint",
     "is_checkpoint",
     "load_state",
-    "newest_within",
-    "place_of",
     "read_infos",
     "read_meta",
     "read_shapes",

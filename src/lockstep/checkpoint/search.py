@@ -53,24 +53,17 @@ def find_checkpoints(roots: Sequence[Location]) -> list[Location]:
     return sorted(found, key=lambda folder: (found[folder], _by_numbers(folder.name)), reverse=True)
 
 
-def place_of(path: Location) -> str:
-    """Say where the checkpoint of a path's name is, if it lies in the folder of a run beside it; else return "".
+def nearest_to(path: Location) -> Location | None:
+    """Return the checkpoint that is probably meant by a path that leads to none, if it is in the folder of a run.
 
-    Its name may end in `.pth`, as MMEngine writes one into the work_dir.
+    Beside a path that does not exist, it is the one of its name, which may end in `.pth`, as MMEngine writes one into
+    the work_dir; in a folder, it is the newest one.
     """
-    name = path.name.removesuffix(".pth")
-    if not isinstance(path, Path) or path.exists():  # to list a bucket takes long
-        return ""
-    there = (one for one in find_checkpoints([path.parent]) if one.name == name and is_checkpoint(one))
-    return next((f". There is {one}" for one in there), "")
-
-
-def newest_within(folder: Location) -> str:
-    """Say which is the newest checkpoint in the runs of a folder that does not say so itself; return "" if none is."""
-    if not isinstance(folder, Path):  # to list a bucket takes long
-        return ""
-    there = (one for one in find_checkpoints([folder]) if is_checkpoint(one))
-    return next((f"has no {POINTER_FILE} that leads to one. The newest one in it is {one}" for one in there), "")
+    if not isinstance(path, Path):  # to list a bucket takes long
+        return None
+    name = None if path.exists() else path.name.removesuffix(".pth")
+    found = find_checkpoints([path if name is None else path.parent])
+    return next((one for one in found if name in (None, one.name) and is_checkpoint(one)), None)
 
 
 def candidates(work_dir: Location, roots: Sequence[Location] = ()) -> Iterator[tuple[Location, str | None]]:

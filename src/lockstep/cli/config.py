@@ -19,18 +19,13 @@ def read_config(path: Path, *, trusted: bool = False) -> Config:
 
     From then on, modules in its folder and in the current folder can be imported, as from a script there.
     """
-    import_from_folder_of(path)
+    for folder in (os.getcwd(), os.path.dirname(os.path.realpath(path))):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
     try:
         return Config.fromfile(path, trusted=trusted)
     except FileNotFoundError as error:
         raise ConfigError(str(error)) from None
-
-
-def import_from_folder_of(path: Path) -> None:
-    """Let this process import modules in the folder of the config at `path` and in the current folder."""
-    for folder in (os.getcwd(), os.path.dirname(os.path.realpath(path))):
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
 
 
 def apply_options(cfg: Config, options: Sequence[str]) -> None:
@@ -42,8 +37,8 @@ def apply_options(cfg: Config, options: Sequence[str]) -> None:
         ConfigError: a top-level key is neither in the config nor an argument of Runner, so nothing would read it.
     """
     changes = parse_options(options)
-    for dotted in changes:
-        key = dotted.partition(".")[0]
+    by_key = {dotted.partition(".")[0]: dotted for dotted in changes}
+    for key, dotted in by_key.items():
         if key in cfg:
             continue
         from lockstep.runner import Runner  # imports torch
@@ -53,7 +48,7 @@ def apply_options(cfg: Config, options: Sequence[str]) -> None:
             hint = did_you_mean(key, {*cfg, *known})
             raise ConfigError(f"the config has no key `{key}` for the option `{dotted}`{hint}")
     cfg.merge_from_dict(changes)
-    if any(dotted.partition(".")[0] == "custom_imports" for dotted in changes):
+    if "custom_imports" in by_key:
         import_custom(cfg)
 
 

@@ -119,10 +119,7 @@ class Job(RankOptions, ABC):
         here = launcher != "none" or (spec.nproc == 1 and spec.nnodes == 1 and max_restarts == 0)
         if launcher != "none":
             check_ranks_found(launcher, self)
-        loading = "loading torch"
-        if not here:
-            use = "check" if self.check else "read"
-            loading += f" to {use} {self.config}"
+        loading = "loading torch" if here else f"loading torch to {'check' if self.check else 'read'} {self.config}"
         with _stops_before_it_begins() if isinstance(self, Train) else nullcontext():
             with loading_torch(loading if launcher == "none" else None):
                 cfg = self.read()
@@ -202,12 +199,11 @@ class Test(Job):
             from lockstep.runner.arguments import RunnerArguments  # imports torch
             from lockstep.runner.start import find_best
 
-            cfg.update(load_from=str(find_best(RunnerArguments(**RunnerArguments.keywords_of(cfg)))), resume=False)
-            return
-        from lockstep.weights import check_weights  # imports torch
+            place = find_best(RunnerArguments(**RunnerArguments.keywords_of(cfg)))
+        else:
+            from lockstep.weights import check_weights  # imports torch
 
-        place = locate(self.checkpoint)
-        check_weights(place, "`--checkpoint`")
+            check_weights(place := locate(self.checkpoint), "`--checkpoint`")
         cfg.update(load_from=str(place.resolve() if isinstance(place, Path) else place), resume=False)
 
     def mode(self, cfg: Config) -> Mode:

@@ -12,14 +12,12 @@ from typing import Any
 
 def run_job(request: Mapping[str, Any]) -> None:
     """Run the job for which a command has started this rank."""
-    from lockstep.cli.config import import_from_folder_of
     from lockstep.cli.jobs import Predict, Test, Train, ignore_stop_signals
 
     sys.argv = request["argv"]  # the run records what the user typed
     options = request["options"]
     options |= {name: Path(options[name]) for name in ("config", "work_dir", "out") if options.get(name)}
     job = {"Train": Train, "Test": Test, "Predict": Predict}[request["job"]](**options)
-    import_from_folder_of(job.config)
     cfg = job.read()
     cfg.launcher = "pytorch"
     job.execute(cfg)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch.profiler import ProfilerActivity, profile, supported_activities, tensorboard_trace_handler
@@ -21,13 +21,13 @@ from torch.profiler import schedule as make_schedule
 from lockstep.device import get_device
 from lockstep.errors import ConfigError, error_in_words, require_count, require_known, require_one_of, with_causes
 from lockstep.registry import HOOKS
+from lockstep.registry.signatures import construct
 from lockstep.runner.hook import Hook, require_epochs
 from lockstep.runner.preemption import signal_named
 from lockstep.runner.run import Run, TrainRun
 
 _logger = logging.getLogger(__name__)
 
-TraceHandler: TypeAlias = Callable[[profile], object]
 # Kinds of `on_trace_ready`, each with its options.
 _TRACES: Mapping[str, tuple[str, ...]] = {"log_trace": ("sort_by", "row_limit"), "tb_trace": ("dir_name",)}
 
@@ -68,7 +68,7 @@ class ProfilerHook(Hook):
     activity_with_cpu: bool = True
     activity_with_cuda: bool | None = None
     schedule: Mapping[str, int] | None = None
-    on_trace_ready: TraceHandler | Mapping[str, Any] | None = None
+    on_trace_ready: Callable[[profile], object] | Mapping[str, Any] | None = None
     record_shapes: bool = False
     profile_memory: bool = False
     with_stack: bool = False
@@ -84,7 +84,7 @@ class ProfilerHook(Hook):
         elif given is not None and not callable(given):
             raise ConfigError(f"`on_trace_ready` must be a function or a dict with a 'type', but is {given!r}")
         self._activities = _activities(self.activity_with_cpu, self.activity_with_cuda)
-        self._schedule = None if self.schedule is None else make_schedule(**self.schedule)
+        self._schedule = None if self.schedule is None else construct(make_schedule, self.schedule, "argument")
         self._profiler: profile | None = None
         self._filter: Any = None  # of the warnings that are not shown meanwhile
         self._done = self._iteration = 0
@@ -98,7 +98,7 @@ class ProfilerHook(Hook):
         profiler = profile(
             activities=self._activities,
             schedule=self._schedule,
-            on_trace_ready=self._once_per_iteration(self._handler(runner)),
+            on_trace_ready=lambda profiler: self._keep(profiler, runner),
             record_shapes=self.record_shapes,
             profile_memory=self.profile_memory,
             with_stack=self.with_stack,
@@ -142,53 +142,37 @@ class ProfilerHook(Hook):
         if self._done == self.profile_times:
             self.close()
 
-    def _once_per_iteration(self, handler: TraceHandler) -> TraceHandler:
-        """Return a handler that leaves out a cycle in which no iteration was recorded."""
-
-        def handle(profiler: profile) -> None:
-            if self._traced != self._iteration and (self._is_recorded or sys.exception() is not None):
-                self._traced = self._iteration
-                handler(profiler)
-
-        return handle
-
-    def _handler(self, runner: Run) -> TraceHandler:
-        given = self.on_trace_ready
-        if given is None:
-            return _logging_failures(lambda profiler: self._write(profiler, runner))
-        if not isinstance(given, Mapping):
-            return given
-        if given["type"] == "tb_trace":
-            folder = runner.run_dir / given.get("dir_name", "tensorboard_traces")
-            return _logging_failures(
-                lambda profiler: tensorboard_trace_handler(str(folder), worker_name=f"rank{runner.rank}")(profiler)
-            )
-        if runner.rank != 0:
-            return lambda _: None
-        options = {"sort_by": "self_cpu_time_total", "row_limit": 20, **given}
-        del options["type"]
-        return _logging_failures(lambda profiler: runner.logger.info("%s", profiler.key_averages().table(**options)))
-
-    def _write(self, profiler: profile, runner: Run) -> None:
-        given = Path(self.json_trace_path or "profile/trace.json")
-        suffix = "".join(given.suffixes)
-        stem = given.name.removesuffix(suffix)
-        path = runner.run_dir / given.with_name(f"{stem}_rank{runner.rank}_iter{self._iteration}{suffix}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(path))
-        runner.logger.info("a trace of all operators is at %s", path)
-
-
-def _logging_failures(handler: TraceHandler) -> TraceHandler:
-    """Return a handler that neither ends a training, nor hides why it ended, if its trace can't be written."""
-
-    def handle(profiler: profile) -> None:
+    def _keep(self, profiler: profile, runner: Run) -> None:
+        """Do what was asked for with the trace of a cycle, unless no iteration of it was recorded."""
+        if self._traced == self._iteration or not (self._is_recorded or sys.exception() is not None):
+            return
+        self._traced = self._iteration
+        if callable(given := self.on_trace_ready):
+            given(profiler)
+            return
         try:
-            handler(profiler)
-        except (AttributeError, OSError, RuntimeError, TypeError) as error:  # among them, of a table's options
+            self._write(profiler, runner, given or {})
+        # A table's options raise some of them. A trace that fails neither ends a training, nor hides why that ended.
+        except (AttributeError, OSError, RuntimeError, TypeError) as error:
             _logger.warning("the trace of operators can't be written: %s", error_in_words(error))
 
-    return handle
+    def _write(self, profiler: profile, runner: Run, given: Mapping[str, Any]) -> None:
+        options = dict(given)
+        kind = options.pop("type", None)
+        if kind == "tb_trace":
+            folder = runner.run_dir / options.get("dir_name", "tensorboard_traces")
+            tensorboard_trace_handler(str(folder), worker_name=f"rank{runner.rank}")(profiler)
+        elif kind is None:
+            form = Path(self.json_trace_path or "profile/trace.json")
+            suffix = "".join(form.suffixes)
+            stem = form.name.removesuffix(suffix)
+            path = runner.run_dir / form.with_name(f"{stem}_rank{runner.rank}_iter{self._iteration}{suffix}")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(path))
+            runner.logger.info("a trace of all operators is at %s", path)
+        elif runner.rank == 0:
+            table = {"sort_by": "self_cpu_time_total", "row_limit": 20, **options}
+            runner.logger.info("%s", profiler.key_averages().table(**table))
 
 
 def _activities(with_cpu: bool, with_accelerator: bool | None) -> list[ProfilerActivity]:

@@ -184,11 +184,11 @@ def _host_of_rank_0(topology: Topology) -> str:
         )
     try:
         socket.getaddrinfo(topology.master_addr, None)
-    except OSError as error:  # TCPStore would retry the lookup until the timeout
+    except (OSError, UnicodeError) as error:  # TCPStore would retry the lookup until the timeout
         raise TopologyError(
             f"MASTER_ADDR must be a host that can be found, but is {topology.master_addr!r}, which this host, "
-            f"{socket.gethostname()}, does not know: {error.strerror} ({_this_rank(topology)}). Export the name or IP "
-            "address of rank 0's host, the same on all ranks"
+            f"{socket.gethostname()}, does not know: {getattr(error, 'strerror', error)} ({_this_rank(topology)}). "
+            "Export the name or IP address of rank 0's host, the same on all ranks"
         ) from error
     return topology.master_addr
 

@@ -54,7 +54,7 @@ class RuntimeInfoHook(Hook):
 
     def before_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None) -> None:
         """Put the learning rates of the iteration into the message hub."""
-        rates = [group["lr"] for group in runner.optim_wrapper.param_groups]
+        rates = [group.get("lr") for group in runner.optim_wrapper.param_groups]
         if any(rate is None or (isinstance(rate, Tensor) and not rate.is_cpu) for rate in rates):
             return
         for name, own in runner.optim_wrapper.get_lr().items():

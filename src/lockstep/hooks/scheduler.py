@@ -25,7 +25,7 @@ class ParamSchedulerHook(Hook):
 
     priority = "LOW"
 
-    _at_zero: int | None = None  # iterations in a row whose rates are all 0; None before one was not, as in a warm-up
+    _at_zero: int | None = None  # iterations in a row at rates of 0; None until a rate is above 0, as in a warm-up
 
     def before_train(self, runner: TrainRun) -> None:
         """Refuse a scheduler that waits for a plateau of what no validation computes; warn of one that is too long."""
@@ -61,7 +61,7 @@ class ParamSchedulerHook(Hook):
 
     def _warn_of_zero(self, runner: TrainRun) -> None:
         """Warn if the schedules have ended before the training: nothing is trained at a rate of 0."""
-        rates = [group["lr"] for group in runner.optim_wrapper.param_groups]
+        rates = [group.get("lr") for group in runner.optim_wrapper.param_groups]
         if any(isinstance(rate, Tensor) or rate != 0 for rate in rates):  # a tensor may be on a device
             self._at_zero = 0
         elif self._at_zero is not None:

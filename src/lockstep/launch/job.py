@@ -76,7 +76,8 @@ class JobSpec:
         if self.nnodes == 1:
             return LOOPBACK, 0
         host, _, port = (self.rdzv or "").rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        labels = host.removesuffix(".").split(".")  # Python looks up none that is empty or longer
+        if not all(0 < len(label) < 64 for label in labels) or not port.isdecimal() or not 0 < int(port) < 65536:
             given = "missing" if self.rdzv is None else repr(self.rdzv)
             raise ValueError(
                 "`--rdzv` must be HOST:PORT, an address of node 0 and a free port there, the same on every node, "
@@ -150,7 +151,10 @@ def listener(host: str, port: int) -> socket.socket:
 
 
 def loopback_of(host: str) -> str | None:
-    """Return the loopback address for which the name of a machine stands here; None for another one, and localhost."""
+    """Return the loopback address to which a machine's name leads here, as in Debian's /etc/hosts.
+
+    None if it leads elsewhere, is an address itself, or is localhost.
+    """
     with suppress(OSError):
         address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
         if host not in (address, "localhost", "localhost.localdomain") and ip_address(address).is_loopback:
@@ -171,7 +175,7 @@ def interface_towards(host: str) -> str | None:
     Works for IPv4 on Linux. By default gloo uses the interface to which the machine's own host name resolves, on many
     systems the loopback interface.
     """
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with suppress(OSError, UnicodeError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing; the kernel chooses the route
         own = probe.getsockname()[0]
         return next((name for _, name in socket.if_nameindex() if address_of(name) == own), None)

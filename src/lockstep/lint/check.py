@@ -64,7 +64,7 @@ def _faults(cfg: Config, needed: Collection[str]) -> Iterator[Fault]:
             yield from faults_of(key, value, _KNOWN[key])
         elif key not in cfg.intermediate_keys and not str(key).startswith("_"):
             hint = did_you_mean(key, ARGUMENTS, _UNKNOWN_KEY_REMEDY)
-            yield Fault(key, f"is not an argument of Runner, and nothing reads it{hint}")
+            yield Fault(str(key), f"is not an argument of Runner, and nothing reads it{hint}")
     for key, says in missing_arguments(cfg):
         yield Fault(key, says)
     for key, leaf in leaves(cfg):

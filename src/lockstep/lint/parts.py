@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep.config.dictionary import items_below
 from lockstep.errors import RegistryError, did_you_mean, error_in_words, lacks_key, nearest
 from lockstep.masking import mask_value
-from lockstep.registry import Registry, in_default_scope
+from lockstep.registry import CONVERTERS, Registry, in_default_scope
 from lockstep.registry.registry import SCOPE
 from lockstep.registry.signatures import Arguments
 
@@ -64,19 +64,24 @@ class Kind:
         registry: the registry that builds it.
         default: the type of a part without `type`; None if `type` is required.
         supplied: arguments that lockstep adds if the part does not have them.
-        own: keys that lockstep uses itself and does not pass on.
+        own: keys that lockstep uses itself and does not pass on, and checks elsewhere.
+        by_name: whether the name of a type alone may stand for a part.
     """
 
     registry: Registry
     default: str | None = None
     supplied: frozenset[str] = frozenset()
     own: frozenset[str] = frozenset()
+    by_name: bool = False
 
     def faults(self, key: str, part: object) -> Iterator[Fault]:
         """Yield what is wrong with a part; an object that is already built has no faults."""
+        if self.by_name and isinstance(part, str):
+            yield from (Fault(key, fault.says) for fault in self.faults(key, {"type": part}))
+            return
         if isinstance(part, str | int | float | list | tuple):
-            yield Fault(key, f"must be a config dict or a {self.registry.name}, but is of {type(part).__name__}")
-        if isinstance(part, type):
+            yield Fault(key, f"must be a config dict or a built {self.registry.name}, but is of {type(part).__name__}")
+        if isinstance(part, type) and self.registry is not CONVERTERS:  # a class may be a function of a model
             name = part.__name__
             yield Fault(key, f"must be an object or a config dict, but is the class {name}. Give dict(type={name})")
         if not isinstance(part, Mapping):
@@ -102,7 +107,8 @@ class Kind:
                     f"{key}.{name}", f"is not an argument of {title}{did_you_mean(name, {*takes.named, *self.own})}"
                 )
             for name in takes.missing({*given, *self.supplied}):
-                yield Fault(key, f"must have the key `{name}`, which {title} needs, but has only {sorted(part)}")
+                has = sorted(map(str, part))
+                yield Fault(key, f"must have the key `{name}`, which {title} needs, but has only {has}")
             yield from value_faults(key, given, takes)
         for name, value in given.items():
             yield from _nested_faults(f"{key}.{name}", value, self.registry)

@@ -45,16 +45,19 @@ _OPTIM_WRAPPER = Kind(
     registry.OPTIM_WRAPPERS,
     default="OptimWrapper",
     supplied=frozenset({"optimizer"}),
-    own=frozenset({"constructor", "paramwise_cfg"}),
+    own=frozenset({"optimizer", "constructor", "paramwise_cfg"}),
 )
 _DICTS_OF_A_WRAPPER = {"clip_grad", "paramwise_cfg"}
 _CONSTRUCTOR = "DefaultOptimWrapperConstructor"
 # The length of a schedule may be missing: it defaults to the length of its window.
 _LENGTHS = frozenset({"T_max", "total_iters", "total_steps"})
 _SCHEDULER = Kind(registry.PARAM_SCHEDULERS, supplied=_LENGTHS | {"optimizer"}, own=_OWN_SCHEDULER_KEYS)
-_METRIC = Kind(registry.METRICS)
+_METRIC = Kind(registry.METRICS, by_name=True)
+_EVALUATOR = Kind(registry.EVALUATOR, default="Evaluator", supplied=frozenset({"metrics"}), own=frozenset({"metrics"}))
 _LOADER_KEYS = frozenset({"split", "num_batch_per_epoch", "global_batch_size"})
 _HOOK = Kind(registry.HOOKS, own=frozenset({"priority"}))
+_CONVERTER = Kind(registry.CONVERTERS, by_name=True)
+_STRATEGY = Kind(registry.STRATEGIES, own=frozenset({"converters"}), by_name=True)
 _FSDP_WRAPPER = "MMFullyShardedDataParallel"
 _LOOP_PARTS = frozenset({"runner", "dataloader", "evaluator"})
 
@@ -130,7 +133,7 @@ def _optim_wrapper(key: str, cfg: object) -> Iterator[Fault]:
         return
     if "optimizer" not in cfg:
         yield Fault(key, lacks_key(cfg, "optimizer"))
-    yield from _OPTIM_WRAPPER.faults(key, {name: value for name, value in cfg.items() if name != "optimizer"})
+    yield from _OPTIM_WRAPPER.faults(key, cfg)
 
 
 def _paramwise(key: str, cfg: object, optimizer: object) -> Iterator[Fault]:
@@ -177,24 +180,17 @@ def _default_hooks(key: str, cfg: Mapping[str, object]) -> Iterator[Fault]:
 
 
 def _strategy(key: str, strategy: object) -> Iterator[Fault]:
-    named = strategy.get("type") if isinstance(strategy, Mapping) else strategy
-    kind, says = resolve(named, registry.STRATEGIES) if named is not None else (None, None)
+    cfg = strategy if isinstance(strategy, Mapping) else {"type": strategy}
+    kind = resolve(cfg.get("type"), registry.STRATEGIES)[0]
     package = getattr(kind, "package", None)
     if package is not None and find_spec(package) is None:
         how = f": {INSTALL[package]}" if package in INSTALL else ""
         yield Fault(key, f"needs the package {package}, which is not installed{how}")
-    if isinstance(strategy, str):
-        if says is not None:
-            yield Fault(key, says)
-        return
-    if isinstance(strategy, Mapping):
-        yield from Kind(registry.CONVERTERS).each(f"{key}.converters", strategy.get("converters", ()))
-        strategy = {name: value for name, value in strategy.items() if name != "converters"}
-    yield from Kind(registry.STRATEGIES).faults(key, strategy)
-    if isinstance(strategy, Mapping):
-        fsdp = registry.STRATEGIES.module_dict.get("FSDPStrategy")  # registered only once something has asked for it
-        if kind is not None and kind is fsdp:
-            yield from _fsdp(key, strategy, kind)
+    yield from _CONVERTER.each(f"{key}.converters", cfg.get("converters") or ())
+    yield from _STRATEGY.faults(key, strategy)
+    fsdp = registry.STRATEGIES.module_dict.get("FSDPStrategy")  # registered only once something has asked for it
+    if kind is not None and kind is fsdp:
+        yield from _fsdp(key, cfg, kind)
 
 
 def _fsdp(key: str, cfg: Mapping[str, object], strategy: Callable[..., Any]) -> Iterator[Fault]:
@@ -210,7 +206,7 @@ def _fsdp(key: str, cfg: Mapping[str, object], strategy: Callable[..., Any]) -> 
     if built is not MMFullyShardedDataParallel:
         return
     handed_on = {"type", SCOPE, *Arguments.of(built).named} - {"module"}
-    yield from _keys({*Arguments.of(strategy).named, *handed_on}, key, cfg)
+    yield from _keys({*Arguments.of(strategy).named, *_STRATEGY.own, *handed_on}, key, cfg)
     yield from _keys(handed_on, f"{key}.model_wrapper", wrapper)
     for where, part in ((key, cfg), (f"{key}.model_wrapper", wrapper)):
         try:
@@ -234,8 +230,7 @@ def _evaluator(key: str, cfg: object) -> Iterator[Fault]:
             yield from _evaluator(f"{key}.{name}", part)
     elif isinstance(cfg, Mapping) and "metrics" in cfg:
         yield from _METRIC.each(f"{key}.metrics", cfg["metrics"])
-        evaluator = Kind(registry.EVALUATOR, default="Evaluator", supplied=frozenset({"metrics"}))
-        yield from evaluator.faults(key, {name: value for name, value in cfg.items() if name != "metrics"})
+        yield from _EVALUATOR.faults(key, cfg)
     else:
         yield from _METRIC.each(key, cfg)
 

@@ -328,7 +328,7 @@ class OptimWrapper:
 
     def get_lr(self) -> dict[str, list[float]]:
         """Return the learning rate of every parameter group, as `{"lr": [...]}`; NaN where the optimizer sets it."""
-        return {"lr": [number_in(group["lr"]) for group in self.param_groups]}
+        return {"lr": [number_in(group.get("lr")) for group in self.param_groups]}
 
     def get_momentum(self) -> dict[str, list[float]]:
         """Return the momentum (Adam's first beta) of every parameter group, as `{"momentum": [...]}`; 0 if none."""

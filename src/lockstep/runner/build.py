@@ -426,7 +426,7 @@ def _scale_lr(cfg: Mapping[str, Any], run: TrainRun) -> None:
         )
     factor = batch_size * run.data_shard.size / cfg["base_batch_size"]
     groups = run.optim_wrapper.param_groups
-    if any(group["lr"] is None for group in groups):
+    if any(group.get("lr") is None for group in groups):
         raise ConfigError(
             "`auto_scale_lr` multiplies learning rates, which this optimizer sets itself: `lr` is None in its groups. "
             "Give the optimizer a number, or leave out `auto_scale_lr`"

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lockstep.dataset.random_state import sync_random_state
 from lockstep.device import get_device
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, require_key, require_known
 from lockstep.groups import this_rank
 from lockstep.model import ModelWrapper, checkpoint_activations, unwrap_model
 from lockstep.model.fsdp import MMFullyShardedDataParallel
@@ -125,10 +125,8 @@ class FSDPStrategy(NativeStrategy):
 def _read_check(activation_checkpointing: Any) -> Any:
     if not isinstance(activation_checkpointing, Mapping):
         return activation_checkpointing
-    if activation_checkpointing.keys() != {"check_fn"}:
-        raise ConfigError(
-            f"`activation_checkpointing` must have the key 'check_fn' alone, but has {sorted(activation_checkpointing)}"
-        )
+    require_key("activation_checkpointing", activation_checkpointing, "check_fn")
+    require_known("activation_checkpointing", activation_checkpointing, ("check_fn",))
     return activation_checkpointing["check_fn"]
 
 

@@ -17,7 +17,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint import newest_within, place_of, read_infos, read_meta, read_tensors
+from lockstep.checkpoint import read_infos, read_meta, read_tensors
+from lockstep.checkpoint.files import POINTER_FILE
+from lockstep.checkpoint.search import nearest_to
 from lockstep.dist import is_main_process, run_on_main
 from lockstep.errors import ConfigError, counted, require_known, require_one_of
 from lockstep.location import Location, locate
@@ -321,11 +323,12 @@ def _checkpoint(path: str | Path, *, best: bool) -> Location:
         what = "is a file" if location.exists() else "does not exist"
         if location.is_dir():
             what = f"holds no {'best' if best else 'complete'} checkpoint"
-        elsewhere = place_of(location) or ". Those of a run lie under work_dirs/NAME/TIME, as epoch_1"
-        if not best and (newest := newest_within(location)):
-            what, elsewhere = newest, ""
+        near = nearest_to(location)
+        there = "Those of a run lie under work_dirs/NAME/TIME, as epoch_1" if near is None else f"There is {near}"
+        if near is not None and location.is_dir() and not best:
+            what, there = f"has no {POINTER_FILE} that leads to one", f"The newest one in it is {near}"
         raise ConfigError(
-            f"`CKPT` must be a checkpoint, the folder of a run, or a work_dir, but {location} {what}{elsewhere}"
+            f"`CKPT` must be a checkpoint, the folder of a run, or a work_dir, but {location} {what}. {there}"
         )
     return found
 

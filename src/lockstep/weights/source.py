@@ -16,15 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import (
-    find_checkpoints,
-    find_last_checkpoint,
-    is_checkpoint,
-    newest_within,
-    place_of,
-    read_meta,
-)
-from lockstep.checkpoint.search import readable_manifest
+from lockstep.checkpoint import find_checkpoints, find_last_checkpoint, is_checkpoint, read_meta
+from lockstep.checkpoint.files import POINTER_FILE
+from lockstep.checkpoint.search import nearest_to, readable_manifest
 from lockstep.errors import ConfigError, listed
 from lockstep.location import Location, locate
 from lockstep.weights.safetensors_file import ADAPTER_CONFIG, SafetensorsFile, TensorInfo
@@ -187,13 +181,12 @@ def _weights_in(folder: Location) -> str | None:
 def _no_weights(location: Location, argument: str) -> ConfigError:
     """Return the error that says what is at a path instead of weights."""
     wanted = f"{argument} must be a checkpoint, or a folder or a file of weights, but {location}"
+    near = nearest_to(location)
     if not location.is_dir():
-        elsewhere = place_of(location) or (
-            ". Download weights from the web first; those in a bucket may be given as s3://BUCKET/NAME"
-        )
-        return ConfigError(f"{wanted} does not exist{elsewhere}")
-    if newest := newest_within(location):
-        return ConfigError(f"{wanted} {newest}")
+        elsewhere = "Download weights from the web first; those in a bucket may be given as s3://BUCKET/NAME"
+        return ConfigError(f"{wanted} does not exist. {elsewhere if near is None else f'There is {near}'}")
+    if near is not None:
+        return ConfigError(f"{wanted} has no {POINTER_FILE} that leads to one. The newest one in it is {near}")
     found = sorted(one.name for one in location.iterdir())
     if ADAPTER_CONFIG in found:
         return ConfigError(

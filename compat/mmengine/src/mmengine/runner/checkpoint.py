@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.hub import load_state_dict_from_url
 
-from lockstep.checkpoint import find_last_checkpoint, place_of, read_infos, read_tensors
+from lockstep.checkpoint import find_last_checkpoint, read_infos, read_tensors
+from lockstep.checkpoint.search import nearest_to
 from lockstep.location import locate
 from lockstep.model import unwrap_model
 from lockstep.weights import find_checkpoint
@@ -148,7 +149,8 @@ def load_from_local(filename: str, map_location: Any = None) -> Any:
         weights = {name: value.to(map_location or "cpu") for name, value in state.items()}
         return {"state_dict": weights, "meta": file_meta(folder)}
     if not path.is_file():
-        raise FileNotFoundError(f"there is no checkpoint `{filename}`{place_of(path)}")
+        near = nearest_to(path)
+        raise FileNotFoundError(f"there is no checkpoint `{filename}`{'' if near is None else f'. There is {near}'}")
     if path.suffix == ".safetensors":
         return {"state_dict": _of_safetensors(path, map_location)}
     return _read(path, map_location)
