@@ -57,6 +57,14 @@ def test_an_average_on_the_cpu_waits_for_the_weights(found: Any) -> None:
     assert [rank["averaged"] for rank in found[2]] == [training.averaged("cpu")] * 2
 
 
+def test_gradients_of_offloaded_shards_are_unscaled_by_what_has_arrived(found: Any) -> None:
+    assert [rank["offloaded"] for rank in found[2]] == [training.offloaded("cpu")] * 2 == [[2.0, 2.0, 0.0]] * 2
+
+
+def test_a_digest_of_the_device_is_read_beside_one_of_the_host(found: Any) -> None:
+    assert [rank["digested"] for rank in found[2]] == [training.digested("cpu")] * 2
+
+
 def test_copies_of_a_layer_are_compared_on_the_device(found: Any) -> None:
     assert [rank["trial"] for rank in found[2]] == [[0.0] * 4] * 2
 

@@ -15,8 +15,9 @@ from lockstep import Runner, Session
 from lockstep.hooks import EMAHook, Hook
 from lockstep.model import ExponentialMovingAverage
 from lockstep.model.fsdp.parameters import Materializer
-from lockstep.model.shards import gather_full
+from lockstep.model.shards import digests, gather_full
 from lockstep.model.tensor_parallel import _differences, _TrialRun
+from lockstep.optim.amp import LossScaler
 
 EPOCH = 6  # steps on two ranks
 PLAN = {"up": "colwise", "down": "rowwise"}
@@ -132,6 +133,21 @@ def averaged(device: str) -> list[float]:
             for parameter in layer.parameters():
                 parameter.add_(1.0)
     return [value for one in average.module.parameters() for value in one.detach().flatten().tolist()]
+
+
+def offloaded(device: str) -> list[float]:
+    """Return gradients in the memory of the host, of losses that a device scales, as they are unscaled."""
+    shard = nn.Parameter(torch.zeros(2))
+    optimizer, scaler = torch.optim.SGD([shard]), LossScaler(device, init_scale=4.0)
+    scaler.scale(torch.ones((), device=device))
+    shard.grad = torch.full((2,), 8.0)
+    scaler.unscale_(optimizer)
+    return [*shard.grad.tolist(), float(scaler.has_skipped)]
+
+
+def digested(device: str) -> list[int]:
+    """Return digests of a tensor of the host and of one of a device."""
+    return digests([torch.arange(3.0), torch.arange(4.0).to(device)]).tolist()  # type: ignore[no-any-return]
 
 
 def trial(device: str) -> list[float]:

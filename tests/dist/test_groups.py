@@ -283,6 +283,14 @@ def test_groups_without_a_backend_for_the_cpu_may_be_made_again_and_again() -> N
         torch_dist.destroy_process_group(group)
 
 
+@ranks(3, timeout=60)
+def test_hosts_of_a_group_without_a_backend_for_the_cpu_meet_though_ranks_are_in_unequal_numbers_of_groups() -> None:
+    other = torch_dist.new_group([0, 1])
+    group = torch_dist.new_group(backend="cuda:gloo")
+    assert all_gather_object(get_rank(), group=group) == [0, 1, 2]
+    del other
+
+
 @ranks(2)
 def test_a_group_ends_with_its_owner() -> None:
     group = torch_dist.new_group([0, 1])

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -387,6 +388,23 @@ def test_tensors_of_all_sizes_are_reduced(numel: int) -> None:
         assert torch.equal(output, torch.arange(numel, dtype=torch.int32) * size + rank)
     assert all(map(torch.equal, entries, kept))
     assert_group_works()
+
+
+@ranks(2)
+def test_what_is_sent_is_said_to_be_used_on_the_stream_that_waits() -> None:
+    """A backend of a device may read it after the wait, and who waits may do so on another stream."""
+    read: list[Tensor] = []
+    with patch("lockstep.dist.reduce.used_on_current_stream", lambda x: read.append(x) or x):
+        halves = torch.ones(3, dtype=torch.float16)  # sent in float32
+        handle = reduce(halves, 1, "mean", async_op=True)
+        assert handle is not None
+        handle.wait()
+        assert [(x.dtype, x.numel()) for x in read] == [(torch.float32, 3)]
+        read.clear()
+        handle = reduce_scatter(torch.empty(2), [torch.ones(2), torch.ones(2)], async_op=True)
+        assert handle is not None
+        handle.wait()
+    assert [x.numel() for x in read] == [4, 4]
 
 
 @ranks(2, 3)

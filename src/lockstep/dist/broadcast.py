@@ -80,10 +80,14 @@ def broadcast(
         return wait_unless_async(Handle((), comm), async_op)
     wire = comm.to_wire(data)
     work = start(torch_dist.broadcast, comm, wire.device, as_native(wire), group_src=src, async_op=async_op)
-    handle = Handle([work], comm)
-    if wire.data_ptr() != data.data_ptr() and comm.rank != src:
-        handle = Handle([handle], comm, lambda: copy_into(data, used_on_current_stream(wire)))
-    return wait_unless_async(handle, async_op)
+
+    def finish() -> None:
+        used_on_current_stream(wire)
+        if comm.rank != src:
+            copy_into(data, wire)
+
+    is_staged = wire.data_ptr() != data.data_ptr()
+    return wait_unless_async(Handle([work], comm, finish if is_staged else None), async_op)
 
 
 @overload
@@ -213,6 +217,7 @@ def _start_all_to_all(
     work = start(torch_dist.all_to_all_single, comm, device, received, sent, sizes_out, sizes, async_op=async_op)
 
     def finish() -> None:
+        used_on_current_stream(sent)
         used_on_current_stream(received)
         for output, part in zip(outputs, torch.split_with_sizes(received, sizes_out), strict=True):
             if part.dtype != output.dtype:

@@ -271,7 +271,11 @@ def _reduce_scatter(
     def scatter_from(received: Tensor, **options: Any) -> Any:
         return torch_dist.reduce_scatter(received, travelling, **options)
 
-    return _reduce(output, plan, comm, scatter_from, async_op)
+    def finish() -> None:
+        for sent in travelling if async_op else ():
+            used_on_current_stream(sent)
+
+    return Handle([_reduce(output, plan, comm, scatter_from, async_op)], comm, finish)
 
 
 def _combine_here(output: Tensor, travelling: Sequence[Tensor], plan: Reduction, comm: Comm, async_op: bool) -> Handle:
@@ -288,6 +292,7 @@ def _combine_here(output: Tensor, travelling: Sequence[Tensor], plan: Reduction,
     work = start(torch_dist.all_to_all_single, comm, own.device, flat, sent, arriving, sizes, async_op=async_op)
 
     def finish() -> None:
+        used_on_current_stream(sent)
         total = used_on_current_stream(received)[0]
         combine(received.unbind(), plan.wire_op, total)
         # What is encoded without a `decode` is a view of another dtype.
@@ -376,9 +381,9 @@ def _reduce(
         work = run(travelling, "sum" if is_missing else plan.wire_op)
 
     def finish() -> None:
+        used_on_current_stream(travelling)
         if not keeps:
             return
-        used_on_current_stream(travelling)
         if parts:
             combine([used_on_current_stream(part) for part in parts], plan.wire_op, travelling)
         elif is_missing:

@@ -210,7 +210,8 @@ def digests(tensors: Sequence[Tensor]) -> Tensor:
     **Shapes**: n tensors -> [n], int64. **Cost**: as for `digest_of`.
     """
     found = [digest_of(words_of(tensor)) for tensor in tensors]
-    return torch.stack([digest.to(found[0].device, non_blocking=True) for digest in found])
+    first = found[0].device
+    return torch.stack([digest.to(first, non_blocking=first.type != "cpu") for digest in found])
 
 
 @cache

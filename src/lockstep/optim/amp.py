@@ -210,6 +210,7 @@ class LossScaler(GradScaler):
 
     **Collective**: every rank calls `unscale_` and `update`. **Cost**: with sharded gradients an all_reduce of 4 bytes
     per update; torch's own scaler sends as much for each dtype, but refuses a mixture of sharded and whole gradients.
+    With gradients in CPU memory, the host waits for the device.
 
     **Source**: `torch.amp.GradScaler` (torch 2.13). Torch's `ShardedGradScaler` also overrides `_unscale_grads_`.
     """
@@ -243,6 +244,9 @@ class LossScaler(GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+        if any(param.grad.device.type == "cpu" for param in params):
+            # Offloaded shards. torch would read its copies of these on the host before they have arrived (2.13).
+            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
         held: Any = SimpleNamespace(param_groups=[{"params": [_own_part(param) for param in params]}])
         found = super()._unscale_grads_(held, inv_scale, found_inf, allow_fp16)
         if not found:  # the optimizer has no gradients: nothing to skip
@@ -254,7 +258,7 @@ class LossScaler(GradScaler):
                 all_reduce(flag, op="max")
             if self._skipped is None:
                 self._skipped = torch.zeros_like(flag)
-            self._skipped += flag.to(self._skipped.device, non_blocking=True)
+            self._skipped += flag.to(self._skipped.device, non_blocking=not self._skipped.is_cpu)
         return found
 
     def _look(self) -> None:

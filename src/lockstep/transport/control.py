@@ -12,12 +12,13 @@ import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from unittest.mock import patch
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from lockstep.calls import Record
 from lockstep.errors import DistError, PeerError, error_in_words
@@ -47,8 +48,7 @@ class _Control:
 
     Attributes:
         reference: weak reference to the group that carries it: the group itself where gloo serves its CPU, else one
-            beside it, which lives as long as the default group: torch would give the next one its name, by which the
-            ranks met before (2.13).
+            beside it, which torch keeps for as long as the default group.
         own: this rank's slot.
         every: every rank's slot.
     """
@@ -57,7 +57,10 @@ class _Control:
         assert comm.pg is not None
         group = comm.pg
         if comm.backends.get("cpu") != "gloo":
-            with in_backend(comm):
+            # torch would name it by the number of groups that each rank is in. Where these differ, the ranks would wait
+            # for each other at different keys (2.13).
+            name = f"{distributed_c10d._world.pg_names[group]}/control"
+            with in_backend(comm), patch.object(distributed_c10d, "_process_group_name", lambda *_, **__: name):
                 group = torch_dist.new_group(
                     list(comm.ranks), backend="gloo", timeout=comm.timeout, use_local_synchronization=True
                 )

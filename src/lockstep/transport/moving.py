@@ -59,7 +59,12 @@ def gather_into(outputs: Sequence[Tensor], wire: Tensor, comm: Comm, async_op: b
         ]
     else:
         works = [start(torch_dist.all_gather, comm, wire.device, flat, as_bytes(wire), async_op=async_op)]
-    return Handle(works, comm, lambda: copy_all(outputs, received))
+
+    def finish() -> None:
+        used_on_current_stream(wire)
+        copy_all(outputs, received)
+
+    return Handle(works, comm, finish)
 
 
 def place_for(output: Tensor, device: torch.device) -> Tensor:
@@ -115,7 +120,9 @@ def copy_all(data: Sequence[Tensor], results: Sequence[Tensor]) -> None:
 def used_on_current_stream(staged: Tensor) -> Tensor:
     """Return a staging tensor after telling torch's allocator that the current stream reads it.
 
-    Its memory is then not reused, by whichever stream has allocated it, before the current stream has read it.
+    Its memory is then not reused, by whichever stream has allocated it, before the current stream has read it. Of a
+    collective that the current stream waits for, that holds for what was sent, too: torch keeps it until `Work.wait`,
+    and NCCL may read it later (2.13).
     """
     if not staged.is_cpu:
         staged.record_stream(torch.accelerator.current_stream(staged.device))
