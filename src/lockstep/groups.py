@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -285,11 +285,11 @@ def get_comm_device(group: GroupLike = None) -> torch.device:
     return resolve(group).comm_device
 
 
-def inherit_timeout(mesh: DeviceMesh) -> None:
-    """Give the groups of a mesh the timeout of `init_dist`; torch makes them with its own default."""
+def inherit_timeout(made: Iterable[ProcessGroup]) -> None:
+    """Give groups that others have made, of a mesh or an engine, the timeout of `init_dist`, in place of torch's."""
     timeout = resolve().backend_timeout
     if timeout is not None:
-        for group in mesh.get_all_groups():
+        for group in made:
             group.set_timeout(timeout)
 
 

@@ -259,6 +259,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   } else if (to_device && non_blocking) {
     stream.queue([&stream, device, host = is_late ? host : host.clone()] {
       stream.wait_until_asked();
+      arrive();  // what was copied from the device before, perhaps into this memory
       device.copy_(host);
     });
   } else {

@@ -87,6 +87,7 @@ MESHES: dict[str, tuple[int, int, Any]] = {
 # Where the packages are: DeepSpeed by stage of ZeRO, ColossalAI by its plugin. DeepSpeed would leave every parameter of
 # a model as small as this one whole.
 SHARDED = {"stage": 3, "stage3_param_persistence_threshold": 0}
+PINNED = {"device": "cpu", "pin_memory": True}
 STAGES: dict[str, Any] = {
     "zero1": {"type": "deepspeed"},
     "zero2": {"type": "deepspeed", "zero_optimization": {"stage": 2}},
@@ -99,7 +100,13 @@ DEEPSPEED: dict[str, tuple[dict[str, Any], float]] = {
     "zero3-prefetching": ({"strategy": STAGES["zero3"], "prefetch_to_device": True}, EXACT),
     "zero1-bf16": ({"strategy": {**STAGES["zero1"], "bf16": True}}, HALF),
     "zero3-bf16": ({"strategy": {**STAGES["zero3"], "bf16": True}}, HALF),
+    "zero1-offloaded": ({"strategy": {**STAGES["zero1"], "zero_optimization": {"offload_optimizer": PINNED}}}, EXACT),
     "zero3-offloaded": ({"strategy": {**STAGES["zero3"], "offload": True}}, EXACT),
+}
+# Not on a CPU. At DeepSpeed's own first scale, 2**16, it would leave out some updates.
+FP16 = {"enabled": True, "initial_scale_power": 8}
+DEEPSPEED_ON_DEVICE: dict[str, tuple[dict[str, Any], float]] = {
+    f"{name}-fp16": ({"strategy": {**strategy, "fp16": FP16}}, HALF) for name, strategy in STAGES.items()
 }
 PLUGIN_ZERO2 = {"type": "colossalai", "stage": 2}
 COLOSSALAI: dict[str, tuple[dict[str, Any], float]] = {
@@ -115,7 +122,7 @@ MOVES = {
     "deepspeed": [("zero1", "zero3"), ("zero3", "fsdp"), ("fsdp", "zero2"), ("zero3", "ddp")],
     "colossalai": [("plugin-zero1", "plugin-zero2"), ("plugin-zero2", "fsdp"), ("fsdp", "plugin-zero1")],
 }
-ALL = {**CASES, **SINGLE, **DEEPSPEED, **COLOSSALAI}
+ALL = {**CASES, **SINGLE, **DEEPSPEED, **DEEPSPEED_ON_DEVICE, **COLOSSALAI}
 # Compiled by torch's own backend; on a GPU, `reduce-overhead` records graphs.
 TRANSLATED: dict[str, Any] = {
     "default": True,

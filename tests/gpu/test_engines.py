@@ -1,6 +1,6 @@
 """DeepSpeed and ColossalAI on an accelerator, parts of `make test-gpu`, each where its package is; rarely both are.
 
-Their bodies run on the CPU in `make test-deepspeed` and `make test-colossalai`.
+Their bodies run on the CPU in `make test-deepspeed` and `make test-colossalai`, but for those in float16.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 @needs("deepspeed")
 @pytest.mark.parametrize("size", on(1, 2))
-@pytest.mark.parametrize("case", bodies.DEEPSPEED)
+@pytest.mark.parametrize("case", [*bodies.DEEPSPEED, *bodies.DEEPSPEED_ON_DEVICE])
 def test_losses_under_deepspeed_are_those_of_a_plain_loop_on_the_cpu(case: str, size: int, tmp_path: Path):
     assert check_case(case, size, tmp_path) == get_device()
 

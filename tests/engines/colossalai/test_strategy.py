@@ -183,6 +183,8 @@ def test_without_an_optim_wrapper_the_model_is_only_looked_at():
         ({"stage": 3}, r"`stage` must be 1 or 2, but is 3.*strategy='fsdp'"),
         ({"max_norm": 1.0}, r"`max_norm` must be given to the optim wrapper.*clip_grad=dict\(max_norm"),
         ({"plugin": "HybridParallelPlugin"}, r"is 'HybridParallelPlugin'.*also with `tensor_parallel`"),
+        ({"overlap_allgather": True}, r"`overlap_allgather` must be left out, but is True.*Use strategy 'fsdp'"),
+        ({"extra_dp_size": 2}, r"`extra_dp_size` must be left out, but is 2"),
         ({"tensor_parallel": 2}, r"`tensor_parallel` must not be given to strategy 'colossalai'\. Use strategy 'fsdp'"),
     ],
 )

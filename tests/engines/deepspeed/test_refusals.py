@@ -53,6 +53,11 @@ SGD = {"type": "SGD", "lr": 0.1}
             {"scheduler": {"type": "WarmupLR"}},
             "`scheduler` must not be given to DeepSpeedStrategy: .*`param_scheduler`",
         ),
+        (
+            {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+            "`torch_autocast.dtype` must be 'bfloat16', but is 'float16'.*Use fp16=True",
+        ),
+        ({"torch_autocast": True}, "`torch_autocast.dtype` must be 'bfloat16', but is None"),
         ({"config": "nowhere.json"}, "`config` must be a DeepSpeed config or the path of one.*nowhere.json"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep.checkpoint import find_last_checkpoint, load_state
 from lockstep.config import Config
-from lockstep.dist import get_rank, get_world_size
+from lockstep.dist import get_default_group, get_rank, get_world_size
 from lockstep.errors import ConfigError
 from lockstep.evaluator import BaseMetric
 from lockstep.hooks import Hook
@@ -23,7 +24,7 @@ from lockstep.runner import Runner
 from lockstep.testing import ranks, run_ranks
 
 from ...strategy.transformer import BATCH, INPUTS, STEPS, TARGETS, Losses, optim_config, seeded
-from .training import STAGES, config_of
+from .training import STAGES, Training, config_of
 
 
 def train(work_dir: Path, strategy: Any, **changes: Any) -> tuple[list[float], list[float]]:
@@ -191,3 +192,27 @@ def test_a_config_is_checked_before_anything_is_built():
     config["optim_wrapper"]["accumulative_count"] = 2
     with pytest.raises(ConfigError, match="did you mean `accumulative_counts`"):
         check_config(config)
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_batches_do_not_wait_for_the_device_and_calls_wait_as_long_as_those_of_lockstep(stage: int):
+    training = Training(f"zero{stage}")
+    accelerator = "deepspeed.accelerator.cpu_accelerator.CPU_Accelerator"
+    with patch(f"{accelerator}.synchronize") as wait:
+        training.run(0, 5)
+    assert not wait.called
+    groups: Any = (get_default_group(), training.model.model.data_parallel_group)
+    default, own = (group._get_backend(torch.device("cpu")).options._timeout for group in groups)
+    assert own == default
+
+
+@ranks(2)
+def test_what_a_device_copies_to_the_host_is_complete_before_a_short_window_is_evened_out(tmp_path: Path):
+    with (
+        patch("lockstep.strategy.deepspeed.optim.get_device", return_value="cuda"),
+        patch("torch.accelerator.synchronize") as wait,
+    ):
+        train(tmp_path, {"type": "deepspeed", "offload": True}, optim_wrapper=optim_config(3, True))
+    assert STEPS % 3
+    assert wait.call_count == 1

@@ -404,5 +404,5 @@ def _by_number(axis: str, *shape: int) -> Tensor:
 
 def _grid(device_type: str, ranks: Tensor, names: tuple[str, ...]) -> DeviceMesh:
     mesh = DeviceMesh(device_type, ranks, mesh_dim_names=names)
-    inherit_timeout(mesh)
+    inherit_timeout(mesh.get_all_groups())
     return mesh

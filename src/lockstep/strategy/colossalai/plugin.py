@@ -16,6 +16,12 @@ _NAME = "lowlevel_zero"
 # ColossalAI's optimizers that update each element independently, as those of torch do that are known.
 _ELEMENTWISE = frozenset({"CPUAdam", "FusedAdam", "FusedSGD", "HybridAdam"})
 
+# Options with the only value that is right here, and why.
+_REFUSED = {
+    "overlap_allgather": (False, "weights arrive after an update, when a checkpoint or the next step may have read them"),
+    "extra_dp_size": (1, "a checkpoint could not tell which rank has which shard"),
+}
+
 
 def read_options(plugin: Any, more: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of ColossalAI's `LowLevelZeroPlugin`, with lockstep's defaults.
@@ -46,6 +52,9 @@ def read_options(plugin: Any, more: Mapping[str, Any]) -> dict[str, Any]:
         )
     if splits := options.keys() & {"tensor_parallel", "tp_size"}:
         raise ConfigError(f"`{splits.pop()}` must not be given to strategy 'colossalai'. Use strategy 'fsdp' with it")
+    for name, (usual, why) in _REFUSED.items():
+        if options.get(name, usual) != usual:
+            raise ConfigError(f"`{name}` must be left out, but is {options[name]!r}: {why}. Use strategy 'fsdp'")
     if options["precision"] not in ("fp32", "bf16"):
         raise ConfigError(
             f"`precision` must be 'fp32' or 'bf16', but is {options['precision']!r}. ColossalAI's fp16 does not run on "

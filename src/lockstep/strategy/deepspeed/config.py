@@ -21,9 +21,10 @@ _KNOWN = (
     BATCH, MICRO_BATCH, ACCUMULATION, CLIPPING, "zero_optimization", "fp16", "bf16",
     "torch_autocast", "data_types", "activation_checkpointing", "aio", "steps_per_print", "communication_data_type",
     "prescale_gradients", "gradient_predivide_factor", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
-    "wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler", "comms_logger", "checkpoint",
+    "wall_clock_breakdown", "timers", "memory_breakdown", "dump_state", "flops_profiler", "comms_logger", "checkpoint",
     "tensor_parallel", "compile", "log_level",
 )  # fmt: skip
+_BFLOAT16 = ("bfloat16", "bf16", "torch.bfloat16")
 _REFUSED = {
     "optimizer": "give it as optim_wrapper=dict(optimizer=dict(type='AdamW', lr=1e-3)), and leave it out",
     "scheduler": "give a `param_scheduler`, which steps with every batch if by_epoch=False, and leave it out",
@@ -59,6 +60,12 @@ def read_config(config: str | Path | Mapping[str, Any] | None, arguments: Mappin
             raise ConfigError(f"`{name}` must not be given to DeepSpeedStrategy: {_REFUSED[name]}")
         if name not in _KNOWN and (meant := nearest(name, _KNOWN)) is not None:
             raise ConfigError(f"`{name}` is no key of a DeepSpeed config: did you mean `{meant}`?")
+    if is_on(merged, "torch_autocast") and str(dtype := merged["torch_autocast"].get("dtype")) not in _BFLOAT16:
+        raise ConfigError(
+            f"`torch_autocast.dtype` must be 'bfloat16', but is {dtype!r}: DeepSpeed 0.19 clips gradients of float16 "
+            "while they have the loss scale, which each rank finds by itself. Use fp16=True, or strategy 'ddp' or "
+            "'fsdp' with an AmpOptimWrapper"
+        )
     zero = dict(merged.get("zero_optimization") or {})
     if stage is not None:
         zero["stage"] = _agreed("zero_optimization.stage", zero.get("stage"), stage)
@@ -108,6 +115,8 @@ def complete_config(
     if BATCH not in full:
         # DeepSpeed only counts samples with it; the data loader determines the batch size.
         full.setdefault(MICRO_BATCH, 1)
+    # Its measurement of samples per second waits for the device before and after each batch.
+    full.setdefault("timers", {"throughput": {"enabled": False}})
     return full
 
 

@@ -25,7 +25,7 @@ from lockstep.dist import (
 )
 from lockstep.engines import adopt_group, load_engine, undisturbed
 from lockstep.errors import ConfigError, listed, message_of, ranks_in_words
-from lockstep.groups import this_rank
+from lockstep.groups import inherit_timeout, this_rank
 from lockstep.model.autograd_graph import never_compiled, refuse_second_backward
 from lockstep.model.call_order import CallOrder
 from lockstep.model.parts import Site, broadcast_from_first
@@ -73,6 +73,7 @@ def start_engine(model: nn.Module, optimizer: Optimizer, config: Mapping[str, An
             )
     except (AssertionError, ValueError, NotImplementedError) as error:
         raise ConfigError(f"DeepSpeed refuses what it is given: {error}") from error
+    inherit_timeout([engine.data_parallel_group])  # a copy of the default group
     return engine
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.device import get_device
 from lockstep.dist import all_reduce, get_rank
 from lockstep.engines import load_engine
 from lockstep.errors import ConfigError, listed
@@ -149,6 +150,8 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
     def _multiply_gradients(self, factor: float) -> None:
         zero = self.engine.optimizer
         if self._stage < 3 and self.engine.zero_cpu_offload():
+            if get_device() != "cpu":  # they may still be on their way, if that memory is pinned
+                torch.accelerator.synchronize()
             # In flat buffers in CPU memory, where DeepSpeed's function does not change them (0.19).
             for gradient in [flat.grad for flat in zero.single_partition_of_fp32_groups if flat.grad is not None]:
                 gradient.mul_(factor)
