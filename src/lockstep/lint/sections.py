@@ -35,6 +35,7 @@ from lockstep.runner.start import dist_arguments
 _OWN_SCHEDULER_KEYS = frozenset({"convert_to_iter_based"}).union(
     name for name, parameter in Arguments.of(ParamScheduler).named.items() if parameter.kind is parameter.KEYWORD_ONLY
 )
+# What a loader hands to a sampler, as far as that takes it.
 _ORDER = frozenset({"dataset", "data_source", "seed", "shard", "num_replicas", "world_size", "rank"})
 _LOADER_PARTS: Mapping[str, Kind] = {
     "dataset": Kind(registry.DATASETS),

@@ -89,7 +89,7 @@ class FSDPStrategy(NativeStrategy):
     def compiled_parts(self, model: nn.Module) -> list[nn.Module]:
         """Return the parts that are gathered one by one, so that no communication is compiled; else the whole model.
 
-        So also of a model that is wrapped already.
+        A model that is wrapped already has been cut by its own policy, but is compiled by that of the strategy.
         """
         policy = self._wrapper.get("auto_wrap_policy") or self._wrapper.get("fsdp_auto_wrap_policy")
         core = unwrap_model(model)
