@@ -11,13 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.drafts import remove, remove_dead_drafts
-from lockstep.checkpoint.search import (
-    candidates,
-    find_checkpoints,
-    find_last_checkpoint,
-    is_checkpoint,
-    written_at,
-)
+from lockstep.checkpoint.search import find_checkpoints, find_last_checkpoint, is_checkpoint
 from lockstep.checkpoint.verifying import verify
 
 if TYPE_CHECKING:
@@ -34,7 +28,6 @@ _HOMES = {  # these import torch
 __all__ = [
     "BackgroundSaver",
     "Planner",
-    "candidates",
     "find_checkpoints",
     "find_last_checkpoint",
     "is_checkpoint",
@@ -47,7 +40,6 @@ __all__ = [
     "remove_dead_drafts",
     "save_state",
     "verify",
-    "written_at",
 ]
 
 
