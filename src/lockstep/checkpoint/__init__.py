@@ -15,18 +15,15 @@ from lockstep.checkpoint.search import find_checkpoints, find_last_checkpoint, i
 from lockstep.checkpoint.verifying import verify
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.background import BackgroundSaver
     from lockstep.checkpoint.loading import load_state, read_infos, read_meta, read_shapes, read_tensors
     from lockstep.checkpoint.saving import Planner, save_state
 
 _HOMES = {  # these import torch
-    "background": {"BackgroundSaver"},
     "loading": {"load_state", "read_infos", "read_meta", "read_shapes", "read_tensors"},
     "saving": {"Planner", "save_state"},
 }
 
 __all__ = [
-    "BackgroundSaver",
     "Planner",
     "find_checkpoints",
     "find_last_checkpoint",
