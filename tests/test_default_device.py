@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.checkpoint import BackgroundSaver, load_state
+from lockstep.checkpoint import load_state
+from lockstep.checkpoint.background import BackgroundSaver
 from lockstep.dataset.order import drawn
 
 SOURCES = Path(lockstep.__file__).parent

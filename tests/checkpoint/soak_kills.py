@@ -15,8 +15,9 @@ import sys
 import time
 from pathlib import Path
 
-from lockstep.checkpoint import candidates, find_checkpoints, verify
+from lockstep.checkpoint import find_checkpoints, verify
 from lockstep.checkpoint.drafts import drafts_in
+from lockstep.checkpoint.search import candidates
 
 CYCLES, KEEP = int(os.environ.get("CYCLES", "50")), 2
 

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner
 
 from lockstep.checkpoint import (
-    candidates,
     drafts,
     find_checkpoints,
     find_last_checkpoint,
@@ -32,6 +31,7 @@ from lockstep.checkpoint import (
     verify,
 )
 from lockstep.checkpoint.drafts import BucketDraft, drafts_in, is_owned
+from lockstep.checkpoint.search import candidates
 from lockstep.cli.main import app
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError, Preempted

@@ -13,18 +13,17 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from lockstep.checkpoint import drafts as drafts_module
 from lockstep.checkpoint import (
-    candidates,
     find_last_checkpoint,
     load_state,
     remove_dead_drafts,
     save_state,
     verify,
 )
-from lockstep.checkpoint import drafts as drafts_module
 from lockstep.checkpoint import saving as saving_module
 from lockstep.checkpoint.drafts import FolderDraft, drafts_in, is_owned
-from lockstep.checkpoint.search import pointing
+from lockstep.checkpoint.search import candidates, pointing
 from lockstep.dist import get_rank
 from lockstep.errors import ConfigError
 from lockstep.testing import ranks

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.checkpoint import candidates, find_last_checkpoint, load_state, remove_dead_drafts, save_state, verify
+from lockstep.checkpoint import find_last_checkpoint, load_state, remove_dead_drafts, save_state, verify
 from lockstep.checkpoint.drafts import drafts_in
+from lockstep.checkpoint.search import candidates
 
 # Does the same again and again in forked processes, each with an own work_dir: first to the end, and then killed by
 # strace as it enters its first, second, third ... system call on files. What it enters is no more done.

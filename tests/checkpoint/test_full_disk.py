@@ -18,8 +18,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep.checkpoint import candidates, find_last_checkpoint, load_state, save_state, verify
+from lockstep.checkpoint import find_last_checkpoint, load_state, save_state, verify
 from lockstep.checkpoint.files import writing
+from lockstep.checkpoint.search import candidates
 from lockstep.dist import all_gather_object, barrier, get_rank, get_world_size
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hook

@@ -24,7 +24,7 @@ def trained(folder):
 @pytest.mark.parametrize(
     ("words", "names", "says"),
     [
-        ([], NAMES, "out: 3 weights, 0.0 MiB, of run/epoch_1"),
+        ([], NAMES, "out: 3 weights, 36 bytes, of run/epoch_1"),
         (["--prefix", "net", "--dtype", "float16"], {"layer.weight", "layer.bias"}, "not in it: 1 weight of scale"),
         (["--to", "torch"], NAMES, "out: 3 weights"),
         (["--max-shard-size", "8"], NAMES, "out: 3 weights"),

@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Runner, Session, dist
-from lockstep.checkpoint import BackgroundSaver, background, find_checkpoints, load_state, saving, verify
-from lockstep.checkpoint.background import StoreExchange
+from lockstep.checkpoint import background, find_checkpoints, load_state, saving, verify
+from lockstep.checkpoint.background import BackgroundSaver, StoreExchange
 from lockstep.errors import CollectiveTimeoutError, DistError
 from lockstep.hooks import CheckpointHook, Hook
 from lockstep.runner import preemption

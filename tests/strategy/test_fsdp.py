@@ -301,3 +301,9 @@ def test_wrong_options_are_refused():
         FSDPStrategy(activation_checkpointing={"check_fn": len, "checkpoint_wrapper_fn": len})
     with pytest.raises(ValueError, match=r"names 'Layer'.*did you mean `LayerNorm`"):
         FSDPStrategy(activation_checkpointing=["Layer"]).prepare(seeded())
+
+
+@ranks(1)
+def test_activation_checkpointing_may_be_off():
+    model, _ = FSDPStrategy(activation_checkpointing=False).prepare(seeded())
+    assert not any("forward" in vars(part) for part in model.modules())

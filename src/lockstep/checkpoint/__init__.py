@@ -11,30 +11,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.drafts import remove, remove_dead_drafts
-from lockstep.checkpoint.search import (
-    candidates,
-    find_checkpoints,
-    find_last_checkpoint,
-    is_checkpoint,
-    written_at,
-)
+from lockstep.checkpoint.search import find_checkpoints, find_last_checkpoint, is_checkpoint
 from lockstep.checkpoint.verifying import verify
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.background import BackgroundSaver
     from lockstep.checkpoint.loading import load_state, read_infos, read_meta, read_shapes, read_tensors
     from lockstep.checkpoint.saving import Planner, save_state
 
 _HOMES = {  # these import torch
-    "background": {"BackgroundSaver"},
     "loading": {"load_state", "read_infos", "read_meta", "read_shapes", "read_tensors"},
     "saving": {"Planner", "save_state"},
 }
 
 __all__ = [
-    "BackgroundSaver",
     "Planner",
-    "candidates",
     "find_checkpoints",
     "find_last_checkpoint",
     "is_checkpoint",
@@ -47,7 +37,6 @@ __all__ = [
     "remove_dead_drafts",
     "save_state",
     "verify",
-    "written_at",
 ]
 
 

@@ -31,7 +31,7 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.location import Location, RemotePath
 from lockstep.masking import printable
 
-_MOST_BYTES = 2048  # of the pointer: a path in it must be one with the path of the work_dir before it
+_MOST_BYTES = 2048  # of the pointer: after the path of the work_dir, the one in it must not be too long for Linux
 _MOST_NAME = 255  # bytes of a folder's name
 
 
@@ -46,7 +46,7 @@ def find_checkpoints(roots: Sequence[Location]) -> list[Location]:
     found: dict[Location, float] = {}
     level = list(roots)
     for depth in range(3):
-        times = {folder: _modified(folder) for folder in level if folder not in found}
+        times = {folder: _time_of(folder) for folder in level if folder not in found}
         found.update((folder, time) for folder, time in times.items() if time is not None)
         if depth < 2:
             level = [inner for folder, time in times.items() if time is None for inner in _folders_in(folder)]
@@ -200,7 +200,7 @@ def _leads_into(path: Path, root: Path) -> bool:
         return False
 
 
-def _modified(folder: Location) -> float | None:
+def _time_of(folder: Location) -> float | None:
     """Return when a checkpoint's manifest, or what is left of one without, was written; None for no checkpoint."""
     try:
         return modified(folder / MANIFEST_FILE)

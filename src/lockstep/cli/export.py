@@ -6,11 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
 import typer
+from rich.filesize import decimal
 
 from lockstep.errors import counted
 from lockstep.launch.notices import loading_torch
-
-_MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,4 +62,4 @@ class Export:
         done = export_checkpoint(options.pop("ckpt"), **options)
         if done.left_out:
             print(f"not in it: {describe_left_out(done.left_out)}")
-        print(f"{done.out}: {counted(done.tensors, 'weight')}, {done.nbytes / _MIB:.1f} MiB, of {done.checkpoint}")
+        print(f"{done.out}: {counted(done.tensors, 'weight')}, {decimal(done.nbytes)}, of {done.checkpoint}")

@@ -282,11 +282,12 @@ def check_ranks_found(launcher: str, options: RankOptions) -> None:
     for option, wanted, found in (
         ("--nproc", options.nproc, topology.local_size),
         ("--nnodes", options.nnodes if options.nnodes > 1 else None, topology.num_nodes),
+        ("--max-restarts", getattr(options, "max_restarts", None) or None, 0),
     ):
         if wanted is not None and wanted != found:
             raise TopologyError(
-                f"`{option}` must agree with the ranks found in the environment ({launcher}), {found}, but is "
-                f"{wanted}. Leave it out to join them, or give --launcher none to start others"
+                f"`{option}` must be {found}, as of the ranks found in the environment ({launcher}), but is {wanted}. "
+                "Leave it out to join them, or give --launcher none to start others"
             )
     if topology.rank == 0:
         say(f"joining the ranks found ({launcher}): {topology.world_size}")

@@ -19,7 +19,7 @@ def run_job(request: Mapping[str, Any]) -> None:
     options |= {name: Path(options[name]) for name in ("config", "work_dir", "out") if options.get(name)}
     job = {"Train": Train, "Test": Test, "Predict": Predict}[request["job"]](**options)
     cfg = job.read()
-    cfg.launcher = "pytorch"
+    cfg.launcher = "pytorch"  # the ranks get torchrun's variables
     job.execute(cfg)
     ignore_stop_signals()
 

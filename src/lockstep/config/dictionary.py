@@ -127,7 +127,7 @@ class ConfigDict(dict[Any, Any]):
         return {key: _with_plain_dicts(value) for key, value in self.items()}
 
     def _no_key(self, key: Any) -> str:
-        return f"no key `{key}`{did_you_mean(str(key), map(str, self), '')}"
+        return f"no key `{key}`{did_you_mean(key, self, '')}"
 
 
 def merged(base: Mapping[Any, Any], changes: Mapping[Any, Any], error: MakeError, prefix: str = "") -> ConfigDict:

@@ -69,7 +69,7 @@ class JobSpec:
                 f"`--node-rank` must be from 0 to {self.nnodes - 1}, since `--nnodes` is {self.nnodes}, "
                 f"but is {self.node_rank}"
             )
-        self.endpoint()
+        self.endpoint()  # raises if `rdzv` is not valid
 
     def endpoint(self) -> tuple[str, int]:
         """Return host and port of `rdzv`; with one node, the loopback address and port 0 (any free port)."""
@@ -164,7 +164,7 @@ def loopback_of(host: str) -> str | None:
 
 def answers(host: str, port: int, timeout_seconds: float) -> bool:
     """Return whether a process listens at an address."""
-    with suppress(OSError), socket.create_connection((host, port), timeout=timeout_seconds):
+    with suppress(OSError, UnicodeError), socket.create_connection((host, port), timeout=timeout_seconds):
         return True
     return False
 

@@ -16,6 +16,7 @@ from lockstep.errors import ConfigError, did_you_mean, lacks_key
 from lockstep.lint.parts import Fault, Kind, resolve, value_faults
 from lockstep.optim import AmpOptimWrapper, OptimWrapper, ParamScheduler
 from lockstep.optim.constructor import CUSTOM, PARAMWISE_KEYS
+from lockstep.optim.scheduler import LENGTHS as SCHEDULE_LENGTHS
 from lockstep.optim.wrapper import checked_clipping
 from lockstep.registry import in_default_scope
 from lockstep.registry.registry import SCOPE
@@ -34,6 +35,7 @@ from lockstep.runner.start import dist_arguments
 _OWN_SCHEDULER_KEYS = frozenset({"convert_to_iter_based"}).union(
     name for name, parameter in Arguments.of(ParamScheduler).named.items() if parameter.kind is parameter.KEYWORD_ONLY
 )
+# What a loader hands to a sampler, as far as that takes it.
 _ORDER = frozenset({"dataset", "data_source", "seed", "shard", "num_replicas", "world_size", "rank"})
 _LOADER_PARTS: Mapping[str, Kind] = {
     "dataset": Kind(registry.DATASETS),
@@ -49,9 +51,9 @@ _OPTIM_WRAPPER = Kind(
 )
 _DICTS_OF_A_WRAPPER = {"clip_grad", "paramwise_cfg"}
 _CONSTRUCTOR = "DefaultOptimWrapperConstructor"
-# The length of a schedule may be missing: it defaults to the length of its window.
-_LENGTHS = frozenset({"T_max", "total_iters", "total_steps"})
-_SCHEDULER = Kind(registry.PARAM_SCHEDULERS, supplied=_LENGTHS | {"optimizer"}, own=_OWN_SCHEDULER_KEYS)
+_SCHEDULER = Kind(  # a length may be missing: it defaults to that of the schedule's window
+    registry.PARAM_SCHEDULERS, supplied=frozenset({"optimizer", *SCHEDULE_LENGTHS}), own=_OWN_SCHEDULER_KEYS
+)
 _METRIC = Kind(registry.METRICS, by_name=True)
 _EVALUATOR = Kind(registry.EVALUATOR, default="Evaluator", supplied=frozenset({"metrics"}), own=frozenset({"metrics"}))
 _LOADER_KEYS = frozenset({"split", "num_batch_per_epoch", "global_batch_size"})

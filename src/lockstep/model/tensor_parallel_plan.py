@@ -85,7 +85,7 @@ def read_plan(model: nn.Module, plan: Mapping[str, Any] | None) -> dict[str, Par
             _refuse_parameters(model, pattern, given)
             raise ConfigError(
                 f"`tensor_parallel` must name modules of {type(model).__name__}, but {pattern!r} matches none"
-                + did_you_mean(str(pattern), _patterns_for(model))
+                + did_you_mean(pattern, _patterns_for(model))
             )
         for name in matches:
             before = chosen.setdefault(name, (pattern, style))
@@ -143,7 +143,7 @@ def _read_style(pattern: str, style: Any, module: nn.Module) -> ParallelStyle | 
     if not isinstance(style, str) or _ALIASES.get(style, style) not in _STYLES:
         raise ConfigError(
             f"`tensor_parallel['plan'][{pattern!r}]` must be the name of a style, or a ParallelStyle of torch's, but "
-            f"is {style!r}" + did_you_mean(str(style), _STYLES)
+            f"is {style!r}" + did_you_mean(style, _STYLES)
         )
     return _STYLES[_ALIASES.get(style, style)](module)
 

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-from lockstep.checkpoint import BackgroundSaver, Planner, save_state
+from lockstep.checkpoint import Planner, save_state
+from lockstep.checkpoint.background import BackgroundSaver
 from lockstep.dataset.random_state import random_state
 from lockstep.errors import DistError, Preempted
 from lockstep.location import Location, RemotePath

@@ -361,6 +361,6 @@ def signal_named(option: str, name: str) -> signal.Signals:
     """
     if name not in (known := signal.Signals.__members__):
         raise ConfigError(
-            f"`{option}` must name signals, such as SIGTERM, but names {name!r}{did_you_mean(str(name), known)}"
+            f"`{option}` must name signals, such as SIGTERM, but names {name!r}{did_you_mean(name, known)}"
         )
     return known[name]

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint import candidates, remove_dead_drafts, written_at
+from lockstep.checkpoint import remove_dead_drafts
 from lockstep.checkpoint.files import DAMAGED, is_there
 from lockstep.checkpoint.loading import Stored, open_checkpoint
-from lockstep.checkpoint.search import readable_manifest
+from lockstep.checkpoint.search import candidates, readable_manifest, written_at
 from lockstep.checkpoint.together import on_all
 from lockstep.checkpoint.verifying import check_files, check_resumable
 from lockstep.dist import all_gather_object, get_rank, is_main_process, run_on_main

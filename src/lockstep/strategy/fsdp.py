@@ -33,7 +33,8 @@ class FSDPStrategy(NativeStrategy):
     Args:
         model_wrapper: config of the wrapper, `MMFullyShardedDataParallel` by default.
         activation_checkpointing: which parts keep only their inputs for the backward pass: a function of a module,
-            classes or names of classes, or `dict(check_fn=...)`; see `lockstep.model.checkpoint_activations`.
+            classes or names of classes, or `dict(check_fn=...)`; see `lockstep.model.checkpoint_activations`. By
+            default, and with False, none.
         state_dict_cfg: from MMEngine; has no effect, because all states have one form.
         skip_init_weights: from MMEngine; has no effect.
         **kwargs: arguments of the wrapper: `mixed_precision="bf16"`, `cpu_offload=True`, `device_mesh=(2, 4)` for
@@ -89,7 +90,7 @@ class FSDPStrategy(NativeStrategy):
     def compiled_parts(self, model: nn.Module) -> list[nn.Module]:
         """Return the parts that are gathered one by one, so that no communication is compiled; else the whole model.
 
-        So also of a model that is wrapped already.
+        A model that is wrapped already has been cut by its own policy, but is compiled by that of the strategy.
         """
         policy = self._wrapper.get("auto_wrap_policy") or self._wrapper.get("fsdp_auto_wrap_policy")
         core = unwrap_model(model)
@@ -124,7 +125,7 @@ class FSDPStrategy(NativeStrategy):
 
 def _read_check(activation_checkpointing: Any) -> Any:
     if not isinstance(activation_checkpointing, Mapping):
-        return activation_checkpointing
+        return None if activation_checkpointing is False else activation_checkpointing
     require_key("activation_checkpointing", activation_checkpointing, "check_fn")
     require_known("activation_checkpointing", activation_checkpointing, ("check_fn",))
     return activation_checkpointing["check_fn"]

@@ -176,7 +176,7 @@ def _from_registry(model: nn.Module, policy: str | Mapping[str, Any]) -> Any:
         return [policy]
     raise ValueError(
         "`auto_wrap_policy` must be a name in FSDP_WRAP_POLICIES or that of a class of modules in "
-        f"{type(model).__name__}, but is {policy!r}" + did_you_mean(str(kind), {*FSDP_WRAP_POLICIES, *names})
+        f"{type(model).__name__}, but is {policy!r}" + did_you_mean(kind, {*FSDP_WRAP_POLICIES, *names})
     )
 
 
