@@ -64,6 +64,23 @@ def test_a_number_that_is_set_within_a_training_holds_from_the_next_window_on(co
     torch.testing.assert_close(model.weight, by_hand.weight)
 
 
+def test_a_loss_of_a_batch_that_counts_otherwise_must_be_scaled_before_backward():
+    model, wrapper = make()
+    for own, mean in [(2, 2), (0, 2), (3, 2)]:
+        wrapper.count_samples(own, mean)
+        if own == mean:
+            wrapper.backward(model(BATCHES[0]).sum())
+        else:
+            with pytest.raises(RuntimeError, match=rf"counts for {own}, that of the mean rank for 2 .*scale_loss"):
+                wrapper.backward(model(BATCHES[0]).sum())
+        wrapper.optimizer.zero_grad()
+        scaled = wrapper.scale_loss(model(BATCHES[0]).sum())
+        wrapper.backward(scaled / 2, retain_graph=True)
+        wrapper.backward(scaled / 2)  # its parts
+        torch.testing.assert_close(model.weight.grad, own / mean * BATCHES[:1])
+        wrapper.optimizer.zero_grad()
+
+
 def test_a_training_does_not_begin_with_the_gradients_of_one_that_ended_inside_a_window():
     model, wrapper = make(2)
     wrapper.initialize_count_status(model, 0, 4)

@@ -89,3 +89,28 @@ def test_a_state_that_a_checkpoint_would_lack_is_refused_before_the_first_step(t
         train(tmp_path, 1, Apart, "AdamW", "single")
     options = {"default_hooks": {"checkpoint": {"save_optimizer": False}}}
     assert train(tmp_path, 1, Apart, "AdamW", "single", **options)
+
+
+class Paired(torch.optim.SGD):
+    """Keeps a state for a pair of parameters, under a name, as peft's LoRA-FA does; or an object with a parameter's."""
+
+    steps = 0
+    kept: Any = None
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, lr=0.1)
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        type(self).steps += 1
+        self.state["pair" if self.kept is None else self.param_groups[0]["params"][0]] = {"kept": self.kept or 1}
+
+
+@pytest.mark.parametrize(("kept", "told"), [(None, "Paired also keeps 'pair'"), (object(), r"optimizer.*kept.*object")])
+def test_a_state_that_no_checkpoint_holds_is_refused_after_the_first_update(tmp_path, monkeypatch, kept, told):
+    monkeypatch.setattr(Paired, "steps", 0)
+    monkeypatch.setattr(Paired, "kept", kept)
+    with pytest.raises(ConfigError, match=told):
+        train(tmp_path, 1, Paired, "SGD", "single", accumulative_counts=2)
+    assert Paired.steps == 1
+    train(tmp_path, 1, Paired, "SGD", "single", default_hooks={"checkpoint": {"save_optimizer": False}})

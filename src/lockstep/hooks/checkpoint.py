@@ -106,6 +106,7 @@ class CheckpointHook(Hook):
                 f"`save_best`, but is {self.rules}"
             )
         self._kept: list[str] = []
+        self._is_checked = False  # whether the first update's state of the optimizer is one that can be saved
         self._saved = 0  # how many epochs, or iterations, the last regular checkpoint has
         # Of each run that this one goes on from, the oldest one first: the name of its folder as `run`, and the `epoch`
         # and `iter` from which the next one has gone on.
@@ -116,7 +117,10 @@ class CheckpointHook(Hook):
         self._seen: set[str] = set()  # names in `save_best` that some validation had
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        """Save every few iterations, and after the last one."""
+        """Save every few iterations, and after the last one; check after the first update what will be saved."""
+        if not self._is_checked and not runner.optim_wrapper.has_open_window:
+            self._is_checked = True
+            self._require_savable(runner)  # the optimizer has its state now
         by_epoch, interval = self._cadence(runner)
         if by_epoch:
             return
@@ -150,10 +154,14 @@ class CheckpointHook(Hook):
         check_metrics("save_best", names, runner)
         for name in names:
             self._rule(name)
-        if isinstance(runner.strategy, NativeStrategy):  # an engine's states are dear
+        if isinstance(runner.strategy, NativeStrategy):
             encode(runner.strategy.model_state(), ("model",), {})
-            if self.save_optimizer:
-                runner.strategy.optim_state()
+        self._is_checked = False
+        self._require_savable(runner)
+
+    def _require_savable(self, runner: TrainRun) -> None:
+        if self.save_optimizer and isinstance(runner.strategy, NativeStrategy):  # an engine's states are dear
+            encode(runner.strategy.optim_state(), ("optimizer",), {})
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Keep the metrics until every hook has seen them, so that the checkpoint includes this validation."""

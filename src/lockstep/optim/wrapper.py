@@ -61,6 +61,7 @@ class OptimWrapper:
     """
 
     _is_training = False
+    _is_scaled = False  # whether `scale_loss` has been called for the present batch
 
     def __init__(
         self,
@@ -146,6 +147,7 @@ class OptimWrapper:
             mean: the mean over all ranks.
         """
         self._windows.own, self._windows.mean = own, mean
+        self._is_scaled = False
 
     def bind(self, model: nn.Module) -> None:
         """Run each backward pass in the model wrapper's `backward_context(loss, syncs=...)`, if it prepares them.
@@ -207,6 +209,7 @@ class OptimWrapper:
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Divide by the number of backward passes in a full window; see also `count_samples`."""
         weight = self._windows.weigh()
+        self._is_scaled = True
         if weight != 1:
             loss = loss * weight
         return loss if self.accumulative_counts == 1 else loss / self.accumulative_counts
@@ -215,8 +218,15 @@ class OptimWrapper:
         """Add the gradients of a scaled loss, and count the batch.
 
         Raises:
+            RuntimeError: this rank's batch counts otherwise than the mean rank's, but `scale_loss` was not called.
             ValueError: the loss requires no gradient.
         """
+        if self._windows.own != self._windows.mean and not self._is_scaled:
+            raise RuntimeError(
+                f"a loss that `backward` is given must be weighted where batches differ: this one counts for "
+                f"{self._windows.own:g}, that of the mean rank for {self._windows.mean:g} ({this_rank()}). Call "
+                "backward(scale_loss(loss)), both of the same optim wrapper; or update_params(loss), which does both"
+            )
         if not loss.requires_grad:
             raise ValueError(
                 f"the loss must depend on the model's parameters, but requires no gradient ({this_rank()}). It may be "
