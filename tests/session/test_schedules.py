@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 
 from lockstep import Session
+from lockstep.errors import ConfigError
 from lockstep.testing import ranks
 
 from .by_hand import STRATEGIES, loader, network, session_of
@@ -55,6 +56,36 @@ def test_a_scheduler_that_is_not_handed_in_is_told(tmp_path, is_made):
     next(session.iterations(1))
     told = "SGD has a scheduler that is not handed to prepare(..., schedulers=...), before which it must be made"
     assert (told in (session.run_dir / "log.txt").read_text()) is not bool(handed_in)
+
+
+def test_of_several_optimizers_the_one_whose_scheduler_is_not_handed_in_is_told(tmp_path):
+    models = {"net": network(), "critic": network()}
+    optimizers = {
+        "net": torch.optim.SGD(models["net"].parameters()),
+        "critic": torch.optim.Adam(models["critic"].parameters()),
+    }
+    of_net, _ = (torch.optim.lr_scheduler.StepLR(optimizer, 10) for optimizer in optimizers.values())
+    session = Session(tmp_path)
+    session.prepare(models, optimizers, schedulers=of_net)
+    next(session.iterations(1))
+    log = (session.run_dir / "log.txt").read_text()
+    assert "Adam has a scheduler that is not handed" in log
+    assert "SGD has a scheduler" not in log
+
+
+@pytest.mark.parametrize("handed_in", [torch.optim.SGD, lambda _: {"type": "SGD", "lr": 0.1}])
+def test_a_scheduler_over_an_optimizer_that_is_not_handed_in_is_refused(tmp_path, handed_in):
+    model = network()
+    schedule = torch.optim.lr_scheduler.StepLR(torch.optim.Adam(model.parameters()), 10)
+    with pytest.raises(ConfigError, match="but StepLR is over another Adam, so that it would change no rate"):
+        session_of(tmp_path).prepare(model, handed_in(model.parameters()), schedulers=schedule)
+
+
+def test_a_scheduler_over_an_optimizer_inside_the_one_that_is_handed_in_is_taken(tmp_path):
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer = torch.optim.Optimizer(inner.param_groups, {})  # as a wrapper that holds another optimizer's groups
+    session_of(tmp_path).prepare(model, outer, schedulers=torch.optim.lr_scheduler.StepLR(inner, 10))
 
 
 @pytest.mark.parametrize("epochs", [1, 3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fractions import Fraction
 from math import ceil
 from typing import Any, TypeAlias
@@ -15,6 +16,12 @@ from lockstep.runner.run import TrainRun
 
 At: TypeAlias = tuple[int, str, int]
 """The place of a schedule among those of the run, its name, and its count of steps."""
+
+
+def schedules_some(schedule: Any, groups: Iterable[dict[str, Any]]) -> bool:
+    """Return whether a schedule changes some of these groups of optimizers, or does not tell which it changes."""
+    own = getattr(getattr(schedule, "optimizer", None), "param_groups", None)
+    return own is None or any(one is other for one in own for other in groups)
 
 
 def schedules_at(run: TrainRun) -> set[At]:

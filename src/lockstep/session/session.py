@@ -34,6 +34,7 @@ from lockstep.runner.seeds import set_randomness
 from lockstep.runner.start import join_ranks
 from lockstep.session.evaluation import OwnEvaluation
 from lockstep.session.loop import OwnLoop
+from lockstep.session.schedules import schedules_some
 from lockstep.session.steps import guard_steps
 from lockstep.watch.ending import raised_error
 from lockstep.weights.export import PretrainedOptions
@@ -205,7 +206,8 @@ class Session:
         **Collective**: every rank, once.
 
         Raises:
-            ConfigError: the strategy can't train the model; or there is a `batch_size_of`, but no `dataloader`.
+            ConfigError: the strategy can't train the model; there is a `batch_size_of`, but no `dataloader`; or a
+                scheduler is over an optimizer that is not handed in.
             TypeError: the model or a scheduler has the wrong type.
         """
         if self._loop is not None:
@@ -241,6 +243,7 @@ class Session:
                     says = f"must be your own, but is a {type(one).__name__}, which prepare() has returned before"
                 if says is not None:
                     raise TypeError(f"`{argument}` {says}")
+        groups = [group for one in optimizers for group in getattr(one, "param_groups", ())]
         for one in schedules:
             if hasattr(one, "__iter__") or not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
                 raise TypeError(
@@ -248,6 +251,12 @@ class Session:
                     f"{type(one).__name__}. Make them over your optimizer before prepare(), as in StepLR(optimizer, "
                     "10); data to evaluate on go to prepare_evaluation(), and there is one loader to train on: join "
                     "several sets, as by torch.utils.data.StackDataset"
+                )
+            if not schedules_some(one, groups):
+                raise ConfigError(
+                    f"`schedulers` must be over an optimizer that prepare() gets, but {type(one).__name__} is over "
+                    f"another {type(one.optimizer).__name__}, so that it would change no rate. Make the optimizer "
+                    "first, then the schedule over it, and hand in both; not the config of an optimizer"
                 )
         options = dict(self._options)
         options["default_hooks"] = {"param_scheduler": None, **(options.get("default_hooks") or {})}
@@ -451,13 +460,14 @@ class Session:
     def _closed_after(self, loop: Iterator[Any]) -> Iterator[Any]:
         """Go through a loop; warn before of a scheduler, which torch's note in the optimizer, that is not saved."""
         run = self.run
-        groups = [] if run.param_schedulers else run.optim_wrapper.param_groups
-        if any("initial_lr" in group for group in groups):
-            run.logger.warning(
-                "%s has a scheduler that is not handed to prepare(..., schedulers=...), before which it must be made: "
-                "its position is not saved, so that a session that resumes begins it anew",
-                type(run.optim_wrapper.optimizers[0]).__name__,
-            )
+        for optimizer in run.optim_wrapper.optimizers:
+            groups = [group for group in optimizer.param_groups if "initial_lr" in group]
+            if groups and not any(schedules_some(one, groups) for one in run.param_schedulers):
+                run.logger.warning(
+                    "%s has a scheduler that is not handed to prepare(..., schedulers=...), before which it must be "
+                    "made: its position is not saved, so that a session that resumes begins it anew",
+                    type(optimizer).__name__,
+                )
         with nullcontext() if self._is_entered else self._closing:
             yield from loop
 

@@ -158,8 +158,9 @@ def _ask_policy(model: nn.Module, policy: Any, left_out: Collection[nn.Module]) 
             return _ask_by_recursion(policy, model, left_out)
         return [module for module in model.modules() if policy(module)]
     raise TypeError(
-        "`auto_wrap_policy` must be a policy of torch's, a function, classes of modules or their names, a name in "
-        f"FSDP_WRAP_POLICIES, a config dict or None, but is {policy!r} of type {type(policy).__name__}"
+        "`auto_wrap_policy` must be a policy of torch's (of a CustomPolicy its function), a function, classes of "
+        "modules or their names, a name in FSDP_WRAP_POLICIES, a config dict or None, but is "
+        f"{policy!r} of type {type(policy).__name__}"
     )
 
 
