@@ -44,3 +44,13 @@ def test_what_cannot_be_shown_is_told_in_one_line(lockstep, tmp_path: Path):
         (["."], "error: `metrics.jsonl` has no record yet; there is nothing to show of this run\n"),
     ):
         assert lockstep("report", *words) == (1, "", says)
+
+
+def test_a_page_that_cannot_be_written_tells_the_option(lockstep, tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(RECORD) + "\n")
+    code, out, err = lockstep("report", ".", "--out", "nowhere/page.html")
+    assert (code, out) == (1, "")
+    assert err == (
+        "error: the report cannot be written to `nowhere/page.html`: No such file or directory. `--out` names another "
+        "file\n"
+    )

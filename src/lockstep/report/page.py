@@ -66,7 +66,9 @@ def write_page(run: RunRecords, path: Path) -> None:
     try:
         path.write_text(html, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        raise ConfigError(f"the report cannot be written to `{path}`: {error.strerror}") from error
+        raise ConfigError(
+            f"the report cannot be written to `{path}`: {error.strerror}. `--out` names another file"
+        ) from error
 
 
 def _across(run: RunRecords) -> tuple[int, int]:
