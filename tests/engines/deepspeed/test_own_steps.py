@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -94,6 +95,19 @@ def test_stage_3_needs_no_local_rank_in_the_environment():
         assert "LOCAL_RANK" not in os.environ
     finally:
         os.environ["LOCAL_RANK"] = local_rank
+
+
+@ranks(2)
+def test_devices_may_be_named_by_their_uuids():
+    """DeepSpeed asks the driver for free memory by the number of a GPU, which it reads from the variable."""
+    cpu = import_module("deepspeed.accelerator.cpu_accelerator").CPU_Accelerator
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # which that module sets
+        cuda = import_module("deepspeed.accelerator.cuda_accelerator").CUDA_Accelerator
+        patch.setenv("CUDA_VISIBLE_DEVICES", "GPU-3f2a")
+        patch.setattr(cpu, "available_memory", lambda self: 2**40 + cuda._get_nvml_gpu_id(self, 0))
+        train_own(Mixup, strategy_of("zero1"))
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-3f2a"
 
 
 @ranks(2)
