@@ -135,7 +135,8 @@ def by_hand(workload: Workload, strategy: str, loader: DataLoader[Any], watch: W
     device = torch.device(get_device())
     model = workload.make().to(device)
     if strategy == "ddp":
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        # As under lockstep: else BatchNorm's buffers would be sent at each step, on several GPUs.
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     else:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if workload.is_cast else MixedPrecisionPolicy()
         for block in model.blocks:  # type: ignore[union-attr]

@@ -59,7 +59,7 @@ def guard_steps(loop: OwnLoop, wrapper: OptimWrapper, name: str | None = None) -
             refuse("step", "must end a window of accumulation, but comes within one")
 
     def note_rate(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
-        rate = wrapper.param_groups[0]["lr"]
+        rate = wrapper.param_groups[0].get("lr")
         if isinstance(rate, int | float):  # reading a tensor might wait for the device
             loop.rates_of_step["lr" if name is None else f"{name}.lr"] = float(rate)
 

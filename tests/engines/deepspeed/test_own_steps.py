@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.engines import load_engine
 from lockstep.errors import ConfigError
 from lockstep.strategy.deepspeed.engine import device_number_known
 from lockstep.testing import ranks, run_ranks
@@ -94,6 +95,18 @@ def test_stage_3_needs_no_local_rank_in_the_environment():
         assert "LOCAL_RANK" not in os.environ
     finally:
         os.environ["LOCAL_RANK"] = local_rank
+
+
+@ranks(2)
+def test_devices_may_be_named_by_their_uuids():
+    """DeepSpeed asks the driver for free memory by the number of a GPU, which it reads from the variable."""
+    cpu = load_engine("deepspeed.accelerator.cpu_accelerator").CPU_Accelerator
+    cuda = load_engine("deepspeed.accelerator.cuda_accelerator").CUDA_Accelerator
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "GPU-3f2a")
+        patch.setattr(cpu, "available_memory", lambda self: 2**40 + cuda._get_nvml_gpu_id(self, 0))
+        train_own(Mixup, strategy_of("zero1"))
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-3f2a"
 
 
 @ranks(2)

@@ -18,10 +18,7 @@ _ELEMENTWISE = frozenset({"CPUAdam", "FusedAdam", "FusedSGD", "HybridAdam"})
 
 # Options with the only value that is right here, and why.
 _REFUSED = {
-    "overlap_allgather": (
-        False,
-        "weights arrive after an update, when a checkpoint or the next step may have read them",
-    ),
+    "overlap_allgather": (False, "weights arrive after an update, when a save or the next step may have read them"),
     "extra_dp_size": (1, "a checkpoint could not tell which rank has which shard"),
 }
 

@@ -68,6 +68,8 @@ def start_engine(model: nn.Module, optimizer: Optimizer, config: Mapping[str, An
     broadcast_from_first(model.buffers(), None)  # DeepSpeed sends parameters only
     try:
         with undisturbed({}), device_number_known():
+            if "-" in (visible := os.environ.get("CUDA_VISIBLE_DEVICES", "")):  # UUIDs, where DeepSpeed reads numbers
+                os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(visible.count(",") + 1)))
             engine, *_ = load_engine("deepspeed").initialize(
                 model=model, optimizer=optimizer, config=dict(config), dist_init_required=False
             )
