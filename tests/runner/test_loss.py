@@ -138,6 +138,17 @@ class Output(Logits):
         return SimpleNamespace(logits=super().forward(x), hidden=x)
 
 
+def test_what_a_loss_takes_out_of_a_batch_others_still_have(tmp_path: Path) -> None:
+    def popping(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(outputs, batch.pop("labels"))
+
+    items = [{"x": x, "labels": y} for x, y in zip(X, Y, strict=True)]
+    loaders = {name: {"dataset": items, "batch_size": 4} for name in ("train_dataloader", "val_dataloader")}
+    cfg = {"max_epochs": 1, "batch_size_of": lambda batch: len(batch["labels"])}
+    _, runner, _ = train(Logits(), tmp_path, loss=popping, val_evaluator={"type": "Accuracy"}, train_cfg=cfg, **loaders)
+    assert {"accuracy", "loss"} == runner.val().keys()
+
+
 def test_of_outputs_that_name_logits_the_loss_and_metrics_get_these(tmp_path: Path) -> None:
     loader = {"dataset": TensorDataset(X, Y), "batch_size": 4}
     evaluation = {"val_dataloader": loader, "val_evaluator": {"type": "Accuracy"}}

@@ -8,8 +8,9 @@ addition. The modules of hooks and loops import this one, which has none of thei
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from copy import copy
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -225,9 +226,12 @@ class Run(Workspace):
 
     @cached_property
     def to_device(self) -> Callable[[Any], Any]:
-        """Moves a batch to the device, on a stream of its own if `prefetch_to_device` asks for it."""
+        """Moves a batch to the device, on a stream of its own if `prefetch_to_device` asks for it.
+
+        What a step takes out of a dict, as a loss that pops its labels, hooks and metrics still have.
+        """
         if get_device() == "cpu":
-            return lambda batch: batch
+            return lambda batch: copy(batch) if isinstance(batch, MutableMapping) else batch
         device = torch.device(get_device(), torch.accelerator.current_device_index())
         return prefetching(device) if self.args.prefetch_to_device else partial(move_to_device, device=device)
 

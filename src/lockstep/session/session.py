@@ -476,7 +476,8 @@ class Session:
             names = list(self.run.optim_wrapper)
             raise TypeError(
                 f"{what} is for one optimizer, but there are several ({', '.join(names)}). Call "
-                f"optimizers[{names[0]!r}].{instead}, where `optimizers` is what prepare() has returned"
+                f"optimizers[{names[0]!r}].{instead}, where `optimizers` is what prepare() has returned; or, where one "
+                "loss trains what all of them have, hand in one optimizer made of them: docs/recipes.md#muon"
             )
 
     def _prepared(self) -> OwnLoop:
