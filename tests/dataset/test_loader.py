@@ -534,6 +534,25 @@ def test_a_distributed_sampler_repeats_nothing_in_evaluation(given_as: str) -> N
     assert sorted(x for one in all_gather_object(seen) for x in one) == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("given_as", ["sampler", "batch sampler"])
+@pytest.mark.parametrize(("replicas", "ranks_given"), [(2, [0, 0]), (4, [0, 1]), (1, [0, 0])])
+@ranks(2)
+def test_a_distributed_sampler_must_split_the_data_over_all_ranks(replicas, ranks_given, given_as):
+    data = TensorDataset(torch.arange(8))
+    sampler = DistributedSampler(data, replicas, ranks_given[get_rank()])
+    how = {"sampler": sampler, "batch_size": 2}
+    if given_as == "batch sampler":
+        how = {"batch_sampler": BatchSampler(sampler, 2, drop_last=False)}
+    has = f"DistributedSampler has rank=0, num_replicas={replicas} on rank 0, rank={ranks_given[1]}, .* on rank 1"
+    with pytest.raises(ConfigError, match=has):
+        build_dataloader(DataLoader(data, **how), seed=0)
+    meant = DataLoader(data, **how)
+    meant.rank = get_rank()
+    build_dataloader(meant, seed=0)
+    of_its_own = TensorDataset(torch.arange(8) + get_rank())  # as where each node holds a part of the data
+    build_dataloader(DataLoader(of_its_own, **how), seed=0)
+
+
 @pytest.mark.parametrize("kind", [DefaultSampler, InfiniteSampler, DistributedSampler])
 @ranks(2)
 def test_samplers_that_split_one_order_must_have_one_seed(kind: Any):

@@ -288,7 +288,7 @@ class _SamplerBuilder(NamedTuple):
         elif self.split is True or not is_rank_aware(sampler):
             self._check_alike(sampler)
             return _shard_sampler(sampler, self.seed, self.shard, round_up=round_up, batch_size=batch_size)
-        _check_shard(sampler, self.shard)
+        _check_shard(sampler, self.shard, self.dataset)
         return sampler
 
     def _check_alike(self, sampler: Any) -> None:
@@ -398,7 +398,7 @@ def _reason_to_leave(loader: Any, sampler: Any, evaluation: bool, shard: tuple[i
     differing = differing_parts(getattr(loader, "dataset", loader), sampler) if get_world_size() > 1 else []
     is_map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if is_rank_aware(loader):
-        _check_shard(sampler, shard)
+        _check_shard(sampler, shard, None if hasattr(loader, "rank") else getattr(loader, "dataset", loader))
         return logging.INFO, "it knows of ranks, and gives each of them its own part"
     if differing and not is_map_style:
         return logging.INFO, "it holds other data on each rank"
@@ -437,11 +437,12 @@ def _shard_sampler(
     return ShardedSampler(sampler, seed, round_up, shard, batch_size)
 
 
-def _check_shard(sampler: Any, shard: tuple[int, int]) -> None:
+def _check_shard(sampler: Any, shard: tuple[int, int], dataset: Any) -> None:
     """Raise a `ConfigError` if a sampler splits the data otherwise than the ranks train on it.
 
-    So it is if it splits them over all ranks although some must see the same samples, or if it splits the order of
-    another seed on each rank.
+    So it is if it splits them over all ranks although some must see the same samples, if it splits the order of another
+    seed on each rank, or if torch's has numbers by which ranks share a shard of `dataset` (unless that is None), or
+    leave one out.
 
     **Collective**: every rank.
     """
@@ -453,6 +454,18 @@ def _check_shard(sampler: Any, shard: tuple[int, int]) -> None:
             f"`sampler` must split the data into {shard[1]} shards, of which this rank takes number {shard[0]}, "
             f"because several ranks compute on the same samples; but {type(sampler).__name__} splits it into {size}, "
             f"of which this rank takes number {given[0]}. Leave the sampler out, or give it the strategy's `data_shard`"
+        )
+    own = [(part.rank, part.num_replicas) for part in parts_of(sampler) if isinstance(part, DistributedSampler)]
+    taken = agreement.from_all(own[:1])
+    if shard != get_dist_info() or dataset is None or not all(taken):
+        return
+    shards = [f"rank={one[0][0]}, num_replicas={one[0][1]} on rank {rank}" for rank, one in enumerate(taken)]
+    is_split = sorted(taken) == [[(rank, len(taken))] for rank in range(len(taken))]
+    if not is_split and not differing_parts(dataset, None):
+        raise ConfigError(
+            f"`sampler` must give each rank of {len(taken)} a shard of its own, and together all data, but "
+            f"DistributedSampler has {listed(shards, most=8)}. Leave the sampler out, or its arguments; if each node "
+            "has data of its own, give the loader an attribute `rank`, or say `split=False`"
         )
 
 
