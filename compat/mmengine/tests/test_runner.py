@@ -17,7 +17,7 @@ from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
 from mmengine.optim import OptimWrapper
 from mmengine.registry import DATASETS, METRICS, MODELS, RUNNERS, init_default_scope
-from mmengine.runner import BaseLoop, FlexibleRunner, LogProcessor, Runner, ValLoop
+from mmengine.runner import BaseLoop, EpochBasedTrainLoop, FlexibleRunner, LogProcessor, Runner, ValLoop
 from mmengine.testing.runner_test_case import ToyDataset, ToyMetric, ToyModel
 
 LOADER = {"dataset": {"type": "ToyDataset"}, "sampler": {"type": "DefaultSampler", "shuffle": False}, "batch_size": 3}
@@ -283,3 +283,42 @@ def test_a_signal_in_a_validation_of_an_own_loop_stops_after_it(cfg):
     assert (len(stopped.rates), whole.rates) == (2, [0.1, 0.05, 0.025, 0.025])
     assert stopped.rates + resumed.rates == whole.rates
     assert stopped.drawn + resumed.drawn == whole.drawn
+
+
+class TwoPasses(ToyModel):
+    """Makes two backward passes in each step."""
+
+    def train_step(self, data, optim_wrapper):
+        for _ in range(2):
+            losses = self(**self.data_preprocessor(data, True), mode="loss")
+            optim_wrapper.update_params(losses["loss"])
+        return losses
+
+
+class OwnIteration(EpochBasedTrainLoop):
+    """A loop with an iteration of its own."""
+
+    def run_iter(self, idx, data_batch):
+        super().run_iter(idx, data_batch)
+
+
+class OwnRun(EpochBasedTrainLoop):
+    """A loop that does something before it runs."""
+
+    def run(self):
+        return super().run()
+
+
+def test_a_loop_with_own_methods_resumes_in_the_window_that_was_open(cfg, tmp_path):
+    cfg["model"] = {"type": TwoPasses}
+    cfg["optim_wrapper"]["accumulative_counts"] = 3  # of 8 backward passes in an epoch, 2 are in an open window
+    weights = []
+    for kind in (EpochBasedTrainLoop, OwnIteration, OwnRun):
+        cfg |= {"train_cfg": {"type": kind, "max_epochs": 2}, "work_dir": str(tmp_path / kind.__name__)}
+        Runner(**cfg).train()
+        (saved,) = tmp_path.glob(f"{kind.__name__}/*/epoch_1")
+        resumed = Runner(**{**cfg, "work_dir": f"{cfg['work_dir']}/resumed"}, load_from=str(saved), resume=True)
+        resumed.train()
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in resumed.model.parameters()]))
+    assert torch.equal(weights[1], weights[0])
+    assert torch.equal(weights[2], weights[0])

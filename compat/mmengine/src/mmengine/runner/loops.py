@@ -60,6 +60,7 @@ class _OpenTrainLoop(CountsOwnBatches):
         # In MMEngine an interval holds from the validation on that comes just before its milestone.
         self._intervals = [(max(begin - 1, 0), interval) for begin, interval in self._intervals]
         self._own = own_methods(self, "run", "run_epoch", "run_iter")
+        self._is_prepared = False
 
     @property
     def _iter(self) -> int:
@@ -100,6 +101,11 @@ class _OpenTrainLoop(CountsOwnBatches):
             if "run" in self._own:
                 self._restore_random_state()
             self._begin_training()
+
+    def _prepare(self) -> None:
+        if not self._is_prepared:  # a second time the window of accumulation would not be the one that was saved
+            self._is_prepared = True
+            super()._prepare()
 
     def _check_length(self, done: int, expected: int) -> None:
         if "run_epoch" not in self._own:
