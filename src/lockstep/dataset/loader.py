@@ -455,9 +455,11 @@ def _check_shard(sampler: Any, shard: tuple[int, int], dataset: Any) -> None:
             f"because several ranks compute on the same samples; but {type(sampler).__name__} splits it into {size}, "
             f"of which this rank takes number {given[0]}. Leave the sampler out, or give it the strategy's `data_shard`"
         )
+    if shard != get_dist_info():
+        return
     own = [(part.rank, part.num_replicas) for part in parts_of(sampler) if isinstance(part, DistributedSampler)]
     taken = agreement.from_all(own[:1])
-    if shard != get_dist_info() or dataset is None or not all(taken):
+    if dataset is None or not all(taken):
         return
     shards = [f"rank={one[0][0]}, num_replicas={one[0][1]} on rank {rank}" for rank, one in enumerate(taken)]
     is_split = sorted(taken) == [[(rank, len(taken))] for rank in range(len(taken))]
