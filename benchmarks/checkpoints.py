@@ -28,7 +28,8 @@ import torch
 from torch import nn
 from torch.optim import Adam
 
-from lockstep.checkpoint import BackgroundSaver, load_state, save_state, saving
+from lockstep.checkpoint import load_state, save_state, saving
+from lockstep.checkpoint.background import BackgroundSaver
 from lockstep.dist import all_gather_object, barrier, destroy_dist, get_rank, get_world_size, init_dist
 
 Save = Callable[[Path], Callable[[], object]]

@@ -304,11 +304,15 @@ PRIVATE: dict[str, Private] = {
         ("dataset/position.py", "dataset/stream.py"),
     ),
     # Groups.
-    "distributed_c10d": Private(c10d, ("groups.py", "testing/worker.py", "watch/interrupt.py")),
+    "distributed_c10d": Private(c10d, ("groups.py", "testing/worker.py", "transport/control.py", "watch/interrupt.py")),
+    "_process_group_name": Private(
+        lambda: takes(c10d()._process_group_name, "ranks", "use_hashed_name"), ("transport/control.py",)
+    ),
     "_device_types": Private(lambda: isinstance(c10d().ProcessGroup._device_types, property), ("watch/interrupt.py",)),
     "_get_backend": Private(lambda: callable(c10d().ProcessGroup._get_backend), ("watch/interrupt.py",)),
     "_world": Private(
-        lambda: isinstance(c10d()._world.pg_map, dict), ("groups.py", "testing/worker.py", "watch/interrupt.py")
+        lambda: isinstance(c10d()._world.pg_map, dict) and isinstance(c10d()._world.pg_names, dict),
+        ("groups.py", "testing/worker.py", "transport/control.py", "watch/interrupt.py"),
     ),
     # Memory and operators.
     "_record_memory_history": Private(

@@ -67,7 +67,7 @@ class Dino(OwnStep):
         with optim_wrapper.optim_context(self):
             scores = self(**data)
             loss, wanted = self.loss(scores, data)
-        optim_wrapper.backward(loss)
+        optim_wrapper.backward(optim_wrapper.scale_loss(loss))
         self.keep_last_layer()
         optim_wrapper.step()
         optim_wrapper.zero_grad()

@@ -170,10 +170,10 @@ class TwoPasses(TwoSteps):
         data = self.data_preprocessor(data, training=True)
         with optim_wrapper.optim_context(self):
             first = cross_entropy(self(data["inputs"]), data["labels"])
-        optim_wrapper.backward(first)
+        optim_wrapper.backward(optim_wrapper.scale_loss(first))
         with optim_wrapper.optim_context(self):
             second = cross_entropy(self(data["partners"]), data["partner_labels"])
-        optim_wrapper.backward(second)
+        optim_wrapper.backward(optim_wrapper.scale_loss(second))
         optim_wrapper.step()
         optim_wrapper.zero_grad()
         return {"loss_first": first.detach(), "loss_second": second.detach()}

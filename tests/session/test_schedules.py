@@ -120,3 +120,20 @@ def test_what_is_no_scheduler_is_refused(tmp_path):
     model = network()
     with pytest.raises(TypeError, match=r"`schedulers` must have state_dict\(\) and .* before prepare\(\)"):
         session_of(tmp_path).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), schedulers=[{"type": 1}])
+
+
+class Outer(torch.optim.Optimizer):
+    """Steps another optimizer, and has copies of its groups."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__([dict(group) for group in inner.param_groups], {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def test_a_scheduler_over_an_optimizer_of_whose_groups_the_outer_one_has_copies_is_taken(tmp_path):
+    model = network()
+    outer = Outer(torch.optim.SGD(model.parameters(), lr=0.1))
+    session_of(tmp_path).prepare(model, outer, schedulers=torch.optim.lr_scheduler.StepLR(outer.inner, 10))

@@ -11,6 +11,7 @@ from typing import Any
 from lockstep.errors import counted
 from lockstep.groups import this_rank
 
+THREAD = "lockstep-data"
 _SECONDS_TO_SAY = 60.0  # then at doubling intervals
 _LOOKS = 12  # within these seconds
 _logger = logging.getLogger(__name__)
@@ -29,13 +30,14 @@ class Wait:
         workers = getattr(loader, "num_workers", 0)
         self._from = f"{type(getattr(loader, 'dataset', loader)).__name__}, "
         self._from += f"of {counted(workers, 'worker')}" if workers else "without workers"
+        self._remedy = "; DataLoader(timeout=<seconds>) lets workers that hang raise an error" if workers else ""
         self._began: float | None = None
         self._due = _SECONDS_TO_SAY
         self.ended = threading.Event()
-        threading.Thread(target=self._look, name="lockstep-data", daemon=True).start()
+        threading.Thread(target=self._look, name=THREAD, daemon=True).start()
 
     def __enter__(self) -> None:
-        self._began, self._due = time.monotonic(), _SECONDS_TO_SAY
+        self._began = time.monotonic()
 
     def __exit__(self, *error: object) -> None:
         self._began = None
@@ -47,6 +49,6 @@ class Wait:
                 self._due *= 2
                 _logger.warning(
                     "waiting %.0f s for a batch of the data loader over %s (%s). `py-spy dump --subprocesses --pid %d` "
-                    "shows where it is; DataLoader(timeout=<seconds>) lets workers that hang raise an error",
-                    passed, self._from, this_rank(), os.getpid(),
+                    "shows where it is%s",
+                    passed, self._from, this_rank(), os.getpid(), self._remedy,
                 )  # fmt: skip

@@ -24,9 +24,11 @@ def is_torchmetrics_metric(item: object) -> bool:
 
     A `MetricTracker` is not: it keeps the values of many evaluations, as records do.
     """
-    return isinstance(item, nn.Module) and all(
-        callable(getattr(item, name, None)) for name in ("update", "compute", "reset")
-    ) and not hasattr(item, "increment")  # fmt: skip
+    return (
+        isinstance(item, nn.Module)
+        and all(callable(getattr(item, name, None)) for name in ("update", "compute", "reset"))
+        and "MetricTracker" not in {kind.__name__ for kind in type(item).__mro__}
+    )
 
 
 class TorchmetricsMetric(BaseMetric):

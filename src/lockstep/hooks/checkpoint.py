@@ -160,7 +160,8 @@ class CheckpointHook(Hook):
         self._require_savable(runner)
 
     def _require_savable(self, runner: TrainRun) -> None:
-        if self.save_optimizer and isinstance(runner.strategy, NativeStrategy):  # an engine's states are dear
+        saves = self.save_optimizer and (self._cadence(runner)[1] > 0 or self.save_last or self.save_best is not None)
+        if saves and isinstance(runner.strategy, NativeStrategy):  # an engine's states are dear
             encode(runner.strategy.optim_state(), ("optimizer",), {})
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:

@@ -155,7 +155,7 @@ def loopback_of(host: str) -> str | None:
 
     None if it leads elsewhere, is an address itself, or is localhost.
     """
-    with suppress(OSError):
+    with suppress(OSError, UnicodeError):
         address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
         if host not in (address, "localhost", "localhost.localdomain") and ip_address(address).is_loopback:
             return address

@@ -171,7 +171,8 @@ _ALIKE = (
 )
 OWN_STEP = (
     "The training step may have updated it with gradients that were not averaged over ranks. Let the optim wrapper "
-    "run the backward pass: optim_wrapper.update_params(loss), or optim_wrapper.backward(loss) and "
+    "run the backward pass: optim_wrapper.update_params(loss), or "
+    "optim_wrapper.backward(optim_wrapper.scale_loss(loss)) and "
     f"optim_wrapper.step(); in the loop of a Session, session.step(loss). Or it was written {_BY_OWN_BATCH}, or by "
     f"code that some ranks alone run, as under `if rank == 0`. {_ALIKE}"
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -221,7 +222,7 @@ class OptimWrapper:
             RuntimeError: this rank's batch counts otherwise than the mean rank's, but `scale_loss` was not called.
             ValueError: the loss requires no gradient.
         """
-        if self._windows.own != self._windows.mean and not self._is_scaled:
+        if not self._is_scaled and not math.isclose(self._windows.own, self._windows.mean):
             raise RuntimeError(
                 f"a loss that `backward` is given must be weighted where batches differ: this one counts for "
                 f"{self._windows.own:g}, that of the mean rank for {self._windows.mean:g} ({this_rank()}). Call "

@@ -243,7 +243,8 @@ class Session:
                     says = f"must be your own, but is a {type(one).__name__}, which prepare() has returned before"
                 if says is not None:
                     raise TypeError(f"`{argument}` {says}")
-        groups = [group for one in optimizers for group in getattr(one, "param_groups", ())]
+        within = [part for one in optimizers for part in getattr(one, "__dict__", {}).values()]  # as in Lookahead
+        groups = [group for one in [*optimizers, *within] for group in getattr(one, "param_groups", ())]
         for one in schedules:
             if hasattr(one, "__iter__") or not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
                 raise TypeError(

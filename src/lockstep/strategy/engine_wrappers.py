@@ -71,8 +71,8 @@ class EngineModelWrapper(ModelWrapper):
         if optim_wrapper.inner_count == before:
             raise RuntimeError(
                 f"`train_step` of {type(self.module).__name__} must run its backward pass by "
-                "`optim_wrapper.update_params(loss)` or `optim_wrapper.backward(loss)`, but has done "
-                f"neither ({this_rank()}): with this strategy `loss.backward()` and `optimizer.step()` train "
+                "`optim_wrapper.update_params(loss)` or `optim_wrapper.backward(optim_wrapper.scale_loss(loss))`, but "
+                f"has done neither ({this_rank()}): with this strategy `loss.backward()` and `optimizer.step()` train "
                 "nothing. For a batch that is to change nothing, pass a loss times 0"
             )
 

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch.distributed import FileStore, distributed_c10d
 
+from lockstep.dataset.waiting import THREAD
 from lockstep.dist import destroy_dist, get_default_group, init_dist
 from lockstep.engines import SET_BY_TORCH, set_environment
 from lockstep.errors import PEER_IS_GONE, PeerError
@@ -51,7 +52,9 @@ _GROUP_TIMEOUT_SECONDS = 120.0
 _SUMMARY_WIDTH = 160
 _HERE = str(Path(__file__).parent)
 _OPEN_FILES = "/proc/self/fd"
-_OF_LIBRARIES = {"tqdm_monitor"}  # threads that live on, of which a body need not know: torch's compiler starts one
+# Threads that live on, of which a body need not know: torch's compiler starts the first; the other ends with a pass
+# through a loader, which an error may keep.
+_LIVE_ON = {"tqdm_monitor", THREAD}
 _SEED = 1234
 _PATIENCE_SECONDS = 1.0
 
@@ -266,7 +269,7 @@ class Surroundings:
         ]
 
     def _new_threads(self) -> list[threading.Thread]:
-        new = [x for x in threading.enumerate() if x not in self.threads and x.name not in _OF_LIBRARIES]
+        new = [x for x in threading.enumerate() if x not in self.threads and x.name not in _LIVE_ON]
         return [x for x in new if not isinstance(x, threading._DummyThread)]  # which Python did not start
 
     def _new_files(self) -> list[str]:

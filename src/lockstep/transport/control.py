@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from unittest.mock import patch
+from functools import wraps
+from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -57,10 +59,7 @@ class _Control:
         assert comm.pg is not None
         group = comm.pg
         if comm.backends.get("cpu") != "gloo":
-            # torch would name it by the number of groups that each rank is in. Where these differ, the ranks would wait
-            # for each other at different keys (2.13).
-            name = f"{distributed_c10d._world.pg_names[group]}/control"
-            with in_backend(comm), patch.object(distributed_c10d, "_process_group_name", lambda *_, **__: name):
+            with in_backend(comm), _named(f"{distributed_c10d._world.pg_names[group]}/control"):
                 group = torch_dist.new_group(
                     list(comm.ranks), backend="gloo", timeout=comm.timeout, use_local_synchronization=True
                 )
@@ -73,6 +72,28 @@ class _Control:
 
 
 _controls: WeakKeyDictionary[ProcessGroup, _Control] = WeakKeyDictionary()
+_names = threading.local()
+_torchs_name = distributed_c10d._process_group_name
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Give the group that this thread makes inside a name.
+
+    torch would name it by the number of groups that each rank is in. Where these differ, the ranks would wait for each
+    other at different keys of the store. There is no public way to say a name (2.13).
+    """
+    distributed_c10d._process_group_name = _name_here
+    _names.own = name
+    try:
+        yield
+    finally:
+        _names.own = None
+
+
+@wraps(_torchs_name)
+def _name_here(*args: Any, **options: Any) -> str:
+    return getattr(_names, "own", None) or _torchs_name(*args, **options)
 
 
 def _control_of(comm: Comm) -> _Control:

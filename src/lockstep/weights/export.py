@@ -323,9 +323,9 @@ def _checkpoint(path: str | Path, *, best: bool) -> Location:
         what = "is a file" if location.exists() else "does not exist"
         if location.is_dir():
             what = f"holds no {'best' if best else 'complete'} checkpoint"
-        near = nearest_to(location)
+        near = None if best and location.is_dir() else nearest_to(location)
         there = "Those of a run lie under work_dirs/NAME/TIME, as epoch_1" if near is None else f"There is {near}"
-        if near is not None and location.is_dir() and not best:
+        if near is not None and location.is_dir():
             what, there = f"has no {POINTER_FILE} that leads to one", f"The newest one in it is {near}"
         raise ConfigError(
             f"`CKPT` must be a checkpoint, the folder of a run, or a work_dir, but {location} {what}. {there}"

@@ -40,7 +40,7 @@ def read_config(config: str | Path | Mapping[str, Any] | None, arguments: Mappin
     Args:
         config: path of a JSON file, or its content. A value of `"auto"` means that the key is not given.
         arguments: further keys, with None for those not given; also `stage` and `offload`, which set parts of
-            `zero_optimization`. `fp16`, `bf16` and `torch_autocast` may be True.
+            `zero_optimization`. `fp16` and `bf16` may be True.
 
     Raises:
         ConfigError: two settings contradict each other, a key is misspelt, or DeepSpeed does not support a setting
@@ -60,7 +60,9 @@ def read_config(config: str | Path | Mapping[str, Any] | None, arguments: Mappin
             raise ConfigError(f"`{name}` must not be given to DeepSpeedStrategy: {_REFUSED[name]}")
         if name not in _KNOWN and (meant := nearest(name, _KNOWN)) is not None:
             raise ConfigError(f"`{name}` is no key of a DeepSpeed config: did you mean `{meant}`?")
-    if is_on(merged, "torch_autocast") and str(dtype := merged["torch_autocast"].get("dtype")) not in _BFLOAT16:
+    autocast = merged.get("torch_autocast")
+    dtype = autocast.get("dtype") if isinstance(autocast, Mapping) else None
+    if is_on(merged, "torch_autocast") and str(dtype) not in _BFLOAT16:
         raise ConfigError(
             f"`torch_autocast.dtype` must be 'bfloat16', but is {dtype!r}: DeepSpeed 0.19 clips gradients of float16 "
             "while they have the loss scale, which each rank finds by itself. Use fp16=True, or strategy 'ddp' or "
@@ -85,7 +87,8 @@ def read_config(config: str | Path | Mapping[str, Any] | None, arguments: Mappin
 
 def is_on(config: Mapping[str, Any], section: str) -> bool:
     """Return whether a section such as `bf16` is present and enabled."""
-    return bool((config.get(section) or {}).get("enabled", False))
+    given = config.get(section) or {}
+    return bool(given.get("enabled", False)) if isinstance(given, Mapping) else bool(given)
 
 
 def offloads_optimizer(config: Mapping[str, Any]) -> bool:

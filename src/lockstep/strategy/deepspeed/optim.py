@@ -89,7 +89,8 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
         if not self._ran_backward:
             raise RuntimeError(
                 "`step` must follow `update_params` or `backward` of the optim wrapper, but neither was called: under "
-                "DeepSpeed gradients of a `loss.backward()` are lost. Call optim_wrapper.backward(loss)"
+                "DeepSpeed gradients of a `loss.backward()` are lost. Call "
+                "optim_wrapper.backward(optim_wrapper.scale_loss(loss))"
             )
         self._ran_backward = False
         if self.should_update():
