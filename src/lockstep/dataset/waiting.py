@@ -11,7 +11,6 @@ from typing import Any
 from lockstep.errors import counted
 from lockstep.groups import this_rank
 
-THREAD = "lockstep-data"
 _SECONDS_TO_SAY = 60.0  # then at doubling intervals
 _LOOKS = 12  # within these seconds
 _logger = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ class Wait:
         self._began: float | None = None
         self._due = _SECONDS_TO_SAY
         self.ended = threading.Event()
-        threading.Thread(target=self._look, name=THREAD, daemon=True).start()
+        threading.Thread(target=self._look, name="lockstep-data", daemon=True).start()
 
     def __enter__(self) -> None:
         self._began = time.monotonic()

@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from torch.distributed import FileStore, distributed_c10d
 
-from lockstep.dataset.waiting import THREAD
 from lockstep.dist import destroy_dist, get_default_group, init_dist
 from lockstep.engines import SET_BY_TORCH, set_environment
 from lockstep.errors import PEER_IS_GONE, PeerError
@@ -54,7 +53,7 @@ _HERE = str(Path(__file__).parent)
 _OPEN_FILES = "/proc/self/fd"
 # Threads that live on, of which a body need not know: torch's compiler starts the first; the other ends with a pass
 # through a loader, which an error may keep.
-_LIVE_ON = {"tqdm_monitor", THREAD}
+_LIVE_ON = {"tqdm_monitor", "lockstep-data"}
 _SEED = 1234
 _PATIENCE_SECONDS = 1.0
 

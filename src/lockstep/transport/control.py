@@ -92,7 +92,7 @@ def _named(name: str) -> Iterator[None]:
 
 
 @wraps(_torchs_name)
-def _name_here(*args: Any, **options: Any) -> str:
+def _name_here(*args: Any, **options: Any) -> Any:
     return getattr(_names, "own", None) or _torchs_name(*args, **options)
 
 
