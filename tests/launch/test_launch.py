@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from lockstep.launch import JobSpec, launch
-from lockstep.launch.job import STOP_SIGNALS, usable_cores
+from lockstep.launch.job import SENT_SIGNALS, usable_cores
 
 from .jobs import require
 
@@ -286,7 +286,7 @@ def test_a_rank_gets_to_clean_up_when_interrupted(scripts):
     assert job.stdout.readline() == "ready\n"
     job.send_signal(signal.SIGINT)
     assert any("once more" in line for line in iter(job.stderr.readline, ""))
-    for number in STOP_SIGNALS:  # only Ctrl-C once more would not wait
+    for number in SENT_SIGNALS:  # only Ctrl-C once more would not wait
         time.sleep(0.2)
         job.send_signal(number)
     assert job.stdout.read() == "cleaned up\n"

@@ -31,7 +31,7 @@ from lockstep.cli.options import (
 from lockstep.config import Config
 from lockstep.errors import Preempted, TopologyError
 from lockstep.launch import JobSpec, launch
-from lockstep.launch.job import STOP_SIGNALS
+from lockstep.launch.job import SENT_SIGNALS
 from lockstep.launch.notices import loading_torch, say
 from lockstep.location import locate, make_folder, require_disk
 from lockstep.topology import LauncherName, infer_launcher, read_topology
@@ -161,7 +161,7 @@ def _stops_before_it_begins() -> Iterator[None]:
         os._exit(Preempted.EXIT_CODE)  # an exception in the midst of loading torch would be lost
 
     # Whoever has started this process may have let it ignore one.
-    numbers = [one for one in STOP_SIGNALS if signal.getsignal(one) is signal.SIG_DFL]
+    numbers = [one for one in SENT_SIGNALS if signal.getsignal(one) is signal.SIG_DFL]
     for number in numbers:
         signal.signal(number, stop)
     try:
@@ -173,7 +173,7 @@ def _stops_before_it_begins() -> Iterator[None]:
 
 def ignore_stop_signals() -> None:
     """Let a process that has done its work end as usual: a signal that comes now would make it look as if it failed."""
-    for number in (signal.SIGINT, *STOP_SIGNALS):
+    for number in (signal.SIGINT, *SENT_SIGNALS):
         signal.signal(number, signal.SIG_IGN)
 
 

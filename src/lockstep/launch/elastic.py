@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.numa.binding import AffinityMode, NumaOptions
 
 from lockstep.errors import LaunchError, Preempted, counted
-from lockstep.launch.job import STOP_SIGNALS, JobSpec
+from lockstep.launch.job import SENT_SIGNALS, JobSpec
 from lockstep.launch.ledger import Ledger, RankRecord, seconds_to_await_cause
 from lockstep.launch.notices import say
 from lockstep.launch.processes import RankProcesses, oom_kills
@@ -36,7 +36,7 @@ from lockstep.launch.rendezvous import JobEndedError, NodeFailedError, NodesRend
 from lockstep.launch.worker import FAILING_FILE, RESUME_SINCE, RUNS_FILE, TRAINED_FILE
 
 _WORKER = ("-m", "lockstep.launch.worker")
-_SIGNALS = (signal.SIGINT, *STOP_SIGNALS, signal.SIGQUIT)
+_SIGNALS = (signal.SIGINT, *SENT_SIGNALS, signal.SIGQUIT)
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # of torch's agent; its default lacks SIGUSR1
 _SECONDS_FOR_CAUSE = 3.0  # for another node to say that it failed first
 _SECONDS_TO_END = 3.0  # after SIGTERM, when another rank has failed
@@ -115,7 +115,7 @@ def _end_by_signal(number: signal.Signals, agent: _Agent, rendezvous: NodesRende
     if trains and agent.is_complete:
         rendezvous.await_others()
         return
-    if trains and not (agent.has_trained or agent.has_failed) and number in (signal.SIGINT, *STOP_SIGNALS):
+    if trains and not (agent.has_trained or agent.has_failed) and number in (signal.SIGINT, *SENT_SIGNALS):
         rendezvous.give_up(Preempted.EXIT_CODE)
         again = "Start the job again" + (" with --resume" if rendezvous.attempt > 0 else "")
         raise LaunchError(
@@ -290,7 +290,7 @@ class _Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:  # as torch calls it
         failed = self._setup.failing.exists()
         if not failed:
-            _ignore(*STOP_SIGNALS)  # a second signal must not interrupt the saving, only Ctrl-C
+            _ignore(*SENT_SIGNALS)  # a second signal must not interrupt the saving, only Ctrl-C
         if self._processes is not None:
             try:
                 if death_sig == signal.SIGINT:
@@ -395,5 +395,5 @@ def _signals_handled(trains: bool) -> Iterator[None]:
             del os.environ[_SIGNALS_VARIABLE]
         with suppress(ValueError):  # not the main thread: the agent has replaced nothing
             for number, handler in before.items():
-                is_stale = trains and number in STOP_SIGNALS and callable(handler)
+                is_stale = trains and number in SENT_SIGNALS and callable(handler)
                 signal.signal(number, signal.SIG_DFL if is_stale or handler is None else handler)
