@@ -19,7 +19,7 @@ _SIOCGIFADDR = 0x8915
 FUNCTION = "--function"
 """What a rank is started with in the place of a script, when `launch` was given a function."""
 SENT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""What asks a training to save and to stop, as a cluster sends it; Ctrl-C does so, too, but its second press ends it."""
+"""What asks a training to save and to stop, and is sent by programs; Ctrl-C does so, too, but a second one ends it."""
 NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 """What a rank may be bound to: the values of `torch.numa.binding.AffinityMode`, which is not imported here."""
 
