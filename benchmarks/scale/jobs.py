@@ -132,7 +132,7 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
         "RANK": rank,
         "WORLD_SIZE": size,
         "LOCAL_RANK": local_rank,
-        "LOCAL_WORLD_SIZE": min(size, PER_NODE),
+        "LOCAL_WORLD_SIZE": min(size - node * PER_NODE, PER_NODE),
         "GROUP_RANK": node,
         "GROUP_WORLD_SIZE": -(-size // PER_NODE),
         "MASTER_PORT": port,

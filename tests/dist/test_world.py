@@ -40,7 +40,7 @@ from lockstep.dist import (
     init_dist,
     is_distributed,
 )
-from lockstep.dist.world import _refuse_shared
+from lockstep.dist.world import _refuse_shared, _tell_device
 from lockstep.errors import CollectiveTimeoutError, DistError, PeerError, TopologyError
 from lockstep.testing import RankFailure, ranks, run_ranks
 
@@ -365,8 +365,17 @@ def test_a_device_that_two_others_share_is_told_on_every_rank_of_their_node(monk
     for local_rank in (1, 2):
         store.set(f"device/0/{local_rank}", "3 ")
     rank_0: Any = SimpleNamespace(rank=0, world_size=3, node_rank=0, local_rank=0, local_size=3)
+    _tell_device(torch.device("cpu", 0), rank_0, store)
     with pytest.raises(TopologyError, match="the local ranks 1, 2 share one with another"):
         _refuse_shared(torch.device("cpu", 0), rank_0, store)
+
+
+def test_no_rank_is_awaited_to_compare_devices():
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    store.set("device/0/0", "3 ")  # of the others, more are told of than there are
+    rank_0: Any = SimpleNamespace(rank=0, world_size=2, node_rank=0, local_rank=0, local_size=8)
+    _refuse_shared(torch.device("cpu", 0), rank_0, store)
 
 
 @pytest.mark.parametrize(("count", "told"), [(1, b""), (2, b"0 ")])
@@ -376,7 +385,6 @@ def test_a_device_that_a_rank_sees_alone_is_not_told_by_its_number(
     monkeypatch.setenv("NCCL_HOSTID", "")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
     store = HashStore()
-    store.set("device/0/1", "")
     rank_0: Any = SimpleNamespace(rank=0, world_size=2, node_rank=0, local_rank=0, local_size=2)
-    _refuse_shared(torch.device("cpu", 0), rank_0, store)
-    assert store.get("device/0/0") == told
+    _tell_device(torch.device("cpu", 0), rank_0, store)
+    assert (store.get("device/0/0") if store.check(["device/0/0"]) else b"") == told

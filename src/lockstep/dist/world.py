@@ -131,10 +131,10 @@ def init_dist(
             _keep_on_loopback(backend, undo)
         allow_files(_OPEN_FILES)
         shared_store = meet(topology, store, port, duration or _STORE_TIMEOUT, _generations[address])
+        _tell_device(device, topology, shared_store)
         if topology.world_size > 1:
             await_all(shared_store, topology, duration or _STORE_TIMEOUT)
-        if topology.local_size > 1:
-            _refuse_shared(device, topology, shared_store)
+        _refuse_shared(device, topology, shared_store)
         torch_dist.init_process_group(
             backend,
             timeout=groups.backend_timeout(duration or _TIMEOUT, device is not None),
@@ -313,20 +313,26 @@ def _bind_device(topology: Topology, backend: str, chosen: torch.device | int | 
     return torch.device(kind, index) if "ccl" in backend else None
 
 
+def _tell_device(device: torch.device | None, topology: Topology, store: Store) -> None:
+    """Say in the store which device this rank has; there is no other way to know whether ranks share one."""
+    if device is not None and (which := identity_of(device)):
+        host = os.environ.get("NCCL_HOSTID", "")  # NCCL compares hosts, too, which its variable renames
+        store.set(f"device/{topology.node_rank}/{topology.local_rank}", f"{which} {host}")
+
+
 def _refuse_shared(device: torch.device | None, topology: Topology, store: Store) -> None:
     """Refuse devices that several ranks of this node have, unless they are ranks of several hosts to NCCL.
 
-    **Collective**: every rank of the node. **Cost**: a key in the store, and the keys of the node's other ranks.
+    It waits for no rank: all have told their devices before they came. **Cost**: two requests for each rank of the
+    node, where there are devices.
 
     Raises:
         TopologyError: on all ranks of the node, if two of them share a device.
     """
-    uuid = ""
-    if device is not None and (which := identity_of(device)):
-        uuid = f"{which} {os.environ.get('NCCL_HOSTID', '')}"  # NCCL compares hosts, too, which its variable renames
+    if device is None:
+        return
     keys = [f"device/{topology.node_rank}/{local_rank}" for local_rank in range(topology.local_size)]
-    store.set(keys[topology.local_rank], uuid)
-    found = [store.get(key).decode() for key in keys]
+    found = [store.get(key).decode() if store.check([key]) else "" for key in keys]
     sharing = [str(local_rank) for local_rank, one in enumerate(found) if one and found.count(one) > 1]
     if sharing:
         raise TopologyError(
