@@ -17,7 +17,9 @@ _logger = logging.getLogger(__name__)
 
 
 class Wait:
-    """Says after a minute, and then at doubling intervals, that a batch is awaited; a context manager around each wait.
+    """Says that a batch has been awaited for a minute; a context manager around each wait of one pass.
+
+    Each further message of the pass comes after twice as long a wait, so that a loader that is only slow says little.
 
     **Cost**: a microsecond for a batch, and a thread, which sleeps, until `ended` is set.
 

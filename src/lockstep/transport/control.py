@@ -13,7 +13,7 @@ import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -73,7 +73,6 @@ class _Control:
 
 _controls: WeakKeyDictionary[ProcessGroup, _Control] = WeakKeyDictionary()
 _names = threading.local()
-_torchs_name = distributed_c10d._process_group_name
 
 
 @contextmanager
@@ -83,7 +82,7 @@ def _named(name: str) -> Iterator[None]:
     torch would name it by the number of groups that each rank is in. Where these differ, the ranks would wait for each
     other at different keys of the store. There is no public way to say a name (2.13).
     """
-    distributed_c10d._process_group_name = _name_here
+    _let_groups_be_named()
     _names.own = name
     try:
         yield
@@ -91,9 +90,15 @@ def _named(name: str) -> Iterator[None]:
         _names.own = None
 
 
-@wraps(_torchs_name)
-def _name_here(*args: Any, **options: Any) -> Any:
-    return getattr(_names, "own", None) or _torchs_name(*args, **options)
+@cache
+def _let_groups_be_named() -> None:
+    torchs_name = distributed_c10d._process_group_name
+
+    @wraps(torchs_name)
+    def name_of(*args: Any, **options: Any) -> Any:
+        return getattr(_names, "own", None) or torchs_name(*args, **options)
+
+    distributed_c10d._process_group_name = name_of
 
 
 def _control_of(comm: Comm) -> _Control:
