@@ -98,7 +98,7 @@ SLICE_MODELS := --rows "Llama, GQA" GAN --columns single DDP-2 FSDP-2 ZeRO-3 "Co
 # The tests of FSDP and of DeepSpeed compare losses, and checkpoints of one strategy under another, themselves.
 SLICE_PARITY := --out work_dirs/parity.md DDP-2 "ColossalAI zero1"
 SLICE_RESUME := --rows DDP-2 FSDP-3 --loops "by epoch" --ranks 1 2
-SLICE_DOCS := tests/pages -k "first-steps or own-loop or checkpoints or public_name or markup or messages"
+SLICE_DOCS := tests/pages -k "first-steps or own-loop or checkpoints or public_name or markup"
 
 # On two ranks without workers; the splitting over workers is also tested without the packages, in `make test`.
 SLICE_DATA_PACKAGES := -k "2-0"

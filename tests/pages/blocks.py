@@ -28,6 +28,16 @@ _FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 LANGUAGES = {"python", "bash", "shell", "yaml", "json", "text"}
+ROOT = Path(__file__).parents[2]
+# Not those that other commands make, or that record what was.
+PAGES = [
+    page
+    for page in (
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
+    )
+    if page.name not in ("models.md", "parity.md") and "decisions" not in page.parts
+]
 
 
 def copies_of(page: Path) -> Iterator[tuple[str, str]]:
