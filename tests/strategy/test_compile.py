@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import TensorDataset
 
 from lockstep.dist import get_world_size, init_dist
@@ -28,11 +29,17 @@ pytestmark = pytest.mark.layouts
 
 # Traces forward and backward pass, and translates nothing; a graph break raises.
 TRACED = {"backend": "aot_eager", "fullgraph": True}
+
+
+def stored() -> Any:
+    return create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
+
+
 CASES = {
     "single": (1, "single"),
     "ddp": (2, "ddp"),
     "fsdp": (2, FSDPStrategy()),
-    "fsdp-recomputing": (2, FSDPStrategy(activation_checkpointing=["Block"])),
+    "fsdp-recomputing": (2, FSDPStrategy(activation_checkpointing={"check_fn": ["Block"], "context_fn": stored})),
     "tp": (2, FSDPStrategy(tensor_parallel=2)),
     "fsdp-tp-recomputing": (4, FSDPStrategy(tensor_parallel=2, activation_checkpointing=["Block"])),
     "fsdp-whole": (2, FSDPStrategy(auto_wrap_policy=None)),

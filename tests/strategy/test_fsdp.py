@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import TensorDataset
 
 from lockstep.checkpoint import load_state, save_state
@@ -301,6 +304,32 @@ def test_wrong_options_are_refused():
         FSDPStrategy(activation_checkpointing={"check_fn": len, "checkpoint_wrapper_fn": len})
     with pytest.raises(ValueError, match=r"names 'Layer'.*did you mean `LayerNorm`"):
         FSDPStrategy(activation_checkpointing=["Layer"]).prepare(seeded())
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is torch.ops.aten.addmm.default
+        return function(*args, **(kwargs or {}))
+
+
+@ranks(2)
+def test_outputs_of_some_operators_may_be_kept():
+    losses, products = {}, {}
+    stored = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    for name, options in {
+        "all": None,
+        "none": ["TransformerEncoderLayer"],
+        "some": {"check_fn": ["TransformerEncoderLayer"], "context_fn": stored},
+    }.items():
+        model, wrapper = FSDPStrategy(activation_checkpointing=options).prepare(seeded(), optim_config())
+        with Products() as products[name]:
+            losses[name] = [train_step(model, batch, wrapper)["loss"] for batch in own_batches()[:3]]
+    assert losses["all"] == losses["none"] == losses["some"]
+    assert products["all"].count == products["some"].count < products["none"].count
 
 
 @ranks(1)

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lockstep.calls import unlike_most
 from lockstep.dist import broadcast
@@ -189,7 +189,7 @@ def refuse_sparse_gradients(model: nn.Module, where: str, ignored: Collection[nn
             )
 
 
-def checkpoint_activations(model: nn.Module, check: Check) -> list[str]:
+def checkpoint_activations(model: nn.Module, check: Check, context_fn: Callable[[], Any] = noop_context_fn) -> list[str]:
     """Make parts of a model store only their inputs for the backward pass, and recompute their activations.
 
     Each part's `forward` is replaced in place; names of parameters and classes do not change. Models of transformers
@@ -199,6 +199,8 @@ def checkpoint_activations(model: nn.Module, check: Check) -> list[str]:
         model: the model, before it is sharded.
         check: a function that says whether a module is such a part; or the classes of the parts, or their names. A part
             inside another one is recomputed with that one.
+        context_fn: as for `torch.utils.checkpoint.checkpoint`: `partial(create_selective_checkpoint_contexts, ops)`
+            also stores the outputs of the operators `ops`, such as `[torch.ops.aten.mm.default]`.
 
     Returns:
         The names of the parts.
@@ -219,7 +221,7 @@ def checkpoint_activations(model: nn.Module, check: Check) -> list[str]:
         )
     for name in names:
         part = model.get_submodule(name)
-        part.forward = partial(checkpoint, part.forward, use_reentrant=False)
+        part.forward = partial(checkpoint, part.forward, use_reentrant=False, context_fn=context_fn)
     for module, _ in _with_cache(model):
         module.register_forward_pre_hook(_without_cache, with_kwargs=True)
     return names

@@ -33,8 +33,8 @@ class FSDPStrategy(NativeStrategy):
     Args:
         model_wrapper: config of the wrapper, `MMFullyShardedDataParallel` by default.
         activation_checkpointing: which parts keep only their inputs for the backward pass: a function of a module,
-            classes or names of classes, or `dict(check_fn=...)`; see `lockstep.model.checkpoint_activations`. By
-            default, and with False, none.
+            classes or names of classes; or `dict(check_fn=...)` with one of these, and `context_fn` if not all of a
+            part is to be computed again; see `lockstep.model.checkpoint_activations`. By default, and with False, none.
         state_dict_cfg: from MMEngine; has no effect, because all states have one form.
         skip_init_weights: from MMEngine; has no effect.
         **kwargs: arguments of the wrapper: `mixed_precision="bf16"`, `cpu_offload=True`, `device_mesh=(2, 4)` for
@@ -58,7 +58,7 @@ class FSDPStrategy(NativeStrategy):
         if "fsdp_auto_wrap_policy" not in given:
             given.setdefault("auto_wrap_policy", "repeated_blocks")
         self._wrapper = {"type": "MMFullyShardedDataParallel", "sync_module_states": True, **given}
-        self._recomputed = _read_check(activation_checkpointing)
+        self._recomputed = _read_recomputed(activation_checkpointing)
 
     def parallelize(self, model: nn.Module, optim_wrapper: OptimLike | None = None) -> Prepared:
         """Shard the model, then build its optimizer.
@@ -112,7 +112,7 @@ class FSDPStrategy(NativeStrategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         """Shard the model, in a group of one rank if there is no process group."""
         if self._recomputed is not None:
-            checkpoint_activations(model, self._recomputed)
+            checkpoint_activations(model, *self._recomputed)
         wrapped: nn.Module = MODEL_WRAPPERS.build(self._wrapper, module=model, device_id=get_device())
         return wrapped
 
@@ -123,12 +123,13 @@ class FSDPStrategy(NativeStrategy):
         return core
 
 
-def _read_check(activation_checkpointing: Any) -> Any:
+def _read_recomputed(activation_checkpointing: Any) -> list[Any] | None:
+    """Return the arguments of `checkpoint_activations` after the model, or None."""
     if not isinstance(activation_checkpointing, Mapping):
-        return None if activation_checkpointing is False else activation_checkpointing
+        return None if activation_checkpointing in (None, False) else [activation_checkpointing]
     require_key("activation_checkpointing", activation_checkpointing, "check_fn")
-    require_known("activation_checkpointing", activation_checkpointing, ("check_fn",))
-    return activation_checkpointing["check_fn"]
+    require_known("activation_checkpointing", activation_checkpointing, ("check_fn", "context_fn"))
+    return [activation_checkpointing[key] for key in ("check_fn", "context_fn") if key in activation_checkpointing]
 
 
 def _hand_over(optimizer: Optimizer, core: nn.Module, names: Mapping[int, str]) -> None:
