@@ -129,7 +129,7 @@ class ParamScheduler(ABC):
         """
         if (length := self._ramp_length()) is None:
             return None
-        return min(self.begin + length, self.begin + length if self.end is None else self.end)
+        return self.begin + length if self.end is None else min(self.begin + length, self.end)
 
     @property
     def title(self) -> str:
@@ -140,7 +140,7 @@ class ParamScheduler(ABC):
     def stretched(cls, arguments: Mapping[str, Any], epoch_length: int) -> dict[str, Any]:
         """Return the arguments, converted from epochs to batches."""
         names = [name for name in ("begin", "end", *cls.durations) if arguments.get(name) is not None]
-        return {**arguments, **{name: _times(arguments[name], epoch_length) for name in names}}
+        return {**arguments, **{name: _in_batches(arguments[name], epoch_length) for name in names}}
 
     def get_last_value(self) -> list[float]:
         """Return the current value of every parameter group."""
@@ -198,7 +198,7 @@ class ParamScheduler(ABC):
             if self.end is None:
                 raise ConfigError(f"{self.title}: `{name}` or `end` must be given, but neither is")
             return window_length(name, self.begin, int(self.end))
-        if name in LENGTHS or not isinstance(given, Sequence):
+        if name in LENGTHS or not isinstance(given, Sequence):  # a list is checked by its own class
             self._require(name, above_0=True)
         return given
 
@@ -377,8 +377,12 @@ class FloorScheduler(FormulaScheduler):
         return self.eta_min or 0.0, self.eta_min_ratio or 0.0
 
 
-def _times(length: Any, factor: int) -> Any:
-    return [item * factor for item in length] if isinstance(length, Sequence) else length * factor
+def _in_batches(epochs: Any, epoch_length: int) -> Any:
+    """Return numbers of epochs in batches; what is no number, and is refused later, as it is."""
+    if isinstance(epochs, Collection) and not isinstance(epochs, str):
+        return [_in_batches(item, epoch_length) for item in epochs]
+    is_number = isinstance(epochs, Real) and math.isfinite(epochs)
+    return round(epochs * epoch_length) if is_number else epochs  # 0.55 * 100 is a little more than 55
 
 
 def window_length(name: str, begin: int, end: int) -> int:
