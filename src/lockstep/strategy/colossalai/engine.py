@@ -36,8 +36,8 @@ def require_engine() -> None:
             "docs/engines.md has the recipe to install it, or use the strategy 'ddp' or 'fsdp'"
         ) from error
     logging.getLogger("colossalai").setLevel(logging.WARNING)
-    # Its ZeRO calls these in backward passes and updates; torch has deprecated them (2.13). The filter stays: no context
-    # is around all of these calls.
+    # Its ZeRO calls these in backward passes and updates; torch has deprecated them (2.13). The filter stays, as no
+    # context is around all of these calls.
     name = r"torch\.distributed\.(all_gather_into|reduce_scatter)_tensor"
     warnings.filterwarnings("ignore", f"`{name}` is deprecated", FutureWarning)
     if type(accelerator.get_accelerator()) is accelerator.CpuAccelerator:
