@@ -26,13 +26,13 @@ def tiles_html(run: RunRecords) -> str:
     if losses := points_of(run.train, "loss"):
         tiles.append(_tile("final loss", shown(losses[-1][1]), note="train"))
     tiles += [_metric_tile(run, name) for name in metric_names(run)[:_TILE_METRICS]]
-    tiles += _rate_tile(run, "samples_per_second", "throughput", "/s", f"{run.counted_in}, median")
-    tiles += _rate_tile(run, "tokens_per_second", "tokens", "/s", "median")
-    tiles += _rate_tile(run, "mfu", "MFU", "%", "of peak FLOP/s, median", scale=100) or _rate_tile(
+    tiles += _median_tile(run, "samples_per_second", "throughput", "/s", f"{run.counted_in}, median")
+    tiles += _median_tile(run, "tokens_per_second", "tokens", "/s", "median")
+    tiles += _median_tile(run, "mfu", "MFU", "%", "of peak FLOP/s, median", scale=100) or _median_tile(
         run, "flops_per_second", "model FLOPs", "GFLOP/s", "median", scale=1e-9
     )
+    tiles += _median_tile(run, "time", "step", "ms", "median", scale=1e3)
     if times := points_of(run.train, "time"):
-        tiles.append(_tile("step", _rounded(1e3 * median(seconds for _, seconds in times)), "ms", "median"))
         tiles.append(_tile("time in training", *_duration(_seconds_in_training(times)), "without validation"))
     if memory := points_of(run.train, "memory_mib"):
         tiles.append(_tile("peak memory", *_memory(max(value for _, value in memory)), "one rank"))
@@ -107,10 +107,10 @@ def _metric_tile(run: RunRecords, name: str) -> str:
     return _tile(f"best {title}", shown(top[1]), run.unit(name), f"{mode}, iteration {top[0]:,.0f}")
 
 
-def _rate_tile(run: RunRecords, name: str, title: str, unit: str, note: str, scale: float = 1.0) -> list[str]:
-    """Return a tile with the median of a rate, or no tile if the training has not recorded it."""
-    rates = [value for _, value in points_of(run.train, name) if value > 0]
-    return [_tile(title, _rounded(scale * median(rates)), unit, note)] if rates else []
+def _median_tile(run: RunRecords, name: str, title: str, unit: str, note: str, scale: float = 1.0) -> list[str]:
+    """Return a tile with the median of what the training has recorded above 0, or no tile if that is nothing."""
+    values = [value for _, value in points_of(run.train, name) if value > 0]
+    return [_tile(title, shown(float(f"{scale * median(values):.3g}")), unit, note)] if values else []
 
 
 def _tile(name: str, value: str, unit: str = "", note: str = "") -> str:
@@ -139,11 +139,7 @@ def _plain(value: object) -> str:
 
 def _milliseconds(value: object) -> str:
     found = number(value)
-    return "" if found is None else _rounded(1e3 * found)
-
-
-def _rounded(value: float) -> str:
-    return shown(float(f"{value:.3g}"))
+    return "" if found is None else shown(float(f"{1e3 * found:.3g}"))
 
 
 def _seconds_in_training(times: Sequence[Point]) -> float:
