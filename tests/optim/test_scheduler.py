@@ -192,8 +192,10 @@ def test_stepping_before_the_optimizer_does_not_warn():
         (
             {"type": "ExponentialMomentum", "gamma": 0.5, "param_name": "beta"},
             ConfigError,
-            "a `beta`, but SGD has only",
+            "a `beta` that is a number, but of SGD only dampening, lr, momentum, weight_decay are",
         ),
+        ({"type": "LinearLR", "param_name": "nesterov"}, ConfigError, "a `nesterov` that is a number, but of SGD only"),
+        ({"type": "LinearLR", "param_name": "params"}, ConfigError, "a `params` that is a number, but of SGD only"),
         ({"type": lr_scheduler.ReduceLROnPlateau}, ConfigError, r"dict\(type='ReduceOnPlateauLR'"),
         ({"type": "CosineAnnealingLR", "eta_min": 1, "eta_min_ratio": 1}, ConfigError, "either `eta_min` or"),
         ({"type": "CosineRestartLR", "periods": [1], "restart_weights": []}, ConfigError, "as many `restart_weights`"),

@@ -238,19 +238,19 @@ class ParamScheduler(ABC):
         return number_in(self._value(group))
 
     def _value(self, group: Mapping[str, Any]) -> Any:
-        if group.get(self.param_name) is not None:
-            return group[self.param_name]
+        if _is_option(value := group.get(self.param_name)):
+            return value
         if self.param_name == "momentum" and "betas" in group:
             return group["betas"][0]
-        if self.param_name in group:
+        if self.param_name in group and value is None:
             raise ConfigError(
                 f"{self.title} changes `{self.param_name}`, which this optimizer sets itself: it is None in its "
                 "groups. Give the optimizer a number, or leave out the schedule"
             )
-        known = ", ".join(sorted(name for name in group if name != "params"))
+        known = ", ".join(sorted(name for name, option in group.items() if _is_option(option)))
         raise ConfigError(
-            f"{self.title}: the optimizer must have a `{self.param_name}`, but {type(self.optimizer).__name__} has "
-            f"only {known}"
+            f"{self.title}: the optimizer must have a `{self.param_name}` that is a number, but of "
+            f"{type(self.optimizer).__name__} only {known} are"
         )
 
     def _write(self, group: dict[str, Any], value: float) -> None:
@@ -283,6 +283,11 @@ def number_in(value: float | Tensor | None) -> float:
 def is_in_range(value: object, above_0: bool = False) -> bool:
     """Return whether a value is a number of at least 0, or above 0; NaN is none."""
     return isinstance(value, Real) and (float(value) > 0 if above_0 else float(value) >= 0)
+
+
+def _is_option(value: object) -> bool:
+    """Return whether an option of a parameter group has a value that a schedule can change."""
+    return isinstance(value, Real | Tensor) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
