@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import OrderedDict
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import pytest
@@ -16,6 +17,11 @@ from lockstep.config import Config
 from lockstep.config.dictionary import ConfigDict
 from lockstep.config.python_file import PythonFile
 from lockstep.config.source_form import plain_data, python_source
+
+
+class Folder(PurePosixPath):
+    """A path of another class than pathlib's."""
+
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers(0, 3) | st.floats(allow_nan=False) | st.text(max_size=5),
@@ -63,12 +69,25 @@ def test_source_gives_the_values_back(config):
         (torch.device("cuda", 1), "import torch\n\na = torch.device('cuda:1')\n", "device(type='cuda', index=1)"),
         (torch.bfloat16, "import torch\n\na = torch.bfloat16\n", "torch.bfloat16"),
         (torch.channels_last, "import torch\n\na = torch.channels_last\n", "torch.channels_last"),
+        (torch.relu, "import torch\n\na = torch.relu\n", "torch.relu"),
+        (Path("a"), f"import pathlib\n\na = pathlib.{type(Path()).__name__}('a')\n", "a"),
+        (
+            Folder("b"),
+            "import tests.config.test_source_form\n\na = tests.config.test_source_form.Folder('b')\n",
+            "b",
+        ),
     ],
 )
 def test_source_and_data_of_other_values(value, source, plain):
     assert python_source({"a": value}) == source
     assert PythonFile(Path("c.py"), source).values(ConfigDict()) == {"a": value}
     assert plain_data({"a": value}) == {"a": plain}
+
+
+def test_a_path_that_is_no_text_is_the_same_again_from_json(tmp_path):
+    config = Config({"data_root": os.fsdecode(b"data/\xff")})
+    config.dump(tmp_path / "c.json")
+    assert Config.fromfile(tmp_path / "c.json").to_dict() == config.to_dict()
 
 
 def test_sets_have_one_order_in_every_process():

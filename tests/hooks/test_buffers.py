@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from lockstep.checkpoint import find_last_checkpoint, load_state
 from lockstep.dist import all_gather_object, get_rank
 from lockstep.hooks import Hook
-from lockstep.hooks.buffers import average_buffers
+from lockstep.hooks.buffers import _wider, average_buffers
 from lockstep.model import unwrap_model
 from lockstep.testing import ranks
 
@@ -61,6 +62,22 @@ def test_means_of_numbers_and_the_first_ranks_counts():
     assert [x.tolist() for x in whole] == [5, [0, 1], [True], []]
     assert wide.eq(middle).all()
     average_buffers([])
+
+
+@ranks(2)
+def test_buffers_that_torch_does_not_write_to_as_they_are():
+    rank = get_rank()
+    expanded, count = torch.tensor([1.0 + rank]).expand(4), torch.tensor([5 + rank]).expand(2, 3)
+    sparse = torch.tensor([0.0, 2.0, 3.0]).to_sparse()
+    average_buffers([expanded, count, sparse])
+    assert (expanded.tolist(), count.tolist()) == ([1.5] * 4, [[5] * 3] * 2)
+    assert sparse.to_dense().tolist() == [0.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.complex128), ("mps", torch.complex64)])
+def test_complex_buffers_are_as_wide_as_their_device_can(device: str, dtype: torch.dtype):
+    with patch("torch.Tensor.device", torch.device(device)):
+        assert _wider(torch.zeros(1, dtype=torch.complex64)) == dtype
 
 
 @ranks(3)

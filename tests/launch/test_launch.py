@@ -4,6 +4,8 @@ import os
 import pty
 import signal
 import time
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -350,9 +352,10 @@ def test_wrong_arguments_are_refused(arguments, says):
         launch(given.pop("command"), JobSpec(given.pop("nproc")), **given)
 
 
-def test_a_string_is_no_command():
-    with pytest.raises(TypeError, match=r"`command` must be a function, or a list such as .*, but is 'x.py'"):
-        launch("x.py", JobSpec(1))
+@pytest.mark.parametrize("command", ["x.py", b"x.py", Path("x.py"), 3, {"x.py"}])
+def test_what_is_no_list_is_no_command(command: Any):
+    with pytest.raises(TypeError, match=r"`command` must be a function, or a list such as .*, but is"):
+        launch(command, JobSpec(1))
 
 
 def test_a_signal_handler_that_python_does_not_know_does_not_fail_the_job(tmp_path, monkeypatch: pytest.MonkeyPatch):

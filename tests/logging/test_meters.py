@@ -72,9 +72,10 @@ def test_a_history_that_has_begun_is_kept_as_long_as_a_later_one():
 
 def test_what_is_no_scalar_is_refused_where_it_is_recorded():
     hub = MessageHub()
-    hub.update_scalar("norm", np.array(2.5))
-    assert hub.get_scalar("norm").current() == 2.5
-    for value in (torch.ones(3), None, "high"):
+    for value in (np.array(2.5), np.array([3.5]), np.float16(4.5), np.bool_(True), torch.tensor([[3]])):
+        hub.update_scalar("norm", value)
+        assert hub.get_scalar("norm").current() == value
+    for value in (torch.ones(3), torch.tensor(1j), np.array([1j]), np.datetime64("2026-01-01"), None, "high"):
         with pytest.raises(TypeError, match="`norm` must be a number or a scalar tensor to be recorded, but is"):
             hub.update_scalar("norm", value)
 

@@ -15,6 +15,7 @@ from torch.optim import lr_scheduler
 from lockstep.errors import ConfigError, RegistryError
 from lockstep.optim import (
     LinearLR,
+    MultiStepLR,
     OptimWrapper,
     OptimWrapperDict,
     ReduceOnPlateauLR,
@@ -191,8 +192,10 @@ def test_stepping_before_the_optimizer_does_not_warn():
         (
             {"type": "ExponentialMomentum", "gamma": 0.5, "param_name": "beta"},
             ConfigError,
-            "a `beta`, but SGD has only",
+            "a `beta` that is a number, but of SGD only dampening, lr, momentum, weight_decay are",
         ),
+        ({"type": "LinearLR", "param_name": "nesterov"}, ConfigError, "a `nesterov` that is a number, but of SGD only"),
+        ({"type": "LinearLR", "param_name": "params"}, ConfigError, "a `params` that is a number, but of SGD only"),
         ({"type": lr_scheduler.ReduceLROnPlateau}, ConfigError, r"dict\(type='ReduceOnPlateauLR'"),
         ({"type": "CosineAnnealingLR", "eta_min": 1, "eta_min_ratio": 1}, ConfigError, "either `eta_min` or"),
         ({"type": "CosineRestartLR", "periods": [1], "restart_weights": []}, ConfigError, "as many `restart_weights`"),
@@ -219,6 +222,7 @@ def test_wrong_configs_are_refused_at_once(cfg, error, says):
         ("LinearLR", {"total_iters": -1}, "`total_iters` must be a number above 0"),
         ("StepLR", {"step_size": 2, "gamma": -0.1}, "`gamma` must be a number of at least 0"),
         ("StepLR", {"step_size": [2]}, "`step_size` must be a number above 0"),
+        ("StepLR", {"step_size": {2}}, "`step_size` must be a number above 0"),
         ("MultiStepLR", {"milestones": 5}, "`milestones` must be a list of numbers of at least 0"),
         ("MultiStepLR", {"milestones": [2], "gamma": math.nan}, "`gamma` must be a number of at least 0"),
         ("MultiStepLR", {"milestones": [-2]}, "`milestones` must be a list of numbers of at least 0"),
@@ -240,7 +244,7 @@ def test_wrong_configs_are_refused_at_once(cfg, error, says):
         ("ReduceOnPlateauLR", {"min_value": -0.1}, "`min_value` must be a number of at least 0, or a list of"),
         ("ReduceOnPlateauLR", {"min_value": [0.1, 0.2]}, "`min_value` must be one number, or 1, one for each"),
         ("OneCycleLR", {"eta_max": [0.1, 0.2], "begin": 3}, "`eta_max` must be one number, or 1, one for each"),
-        ("LinearLR", {"begin": "1"}, "`begin` must be a number of at least 0 and less than `end`"),
+        ("LinearLR", {"begin": "1"}, "`begin` must be a number of at least 0 and less than `end`, but they are '1'"),
         ("StepLR", {"step_size": 2, "end": "5"}, "`begin` must be a number of at least 0 and less than `end`"),
     ],
 )
@@ -326,6 +330,11 @@ def test_what_is_meant_in_epochs_can_change_with_every_batch(cfg, by_epoch):
     values = course(fine, by_batches, 6 * EPOCH)
     assert values[::EPOCH] == pytest.approx(course(whole, by_epochs, 6))
     assert (len(set(values)) < 5) == by_epoch
+
+
+def test_parts_of_epochs_are_whole_batches_and_sets_are_lists():
+    given = {"begin": 0.55, "end": math.inf, "milestones": {1, 2}}
+    assert MultiStepLR.stretched(given, 100) == {"begin": 55, "end": math.inf, "milestones": [100, 200]}
 
 
 def test_a_ramp_that_is_converted_takes_its_window():

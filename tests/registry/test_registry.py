@@ -375,10 +375,15 @@ class Faulty:
         raise TypeError("something of its own")
 
 
+class Outer:
+    def __init__(self, size):
+        self.inner = Optimizer(size=size)
+
+
 @pytest.fixture
 def optimizers():
     registry = Registry("optimizer", scope="zoo")
-    for entry in (Optimizer, Wrapper, Faulty):
+    for entry in (Optimizer, Wrapper, Faulty, Outer):
         registry.register_module()(entry)
     return registry
 
@@ -445,6 +450,7 @@ def test_arguments_that_do_not_fit_are_named(optimizers, cfg, says):
     [
         ({"type": "Optimizer", "params": [], "lr": -1}, ValueError, "lr must not be negative"),
         ({"type": "Faulty", "size": 1}, TypeError, "something of its own"),
+        ({"type": "Outer", "size": 1}, TypeError, r"Optimizer.__init__\(\) got an unexpected keyword argument 'size'"),
     ],
 )
 def test_an_error_of_the_constructor_passes_with_a_note(optimizers, cfg, error, says):

@@ -104,6 +104,7 @@ def test_nan_is_a_number():
         json.dumps({"mode": "resumed", "iter": 5, "path": "a" * 5000 + "/x"}),
         '{"mode": "straggler", "iter": 5, "part": ["data"]}',
         '{"mode": "train", "iter": 200, "time": "nan"}',
+        '{"mode": "train", "iter": 200, "loss": 1.7976931348623157e+308}',
     ],
 )  # fmt: skip
 def test_a_page_of_somebody_elses_records_is_written_whatever_they_hold(line: str, tmp_path: Path):

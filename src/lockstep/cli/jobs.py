@@ -197,7 +197,7 @@ class Test(Job):
         """Set the weights to load."""
         if self.checkpoint == "best" and not Path("best").exists():
             from lockstep.runner.arguments import RunnerArguments  # imports torch
-            from lockstep.runner.start import find_best
+            from lockstep.runner.resume_from import find_best
 
             place = find_best(RunnerArguments(**RunnerArguments.keywords_of(cfg)))
         else:

@@ -168,7 +168,7 @@ class Config(ConfigDict):
             text = json.dumps(plain_data(self), indent=2, ensure_ascii=False) + "\n"
         else:
             raise ConfigError(f"{file}: a config must end in .py, .yaml, .yml or .json")
-        Path(file).write_text(text, encoding="utf-8")
+        Path(file).write_text(text, encoding="utf-8", errors="backslashreplace")  # as JSON escapes bytes of a path
         return text
 
     def masked(self) -> Self:

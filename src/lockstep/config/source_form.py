@@ -97,21 +97,16 @@ class _Writer:
         return f"{opening}\n{lines}{' ' * indent}{closing}"
 
     def _atom(self, value: Any, key: str) -> str:
-        if isinstance(value, range):
-            return f"{self.imported('builtins', 'range')}{repr(value).removeprefix('range')}"
         if isinstance(value, float | complex) and not isinstance(value, Enum) and not cmath.isfinite(value):
             kind = "float" if isinstance(value, float) else "complex"
             return f"{self.imported('builtins', kind)}({_literal(value)!r})"
         if (literal := _literal(value)) is not None:
             return literal
-        if isinstance(value, PurePath):
-            return f"{self.imported('pathlib', type(value).__name__)}({str(value)!r})"
-        if (type(value).__module__, type(value).__name__) == ("torch", "device"):
-            return f"{self.imported('torch', 'device')}({str(value)!r})"
         if (path := _import_path(value)) is not None:
             return self.imported(*path)
-        if isinstance(value, Flag) and (path := _import_path(type(value))) is not None:
-            return f"{self.imported(*path)}({value.value!r})"
+        if (argument := _argument(value)) is not None and (path := _import_path(type(value))) is not None:
+            module = path[0].removesuffix("._local")  # Python 3.13 says that paths are of pathlib._local
+            return f"{self.imported(module, path[1])}({argument})"
         if key not in self.lost:
             self.lost.append(key)
         return repr(_description(value))
@@ -166,6 +161,16 @@ def _literal(value: Any) -> str | None:
     return None
 
 
+def _argument(value: Any) -> str | None:
+    """Return the source of the argument with which the class of a value makes an equal one, or None."""
+    if isinstance(value, range):
+        return repr(value).removeprefix("range(").removesuffix(")")
+    if isinstance(value, Flag):
+        return repr(value.value)
+    is_device = (type(value).__module__, type(value).__name__) == ("torch", "device")  # torch may not be imported
+    return repr(str(value)) if is_device or isinstance(value, PurePath) else None
+
+
 def _import_path(value: Any) -> tuple[str, str] | None:
     """Return module and name under which a class, function, enum member or constant can be imported, or None."""
     if isinstance(value, Enum):
@@ -173,16 +178,18 @@ def _import_path(value: Any) -> tuple[str, str] | None:
     if inspect.isroutine(value) and inspect.isclass(owner := getattr(value, "__self__", None)):
         return _path_in_class(owner, value.__name__, value)  # a classmethod, which is another object each time
     if inspect.isclass(value) or inspect.isroutine(value):
-        module, name = getattr(value, "__module__", None) or "", value.__qualname__
+        module = getattr(value, "__module__", None) or ""
+        names = [value.__qualname__, value.__name__]  # torch.relu calls itself _VariableFunctionsClass.relu
     else:
-        module, _, name = repr(value).partition(".")  # a constant may say where it is: torch.bfloat16
+        module, _, *names = repr(value).partition(".")  # a constant may say where it is: torch.bfloat16
     if module == "__main__" or not all(part.isidentifier() for part in module.split(".")):
         return None  # another script in another process, or local to the config file
     # A package may hide its modules: torch.optim has AdamW, but no attribute `adamw`.
     while module:
         top, *path = module.split(".")
-        if _attribute(sys.modules.get(top), [*path, *name.split(".")]) is value:
-            return module, name
+        for name in names:
+            if _attribute(sys.modules.get(top), [*path, *name.split(".")]) is value:
+                return module, name
         module = module.rpartition(".")[0]
     return None  # a lambda, or local to a function
 

@@ -29,13 +29,13 @@ def random_state() -> dict[str, Any]:
 
 
 def portable(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `generator_states` returned as nested dicts of tensors and JSON values."""
+    """Return the states that `generator_states` gives as nested dicts of tensors and JSON values."""
     version, words, gauss = states["python"]
     python = {"version": version, "words": torch.tensor(words, device="cpu"), "gauss": gauss}
     name, keys, position, has_gauss, gauss = states["numpy"]
     words = torch.tensor(keys.tolist(), device="cpu")
     numpy = {"name": name, "words": words, "position": position, "has_gauss": has_gauss, "gauss": gauss}
-    return {"python": python, "torch": torch.as_tensor(states["torch"]), "numpy": numpy}
+    return {"python": python, "torch": states["torch"], "numpy": numpy}
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:

@@ -27,10 +27,10 @@ class SyncBuffersHook(Hook):
     """Average the model's buffers over ranks before each validation, test and checkpoint.
 
     During an epoch, the running statistics of BatchNorm depend on each rank's own samples, but all ranks must validate
-    and save the same model. All floating buffers are averaged, and the others are copied from rank 0. Buffers that are
-    equal on all ranks, such as a table of frequencies, stay as they are, bit for bit; on devices without float64 they
-    may be rounded. A buffer that has another shape on another rank, such as a table that the model extends for longer
-    inputs, stays as it is on each.
+    and save the same model. Floating buffers are averaged; sparse ones, and those of integers, are copied from rank 0.
+    Buffers that are equal on all ranks, such as a table of frequencies, stay as they are, bit for bit; on devices
+    without float64 they may be rounded. A buffer that has another shape on another rank, such as a table that the model
+    extends for longer inputs, stays as it is on each.
 
     After three iterations, floating buffers are compared, except those of normalisations. Where they differ, their mean
     may not be what the model needs, and a warning names them.
@@ -95,7 +95,7 @@ def _warn_of_own_updates(run: TrainRun) -> None:
 
 @torch.no_grad()
 def average_buffers(buffers: Iterable[Tensor]) -> None:
-    """Make buffers the same on all ranks, in place: the mean over ranks, or rank 0's value for integer buffers.
+    """Make buffers the same on all ranks, in place: the mean over ranks, or rank 0's value if integer or sparse.
 
     **Collective**: every rank, with the same shapes and dtypes.
 
@@ -110,7 +110,11 @@ def average_buffers(buffers: Iterable[Tensor]) -> None:
     floating: list[Tensor] = []
     whole: list[Tensor] = []
     for buffer in map(own_shard, buffers):  # tensor parallelism makes DTensors of some, which each rank has whole
-        (floating if buffer.is_floating_point() or buffer.is_complex() else whole).append(buffer)
+        is_dense = buffer.layout is torch.strided
+        if is_dense:  # each element of an expanded one once: torch does not write to elements that share memory
+            buffer = buffer[tuple(slice(None if stride else 1) for stride in buffer.stride())]
+        has_mean = is_dense and (buffer.is_floating_point() or buffer.is_complex())
+        (floating if has_mean else whole).append(buffer)
     if floating:
         # The mean of equal numbers must be that number. In their own dtype, a sum over 3 ranks is rounded, or infinite.
         wide = [buffer.to(_wider(buffer)) for buffer in floating]
@@ -123,6 +127,5 @@ def average_buffers(buffers: Iterable[Tensor]) -> None:
 
 
 def _wider(buffer: Tensor) -> torch.dtype:
-    if buffer.is_complex():
-        return torch.complex128
-    return torch.float32 if buffer.device.type in _WITHOUT_FLOAT64 else torch.float64
+    real = torch.float32 if buffer.device.type in _WITHOUT_FLOAT64 else torch.float64
+    return real.to_complex() if buffer.is_complex() else real

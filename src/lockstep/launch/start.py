@@ -55,10 +55,10 @@ def launch(
             does it, by the program numactl.
 
     Raises:
-        TypeError: `job` is no JobSpec, or `command` is a string.
+        TypeError: `job` is no JobSpec, or `command` is neither a list nor a function.
         ValueError: `command` is empty.
         ConfigError: `max_restarts` or `grace_seconds` is no number of at least 0, `numa` is not known, `log_dir` cannot
-            be created, or OMP_NUM_THREADS or GLOO_SOCKET_IFNAME, which the ranks inherit, is none; or the system allows
+            be created, OMP_NUM_THREADS is no number of threads or GLOO_SOCKET_IFNAME no interface, or the system allows
             too few open files.
         LaunchError: cloudpickle is missing for a function, or can't pickle it; a rank failed (the message names it and
             shows its traceback, `exit_code` is its exit code), numactl or a GPU is missing for `numa`, not all nodes
@@ -69,9 +69,9 @@ def launch(
     require_number("grace_seconds", grace_seconds, 0)
     if not isinstance(job, JobSpec):
         raise wrong_type("job", "a JobSpec, such as JobSpec(2) for two ranks", job)
-    if isinstance(command, str):
+    if not callable(command) and (not isinstance(command, Sequence) or isinstance(command, str | bytes)):
         raise wrong_type("command", "a function, or a list such as ['train.py', '--fast']", command)
-    if not command:
+    if not callable(command) and not command:
         raise ValueError("`command` must name a script, or -m and a module, but is empty")
     if numa is not None:
         require_one_of("--numa", numa, NUMA_MODES)

@@ -29,17 +29,20 @@ def require_whole(name: str, value: object) -> None:
         )
 
 
-def require_scalar(name: str, value: object) -> None:
-    """Refuse what is no number and no tensor of one element.
+def kept_scalar(name: str, value: Any) -> Scalar:
+    """Return what to keep of a value that is read later: a copy of a tensor, without its graph, or a float.
 
     Raises:
-        TypeError: it is neither, or a `DTensor` of which each rank has a part.
+        TypeError: it is neither a real number nor a tensor of one, or each rank has a part of it.
     """
-    is_scalar = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
-    if not is_scalar and getattr(value, "size", None) != 1:  # an array of numpy
-        what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise TypeError(f"`{name}` must be a number or a scalar tensor to be recorded, but is {what}")
     require_whole(name, value)
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.detach().clone()
+    number = value.item() if getattr(value, "size", None) == 1 else value  # an array of numpy
+    if isinstance(number, Real):
+        return float(number)
+    what = f"of shape {tuple(value.shape)} and {value.dtype}" if isinstance(value, Tensor) else repr(value)
+    raise TypeError(f"`{name}` must be a number or a scalar tensor to be recorded, but is {what}")
 
 
 def _whole(value: Scalar) -> Scalar:
@@ -72,7 +75,7 @@ def start_reading(values: Iterable[Scalar]) -> Callable[[], list[float]]:
 
     def complete() -> list[float]:
         for tensors, numbers, event in under_way:
-            if not event.query():
+            if not event.query():  # the tests' device counts each call of `synchronize` as a wait
                 event.synchronize()
             read.update(zip(map(id, tensors), numbers.tolist(), strict=True))
         return [read[id(value)] if isinstance(value, Tensor) else float(value) for value in values]
@@ -205,19 +208,18 @@ class MessageHub:
 
         Args:
             key: the name of the history.
-            value: a number or a tensor of one element, of which a copy is kept, without its graph: it is read later,
-                when it may have been written again.
+            value: a real number or a tensor of one, of which a copy is kept: it is read later, when it may have been
+                written again.
             count: from MMEngine; has no effect, because each value counts once.
             resumed: from MMEngine; has no effect, because a resumed run starts new histories.
 
         Raises:
             TypeError: it is neither, or a `DTensor` of which each rank has a part.
         """
-        require_scalar(key, value)
-        history = self._scalars.get(key)
-        if history is None:
-            history = self._scalars[key] = HistoryBuffer(self.max_length)
-        history.update(value.detach().clone() if isinstance(value, Tensor) else float(value))
+        kept = kept_scalar(key, value)
+        if key not in self._scalars:
+            self._scalars[key] = HistoryBuffer(self.max_length)
+        self._scalars[key].update(kept)
 
     def update_scalars(self, log_dict: Mapping[str, Any], resumed: bool = True) -> None:
         """Add one value to each of several histories; a value may be a dict with the key `value`."""

@@ -129,7 +129,7 @@ class ParamScheduler(ABC):
         """
         if (length := self._ramp_length()) is None:
             return None
-        return min(self.begin + length, self.begin + length if self.end is None else self.end)
+        return self.begin + length if self.end is None else min(self.begin + length, self.end)
 
     @property
     def title(self) -> str:
@@ -140,7 +140,7 @@ class ParamScheduler(ABC):
     def stretched(cls, arguments: Mapping[str, Any], epoch_length: int) -> dict[str, Any]:
         """Return the arguments, converted from epochs to batches."""
         names = [name for name in ("begin", "end", *cls.durations) if arguments.get(name) is not None]
-        return {**arguments, **{name: _times(arguments[name], epoch_length) for name in names}}
+        return {**arguments, **{name: _in_batches(arguments[name], epoch_length) for name in names}}
 
     def get_last_value(self) -> list[float]:
         """Return the current value of every parameter group."""
@@ -198,7 +198,7 @@ class ParamScheduler(ABC):
             if self.end is None:
                 raise ConfigError(f"{self.title}: `{name}` or `end` must be given, but neither is")
             return window_length(name, self.begin, int(self.end))
-        if name in LENGTHS or not isinstance(given, Sequence):
+        if name in LENGTHS or not isinstance(given, Sequence):  # a list is checked by its own class
             self._require(name, above_0=True)
         return given
 
@@ -238,19 +238,19 @@ class ParamScheduler(ABC):
         return number_in(self._value(group))
 
     def _value(self, group: Mapping[str, Any]) -> Any:
-        if group.get(self.param_name) is not None:
-            return group[self.param_name]
+        if _is_option(value := group.get(self.param_name)):
+            return value
         if self.param_name == "momentum" and "betas" in group:
             return group["betas"][0]
-        if self.param_name in group:
+        if self.param_name in group and value is None:
             raise ConfigError(
                 f"{self.title} changes `{self.param_name}`, which this optimizer sets itself: it is None in its "
                 "groups. Give the optimizer a number, or leave out the schedule"
             )
-        known = ", ".join(sorted(name for name in group if name != "params"))
+        known = ", ".join(sorted(name for name, option in group.items() if _is_option(option)))
         raise ConfigError(
-            f"{self.title}: the optimizer must have a `{self.param_name}`, but {type(self.optimizer).__name__} has "
-            f"only {known}"
+            f"{self.title}: the optimizer must have a `{self.param_name}` that is a number, but of "
+            f"{type(self.optimizer).__name__} only {known} are"
         )
 
     def _write(self, group: dict[str, Any], value: float) -> None:
@@ -283,6 +283,11 @@ def number_in(value: float | Tensor | None) -> float:
 def is_in_range(value: object, above_0: bool = False) -> bool:
     """Return whether a value is a number of at least 0, or above 0; NaN is none."""
     return isinstance(value, Real) and (float(value) > 0 if above_0 else float(value) >= 0)
+
+
+def _is_option(value: object) -> bool:
+    """Return whether an option of a parameter group has a value that a schedule can change."""
+    return isinstance(value, Real | Tensor) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
@@ -377,8 +382,12 @@ class FloorScheduler(FormulaScheduler):
         return self.eta_min or 0.0, self.eta_min_ratio or 0.0
 
 
-def _times(length: Any, factor: int) -> Any:
-    return [item * factor for item in length] if isinstance(length, Sequence) else length * factor
+def _in_batches(epochs: Any, epoch_length: int) -> Any:
+    """Return numbers of epochs in batches; what is no number, and is refused later, as it is."""
+    if isinstance(epochs, Collection) and not isinstance(epochs, str):
+        return [_in_batches(item, epoch_length) for item in epochs]
+    is_number = isinstance(epochs, Real) and math.isfinite(epochs)
+    return round(epochs * epoch_length) if is_number else epochs  # 0.55 * 100 is a little more than 55
 
 
 def window_length(name: str, begin: int, end: int) -> int:

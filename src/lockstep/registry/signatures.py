@@ -83,8 +83,8 @@ def construct(constructor: Callable[..., Any], arguments: Mapping[str, Any], kin
     except Exception as error:
         # A constructor with **kwargs passes unknown keys on. The class that rejects one names it in its TypeError.
         refused = _UNEXPECTED.search(message_of(error)) if isinstance(error, TypeError) else None
-        if refused and refused[1] in arguments and not isinstance(error, BuildError):
-            key = refused[1]
+        key = refused[1] if refused and not isinstance(error, BuildError) else ""
+        if key in arguments and key not in Arguments.of(constructor).named:
             # A base class may accept a key that its subclass refuses.
             hint = did_you_mean(key, accepted(constructor) - {key})
             raise BuildError(f"{subject}: unknown argument `{key}`{hint}") from error

@@ -26,16 +26,13 @@ def tiles_html(run: RunRecords) -> str:
     if losses := points_of(run.train, "loss"):
         tiles.append(_tile("final loss", shown(losses[-1][1]), note="train"))
     tiles += [_metric_tile(run, name) for name in metric_names(run)[:_TILE_METRICS]]
-    if rates := [value for _, value in points_of(run.train, "samples_per_second") if value > 0]:
-        tiles.append(_tile("throughput", shown(float(f"{median(rates):.3g}")), "/s", f"{run.counted_in}, median"))
-    if rates := [value for _, value in points_of(run.train, "tokens_per_second") if value > 0]:
-        tiles.append(_tile("tokens", shown(float(f"{median(rates):.3g}")), "/s", "median"))
-    if rates := [value for _, value in points_of(run.train, "mfu") if value > 0]:
-        tiles.append(_tile("MFU", shown(float(f"{100 * median(rates):.3g}")), "%", "of peak FLOP/s, median"))
-    elif rates := [value for _, value in points_of(run.train, "flops_per_second") if value > 0]:
-        tiles.append(_tile("model FLOPs", shown(float(f"{median(rates) / 1e9:.3g}")), "GFLOP/s", "median"))
+    tiles += _median_tile(run, "samples_per_second", "throughput", "/s", f"{run.counted_in}, median")
+    tiles += _median_tile(run, "tokens_per_second", "tokens", "/s", "median")
+    tiles += _median_tile(run, "mfu", "MFU", "%", "of peak FLOP/s, median", scale=100) or _median_tile(
+        run, "flops_per_second", "model FLOPs", "GFLOP/s", "median", scale=1e-9
+    )
+    tiles += _median_tile(run, "time", "step", "ms", "median", scale=1e3)
     if times := points_of(run.train, "time"):
-        tiles.append(_tile("step", shown(float(f"{1e3 * median(t for _, t in times):.3g}")), "ms", "median"))
         tiles.append(_tile("time in training", *_duration(_seconds_in_training(times)), "without validation"))
     if memory := points_of(run.train, "memory_mib"):
         tiles.append(_tile("peak memory", *_memory(max(value for _, value in memory)), "one rank"))
@@ -63,7 +60,7 @@ def evaluations_html(run: RunRecords) -> str:
 
 
 def stragglers_html(run: RunRecords) -> str:
-    """Return the slow ranks of a run as an HTML table, in the order in which they were found; "" if there are none."""
+    """Return the slow ranks as an HTML table, in the order in which they were found; an empty string if none was."""
     rows = [
         _straggler_row(run, place, record)
         for place, record in enumerate(run.stragglers)
@@ -93,7 +90,7 @@ def environment_html(run: RunRecords) -> str:
 
 
 def started(run: RunRecords) -> str:
-    """Return when the run began, or an empty string if that is not recorded."""
+    """Return when the run began; an empty string if that is not recorded."""
     try:
         moment = datetime.fromisoformat(str(run.environment.get("started")))
     except ValueError:
@@ -108,6 +105,12 @@ def _metric_tile(run: RunRecords, name: str) -> str:
     if top is None:
         return _tile(f"final {title}", shown(points[-1][1]), run.unit(name), mode)
     return _tile(f"best {title}", shown(top[1]), run.unit(name), f"{mode}, iteration {top[0]:,.0f}")
+
+
+def _median_tile(run: RunRecords, name: str, title: str, unit: str, note: str, scale: float = 1.0) -> list[str]:
+    """Return a tile with the median of what the training has recorded above 0, or no tile if that is nothing."""
+    values = [value for _, value in points_of(run.train, name) if value > 0]
+    return [_tile(title, shown(float(f"{scale * median(values):.3g}")), unit, note)] if values else []
 
 
 def _tile(name: str, value: str, unit: str = "", note: str = "") -> str:
@@ -140,7 +143,7 @@ def _milliseconds(value: object) -> str:
 
 
 def _seconds_in_training(times: Sequence[Point]) -> float:
-    """Return the sum over all iterations; each record is the mean over those since the previous record."""
+    """Return the sum over all iterations. The time of each record is the mean over those since the record before."""
     iterations = [iteration for iteration, _ in times]
     # The start of the first record is inferred from its distance to the second one.
     begin = max(0.0, iterations[0] - (iterations[1] - iterations[0])) if len(iterations) > 1 else 0.0

@@ -33,8 +33,9 @@ def page_html(run: RunRecords, place: Path) -> str:
         "across": _across(run),
         "epochs": _epochs(run),
         "resumed": [at for _, at in run.resumed],
-        "charts": [values for _, values in charts],
+        "charts": [drawn for _, drawn in charts],
     }
+    curves = f'<div class="grid">{"".join(html for html, _ in charts)}</div>'
     title = escape(f"{run.folder.resolve().parent.name} {run.folder.resolve().name}")
     return "".join(
         [
@@ -45,7 +46,7 @@ def page_html(run: RunRecords, place: Path) -> str:
             f"<title>{title}</title><style>{_asset('uplot/uPlot.min.css')}{_asset('page.css')}</style></head><body>",
             _header(run, place),
             f"<main>{tiles_html(run)}<noscript><p>JavaScript draws the curves of this page.</p></noscript>",
-            _section("Curves", "by iteration", "".join(html for html, _ in charts)),
+            f"<section><h2>Curves <small>by iteration</small></h2>{curves}</section>" if charts else "",
             stragglers_html(run),
             f'<div class="pair">{evaluations_html(run)}{environment_html(run)}</div>',
             _config_html(run),
@@ -92,11 +93,10 @@ def _header(run: RunRecords, place: Path) -> str:
     line = " · ".join(escape(str(part)) for part in (ranks, known.get("model"), started(run)) if part)
     faults = "".join(f"<li>{escape(fault)}</li>" for fault in run.faults)
     folder = run.folder.resolve()
-    links = [
-        (quote(os.fsencode(os.path.relpath(before, place.resolve()))), escape(before.name), at)
+    parts = ", ".join(
+        f'after iteration {at:,} of <a href="{_link(before, place)}/">{escape(before.name)}</a>'
         for before, at in run.resumed
-    ]
-    parts = ", ".join(f'after iteration {at:,} of <a href="{link}/">{name}</a>' for link, name, at in links)
+    )
     return (
         f"<header><p>{escape(folder.parent.name)}</p><h1>{escape(folder.name)}</h1><p>{line}</p>"
         f"{f'<p>resumed {parts}</p>' if parts else ''}"
@@ -104,8 +104,8 @@ def _header(run: RunRecords, place: Path) -> str:
     )
 
 
-def _section(title: str, note: str, body: str) -> str:
-    return f'<section><h2>{title} <small>{note}</small></h2><div class="grid">{body}</div></section>' if body else ""
+def _link(folder: Path, place: Path) -> str:
+    return quote(os.fsencode(os.path.relpath(folder, place.resolve())))  # a name may be no text
 
 
 def _config_html(run: RunRecords) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ MODES = ("val", "test")
 _STRAGGLER = "straggler"
 _RESUMED = "resumed"
 _NOT_FINITE = {"nan", "inf", "-inf"}
+_LARGEST = 1e300  # sums of larger numbers, and percentages, may be infinite
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +154,10 @@ def number(value: object) -> float | None:
     if isinstance(value, str) and value not in _NOT_FINITE:
         return None
     try:
-        return float(value)
+        found = float(value)
     except OverflowError:
         return None
+    return None if _LARGEST < abs(found) < math.inf else found
 
 
 def _json_lines(path: Path, faults: list[str]) -> Iterator[Record]:

@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from: where they are, which one is the newest, and what is wrong with others."""
+"""Which checkpoint a run resumes from: where they are, which is the newest or best, and what is wrong with others."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from lockstep.location import Location, RemotePath, absolute, locate
 from lockstep.registry import HOOKS, in_default_scope
 from lockstep.runner.arguments import RunnerArguments
 from lockstep.runner.build import default_hooks
+from lockstep.runner.run import Run, TrainRun
 from lockstep.watch.board import pauses
-from lockstep.weights import Weights, check_weights, find_checkpoint
+from lockstep.weights import Weights, best_checkpoint_in, check_weights, find_checkpoint
 
 _SECONDS_TO_SEE = 60.0  # what another host has just made: NFS looks again after 30 seconds at the latest, by default
 _LONGEST_PAUSE = 0.25
@@ -57,6 +58,30 @@ def out_dirs(args: RunnerArguments, hooks: Iterable[Any] = ()) -> list[Any]:
         if getattr(kind, "writes_checkpoints", False):
             found.append(hook.get("out_dir", getattr(kind, "out_dir", None)) if is_config else hook.out_dir)
     return found
+
+
+def best_checkpoint(args: RunnerArguments, hooks: Iterable[Any], run: Run | None) -> Location | None:
+    """Return the best checkpoint of a run's training, or else of the last one in the work_dir that has kept one.
+
+    Another job may train in the same work_dir. The `hooks` were registered.
+    """
+    own = [run.checkpoint_dir, run.run_dir] if isinstance(run, TrainRun) else []
+    return best_checkpoint_in(own) or best_checkpoint_in(checkpoint_folders(args, hooks))
+
+
+def find_best(args: RunnerArguments, hooks: Iterable[Any] = (), run: Run | None = None) -> Location:
+    """Return what `best_checkpoint` returns.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    best = best_checkpoint(args, hooks, run)
+    if best is None:
+        raise ConfigError(
+            f"`checkpoint` must be 'best' only where a run has kept its best one, but none in {args.work_dir} has. "
+            "Train with default_hooks=dict(checkpoint=dict(save_best='accuracy')), or another metric"
+        )
+    return best
 
 
 def check_writable(folders: Sequence[Location]) -> None:

@@ -25,7 +25,7 @@ from lockstep.logging import MessageHub
 from lockstep.model import unwrap_model
 from lockstep.optim import OptimWrapper
 from lockstep.registry import RUNNERS
-from lockstep.runner import build, resuming, start
+from lockstep.runner import build, description, resume_from, resuming, start
 from lockstep.runner.arguments import (
     ARGUMENTS,
     DEFAULT_OPTIM_WRAPPER,
@@ -310,7 +310,7 @@ class Runner(_AttributesOfRun):
     @property
     def best_checkpoint(self) -> Location | None:
         """The best checkpoint by the first metric of `save_best`, of this training or else the last in the work_dir."""
-        return start.best_checkpoint(self.args, self._hooks, self._run)
+        return resume_from.best_checkpoint(self.args, self._hooks, self._run)
 
     @property
     def _hooks(self) -> list[Any]:
@@ -399,7 +399,7 @@ class Runner(_AttributesOfRun):
                 failed = False  # trackers must not call it a failure: it goes on when it is started again
                 raise
             except Exception as error:
-                start.note_failure(error, self._run or space)
+                description.note_failure(error, self._run or space)
                 raise
             finally:
                 self._is_running = False
@@ -410,7 +410,7 @@ class Runner(_AttributesOfRun):
                         raise
                     # The error that ended the run is raised.
                     self.logger.warning("not everything can be closed: %s", error_in_words(error))
-            start.print_summary(self.run, what, perf_counter() - self._began)
+            description.print_summary(self.run, what, perf_counter() - self._began)
 
     def _train_run(
         self,
@@ -465,7 +465,7 @@ class Runner(_AttributesOfRun):
         """Return the optim wrapper, if the model is trained, and the parts that every run has."""
         model, optim_wrapper = strategy.prepare(model, optim)
         shard = agree_on_shard(*strategy.data_shard)
-        self.logger.info("model: %s", start.describe_model(model, strategy))
+        self.logger.info("model: %s", description.describe_model(model, strategy))
         visualizer = build.build_visualizer(self.args.visualizer, space.rank)
         own = {
             "strategy": strategy,
@@ -494,7 +494,7 @@ class Runner(_AttributesOfRun):
         with self._running(f"{verb.removesuffix('e')}ed") as space:
             if checkpoint is not None:
                 if checkpoint == "best":
-                    checkpoint = str(run_on_main(lambda: start.find_best(self.args, self._hooks, self._run)))
+                    checkpoint = str(run_on_main(lambda: resume_from.find_best(self.args, self._hooks, self._run)))
                 self.load_checkpoint(checkpoint, strict=True)
             run = self._run
             if run is None:
@@ -529,8 +529,8 @@ class Runner(_AttributesOfRun):
 
     def _open(self, run: Run) -> None:
         """Open the run's records, and call `before_run`, unless that was called when the run was built."""
-        start.write_environment(run)
-        start.begin_records(run)
+        description.write_environment(run)
+        description.begin_records(run)
         if not self._is_open:
             run.call_hook("before_run")
         self._is_open = True

@@ -1,35 +1,21 @@
-"""The start of a run: joining the other ranks, finding what to resume from, creating its folder, and describing it."""
+"""The start of a run: joining the other ranks, finding what to resume from, and creating its folder."""
 
 from __future__ import annotations
 
 import fcntl
-import inspect
-import json
 import logging
 import os
-import platform
-import shlex
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import fields
 from datetime import datetime
-from enum import Enum
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, cast
 
 import torch
-from rich.text import Text
-from torch import nn
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from lockstep.calls import short_path
-from lockstep.config import Config
-from lockstep.config.source_form import plain_data
 from lockstep.device import get_device
 from lockstep.dist import (
-    gather_object,
     get_backend,
     get_dist_info,
     infer_launcher,
@@ -41,31 +27,25 @@ from lockstep.dist import (
 from lockstep.dist.agreement import differing
 from lockstep.dist.world import allow_files
 from lockstep.errors import ConfigError, DistError, TopologyError, require_known, require_one_of
-from lockstep.evaluator import format_metrics
 from lockstep.launch.worker import note_run
-from lockstep.location import Location, make_folder, writing_into
+from lockstep.location import Location, make_folder
 from lockstep.logging import JsonLinesSink, MessageHub, open_console, run_logging, warnings_once
-from lockstep.logging.loggers import broken_between_values
-from lockstep.masking import mask_text, mask_value, mask_words, secrets_in
-from lockstep.model import ModelWrapper, unwrap_model
+from lockstep.masking import secrets_in
 from lockstep.registry import in_default_scope
 from lockstep.registry.signatures import Arguments
 from lockstep.runner import resume_from
 from lockstep.runner.arguments import MATMUL_PRECISIONS, RunnerArguments, checked_keys
 from lockstep.runner.data_workers import refuse_script_imported_by_worker
+from lockstep.runner.description import save_config
 from lockstep.runner.options import first_difference
 from lockstep.runner.preemption import stopping_at
-from lockstep.runner.run import Run, TrainRun, Workspace
+from lockstep.runner.run import TrainRun, Workspace
 from lockstep.runner.seeds import set_randomness
-from lockstep.strategy import Strategy
 from lockstep.topology import LauncherName, read_topology
-from lockstep.version import __version__
-from lockstep.weights import Weights, best_checkpoint_in
+from lockstep.weights import Weights
 
 _RUNNING = ".running"  # in the folder of a run whose training goes on
 _logger = logging.getLogger(__name__)
-_MOST_ENTRIES = 100  # of a dict or a list of options; more are data
-_MOST_LETTERS = 4000
 
 
 def open_workspace(
@@ -173,30 +153,6 @@ def logging_to_folder(space: Workspace) -> Iterator[None]:
         for key, meant in args.misspelt.items():
             _logger.warning("the config's key `%s` means nothing here: did you mean `%s`?", key, meant)
         yield
-
-
-def best_checkpoint(args: RunnerArguments, hooks: Iterable[Any], run: Run | None) -> Location | None:
-    """Return the best checkpoint of a run's training, or else of the last one in the work_dir that has kept one.
-
-    Another job may train in the same work_dir. The `hooks` were registered.
-    """
-    own = [run.checkpoint_dir, run.run_dir] if isinstance(run, TrainRun) else []
-    return best_checkpoint_in(own) or best_checkpoint_in(resume_from.checkpoint_folders(args, hooks))
-
-
-def find_best(args: RunnerArguments, hooks: Iterable[Any] = (), run: Run | None = None) -> Location:
-    """Return what `best_checkpoint` returns.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    best = best_checkpoint(args, hooks, run)
-    if best is None:
-        raise ConfigError(
-            f"`checkpoint` must be 'best' only where a run has kept its best one, but none in {args.work_dir} has. "
-            "Train with default_hooks=dict(checkpoint=dict(save_best='accuracy')), or another metric"
-        )
-    return best
 
 
 def dist_arguments() -> set[str]:
@@ -351,151 +307,3 @@ def stoppable(run: TrainRun) -> Iterator[None]:
             )
         opened.enter_context(stopping_at(run.args.stop_signals, run.agreement))
         yield
-
-
-def save_config(cfg: Any, run_dir: Path) -> None:
-    """Write the config, if there is one, into the run's folder, its secrets masked."""
-    file = run_dir / "config.py"
-    with writing_into(run_dir):
-        if isinstance(cfg, Config):
-            cfg.masked().dump(file)
-        elif cfg is not None and hasattr(cfg, "dump"):  # that of another library
-            cfg.dump(file)
-            file.write_text(mask_text(file.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-def write_environment(run: Run) -> None:
-    """Write `environment.json` into the run's folder, if it is not there yet.
-
-    **Collective**: every rank; rank 0 writes.
-    """
-    ranks = gather_object(_describe_rank()) or []
-
-    def write() -> None:
-        file = run.run_dir / "environment.json"
-        if not file.exists():
-            text = json.dumps(_describe_run(run, ranks), indent=1) + "\n"
-            with writing_into(run.run_dir):
-                file.write_text(text, encoding="utf-8")
-
-    run_on_main(write)
-
-
-def begin_records(run: Run) -> None:
-    """Open the visualizers, and hand them the config, its secrets masked.
-
-    **Collective**: every rank; rank 0 opens.
-
-    Raises:
-        Exception: a visualizer cannot be opened, for whatever reason; PeerError on the other ranks.
-    """
-
-    def begin() -> None:
-        run.visualizer.open(run.run_dir)
-        cfg = run.cfg if isinstance(run.cfg, Mapping) else _described(run.args)
-        run.visualizer.add_config((cfg if isinstance(cfg, Config) else Config(cfg)).masked())
-
-    run_on_main(begin)
-
-
-def describe_model(model: nn.Module, strategy: Strategy) -> str:
-    """Return one line on the model and its strategy."""
-    core = unwrap_model(model)
-    numel = model.full_numel if isinstance(model, ModelWrapper) else nn.Parameter.numel
-    sizes = [(numel(parameter), parameter.requires_grad) for parameter in core.parameters()]
-    count, trainable = sum(size for size, _ in sizes), sum(size for size, requires_grad in sizes if requires_grad)
-    part = "" if trainable == count else f" ({trainable:,} trainable)"
-    return f"{type(core).__name__}, {count:,} parameters{part}, {type(strategy).__name__}"
-
-
-def note_failure(error: Exception, run: Run | Workspace) -> None:
-    """Add to an error that ends a run how far that was; log it.
-
-    The terminal has it from Python, or from the launcher. The file of this rank's log is what remains of it.
-    """
-    done = run.iter if isinstance(run, Run) else 0
-    file = getattr(run.cfg, "filename", None)
-    config = "" if file is None else f", config {file}"
-    error.add_note(f"(rank {run.rank} of {run.world_size}, after {done} iterations{config})")
-    _logger.log(logging.DEBUG if run.rank == 0 else logging.WARNING, "the run has failed:", exc_info=error)
-
-
-def print_summary(run: Run, what: str, seconds: float) -> None:
-    """Print the result of a run and the path of its folder."""
-    console = run.console
-    loop = run.last_evaluation
-    console.rule(f"[bold]{what}[/] in {seconds:.1f} s", style="dim", align="left")
-    if loop is not None and loop.metrics:
-        # `loss` alone is that of the training, as in its log.
-        mode = getattr(loop, "mode", "val")
-        named = {f"{mode}/loss" if name == "loss" else name: value for name, value in loop.metrics.items()}
-        result = f"result  {format_metrics(named, loop.units)}"
-        if console.is_terminal:
-            result = broken_between_values(result, console.width)
-        console.print(Text.assemble(result[:8], (result[8:], "bold green")))
-    # Never wrapped, so that it can be copied.
-    console.print(Text.assemble("run     ", (short_path(run.run_dir), "bold")), soft_wrap=True)
-
-
-def _describe_run(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    loop = run.val_loop or run.test_loop
-    return {
-        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": _command(),
-        "model": describe_model(run.model, run.strategy),
-        "arguments": {} if run.cfg is not None else mask_value(_described(run.args)),
-        "seed": run.seed,
-        "world_size": run.world_size,
-        "backend": get_backend() if run.distributed else None,
-        "lockstep": __version__,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "units": {} if loop is None else dict(loop.units),
-        "counted_in": run.train_loop.unit if isinstance(run, TrainRun) else None,
-        "ranks": ranks,
-    }
-
-
-def _described(args: RunnerArguments) -> dict[str, Any]:
-    """Return what a run without a config was given, in JSON values: options, and names of classes; not the model."""
-    given = {each.name: getattr(args, each.name) for each in fields(args) if each.name not in ("cfg", "model")}
-    return {name: plain_data(_without_data(value)) for name, value in given.items() if value is not None}
-
-
-def _without_data(value: Any) -> Any:
-    """Return an argument with the names of classes in the place of what may hold data, such as a list of samples."""
-    if isinstance(value, DataLoader):
-        return {
-            "dataset": type(value.dataset).__name__,
-            "batch_size": value.batch_size,
-            "num_workers": value.num_workers,
-        }
-    if isinstance(value, Optimizer):
-        return repr(value)[:_MOST_LETTERS]  # with its options
-    if isinstance(value, Mapping) and len(value) <= _MOST_ENTRIES:
-        config = isinstance(value.get("dataset"), Mapping)
-        return {k: _without_data(v) if k != "dataset" or config else type(v).__name__ for k, v in value.items()}
-    if isinstance(value, list | tuple) and len(value) <= _MOST_ENTRIES:
-        return [_without_data(item) for item in value]
-    is_plain = value is None or isinstance(value, str | int | float | PurePath | torch.dtype | Enum)
-    return value if is_plain or inspect.isclass(value) or inspect.isroutine(value) else type(value).__name__
-
-
-def _command() -> str:
-    program = Path(sys.argv[0])
-    name = program.parent.name if program.name == "__main__.py" else program.name
-    return shlex.join([name, *mask_words(sys.argv[1:])])
-
-
-def _describe_rank() -> dict[str, Any]:
-    """Return what may differ from rank to rank."""
-    kind = get_device()
-    if kind == "cpu":
-        device, name = "cpu", platform.processor() or platform.machine()
-    else:
-        index = torch.accelerator.current_device_index()
-        module = torch.get_device_module(kind)
-        device, name = f"{kind}:{index}", str(getattr(module, "get_device_name", lambda _: kind)(index))
-    return {"host": platform.node(), "device": device, "device_name": name, "threads": torch.get_num_threads()}

@@ -19,7 +19,7 @@ from lockstep.dist.agreement import differing
 from lockstep.errors import ConfigError, Preempted
 from lockstep.evaluator.evaluator import plain_value
 from lockstep.groups import this_rank
-from lockstep.logging.meters import require_scalar
+from lockstep.logging.meters import kept_scalar
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.compiling import begin_compiled_step
 from lockstep.model.wrapper import forwarded
@@ -305,8 +305,7 @@ class OwnLoop(TrainLoop):
     def log(self, values: Mapping[str, Any]) -> None:
         """Add values to the record of the present iteration."""
         for name, value in values.items():
-            require_scalar(name, value)
-            self._values[name] = value.detach().clone() if isinstance(value, Tensor) else float(value)
+            self._values[name] = kept_scalar(name, value)
 
     def log_metrics(self, metrics: dict[str, Any]) -> None:
         """Call the hooks of a validation."""

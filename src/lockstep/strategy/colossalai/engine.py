@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.engines import load_engine
 from lockstep.errors import ConfigError, DistError
@@ -36,7 +36,8 @@ def require_engine() -> None:
             "docs/engines.md has the recipe to install it, or use the strategy 'ddp' or 'fsdp'"
         ) from error
     logging.getLogger("colossalai").setLevel(logging.WARNING)
-    # Its ZeRO uses these in backward passes and updates; torch has deprecated them (2.13). For good, as for DeepSpeed.
+    # Its ZeRO calls these in backward passes and updates; torch has deprecated them (2.13). The filter stays, as no
+    # context is around all of these calls.
     name = r"torch\.distributed\.(all_gather_into|reduce_scatter)_tensor"
     warnings.filterwarnings("ignore", f"`{name}` is deprecated", FutureWarning)
     if type(accelerator.get_accelerator()) is accelerator.CpuAccelerator:
@@ -66,7 +67,7 @@ def _host_accelerator() -> Any:
     from colossalai.accelerator import CpuAccelerator
 
     class HostAccelerator(CpuAccelerator):  # type: ignore[misc]
-        """The CPU as an accelerator, with the methods that ColossalAI calls on every accelerator.
+        """The CPU as an accelerator, with the methods that ColossalAI's ZeRO calls on every accelerator.
 
         **Source**: `colossalai.accelerator.CpuAccelerator` (0.5.0), most of whose methods raise an error. Work on a CPU
         is complete when a call returns, so streams have nothing to order.
@@ -87,17 +88,5 @@ def _host_accelerator() -> Any:
 
         def synchronize(self, *_: Any) -> None:
             return None
-
-        def device_count(self) -> int:
-            return 1
-
-        def get_rng_state(self, *_: Any) -> Tensor:
-            return torch.get_rng_state()
-
-        def set_rng_state(self, new_state: Tensor, *_: Any) -> None:
-            torch.set_rng_state(new_state)
-
-        def manual_seed(self, seed: int) -> None:
-            torch.manual_seed(seed)
 
     return HostAccelerator()
