@@ -12,21 +12,23 @@ import torch
 from lockstep.checkpoint import read_meta
 from lockstep.dist import destroy_dist
 from lockstep.errors import ConfigError, Preempted
+from mmengine import registry
 from mmengine.evaluator import DumpResults, Evaluator
 from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
 from mmengine.optim import OptimWrapper
-from mmengine.registry import DATASETS, METRICS, MODELS, RUNNERS, init_default_scope
+from mmengine.registry import DATASETS, METRICS, MODELS, RUNNERS, Registry, init_default_scope
 from mmengine.runner import BaseLoop, EpochBasedTrainLoop, FlexibleRunner, LogProcessor, Runner, ValLoop
 from mmengine.testing.runner_test_case import ToyDataset, ToyMetric, ToyModel
+from mmengine.visualization import BaseVisBackend, Visualizer
 
 LOADER = {"dataset": {"type": "ToyDataset"}, "sampler": {"type": "DefaultSampler", "shuffle": False}, "batch_size": 3}
 
 
 @pytest.fixture
 def cfg(tmp_path):
-    for registry, kind in ((MODELS, ToyModel), (DATASETS, ToyDataset), (METRICS, ToyMetric)):
-        registry.register_module(module=kind, force=True)
+    for table, kind in ((MODELS, ToyModel), (DATASETS, ToyDataset), (METRICS, ToyMetric)):
+        table.register_module(module=kind, force=True)
     evaluated = {
         f"{mode}_{part}": value
         for mode in ("val", "test")
@@ -148,6 +150,33 @@ def test_parts_are_built_one_by_one(cfg):
     assert [type(one).__name__ for one in runner.build_param_scheduler({"type": "StepLR", "step_size": 1})] == [
         "StepLR"
     ]
+
+
+def test_a_backend_of_the_default_scope_gets_its_folder_from_the_runner(cfg):
+    visualizers = Registry("visualizer", parent=registry.VISUALIZERS, scope="drawn")
+    backends = Registry("visualizer backend", parent=registry.VISBACKENDS, scope="drawn")
+    told = []
+
+    @visualizers.register_module()
+    class Own(Visualizer):
+        pass
+
+    @backends.register_module()
+    class Lines(BaseVisBackend):
+        def __init__(self, save_dir):
+            super().__init__(save_dir)
+            told.append(save_dir)
+
+        experiment = None
+
+        def _init_env(self):
+            pass
+
+    cfg |= {"default_scope": "drawn", "visualizer": {"type": "Own", "vis_backends": [{"type": "Lines"}]}}
+    runner = Runner.from_cfg(cfg)
+    runner.train()
+    assert told == [str(runner.log_dir / "vis_data")]
+    assert runner.visualizer.instance_name == runner.experiment_name
 
 
 def test_a_runner_type_names_the_runner(cfg):

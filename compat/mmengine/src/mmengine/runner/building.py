@@ -22,6 +22,7 @@ from mmengine.evaluator import Evaluator
 from mmengine.logging import MessageHub, MMLogger
 from mmengine.registry import EVALUATOR, LOG_PROCESSORS, LOOPS, MODELS, VISUALIZERS
 from mmengine.runner.data import as_mmengine
+from mmengine.visualization import Visualizer
 
 __all__ = ["BuildsParts"]
 
@@ -133,11 +134,22 @@ class BuildsParts:
 
     def build_visualizer(self, visualizer: Any = None) -> Any:
         """Return the visualizer that a config describes; by default it writes to the run's folder."""
-        runner: Any = self
         if visualizer is not None and not isinstance(visualizer, Mapping):
             return visualizer
         given = visualizer or {"type": "Visualizer", "vis_backends": [{"type": "LocalVisBackend"}]}
-        return VISUALIZERS.build({"name": runner.experiment_name, "save_dir": str(runner.log_dir), **given})
+        return VISUALIZERS.build(self._in_run_folder(given))
+
+    def _in_run_folder(self, visualizer: Any) -> Any:
+        """Return the config of a `Visualizer` with the run's name and folder, which its backends need; others as is."""
+        runner: Any = self
+        if not isinstance(visualizer, Mapping):
+            return visualizer
+        kind = visualizer.get("type")
+        with VISUALIZERS.switch_scope_and_registry(visualizer.get("_scope_")) as there:
+            kind = there.get(kind) if isinstance(kind, str) else kind
+        if not (isinstance(kind, type) and issubclass(kind, Visualizer)):
+            return visualizer
+        return {"name": runner.experiment_name, "save_dir": str(runner.log_dir), **visualizer}
 
 
 def _eval_loop(runner: Any, mode: Any, cfg: Any) -> Any:

@@ -231,6 +231,7 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         self._workspace = start.open_workspace(
             self.args, self._load_from, self.message_hub, trains=train_dataloader is not None
         )
+        self.args = replace(self.args, visualizer=self._in_run_folder(self.args.visualizer))
 
     @classmethod
     def from_cfg(cls, cfg: Mapping[str, Any]) -> Runner:

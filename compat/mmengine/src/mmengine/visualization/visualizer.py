@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 import lockstep.visualization
+from lockstep.registry.signatures import accepted
 from mmengine.dist import master_only
 from mmengine.registry import VISBACKENDS, VISUALIZERS
 from mmengine.utils import ManagerMixin
@@ -241,10 +242,11 @@ class Visualizer(ManagerMixin, Canvas, lockstep.visualization.Visualizers):
             arguments = dict(item)
             kind = arguments["type"]
             name = arguments.pop("name", kind if isinstance(kind, str) else kind.__name__).rpartition(".")[2]
-            if self._save_dir is not None:
+            with VISBACKENDS.switch_scope_and_registry(arguments.get("_scope_")) as there:
+                backend = there.get(kind) if isinstance(kind, str) else kind
+            if self._save_dir is not None and backend is not None and "save_dir" in accepted(backend):
                 arguments.setdefault("save_dir", str(self._save_dir / "vis_data"))
-            registry = VISBACKENDS if not isinstance(kind, str) or VISBACKENDS.get(kind) else VISUALIZERS
-            item = registry.build(arguments)
+            item = (VISUALIZERS if backend is None else VISBACKENDS).build(arguments)
         if name in self._named:
             raise RuntimeError(f"`vis_backends` must have different names, but two are called {name!r}. Add a `name`")
         self._named[name] = item
