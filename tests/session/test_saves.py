@@ -223,18 +223,18 @@ def test_the_best_weights_take_the_place_of_an_average(tmp_path, strategy):
 
 
 def test_metrics_of_several_sets_go_into_one_call(tmp_path):
-    session, model, _, batches = prepared(tmp_path, default_hooks={"checkpoint": {"save_best": "b/loss"}})
-    with pytest.raises(ConfigError, match=r"those of several sets, to one call of `session\.log_metrics`"), session:
-        for _ in session.epochs(1):
-            for x, y in batches:
-                session.step(F.cross_entropy(model(x), y))
-            session.log_metrics(**{"a/loss": 1.0})
-    session, model, _, batches = prepared(tmp_path, default_hooks={"checkpoint": {"save_best": "b/loss"}})
-    for _ in session.epochs(1):
-        for x, y in batches:
-            session.step(F.cross_entropy(model(x), y))
-        session.log_metrics(**{"a/loss": 1.0, "b/loss": 2.0})
-    assert session.best_checkpoint.name == "best_b_loss_epoch_1"
+    def train(**metrics):
+        session, model, _, batches = prepared(tmp_path, default_hooks={"checkpoint": {"save_best": "b/loss"}})
+        with session:
+            for _ in session.epochs(1):
+                for x, y in batches:
+                    session.step(F.cross_entropy(model(x), y))
+                session.log_metrics(**metrics)
+        return session
+
+    with pytest.raises(ConfigError, match=r"those of several sets, to one call of `session\.log_metrics`"):
+        train(**{"a/loss": 1.0})
+    assert train(**{"a/loss": 1.0, "b/loss": 2.0}).best_checkpoint.name == "best_b_loss_epoch_1"
 
 
 def test_a_best_checkpoint_that_fails_is_not_the_best_where_the_loop_goes_on(tmp_path):
