@@ -102,6 +102,41 @@ def test_a_save_between_iterations_is_made_at_once(tmp_path):
     assert read_meta(session.run_dir / "last")["iter"] == 3
 
 
+@pytest.mark.parametrize(("how", "told"), [("break", True), ("stop", False), ("save", False), ("no hook", False)])
+@ranks(1, 2)
+def test_a_loop_that_is_left_tells_what_is_in_no_checkpoint(tmp_path, how, told):
+    options = {"default_hooks": {"checkpoint": None}} if how == "no hook" else {}
+    session, model, _, batches = prepared(tmp_path, **options)
+    for epoch in session.epochs(9):
+        for x, y in batches:
+            session.step(F.cross_entropy(model(x), y))
+            if epoch == 1:
+                break
+        if epoch == 1 and how != "stop":
+            break
+        if epoch == 1:
+            session.stop()
+    if how == "save":
+        session.save("last")
+    unsaved = session.run.train_loop.unsaved
+    assert len(unsaved) == (told and get_rank() == 0)
+    assert all(
+        "after iteration 7, and what it has trained since iteration 6 is in no checkpoint" in one for one in unsaved
+    )
+
+
+@ranks(1, 2)
+def test_a_block_whose_loop_is_left_tells_what_is_in_no_checkpoint(tmp_path):
+    session, model, *_ = prepared(tmp_path)
+    with session:
+        for x, y in session.iterations(9):
+            session.step(F.cross_entropy(model(x), y))
+            if session.iter == 3:
+                break
+    told = "after iteration 4, and what it has trained since iteration 0 is in no checkpoint"
+    assert get_rank() != 0 or told in (session.run_dir / "log.txt").read_text()
+
+
 @ranks(2)
 def test_a_rank_that_fails_alone_waits_for_the_others_only_for_a_while():
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -141,6 +176,17 @@ def test_a_script_that_ends_within_an_iteration_has_saved(tmp_path, how, code):
     assert ended.stdout.count("after 1 iterations") == 1
 
 
+@pytest.mark.jobs
+@pytest.mark.parametrize(("left_by", "told"), [("break", True), ("raise ValueError", False)])
+def test_a_script_tells_at_its_end_what_is_in_no_checkpoint(tmp_path, left_by, told):
+    begin, *_ = SCRIPT.partition("epochs =")
+    loop = f"for x in session.iterations(9):\n    session.step(model(x).square().mean())\n    {left_by}\n"
+    (tmp_path / "train.py").write_text(begin + loop)
+    ended = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == (0 if told else 1), ended.stderr
+    assert ("after iteration 1, and what it has trained since iteration 0 is in no checkpoint" in ended.stderr) is told
+
+
 @ranks(1, 2)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_the_best_weights_take_the_place_of_an_average(tmp_path, strategy):
@@ -174,6 +220,21 @@ def test_the_best_weights_take_the_place_of_an_average(tmp_path, strategy):
     exported = nn.Linear(4, 2)
     load_checkpoint(exported, tmp_path / "exported")
     assert torch.allclose(exported(X[:4]), averages[1])
+
+
+def test_metrics_of_several_sets_go_into_one_call(tmp_path):
+    def train(**metrics):
+        session, model, _, batches = prepared(tmp_path, default_hooks={"checkpoint": {"save_best": "b/loss"}})
+        with session:
+            for _ in session.epochs(1):
+                for x, y in batches:
+                    session.step(F.cross_entropy(model(x), y))
+                session.log_metrics(**metrics)
+        return session
+
+    with pytest.raises(ConfigError, match=r"those of several sets, to one call of `session\.log_metrics`"):
+        train(**{"a/loss": 1.0})
+    assert train(**{"a/loss": 1.0, "b/loss": 2.0}).best_checkpoint.name == "best_b_loss_epoch_1"
 
 
 def test_a_best_checkpoint_that_fails_is_not_the_best_where_the_loop_goes_on(tmp_path):

@@ -63,7 +63,10 @@ def unknown_metric(option: str, name: str, known: Iterable[str], runner: TrainRu
     """Return the error for a metric that a validation does not have."""
     said = did_you_mean(name, known := list(known))
     if isinstance(runner.train_loop, OwnLoop):
-        said += " A loop of your own gives the metrics that it passes to `session.log_metrics`."
+        said += (
+            " A loop of your own hands all metrics of a validation, as those of several sets, to one call of "
+            "`session.log_metrics`; values of a training iteration are for `session.log`."
+        )
     elif "loss" in name and not any("loss" in one for one in known):
         said += (
             " The loss is one if the Runner has it, as loss=lambda outputs, batch: outputs.loss; or else by "

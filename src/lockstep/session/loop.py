@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,6 +34,7 @@ from lockstep.session.epoch_body import EpochBody
 from lockstep.session.schedules import schedules_at, warn_of_length, warn_of_rest
 from lockstep.tree import tree_map
 
+_logger = logging.getLogger(__name__)
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -71,6 +73,7 @@ class OwnLoop(TrainLoop):
         self._has_warned = False
         self._body = EpochBody(run)
         self._to_save: list[tuple[str | None, bool]] = []  # names, and whether in the background
+        self.unsaved: list[str] = []  # what to say at the end of a script whose loop was left by `break`
 
     def run(self) -> None:
         """Raise an error: the user's code runs this loop."""
@@ -354,6 +357,7 @@ class OwnLoop(TrainLoop):
         self.end_left_iter()
         self._save_requested()  # in an iteration that was left without a step
         self._to_save.append((name, async_save))
+        self.unsaved.clear()
         with self._counted_so_far() if self._body.is_running else nullcontext():
             self._save_requested()
 
@@ -373,8 +377,29 @@ class OwnLoop(TrainLoop):
 
         An error may have ended this rank alone. So several ranks save only if all of them come here.
         """
-        if not self._to_save:
-            return
+        if self._to_save:
+            self._save_left(kind)
+        if kind is None or kind is GeneratorExit:
+            self._note_unsaved()
+        if kind is None:
+            tell_of_unsaved(self.unsaved)
+
+    def _note_unsaved(self) -> None:
+        """Note what a loop that is left early has trained since its last checkpoint.
+
+        It is not saved: an error also leaves a loop by GeneratorExit, maybe on this rank alone, or with weights of NaN.
+        """
+        run, done = self.runner, self.iter + (self._is_uncounted and self.has_backward)
+        saves_last = run.rank == 0 and any(getattr(hook, "save_last", False) for hook in run.hooks)
+        if saves_last and done > run.saving.saved_iter:
+            self.unsaved.append(
+                f"the loop of {run.run_dir} was left after iteration {done}, and what it has trained since iteration "
+                f"{run.saving.saved_iter} is in no checkpoint: `break` out of session.epochs() or session.iterations() "
+                "saves nothing. Call session.stop() in its place, which ends the training and saves it, with a `break` "
+                "out of the batches of an epoch at most; or session.save() after the loop"
+            )
+
+    def _save_left(self, kind: type[BaseException] | None) -> None:
         names = ", ".join(name or "a checkpoint" for name, _ in self._to_save)
         try:
             if kind is not None and not ranks_meet():
@@ -435,6 +460,12 @@ class OwnLoop(TrainLoop):
         step = model.step_context(optim_wrapper) if isinstance(model, ModelWrapper) else nullcontext()
         with step, forwarded(core, call):
             yield
+
+
+def tell_of_unsaved(unsaved: list[str]) -> None:
+    """Warn, once, of what a loop that was left has not saved."""
+    while unsaved:
+        _logger.warning(unsaved.pop())
 
 
 def _wrong_passes(fault: str) -> RuntimeError:

@@ -33,7 +33,7 @@ from lockstep.runner.runner import Runner
 from lockstep.runner.seeds import set_randomness
 from lockstep.runner.start import join_ranks
 from lockstep.session.evaluation import OwnEvaluation
-from lockstep.session.loop import OwnLoop
+from lockstep.session.loop import OwnLoop, tell_of_unsaved
 from lockstep.session.schedules import schedules_some
 from lockstep.session.steps import guard_steps
 from lockstep.watch.ending import raised_error
@@ -273,7 +273,8 @@ class Session:
                 guard_steps(self._loop, one, name)
         # While threads can still be started: an `atexit` function comes too late to write a checkpoint. There is no
         # public way (Python 3.11 to 3.14).
-        threading._register_atexit(partial(_close_at_exit, weakref.ref(self), os.getpid()))  # type: ignore[attr-defined]
+        at_exit = partial(_close_at_exit, weakref.ref(self), self._loop.unsaved, os.getpid())
+        threading._register_atexit(at_exit)  # type: ignore[attr-defined]
         if dataloader is None:
             self._loop.has_data = False
             return unwrap_model(run.model), run.optim_wrapper
@@ -550,8 +551,12 @@ class _SessionStep:
         raise RuntimeError("this model is trained by the loop of a Session, so that no Runner can train it")
 
 
-def _close_at_exit(session: weakref.ref[Session], pid: int) -> None:
+def _close_at_exit(session: weakref.ref[Session], unsaved: list[str], pid: int) -> None:
     """Close a session that is open at the end of the script, to save what it was asked for; not in a forked process."""
-    if (found := session()) is not None and os.getpid() == pid:
-        error = raised_error()
+    if os.getpid() != pid:
+        return
+    error = raised_error()
+    if (found := session()) is not None:
         found.__exit__(error and type(error), error, None)
+    if error is None:
+        tell_of_unsaved(unsaved)
