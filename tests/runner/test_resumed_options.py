@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.runs import StopAfter
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Runner, Session
@@ -127,6 +127,19 @@ def test_a_longer_training_has_the_rates_of_one_that_was_that_long_from_the_begi
         "the schedule CosineAnnealingLR(by_epoch=False) in 2 epochs -> CosineAnnealingLR(by_epoch=False) in 4 epochs"
     )
     assert (by_iter in log) is (bool(log) and schedule == "cosine by iteration")
+
+
+def warm_up(optimizer: Any, num_warmup_steps: int, num_training_steps: int, options: dict[str, float]) -> Any:
+    return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / num_warmup_steps) + options["offset"])
+
+
+def test_a_function_of_a_schedule_whose_arguments_have_changed_is_described_whole(tmp_path: Path):
+    schedule = {"type": warm_up, "num_warmup_steps": 2, "num_training_steps": 4, "options": {"offset": 0.0}}
+    train(tmp_path, 1, ADAM, schedule)
+    *_, log = train(tmp_path, 2, ADAM, schedule | {"num_training_steps": 8, "options": {"offset": 0.5}}, resume=True)
+    former = "warm_up(num_warmup_steps=2, num_training_steps=4, options={'offset': 0.0}) in 1 epochs"
+    now = "warm_up(num_warmup_steps=2, num_training_steps=8, options={'offset': 0.5}) in 2 epochs"
+    assert f"the config has changed the schedule {former} -> {now}, which hold from here on" in log
 
 
 class SetsItsRate(torch.optim.Optimizer):

@@ -25,7 +25,7 @@ from lockstep.strategy.optim_state import complete_states
 _logger = logging.getLogger(__name__)
 # Also the rate before schedules, and `train_mode`, which a schedule-free optimizer changes with each evaluation.
 _NOT_FROM_CONFIG = IMPLEMENTATION_KEYS | {"initial_lr", "train_mode"}
-_LONG, _MOST_PARTS = 80, 4  # a description of a schedule, in characters; what is named of one that has changed
+_MOST_PARTS = 4  # of the state of torch's schedule: what is named of one that has changed
 _MOST_STEPS = 10**8  # that a schedule is computed for when a run resumes
 # Entries of a torch schedule's state that change while it runs; all others come from the config.
 _PROGRESS = frozenset({"last_epoch", "_step_count", "_last_lr", "base_lrs"})
@@ -315,9 +315,10 @@ def schedule_configs(run: TrainRun) -> list[Any]:
 
 
 def _changed_part(former: str, now: str) -> str:
-    """Return in words how two descriptions of a schedule differ: only where, if they are long and of one form."""
+    """Return in words how two descriptions of a schedule differ: only where, if they are states of one class."""
     parts = [(one, other) for one, other in zip(former.split(", "), now.split(", "), strict=False) if one != other]
-    if len(former) < _LONG or former.count(", ") != now.count(", ") or len(parts) > _MOST_PARTS:
+    state = re.match(r"\w+ {", former)
+    if not state or state[0] not in now or former.count(", ") != now.count(", ") or len(parts) > _MOST_PARTS:
         return f"{former} -> {now}"
     changes = (" -> ".join(each.rpartition("{")[2].strip("[]{}()") for each in part) for part in parts)
     return f"{former.partition(' ')[0]}, {listed(changes)}"
