@@ -192,7 +192,7 @@ def _all_to_all_with_grads(
         return apply
 
     collective = LinearMap(all_to_all_like(outputs), all_to_all_like(inputs), comm)
-    return fill_in_graph(outputs, apply_with_gradients(f"all_to_all({inputs[0].dtype})", collective, inputs))
+    return fill_in_graph(outputs, apply_with_gradients("all_to_all", collective, inputs, str(inputs[0].dtype)))
 
 
 def _start_all_to_all(

@@ -342,7 +342,7 @@ def _all_gather_with_grads(data: Any, comm: Comm, uneven: bool) -> list[Tensor]:
     def sum_up(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         return [scatter_sums(gradients, comm)]
 
-    return list(apply_with_gradients(f"all_gather({data.dtype})", LinearMap(gather_all, sum_up, comm), [data]))
+    return list(apply_with_gradients("all_gather", LinearMap(gather_all, sum_up, comm), [data], str(data.dtype)))
 
 
 def _gather(data: Any, dst: int, comm: Comm, outputs: Sequence[Tensor]) -> list[Tensor]:

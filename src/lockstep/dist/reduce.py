@@ -313,7 +313,7 @@ def _all_reduce_with_grads(data: Tensor, op: object, comm: Comm, async_op: bool)
         start_reduction(result, None, plan, comm, async_op=False).wait()
         return [result]
 
-    return apply_with_gradients(f"all_reduce({describe([data])}, {name})", LinearMap(total, total, comm), [data])[0]
+    return apply_with_gradients("all_reduce", LinearMap(total, total, comm), [data], describe([data]), name)[0]
 
 
 def _reduce_scatter_with_grads(
@@ -338,8 +338,9 @@ def _reduce_scatter_with_grads(
         gather_into(received, wire, comm).wait()
         return [x.to(device) for x, (_, device) in zip(received, like, strict=True)]
 
-    call = f"reduce_scatter({describe(input_list)}, {name})"
-    return fill_in_graph([output], apply_with_gradients(call, LinearMap(scatter, send_back, comm), input_list))[0]
+    linear = LinearMap(scatter, send_back, comm)
+    parts = apply_with_gradients("reduce_scatter", linear, input_list, describe(input_list), name)
+    return fill_in_graph([output], parts)[0]
 
 
 def scatter_sums(entries: Sequence[Tensor], comm: Comm) -> Tensor:
