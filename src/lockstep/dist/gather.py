@@ -19,7 +19,7 @@ from lockstep.device import copy_into
 from lockstep.dist.consistency import check_call
 from lockstep.dist.gradients import GRADIENT_ENDS, LinearMap, apply_with_gradients, warn_of_lost_gradients
 from lockstep.dist.header import Header, decode, encode, header_of, require_expected
-from lockstep.dist.reduce import scatter_sums
+from lockstep.dist.reduce import scatter_reduced
 from lockstep.dist.validate import (
     GROUP_TWICE,
     NOT_GIVEN,
@@ -340,7 +340,7 @@ def _all_gather_with_grads(data: Any, comm: Comm, uneven: bool) -> list[Tensor]:
         return [x.clone() for x in _all_gather(inputs[0], comm, uneven)]  # autograd refuses several views of one
 
     def sum_up(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [scatter_sums(gradients, comm)]
+        return [scatter_reduced(gradients, "sum", comm)]
 
     return list(apply_with_gradients("all_gather", LinearMap(gather_all, sum_up, comm), [data], str(data.dtype)))
 

@@ -200,7 +200,7 @@ def all_reduce_params(
     flats = [_joined(bucket) for bucket in buckets]
     large = [x for x in tensors if x.nbytes >= large_from]
     check_call("all_reduce_params", comm, name, *large, *flats)  # one comparison for all
-    handles = [start_reduction(x, None, reduction(name, x.dtype), comm, async_op=True) for x in (*large, *flats)]
+    handles = [start_reduction(x, None, name, comm, async_op=True) for x in (*large, *flats)]
     with ExitStack() as stack:  # what is last here comes first; an error, after all others
         for bucket, flat in zip(buckets, flats, strict=True):
             for tensor, reduced in zip(bucket, _parts(flat, bucket), strict=True):
@@ -304,7 +304,7 @@ def _reduce_leaves(
         joined = _joined(members if are_on_cpu else [x.to(device) for x in members])
         joined = joined.to(device)  # in one copy
         # The exchange has compared the calls.
-        start_reduction(joined, None, reduction(name, leaf_dtype), comm, async_op=False).wait()
+        start_reduction(joined, None, name, comm, async_op=False).wait()
         if are_on_cpu:
             joined = joined.cpu()  # in one read of the device
         for index, result in zip(indices, _parts(joined, members), strict=True):

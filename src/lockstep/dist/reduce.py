@@ -108,11 +108,11 @@ def all_reduce(
     data = either("data", data, "tensor", tensor)
     if sync_grads:
         return _all_reduce_with_grads(data, op, comm, async_op)
-    name, plan = _planned("data", data, op)
+    name = _checked_op("data", data, op)
     if data.requires_grad and not data.is_leaf:
         warn_of_lost_gradients("all_reduce", GRADIENT_STAYS_LOCAL, has_sync_grads=True)
     check_call("all_reduce", comm, data, name, async_op=async_op)
-    return wait_unless_async(start_reduction(data, None, plan, comm, async_op), async_op)
+    return wait_unless_async(start_reduction(data, None, name, comm, async_op), async_op)
 
 
 @overload
@@ -157,16 +157,17 @@ def reduce(
     """
     comm = resolve(group)
     data = either("data", data, "tensor", tensor)
-    name, plan = _planned("data", data, op)
+    name = _checked_op("data", data, op)
     dst = require_rank("dst", dst, comm)
     if data.requires_grad and not data.is_leaf:
         warn_of_lost_gradients("reduce", GRADIENT_STAYS_LOCAL)
     check_call("reduce", comm, data, name, dst, async_op=async_op)
-    return wait_unless_async(start_reduction(data, dst, plan, comm, async_op), async_op)
+    return wait_unless_async(start_reduction(data, dst, name, comm, async_op), async_op)
 
 
-def start_reduction(data: Tensor, dst: int | None, plan: Reduction, comm: Comm, async_op: bool) -> Handle:
+def start_reduction(data: Tensor, dst: int | None, op: OpName, comm: Comm, async_op: bool) -> Handle:
     """Reduce into rank `dst`'s data, or into every rank's if `dst` is None; without `async_op`, this may block."""
+    plan = reduction(op, data.dtype)
     if comm.pg is None:
         _alone(data, plan)
         return Handle((), comm)
@@ -232,11 +233,11 @@ def reduce_scatter(
     comm = resolve(group)
     if sync_grads:
         return _reduce_scatter_with_grads(output, input_list, op, comm, async_op)
-    name, plan = _planned("output", output, op)
+    name = _checked_op("output", output, op)
     _require_entries(output, input_list, comm)
     if (output.requires_grad and not output.is_leaf) or any(x.requires_grad for x in input_list):
         warn_of_lost_gradients("reduce_scatter", GRADIENT_ENDS, has_sync_grads=True)
-    return wait_unless_async(_reduce_scatter(output, input_list, name, plan, comm, async_op), async_op)
+    return wait_unless_async(_reduce_scatter(output, input_list, name, comm, async_op), async_op)
 
 
 def _require_entries(output: Tensor, input_list: Sequence[Tensor], comm: Comm) -> None:
@@ -248,15 +249,10 @@ def _require_entries(output: Tensor, input_list: Sequence[Tensor], comm: Comm) -
 
 
 def _reduce_scatter(
-    output: Tensor,
-    input_list: Sequence[Tensor],
-    name: OpName,
-    plan: Reduction,
-    comm: Comm,
-    async_op: bool = False,
+    output: Tensor, input_list: Sequence[Tensor], op: OpName, comm: Comm, async_op: bool = False
 ) -> Handle:
-    shape = input_list[0].shape
-    check_call("reduce_scatter", comm, *input_list, name, async_op=async_op)
+    check_call("reduce_scatter", comm, *input_list, op, async_op=async_op)
+    plan = reduction(op, output.dtype)
     if comm.pg is None:
         copy_into(output, input_list[0])
         _alone(output, plan)
@@ -264,7 +260,7 @@ def _reduce_scatter(
     device = output.device if comm.carries(output) else comm.comm_device
     wires = [comm.to_wire(entry).to(device) for entry in input_list]
     travelling = wires if plan.encode is None else [plan.encode(wire) for wire in wires]
-    is_even = all(entry.shape == shape for entry in input_list)
+    is_even = len({entry.shape for entry in input_list}) == 1
     if not is_even or plan.wire_op in comm.missing_ops or (async_op and device.type == "cpu"):
         return _combine_here(output, travelling, plan, comm, async_op)
 
@@ -304,13 +300,13 @@ def _combine_here(output: Tensor, travelling: Sequence[Tensor], plan: Reduction,
 def _all_reduce_with_grads(data: Tensor, op: object, comm: Comm, async_op: bool) -> Tensor:
     check_call("all_reduce", comm, "sync_grads", compares=False)
     with report_failure(comm):
-        name, plan = _planned("data", data, op, is_filled=False)
+        name = _checked_op("data", data, op, is_filled=False)
         require_linear(comm, async_op, name)
 
     def total(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         result = inputs[0].clone(memory_format=torch.contiguous_format)
         check_call("all_reduce", comm, result, name)
-        start_reduction(result, None, plan, comm, async_op=False).wait()
+        start_reduction(result, None, name, comm, async_op=False).wait()
         return [result]
 
     return apply_with_gradients("all_reduce", LinearMap(total, total, comm), [data], describe([data]), name)[0]
@@ -321,15 +317,13 @@ def _reduce_scatter_with_grads(
 ) -> Tensor:
     check_call("reduce_scatter", comm, "sync_grads", compares=False)
     with report_failure(comm):
-        name, plan = _planned("output", output, op)
+        name = _checked_op("output", output, op)
         _require_entries(output, input_list, comm)
         require_linear(comm, async_op, name, "output", [output])
     like = [(x.shape, x.device) for x in input_list]
 
     def scatter(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        result = torch.empty(like[comm.rank][0], dtype=inputs[0].dtype, device=like[comm.rank][1])
-        _reduce_scatter(result, inputs, name, plan, comm).wait()
-        return [result]
+        return [scatter_reduced(inputs, name, comm)]
 
     def send_back(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """Give every rank every rank's gradient: the transpose of a `reduce_scatter`."""
@@ -343,11 +337,11 @@ def _reduce_scatter_with_grads(
     return fill_in_graph([output], parts)[0]
 
 
-def scatter_sums(entries: Sequence[Tensor], comm: Comm) -> Tensor:
-    """Return the sum of all ranks' ``entries[rank]``: the transpose of what `all_gather` does."""
+def scatter_reduced(entries: Sequence[Tensor], op: OpName, comm: Comm) -> Tensor:
+    """Return the reduction of all ranks' ``entries[rank]``; as a sum, it is the transpose of what `all_gather` does."""
     own = entries[comm.rank]
     output = torch.empty(own.shape, dtype=own.dtype, device=own.device)
-    _reduce_scatter(output, entries, "sum", reduction("sum", own.dtype), comm).wait()
+    _reduce_scatter(output, entries, op, comm).wait()
     return output
 
 
@@ -418,7 +412,8 @@ def _is_plain(data: Tensor, plan: Reduction, comm: Comm) -> bool:
     )
 
 
-def _planned(argument: str, data: Tensor, op: object, *, is_filled: bool = True) -> tuple[OpName, Reduction]:
+def _checked_op(argument: str, data: Tensor, op: object, *, is_filled: bool = True) -> OpName:
     name = op_name(op)
     require_tensor(argument, data, is_filled=is_filled)
-    return name, reduction(name, data.dtype)
+    reduction(name, data.dtype)  # raises if there is none
+    return name
