@@ -220,8 +220,13 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
         check_call("gather", comm, dst, compares=False)
         with report_failure(comm):
             require_only_on(dst, "gather_list", gather_list, comm)
-        parts = _gather(data, dst, comm, outputs)
-        return parts if outputs is NOT_GIVEN else None
+        wire, headers = _exchange_headers(data, comm, outputs, "gather_list")
+        if outputs is not NOT_GIVEN:
+            _start_gather(wire, dst, comm, outputs).wait()
+            return None
+        parts = [torch.empty(x.shape, dtype=x.dtype, device=data.device) for x in headers if comm.rank == dst]
+        _start_gather(wire, dst, comm, parts).wait()
+        return parts
     require_only_on(dst, "gather_list", gather_list, comm)
     if comm.rank == dst and outputs is NOT_GIVEN:
         raise TypeError(f"`async_op` needs the form gather(tensor, gather_list, dst) ({comm.this_rank})")
@@ -275,14 +280,15 @@ def scatter(
     """
     comm = resolve(group)
     src = require_rank("src", src, comm)
-    sent = scatter_list if comm.rank == src and isinstance(scatter_list, Sequence) else ()
     is_mixed = False  # some are on the CPU, and some are not
     if async_op:
-        _require_scatter_arguments(tensor, scatter_list, src, comm)
+        sent = _scattered_from(tensor, scatter_list, src, comm)
         check_call("scatter", comm, src, async_op=True)
     else:
         check_call("scatter", comm, src, compares=False)
-        is_mixed = _exchange_scatter_headers(tensor, scatter_list, src, comm)
+        with report_failure(comm):
+            sent = _scattered_from(tensor, scatter_list, src, comm)
+        is_mixed = _exchange_scatter_headers(tensor, sent, src, comm)
     if (tensor.requires_grad and not tensor.is_leaf) or any(x.requires_grad for x in sent):
         warn_of_lost_gradients("scatter", GRADIENT_ENDS)
     wires = [comm.to_wire(entry) for entry in sent]
@@ -345,17 +351,6 @@ def _all_gather_with_grads(data: Any, comm: Comm, uneven: bool) -> list[Tensor]:
     return list(apply_with_gradients("all_gather", LinearMap(gather_all, sum_up, comm), [data], str(data.dtype)))
 
 
-def _gather(data: Any, dst: int, comm: Comm, outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return every rank's tensor on `dst`, unless it fills `outputs`; nothing elsewhere."""
-    wire, headers = _exchange_headers(data, comm, outputs, "gather_list")
-    if comm.rank != dst or outputs is not NOT_GIVEN:
-        _start_gather(wire, dst, comm, outputs).wait()
-        return []
-    parts = [torch.empty(x.shape, dtype=x.dtype, device=wire.device) for x in headers]
-    _start_gather(wire, dst, comm, parts).wait()
-    return [part if part.device == data.device else part.to(data.device) for part in parts]
-
-
 def _start_gather(wire: Tensor, dst: int, comm: Comm, outputs: Sequence[Tensor]) -> Handle:
     """Start to send a tensor to `dst`, which fills `outputs`; the shapes are known there."""
     if comm.rank != dst:
@@ -403,27 +398,27 @@ def _exchange_headers(
     return wire, headers
 
 
-def _require_scatter_arguments(tensor: Tensor, scatter_list: Sequence[Tensor] | None, src: int, comm: Comm) -> None:
+def _scattered_from(tensor: Tensor, scatter_list: Sequence[Tensor] | None, src: int, comm: Comm) -> Sequence[Tensor]:
+    """Return what this rank sends, after checking its arguments: nothing, unless it is `src`."""
     require_tensor("tensor", tensor, is_filled=True)
-    if comm.rank == src:
-        if scatter_list is None:
-            raise ValueError(f"`scatter_list` must be a list on `src`, but is None ({comm.this_rank})")
-        require_list("scatter_list", scatter_list, comm)
-        require_alike("tensor", tensor, f"scatter_list[{src}]", scatter_list[src], comm)
+    if comm.rank != src:
+        return ()
+    if scatter_list is None:
+        raise ValueError(f"`scatter_list` must be a list on `src`, but is None ({comm.this_rank})")
+    require_list("scatter_list", scatter_list, comm)
+    require_alike("tensor", tensor, f"scatter_list[{src}]", scatter_list[src], comm)
+    return scatter_list
 
 
-def _exchange_scatter_headers(tensor: Tensor, scatter_list: Sequence[Tensor] | None, src: int, comm: Comm) -> bool:
+def _exchange_scatter_headers(tensor: Tensor, sent: Sequence[Tensor], src: int, comm: Comm) -> bool:
     """Return whether some tensors are on the CPU, and some are not; if one is not like what it gets, all raise."""
     if comm.is_alone and comm.rank != src:  # in a fake group, whose other ranks send nothing
         return False
-    with report_failure(comm):
-        _require_scatter_arguments(tensor, scatter_list, src, comm)
-        entries = scatter_list if comm.rank == src and scatter_list is not None else ()
-        encoded = encode(*[header_of(x, x.is_cpu or comm.device_type == "cpu") for x in (tensor, *entries)])
+    encoded = encode(*[header_of(x, x.is_cpu or comm.device_type == "cpu") for x in (tensor, *sent)])
     found = [decode(one) for one in exchange(comm, encoded)]
-    _, *sent = found[src]
-    require_alike("tensor", tensor, f"what rank {src} sends here", sent[comm.rank], comm)
+    _, *entries = found[src]
+    require_alike("tensor", tensor, f"what rank {src} sends here", entries[comm.rank], comm)
     refusal = "ValueError: its `tensor` is not like what is sent to it"
-    wrong = [headers[0][:2] != one[:2] for headers, one in zip(found, sent, strict=True)]
+    wrong = [headers[0][:2] != one[:2] for headers, one in zip(found, entries, strict=True)]
     require_no_failure([refusal if one else None for one in wrong], comm)
     return len({header.on_cpu for headers in found for header in headers}) > 1
