@@ -33,8 +33,6 @@ _SLOT_BYTES = 256
 # Each slot begins with: digest of the calls, whether the rank reports a failure, length of its payload.
 _HEAD = struct.Struct("<3q")
 _INLINE_BYTES = _SLOT_BYTES - _HEAD.size
-# What does not fit into the slots is sent by one padded all_gather up to this size, else by a broadcast for each rank.
-_PADDED_BYTES = 2**16
 _MOST_FAILURE_BYTES = 480
 # Up to so many ranks, gloo's ring (n - 1 messages one after the other) is no longer than a tree there and back
 # (2 log n); at 1,024 ranks it takes 1,023 against 20.
@@ -123,7 +121,7 @@ def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None) -> li
 
     Args:
         comm: the group.
-        payload: this rank's bytes, any number; few ranks should have more than 64 KiB.
+        payload: this rank's bytes, any number.
         failure: why this rank can't take part in what follows, in place of `payload`.
 
     **Collective**: every rank of the group. The other ranks may be in other calls, as long as these exchange, too.
@@ -133,7 +131,7 @@ def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None) -> li
 
     **Cost**: up to 8 ranks, 256 bytes from each rank to each, in one call of gloo. Above, 2 log n messages one after
     the other, and some 128 n log n bytes in all; log n further ones, where all bytes together can't be compressed to
-    1 KiB. What does not fit into 256 bytes is sent in further calls.
+    1 KiB. What does not fit into 256 bytes is sent by one broadcast for each rank, all in flight at once.
     """
     calls = comm.calls
     if calls is None or comm.is_alone:
@@ -162,8 +160,11 @@ def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None) -> li
     is_refused = any(failed for _, failed, _ in heads)  # then only the messages of failures are sent as a whole
     lengths = [max(length - _INLINE_BYTES, 0) if failed or not is_refused else 0 for _, failed, length in heads]
     if any(lengths):
-        rests = _exchange_rests(payload[_INLINE_BYTES:] if lengths[comm.rank] else b"", lengths, comm)
-        found = [one + rest for one, rest in zip(found, rests, strict=True)]
+        rests = [torch.empty(length, dtype=torch.uint8, device=_CPU) for length in lengths]
+        if lengths[comm.rank]:
+            rests[comm.rank] = torch.frombuffer(bytearray(payload[_INLINE_BYTES:]), dtype=torch.uint8)
+        broadcast_from_all([[rest] if rest.numel() else [] for rest in rests], comm)
+        found = [one + bytes(bytes_of(rest)) for one, rest in zip(found, rests, strict=True)]
     failures = [
         one.decode(errors="replace") if failed else None for one, (_, failed, _) in zip(found, heads, strict=True)
     ]
@@ -209,23 +210,6 @@ def _framed(payload: bytes, size: int) -> Tensor:
     )
 
 
-def _exchange_rests(rest: bytes, lengths: Sequence[int], comm: Comm) -> list[bytes]:
-    """Give every rank the bytes of all that did not fit into their slots; `rest` are this rank's."""
-    longest = max(lengths)
-    if sum(length > 0 for length in lengths) > 1 and longest <= _PADDED_BYTES:
-        sent = torch.frombuffer(bytearray(rest.ljust(longest, b"\0")), dtype=torch.uint8)
-        every = torch.empty(comm.size * longest, dtype=torch.uint8, device=_CPU)
-        with in_backend(comm):
-            all_gather_single(every, sent, group=control_group(comm))
-        whole = bytes_of(every)
-        return [bytes(whole[rank * longest : rank * longest + length]) for rank, length in enumerate(lengths)]
-    parts = [torch.empty(length, dtype=torch.uint8, device=_CPU) for length in lengths]
-    if rest:
-        parts[comm.rank] = torch.frombuffer(bytearray(rest), dtype=torch.uint8)
-    broadcast_from_all([[part] if part.numel() else [] for part in parts], comm)
-    return [bytes(bytes_of(part)) for part in parts]
-
-
 def broadcast_from_all(segments: Sequence[Sequence[Tensor]], comm: Comm) -> None:
     """Give every rank every rank's segments, in place: for each rank a list of flat tensors of the CPU.
 
@@ -240,9 +224,7 @@ def broadcast_from_all(segments: Sequence[Sequence[Tensor]], comm: Comm) -> None
             for rank, of_rank in enumerate(segments)
             for segment in of_rank
         ]
-        for work in works:
-            assert work is not None
-            work.wait()
+    Handle(works, comm).wait()
 
 
 def transfer_between_hosts(
