@@ -297,7 +297,7 @@ def _reduce_leaves(
         raise _mismatch(_lines(structure), comm)
     travels_on = _CPU if all(one[0] for one in received) else comm.comm_device
     reduced = list(tensors)
-    for leaf_dtype, indices in indices_of.items():
+    for indices in indices_of.values():
         members = [tensors[index] for index in indices]
         device = members[0].device if comm.pg is None else travels_on
         are_on_cpu = all(x.is_cpu for x in members)
