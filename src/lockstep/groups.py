@@ -247,7 +247,7 @@ def _warn_of_early_question() -> None:
     from torch.utils.data import get_worker_info  # not when this is imported, which takes time
 
     with suppress(TopologyError):
-        topology = read_topology(os.environ, infer_launcher(os.environ))
+        topology = read_topology(os.environ, infer_launcher())
         if topology.world_size > 1:
             remedy = "Call lockstep.dist.init_dist() before"
             if get_worker_info() is not None:
@@ -493,7 +493,7 @@ def _known_topology(what: str, comm: Comm) -> Topology:
     if known is not None:
         return known
     with suppress(TopologyError):
-        read = read_topology(os.environ, infer_launcher(os.environ))
+        read = read_topology(os.environ, infer_launcher())
         if (read.rank, read.world_size) == (comm.rank, comm.size):
             return read
     raise DistError(
