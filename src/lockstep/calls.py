@@ -233,7 +233,6 @@ class Record:
         number: number of calls that it has made.
         digest: digest of these calls.
         resets: how often its record has begun anew.
-        waiting: the call that it waits for, by number, or 0.
         seconds: how long ago it began to wait, or its last call began.
         has_failed: whether it can't use the group further.
     """
@@ -242,7 +241,6 @@ class Record:
         self.number: int = exported["number"]
         self.digest: int | None = exported["digest"]
         self.resets: int = exported["resets"]
-        self.waiting: int = exported["waiting"]
         self.seconds: float = exported["seconds"]
         self.has_failed: bool = exported["has_failed"]
         kinds = [Call(*one) for one in exported["kinds"]]
