@@ -15,11 +15,8 @@ from torch.distributed import P2POp, ProcessGroup, Work
 from lockstep.device import copy_into
 from lockstep.groups import Comm
 from lockstep.transport.handles import Handle, in_backend, note_running, start
+from lockstep.transport.reduce_ops import NATIVE_DTYPES
 
-# Dtypes that every backend moves by name; all others travel as bytes.
-_NATIVE_DTYPES = frozenset(
-    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
-)  # fmt: skip
 # Renamed in torch 2.13; remove the second name when 2.12 is no longer supported.
 all_gather_single: Callable[..., Work | None] = (
     torch_dist.all_gather_single if hasattr(torch_dist, "all_gather_single") else torch_dist.all_gather_into_tensor
@@ -148,7 +145,7 @@ def as_bytes(data: Tensor) -> Tensor:
 
 def as_native(wire: Tensor) -> Tensor:
     """Return a contiguous tensor unchanged, or as bytes if not every backend supports its dtype."""
-    return wire if wire.dtype in _NATIVE_DTYPES else as_bytes(wire)
+    return wire if wire.dtype in NATIVE_DTYPES else as_bytes(wire)
 
 
 def bytes_of(data: Tensor) -> memoryview:
