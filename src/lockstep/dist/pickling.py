@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import struct
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -108,11 +107,11 @@ def gather_pickled(obj: object, dst: int, comm: Comm, *, copy_own: bool) -> Iter
     is_kept = comm.rank == dst and not copy_own
     with report_failure(comm):
         own = dump(None if is_kept else obj, comm)
-    sizes = exchange(comm, sizes_of(own))
+    sizes = exchange(comm, _sizes_of(own))
     if comm.rank != dst:
         transfer_between_hosts([], [(part, dst) for part in own], comm, _TAG).wait()
         return None
-    every = {rank: places_for(one) for rank, one in enumerate(sizes) if rank != dst}
+    every = {rank: _places_for(pickle.loads(one)) for rank, one in enumerate(sizes) if rank != dst}
     transfer_between_hosts([(part, rank) for rank, parts in every.items() for part in parts], [], comm, _TAG).wait()
     every[dst] = [part.clone() for part in own]
     return (obj if is_kept and rank == dst else load_from(rank, every[rank], comm) for rank in range(comm.size))
@@ -126,12 +125,12 @@ def scatter_pickled(objects: Sequence[object], src: int, comm: Comm) -> Any:
                 f"objects must be scattered by {comm.this_rank} itself, but `src` is {src}, which is not there: the "
                 "group is a fake one. Scatter them from this rank, or broadcast the list"
             )
-        parts = places_for(pickle.loads(exchange(comm)[src])[comm.rank])
+        parts = _places_for(pickle.loads(exchange(comm)[src])[comm.rank])
         transfer_between_hosts([(part, src) for part in parts], [], comm, _TAG).wait()
         return load_from(src, parts, comm)
     with report_failure(comm):
         every = [dump(None if rank == src else obj, comm) for rank, obj in enumerate(objects)]
-    exchange(comm, pickle.dumps([sizes_of(parts) for parts in every]))
+    exchange(comm, pickle.dumps([[part.numel() for part in parts] for parts in every]))
     sent = [(part, rank) for rank, parts in enumerate(every) if rank != src for part in parts]
     transfer_between_hosts([], sent, comm, _TAG).wait()
     return objects[src]
@@ -160,34 +159,23 @@ def _exchange_parts(own: Parts | None, comm: Comm) -> list[list[Any]]:
     The pickle is in the exchange that tells the sizes, so that a small object takes no further message. It stays a
     piece of what has arrived: a tensor of it would take ten times as long as to load a small one.
     """
-    heads = exchange(comm, b"" if own is None else sizes_of(own) + bytes(bytes_of(own[0])))
+    heads = exchange(comm, b"" if own is None else _sizes_of(own) + bytes(bytes_of(own[0])))
     every: list[list[Any]] = []
     for head in heads:
-        size, *others = _sizes_in(head) if head else (0,)
-        every.append([memoryview(head)[len(head) - size :], *map(_place, others)] if head else [])
+        size, *others = pickle.loads(head) if head else (0,)  # what follows the sizes is ignored
+        every.append([memoryview(head)[len(head) - size :], *_places_for(others)] if head else [])
     if own is not None:
         every[comm.rank] = own
     broadcast_from_all([parts[1:] for parts in every], comm)
     return every
 
 
-def sizes_of(parts: Parts) -> bytes:
-    """Return number and sizes of an object's parts, as `places_for` reads them."""
-    return struct.pack(f"<{1 + len(parts)}q", len(parts), *(part.numel() for part in parts))
+def _sizes_of(parts: Parts) -> bytes:
+    return pickle.dumps([part.numel() for part in parts])
 
 
-def places_for(head: bytes) -> Parts:
-    """Return memory for the parts of an object; `head` begins with their sizes."""
-    return list(map(_place, _sizes_in(head)))
-
-
-def _sizes_in(head: bytes) -> tuple[int, ...]:
-    (number,) = struct.unpack_from("<q", head)
-    return struct.unpack_from(f"<{number}q", head, 8)
-
-
-def _place(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, device="cpu")
+def _places_for(sizes: Sequence[int]) -> Parts:
+    return [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
 
 
 class _Pickler(pickle.Pickler):
