@@ -271,7 +271,7 @@ class AbsentSearch:
         # Those that have made the call, and then ended, may have done so because of others. torch's own collectives are
         # not recorded: whoever is not in one of them is late.
         absent = absent or [x for x, state in others.items() if state and state["ended"]]
-        absent = absent or [x for x, state in others.items() if not is_waiting(state)]
+        absent = absent or [x for x, state in others.items() if state and not is_waiting(state)]
         return self._known(absent, states)
 
     @property

@@ -72,8 +72,6 @@ def stack_of_main_thread() -> list[str]:
     return [f'File "{short_path(code.co_filename)}", line {line}, in {code.co_name}' for code, _, line in shown]
 
 
-def is_waiting(state: State | None) -> bool:
+def is_waiting(state: State) -> bool:
     """Return whether a rank's main thread is where torch or lockstep wait for other ranks, or has waited in vain."""
-    if state is not None and state["looks"]:
-        return True
-    return state is not None and bool(state["stack"]) and any(name in state["stack"][0] for name in _WAITING)
+    return state["looks"] or any(name in line for line in state["stack"][:1] for name in _WAITING)
