@@ -71,19 +71,18 @@ def described(comm: Comm, records: Mapping[int, Record], ended: Collection[int])
             "are kept. LOCKSTEP_CHECK=always finds the first difference"
         )
     calls = {rank: record.call(number) for rank, record in records.items()}
-    left = [rank for rank, call in calls.items() if call is None and rank in ended]
+    missing = [rank for rank, call in calls.items() if call is None]
+    left = [rank for rank in missing if rank in ended]
     lines = {rank: str(call) for rank, call in calls.items()}
-    for rank in [rank for rank, call in calls.items() if call is None]:
+    for rank in missing:
         does = "has ended" if rank in ended else "has not called anything more"
         record = records[rank]
         lines[rank] = does + (f", after {record.call(record.number)}" if record.number else "")
     text = f"ranks of {comm.name} must make the same call, but their call {number} differs:\n{grouped(lines)}"
     if left or len({call.site for call in calls.values() if call}) > 1:
         text += f"\n{_ON_ALL_RANKS}"
-    failed = [
-        comm.ranks[rank]
-        for rank in left or unlike_most({rank: call and call.fingerprint for rank, call in calls.items()})
-    ]
+    fingerprints = {rank: call and call.fingerprint for rank, call in calls.items()}
+    failed = [comm.ranks[rank] for rank in left or unlike_most(fingerprints)]
     return CollectiveMismatchError(text, failed_ranks=failed)
 
 
