@@ -167,12 +167,10 @@ def reduce(
 
 def start_reduction(data: Tensor, dst: int | None, op: OpName, comm: Comm, async_op: bool) -> Handle:
     """Reduce into rank `dst`'s data, or into every rank's if `dst` is None; without `async_op`, this may block."""
-    plan = reduction(op, data.dtype)
     if comm.pg is None:
-        _alone(data, plan)
         return Handle((), comm)
     collective = torch_dist.all_reduce if dst is None else partial(torch_dist.reduce, group_dst=dst)
-    return _reduce(data, plan, comm, collective, async_op, keeps=dst in (None, comm.rank))
+    return _reduce(data, reduction(op, data.dtype), comm, collective, async_op, keeps=dst in (None, comm.rank))
 
 
 @overload
@@ -252,11 +250,10 @@ def _reduce_scatter(
     output: Tensor, input_list: Sequence[Tensor], op: OpName, comm: Comm, async_op: bool = False
 ) -> Handle:
     check_call("reduce_scatter", comm, *input_list, op, async_op=async_op)
-    plan = reduction(op, output.dtype)
     if comm.pg is None:
         copy_into(output, input_list[0])
-        _alone(output, plan)
         return Handle((), comm)
+    plan = reduction(op, output.dtype)
     device = output.device if comm.carries(output) else comm.comm_device
     wires = [comm.to_wire(entry).to(device) for entry in input_list]
     travelling = wires if plan.encode is None else [plan.encode(wire) for wire in wires]
@@ -388,13 +385,6 @@ def _reduce(
             copy_into(data, result)
 
     return Handle([work], comm, finish)
-
-
-def _alone(data: Tensor, plan: Reduction) -> None:
-    """Reduce over one rank, with the same encoding and decoding, so that one process gives the same results as many."""
-    if plan.decode is not None and plan.encode is not None:
-        wire = data.detach().contiguous()
-        copy_into(data, plan.decode(plan.encode(wire).clone(), 1))
 
 
 def _is_plain(data: Tensor, plan: Reduction, comm: Comm) -> bool:
