@@ -26,7 +26,7 @@ from lockstep.dist.validate import NOT_GIVEN, No, Yes, either, require_alike, re
 from lockstep.groups import BIT_OPS, Comm, GroupLike, resolve
 from lockstep.transport.control import report_failure
 from lockstep.transport.handles import Handle, start, wait_unless_async
-from lockstep.transport.moving import gather_into, used_on_current_stream
+from lockstep.transport.moving import gather_into, is_plain_memory, used_on_current_stream
 from lockstep.transport.reduce_ops import TORCH_OPS, OpLike, OpName, Reduction, combine, op_name, reduction
 
 
@@ -360,11 +360,14 @@ def _reduce(
     def run(travelling: Tensor, wire_op: OpName) -> Any:
         return start(collective, comm, travelling.device, travelling, op=TORCH_OPS[wire_op], async_op=async_op)
 
-    if _is_plain(data, plan, comm):
+    is_missing = plan.wire_op in comm.missing_ops
+    # The usual case is kept short, because in small calls the overhead dominates. gloo would record what it does to a
+    # tensor that requires grad.
+    is_plain = plan.encode is None and is_plain_memory(data) and not data.requires_grad
+    if is_plain and not is_missing and comm.carries(data):
         return Handle([run(data, plan.wire_op)], comm)
     wire = comm.to_wire(data)
     travelling = wire if plan.encode is None else plan.encode(wire)
-    is_missing = plan.wire_op in comm.missing_ops
     parts: list[Tensor] = []
     if is_missing and plan.wire_op in BIT_OPS:
         parts = [torch.empty_like(travelling) for _ in range(comm.size)]
@@ -385,21 +388,6 @@ def _reduce(
             copy_into(data, result)
 
     return Handle([work], comm, finish)
-
-
-def _is_plain(data: Tensor, plan: Reduction, comm: Comm) -> bool:
-    """Return whether the backend can take `data` directly.
-
-    This is the usual case. It is kept short, because in small calls the overhead dominates.
-    """
-    return (
-        plan.encode is None
-        and data.is_contiguous()
-        and not data.is_neg()
-        and not data.requires_grad  # gloo divides and copies with autograd recording
-        and plan.wire_op not in comm.missing_ops
-        and comm.carries(data)
-    )
 
 
 def _checked_op(argument: str, data: Tensor, op: object, *, is_filled: bool = True) -> OpName:
