@@ -28,7 +28,7 @@ from lockstep.errors import CollectiveMismatchError
 from lockstep.groups import Comm, GroupLike, resolve
 from lockstep.transport.control import control_group, exchange, report_failure
 from lockstep.transport.handles import Handle, note_running, start, wait_unless_async
-from lockstep.transport.moving import as_native, used_on_current_stream
+from lockstep.transport.moving import as_native, send_to_each, used_on_current_stream
 
 
 @overload
@@ -207,24 +207,18 @@ def _start_all_to_all(
     if comm.pg is None:
         copy_into(outputs[0], inputs[0])
         return Handle((), comm)
-    parts = [as_native(comm.to_wire(x)).reshape(-1) for x in inputs]
-    sizes = [part.numel() for part in parts]
-    device = parts[0].device  # inputs may lie on several devices, but one tensor is sent
+    parts = [as_native(comm.to_wire(x)) for x in inputs]
     item_bytes = parts[0].element_size()
     sizes_out = [x.nbytes // item_bytes for x in outputs]
-    received = torch.empty(sum(sizes_out), dtype=parts[0].dtype, device=device)
-    sent = torch.cat([part.to(device) for part in parts])
-    work = start(torch_dist.all_to_all_single, comm, device, received, sent, sizes_out, sizes, async_op=async_op)
+    received, handle = send_to_each(parts, sizes_out, comm, async_op)
 
     def finish() -> None:
-        used_on_current_stream(sent)
-        used_on_current_stream(received)
         for output, part in zip(outputs, torch.split_with_sizes(received, sizes_out), strict=True):
             if part.dtype != output.dtype:
                 part = part.clone().view(output.dtype)  # a slice of bytes may not be aligned for the wider dtype
             copy_into(output, part)
 
-    return Handle([work], comm, finish)
+    return Handle([handle], comm, finish)
 
 
 def _require_pairs(numels: NDArray[np.int64], comm: Comm) -> None:

@@ -26,7 +26,7 @@ from lockstep.dist.validate import NOT_GIVEN, No, Yes, either, require_alike, re
 from lockstep.groups import BIT_OPS, Comm, GroupLike, resolve
 from lockstep.transport.control import report_failure
 from lockstep.transport.handles import Handle, start, wait_unless_async
-from lockstep.transport.moving import gather_into, is_plain_memory, used_on_current_stream
+from lockstep.transport.moving import gather_into, is_plain_memory, send_to_each, used_on_current_stream
 from lockstep.transport.reduce_ops import TORCH_OPS, OpLike, OpName, Reduction, combine, op_name, reduction
 
 
@@ -261,14 +261,12 @@ def _reduce_scatter(
     if not is_even or plan.wire_op in comm.missing_ops or (async_op and device.type == "cpu"):
         return _combine_here(output, travelling, plan, comm, async_op)
 
-    def scatter_from(received: Tensor, **options: Any) -> Any:
-        return torch_dist.reduce_scatter(received, travelling, **options)
-
     def finish() -> None:
         for sent in travelling if async_op else ():
             used_on_current_stream(sent)
 
-    return Handle([_reduce(output, plan, comm, scatter_from, async_op)], comm, finish)
+    collective = partial(torch_dist.reduce_scatter, input_list=travelling)
+    return Handle([_reduce(output, plan, comm, collective, async_op)], comm, finish)
 
 
 def _combine_here(output: Tensor, travelling: Sequence[Tensor], plan: Reduction, comm: Comm, async_op: bool) -> Handle:
@@ -277,21 +275,16 @@ def _combine_here(output: Tensor, travelling: Sequence[Tensor], plan: Reduction,
     Also with `async_op` on the CPU, where a `reduce_scatter` can't be asked whether it is complete (gloo, torch 2.13).
     """
     own = travelling[comm.rank]
-    received = own.new_empty((comm.size, *own.shape))
-    sent = torch.cat([part.reshape(-1) for part in travelling])
-    sizes = [part.numel() for part in travelling]
-    arriving = [own.numel()] * comm.size
-    flat = received.view(-1)
-    work = start(torch_dist.all_to_all_single, comm, own.device, flat, sent, arriving, sizes, async_op=async_op)
+    received, handle = send_to_each(travelling, [own.numel()] * comm.size, comm, async_op)
 
     def finish() -> None:
-        used_on_current_stream(sent)
-        total = used_on_current_stream(received)[0]
-        combine(received.unbind(), plan.wire_op, total)
+        parts = received.view(comm.size, *own.shape).unbind()
+        total = parts[0]
+        combine(parts, plan.wire_op, total)
         # What is encoded without a `decode` is a view of another dtype.
         copy_into(output, total.view(output.dtype) if plan.decode is None else plan.decode(total, comm.size))
 
-    return Handle([work], comm, finish)
+    return Handle([handle], comm, finish)
 
 
 def _all_reduce_with_grads(data: Tensor, op: object, comm: Comm, async_op: bool) -> Tensor:

@@ -64,6 +64,30 @@ def gather_into(outputs: Sequence[Tensor], wire: Tensor, comm: Comm, async_op: b
     return Handle(works, comm, finish)
 
 
+def send_to_each(parts: Sequence[Tensor], arriving: Sequence[int], comm: Comm, async_op: bool) -> tuple[Tensor, Handle]:
+    """Start to send the i-th part to rank i; return where the parts of all ranks arrive, flat, and the handle.
+
+    Args:
+        parts: one for each rank, of one dtype. They may lie on several devices, but one tensor is sent, on the first's.
+        arriving: number of elements that each rank sends here.
+        comm: the group.
+        async_op: return before it is complete.
+
+    **Collective**: every rank. **Cost**: one `all_to_all_single`, and a copy of what is sent.
+    """
+    device = parts[0].device
+    sent = torch.cat([part.reshape(-1).to(device) for part in parts])
+    received = sent.new_empty(sum(arriving))
+    sizes = [part.numel() for part in parts]
+    work = start(torch_dist.all_to_all_single, comm, device, received, sent, arriving, sizes, async_op=async_op)
+
+    def finish() -> None:
+        used_on_current_stream(sent)
+        used_on_current_stream(received)
+
+    return received, Handle([work], comm, finish)
+
+
 def place_for(output: Tensor, device: torch.device) -> Tensor:
     """Return the tensor to receive into: the output itself if possible, else a new one on the device."""
     if output.device == device and is_plain_memory(output):
