@@ -34,7 +34,6 @@ D = TypeVar("D", bound=MutableMapping[Any, Any])
 
 _MIB = 2**20
 _CPU = torch.device("cpu")
-_DIGEST_BYTES = 32
 _NUMBERS = ((bool, torch.bool), (int, torch.int64), (float, torch.float64), (complex, torch.complex128))
 
 
@@ -330,7 +329,7 @@ def _plan_of(structure: _Structure) -> tuple[bytes, dict[torch.dtype, list[int]]
 
     It is usually cached, as training reduces the same structures again.
     """
-    digest = hashlib.blake2b(repr(_lines(structure)).encode(), digest_size=_DIGEST_BYTES).digest()
+    digest = hashlib.blake2b(repr(_lines(structure)).encode(), digest_size=32).digest()
     indices_of: dict[torch.dtype, list[int]] = {}
     # By path, because the order of a dict may differ between ranks.
     for index in sorted(range(len(structure)), key=lambda index: structure[index][0]):
