@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, wraps
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 import torch.distributed as torch_dist
@@ -43,33 +43,6 @@ _LENGTH = struct.Struct("<q")
 _GATHERED_BYTES, _DOWN_BYTES = 4096, 1024  # of the first message of a gathering, and of what goes down the tree
 
 
-class _Control:
-    """The control plane of one group, with its memory for slots.
-
-    Attributes:
-        reference: weak reference to the group that carries it: the group itself where gloo serves its CPU, else one
-            beside it, which torch keeps for as long as the default group.
-        own: this rank's slot.
-        every: every rank's slot.
-    """
-
-    def __init__(self, comm: Comm) -> None:
-        assert comm.pg is not None
-        group = comm.pg
-        if comm.backends.get("cpu") != "gloo":
-            with in_backend(comm), _named(f"{distributed_c10d._world.pg_names[group]}/control"):
-                group = torch_dist.new_group(
-                    list(comm.ranks), backend="gloo", timeout=comm.timeout, use_local_synchronization=True
-                )
-            control_groups[comm.pg] = ref(group)
-        self.reference: ReferenceType[ProcessGroup] = ref(group)
-        with torch.inference_mode(False):
-            self.own = torch.empty(_SLOT_BYTES, dtype=torch.uint8, device=_CPU)
-            self.every = torch.empty(comm.size * _SLOT_BYTES, dtype=torch.uint8, device=_CPU)
-        self.own_bytes, self.every_bytes = bytes_of(self.own), bytes_of(self.every)
-
-
-_controls: WeakKeyDictionary[ProcessGroup, _Control] = WeakKeyDictionary()
 _names = threading.local()
 
 
@@ -99,21 +72,24 @@ def _let_groups_be_named() -> None:
     distributed_c10d._process_group_name = name_of
 
 
-def _control_of(comm: Comm) -> _Control:
-    group = comm.pg
-    assert group is not None
-    control = _controls.get(group)
-    if control is None:
-        control = _controls[group] = _Control(comm)
-    return control
-
-
 def control_group(comm: Comm) -> ProcessGroup | None:
     """Return the group over which the hosts of `comm` speak; None where no group exists.
 
+    It is the group itself where gloo serves its CPU, else one beside it, which torch keeps for as long as the default
+    group.
+
     **Collective** at the first call in a group without gloo for the CPU: every rank of the group.
     """
-    return None if comm.pg is None else _control_of(comm).reference()
+    group = comm.pg
+    if group is None or comm.backends.get("cpu") == "gloo":
+        return group
+    if group not in control_groups:
+        with in_backend(comm), _named(f"{distributed_c10d._world.pg_names[group]}/control"):
+            beside = torch_dist.new_group(
+                list(comm.ranks), backend="gloo", timeout=comm.timeout, use_local_synchronization=True
+            )
+        control_groups[group] = ref(beside)
+    return control_groups[group]()
 
 
 def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None) -> list[bytes]:
@@ -139,24 +115,22 @@ def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None) -> li
     calls.raise_failure()
     if comm.size == 1:
         return [payload]
-    control = _control_of(comm)
     if failure is not None:
         # A file's name may hold what UTF-8 can't encode.
         payload = failure.encode(errors="backslashreplace")[:_MOST_FAILURE_BYTES]
-    _HEAD.pack_into(control.own_bytes, 0, calls.digest, failure is not None, len(payload))
-    control.own_bytes[_HEAD.size :] = payload[:_INLINE_BYTES].ljust(_INLINE_BYTES, b"\0")
+    own = _HEAD.pack(calls.digest, failure is not None, len(payload)) + payload[:_INLINE_BYTES]
     with in_backend(comm):
-        _gather_slots(control, comm)
-    heads = [_HEAD.unpack_from(control.every_bytes, rank * _SLOT_BYTES) for rank in range(comm.size)]
+        every = _gather_slots(torch.frombuffer(bytearray(own.ljust(_SLOT_BYTES, b"\0")), dtype=torch.uint8), comm)
+    heads = [_HEAD.unpack_from(every, rank * _SLOT_BYTES) for rank in range(comm.size)]
     if any(digest != calls.digest for digest, _, _ in heads):
         exported = json.dumps(calls.export()).encode()
         calls.reset()  # all ranks have found the difference at once, and can use the group further
-        every = enumerate(map(zlib.decompress, exchange(comm, zlib.compress(exported))))
-        raise described(comm, {rank: Record(json.loads(one)) for rank, one in every}, ())
+        records = enumerate(map(zlib.decompress, exchange(comm, zlib.compress(exported))))
+        raise described(comm, {rank: Record(json.loads(one)) for rank, one in records}, ())
     found = []
     for rank, (_, _, length) in enumerate(heads):
         first = rank * _SLOT_BYTES + _HEAD.size
-        found.append(bytes(control.every_bytes[first : first + min(length, _INLINE_BYTES)]))
+        found.append(bytes(every[first : first + min(length, _INLINE_BYTES)]))
     is_refused = any(failed for _, failed, _ in heads)  # then only the messages of failures are sent as a whole
     lengths = [max(length - _INLINE_BYTES, 0) if failed or not is_refused else 0 for _, failed, length in heads]
     if any(lengths):
@@ -173,14 +147,14 @@ def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None) -> li
     return found
 
 
-def _gather_slots(control: _Control, comm: Comm) -> None:
-    """Fill `control.every` with the slots of all ranks."""
-    group, every = control.reference(), control.every
+def _gather_slots(own: Tensor, comm: Comm) -> memoryview:
+    """Return the slots of all ranks, one after the other; `own` is this rank's."""
+    group, every = control_group(comm), torch.empty(comm.size * _SLOT_BYTES, dtype=torch.uint8, device=_CPU)
     if comm.size <= _RING_RANKS:
-        all_gather_single(every, control.own, group=group)
-        return
+        all_gather_single(every, own, group=group)
+        return bytes_of(every)
     slots = every.view(comm.size, _SLOT_BYTES)
-    slots[comm.rank] = control.own
+    slots[comm.rank] = own
     step = 1
     while step < comm.size and not comm.rank & step:  # to rank 0: this rank collects those of the ranks behind it
         if comm.rank + step < comm.size:
@@ -190,7 +164,7 @@ def _gather_slots(control: _Control, comm: Comm) -> None:
     if comm.rank:
         torch_dist.send(slots[comm.rank : comm.rank + step], group_dst=comm.rank - step, group=group, tag=_TREE_TAG)
     # Most slots are alike, as for a check, or all but one, as in a broadcast: a thousand become some hundred bytes.
-    packed = b"" if comm.rank else zlib.compress(control.every_bytes, 1)
+    packed = b"" if comm.rank else zlib.compress(bytes_of(every), 1)
     down = _framed(packed, _DOWN_BYTES)
     torch_dist.broadcast(down, group_src=0, group=group)
     (length,) = _LENGTH.unpack_from(framed := bytes_of(down))
@@ -200,7 +174,7 @@ def _gather_slots(control: _Control, comm: Comm) -> None:
         rest = torch.frombuffer(bytearray(packed[room:] or length - room), dtype=torch.uint8)
         torch_dist.broadcast(rest, group_src=0, group=group)
         found += bytes(bytes_of(rest))
-    control.every_bytes[:] = zlib.decompress(found[:length])
+    return memoryview(zlib.decompress(found[:length]))
 
 
 def _framed(payload: bytes, size: int) -> Tensor:
