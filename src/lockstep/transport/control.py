@@ -46,28 +46,18 @@ _GATHERED_BYTES, _DOWN_BYTES = 4096, 1024  # of the first message of a gathering
 _names = threading.local()
 
 
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Give the group that this thread makes inside a name.
+@cache
+def _let_groups_be_named() -> None:
+    """Let a thread say in `_names.next` the name of the group that it makes next.
 
     torch would name it by the number of groups that each rank is in. Where these differ, the ranks would wait for each
     other at different keys of the store. There is no public way to say a name (2.13).
     """
-    _let_groups_be_named()
-    _names.own = name
-    try:
-        yield
-    finally:
-        _names.own = None
-
-
-@cache
-def _let_groups_be_named() -> None:
     torchs_name = distributed_c10d._process_group_name
 
     @wraps(torchs_name)
     def name_of(*args: Any, **options: Any) -> Any:
-        return getattr(_names, "own", None) or torchs_name(*args, **options)
+        return vars(_names).pop("next", None) or torchs_name(*args, **options)
 
     distributed_c10d._process_group_name = name_of
 
@@ -84,7 +74,9 @@ def control_group(comm: Comm) -> ProcessGroup | None:
     if group is None or comm.backends.get("cpu") == "gloo":
         return group
     if group not in control_groups:
-        with in_backend(comm), _named(f"{distributed_c10d._world.pg_names[group]}/control"):
+        _let_groups_be_named()
+        _names.next = f"{distributed_c10d._world.pg_names[group]}/control"
+        with in_backend(comm):
             beside = torch_dist.new_group(
                 list(comm.ranks), backend="gloo", timeout=comm.timeout, use_local_synchronization=True
             )
