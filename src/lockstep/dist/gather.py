@@ -295,14 +295,14 @@ def scatter(
     if is_mixed:
         wires = [wire.to(comm.comm_device) for wire in wires]
     if comm.rank == src:
-        sending = transfer([], [(wire, rank) for rank, wire in enumerate(wires) if rank != src], comm)
-        # Once nothing is sent from there: `tensor` may share memory with what the others get.
-        handle = Handle([sending], comm, lambda: copy_all([tensor], [wires[src]]))
+        received = wires[src]
+        moving = transfer([], [(wire, rank) for rank, wire in enumerate(wires) if rank != src], comm)
     else:
         stays = comm.is_alone or (comm.carries(tensor) and not is_mixed)
         received = place_for(tensor, tensor.device if stays else comm.comm_device)
-        handle = Handle([transfer([(received, src)], [], comm)], comm, lambda: copy_all([tensor], [received]))
-    return wait_unless_async(handle, async_op)
+        moving = transfer([(received, src)], [], comm)
+    # Copied once nothing is sent from there: `tensor` may share memory with what the others get.
+    return wait_unless_async(Handle([moving], comm, lambda: copy_all([tensor], [received])), async_op)
 
 
 def _all_gather(data: Tensor, comm: Comm, uneven: bool) -> list[Tensor]:
@@ -325,10 +325,8 @@ def _all_gather(data: Tensor, comm: Comm, uneven: bool) -> list[Tensor]:
 def _all_gather_into(outputs: Sequence[Tensor], data: Any, comm: Comm, uneven: bool, async_op: bool) -> Handle:
     if async_op or not uneven:
         _require_form(data, outputs, comm)
-        require_alike(f"tensor_list[{comm.rank}]", outputs[comm.rank], "`tensor`", data, comm)
-        if not uneven:
-            for rank, output in enumerate(outputs):
-                require_alike(f"tensor_list[{rank}]", output, "`tensor`", data, comm)
+        for rank in [comm.rank] if uneven else range(comm.size):
+            require_alike(f"tensor_list[{rank}]", outputs[rank], "`tensor`", data, comm)
         check_call("all_gather", comm, *outputs, async_op=async_op)
         wire = comm.to_wire(data)
     else:
