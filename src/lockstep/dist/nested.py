@@ -6,7 +6,7 @@ import hashlib
 import secrets
 import sys
 from collections.abc import Iterable, MutableMapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import lru_cache, partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -368,20 +368,16 @@ def _as_tensor(path: str, leaf: Any, dtype: torch.dtype | None, is_filled: bool)
 
 
 def _tensor_of(path: str, leaf: Any) -> Tensor:
+    found = type(leaf).__name__
     if isinstance(leaf, np.ndarray | np.generic):
-        try:
+        with suppress(TypeError):  # torch does not know its dtype
             return torch.from_numpy(np.array(leaf, dtype=leaf.dtype.newbyteorder("=")))
-        except TypeError as error:
-            raise TypeError(
-                f"`{path}` must be an array of numbers that torch knows, but is one of {leaf.dtype}. "
-                "Other objects go through all_gather_object"
-            ) from error
+        found = f"an array of {leaf.dtype}, which torch does not know"
     if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
         raise ValueError(f"`{path}` must be an int that fits into 64 bits, but is {leaf}")
     for kind, dtype in _NUMBERS:
         if isinstance(leaf, kind):
             return torch.tensor(leaf, dtype=dtype, device="cpu")
     raise TypeError(
-        f"`{path}` must be a tensor, an array or a number, but is {type(leaf).__name__}. "
-        "Other objects go through all_gather_object"
+        f"`{path}` must be a tensor, an array or a number, but is {found}. Other objects go through all_gather_object"
     )

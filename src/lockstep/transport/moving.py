@@ -116,12 +116,11 @@ def transfer(
     moves = [(torch_dist.irecv, x, peer) for x, peer in receiving] + [
         (torch_dist.isend, x, peer) for x, peer in sending
     ]
-    # Empty ones travel on devices, where all ranks must take part in the first messages of a group. A parameter may be
-    # received into, so tensors are detached.
+    # Empty ones travel on devices, where all ranks must take part in the first messages of a group.
+    moves = [move for move in moves if move[1].numel() or not move[1].is_cpu]
+    # A view as bytes is detached: a parameter may be received into.
     ops = [
-        P2POp(run, as_native(x.detach()), group=group or comm.pg, group_peer=peer, tag=tag)
-        for run, x, peer in moves
-        if x.numel() or not x.is_cpu
+        P2POp(run, as_native(x.detach()), group=group or comm.pg, group_peer=peer, tag=tag) for run, x, peer in moves
     ]
     works: list[Work] = []
     if ops:
