@@ -36,7 +36,7 @@ _Key: TypeAlias = tuple[Any, ...]
 
 
 @cache
-def _owner_of(file: str) -> str:
+def owner_of(file: str) -> str:
     """Return whose a file is, by its path: "caller", "dist", "command", "lockstep" or ""."""
     compat: Any = sys.modules.get("mmengine.version")  # lockstep-mmengine's, if it says so
     is_ours = hasattr(compat, "lockstep") and file.startswith(os.path.dirname(compat.__file__) + os.sep)
@@ -138,8 +138,8 @@ class Calls:
         own = None
         # Which function of lockstep makes a call is compared, too: objects that it exchanges for different reasons must
         # not be taken for each other.
-        user = "" if _owner_of(function.f_code.co_filename) == "dist" else None
-        while (owner := _owner_of(frame.f_code.co_filename)) != "caller":
+        user = "" if owner_of(function.f_code.co_filename) == "dist" else None
+        while (owner := owner_of(frame.f_code.co_filename)) != "caller":
             if user == "" and owner in ("lockstep", "command"):
                 user = frame.f_code.co_qualname
             own = own or (frame if owner else None)

@@ -10,7 +10,6 @@ of ranks when they average the gradients of the parameters, which gives the grad
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from lockstep.calls import owner_of
 from lockstep.dist.consistency import check_call
 from lockstep.errors import DistError
 from lockstep.groups import Comm
@@ -27,9 +27,6 @@ from lockstep.transport.control import exchange, report_failure
 from lockstep.transport.reduce_ops import reduction
 
 Apply: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_DIST = os.path.dirname(__file__) + os.sep
 
 # What happens to a gradient without `sync_grads`.
 GRADIENT_STAYS_LOCAL = "its gradient stays that of this rank's own value, not of what replaces it"
@@ -162,10 +159,10 @@ def warn_of_lost_gradients(name: str, outcome: str, *, has_sync_grads: bool = Fa
     if not torch.is_grad_enabled():
         return
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_DIST):
+    while frame.f_back is not None and owner_of(frame.f_code.co_filename) == "dist":
         frame = frame.f_back
     file, line = frame.f_code.co_filename, frame.f_lineno
-    if file.startswith(_PACKAGE) or (file, line) in _warned:
+    if owner_of(file) in ("dist", "lockstep", "command") or (file, line) in _warned:
         return
     _warned.add((file, line))
     remedy = "Pass sync_grads=True" if has_sync_grads else "Use all_gather or all_reduce with sync_grads=True"

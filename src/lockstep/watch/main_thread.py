@@ -11,14 +11,11 @@ from operator import attrgetter, itemgetter
 from types import CodeType
 from typing import TypeAlias
 
-import torch
-
-from lockstep.calls import short_path
+from lockstep.calls import owner_of, short_path
 from lockstep.watch.board import State
 
 _FRAMES = 6
 _LOCKSTEP = os.path.dirname(os.path.dirname(__file__))
-_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, _LOCKSTEP + os.sep)
 _FOLDERS = tuple(os.path.join(_LOCKSTEP, room, "") for room in ("dist", "transport", "watch"))
 # Where torch's collectives and backward passes, and lockstep's collectives, wait for other ranks.
 _WAITING = (
@@ -65,7 +62,7 @@ def frames_of_main_thread() -> list[Frame]:
 def stack_of_main_thread() -> list[str]:
     """Return the innermost frames of the main thread, the innermost first; those of libraries are left out."""
     frames = frames_of_main_thread()
-    own = [one for one in frames if not one[0].co_filename.startswith((*_LIBRARIES, "<frozen"))]
+    own = [one for one in frames if owner_of(one[0].co_filename) == "caller"]
     shown = own[:_FRAMES]
     if frames and frames[0] not in shown:
         shown.insert(0, frames[0])
