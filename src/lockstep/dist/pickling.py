@@ -166,7 +166,7 @@ def _exchange_parts(own: Parts | None, comm: Comm) -> list[list[Any]]:
         every.append([memoryview(head)[len(head) - size :], *_places_for(others)] if head else [])
     if own is not None:
         every[comm.rank] = own
-    broadcast_from_all([parts[1:] for parts in every], comm)
+    broadcast_from_all([(part, rank) for rank, parts in enumerate(every) for part in parts[1:]], comm)
     return every
 
 

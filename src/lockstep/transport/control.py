@@ -129,7 +129,7 @@ def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None) -> li
         rests = [torch.empty(length, dtype=torch.uint8, device=_CPU) for length in lengths]
         if lengths[comm.rank]:
             rests[comm.rank] = torch.frombuffer(bytearray(payload[_INLINE_BYTES:]), dtype=torch.uint8)
-        broadcast_from_all([[rest] if rest.numel() else [] for rest in rests], comm)
+        broadcast_from_all([(rest, rank) for rank, rest in enumerate(rests) if rest.numel()], comm)
         found = [one + bytes(bytes_of(rest)) for one, rest in zip(found, rests, strict=True)]
     failures = [
         one.decode(errors="replace") if failed else None for one, (_, failed, _) in zip(found, heads, strict=True)
@@ -176,8 +176,8 @@ def _framed(payload: bytes, size: int) -> Tensor:
     )
 
 
-def broadcast_from_all(segments: Sequence[Sequence[Tensor]], comm: Comm) -> None:
-    """Give every rank every rank's segments, in place: for each rank a list of flat tensors of the CPU.
+def broadcast_from_all(segments: Sequence[tuple[Tensor, int]], comm: Comm) -> None:
+    """Give every rank every rank's segments, in place: flat tensors of the CPU, each with the rank that sends it.
 
     **Collective**: every rank, with the same sizes. **Cost**: one broadcast for each segment, all in flight at once.
     """
@@ -185,11 +185,7 @@ def broadcast_from_all(segments: Sequence[Sequence[Tensor]], comm: Comm) -> None
         return
     group = control_group(comm)
     with in_backend(comm):
-        works = [
-            torch_dist.broadcast(segment, group_src=rank, group=group, async_op=True)
-            for rank, of_rank in enumerate(segments)
-            for segment in of_rank
-        ]
+        works = [torch_dist.broadcast(x, group_src=rank, group=group, async_op=True) for x, rank in segments]
     Handle(works, comm).wait()
 
 
