@@ -30,12 +30,12 @@ FAULTS = {
     ),
     "headers travel on the device": (
         "transport/control.py",
-        "    heads = [_HEAD.unpack_from(every, ",
-        "    slots = torch.frombuffer(every, dtype=torch.uint8).to(torch.accelerator.current_accelerator())\n"
+        "    slots = [every[start",
+        "    moved = torch.frombuffer(every, dtype=torch.uint8).to(torch.accelerator.current_accelerator())\n"
         "    with in_backend(comm):\n"
-        "        torch_dist.broadcast(slots, group_src=0, group=comm.pg)\n"
-        "    every = bytes_of(slots.cpu())\n"
-        "    heads = [_HEAD.unpack_from(every, ",
+        "        torch_dist.broadcast(moved, group_src=0, group=comm.pg)\n"
+        "    every = bytes_of(moved.cpu())\n"
+        "    slots = [every[start",
         "test_device.py",
     ),
     "a call that hangs is not seen, since `wait` returned": (

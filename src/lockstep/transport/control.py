@@ -113,16 +113,14 @@ def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None) -> li
     own = _HEAD.pack(calls.digest, failure is not None, len(payload)) + payload[:_INLINE_BYTES]
     with in_backend(comm):
         every = _gather_slots(torch.frombuffer(bytearray(own.ljust(_SLOT_BYTES, b"\0")), dtype=torch.uint8), comm)
-    heads = [_HEAD.unpack_from(every, rank * _SLOT_BYTES) for rank in range(comm.size)]
+    slots = [every[start : start + _SLOT_BYTES] for start in range(0, len(every), _SLOT_BYTES)]
+    heads = [_HEAD.unpack_from(slot) for slot in slots]
     if any(digest != calls.digest for digest, _, _ in heads):
         exported = json.dumps(calls.export()).encode()
         calls.reset()  # all ranks have found the difference at once, and can use the group further
         records = enumerate(map(zlib.decompress, exchange(comm, zlib.compress(exported))))
         raise described(comm, {rank: Record(json.loads(one)) for rank, one in records}, ())
-    found = []
-    for rank, (_, _, length) in enumerate(heads):
-        first = rank * _SLOT_BYTES + _HEAD.size
-        found.append(bytes(every[first : first + min(length, _INLINE_BYTES)]))
+    found = [bytes(slot[_HEAD.size :][:length]) for slot, (_, _, length) in zip(slots, heads, strict=True)]
     is_refused = any(failed for _, failed, _ in heads)  # then only the messages of failures are sent as a whole
     lengths = [max(length - _INLINE_BYTES, 0) if failed or not is_refused else 0 for _, failed, length in heads]
     if any(lengths):
@@ -275,6 +273,5 @@ class GatherHandle:
         if self._gathered is not None:
             for rank, (slot, length, rest) in enumerate(zip(slots, lengths, rests, strict=True)):
                 if rank != self._comm.rank:
-                    first = slot[_LENGTH.size : _LENGTH.size + min(length, room)]
-                    self._gathered[rank] = bytes(first) + bytes(bytes_of(rest))
+                    self._gathered[rank] = bytes(slot[_LENGTH.size :][:length]) + bytes(bytes_of(rest))
         return self._gathered
