@@ -53,12 +53,8 @@ _ON_ALL_RANKS = (
 
 def records_of(comm: Comm, states: Mapping[int, State | None]) -> dict[int, Record]:
     """Return the calls of a group's ranks, by rank in the group, as far as they have answered."""
-    name, found = comm.group_name, {}
-    for rank, world_rank in enumerate(comm.ranks):
-        state = states.get(world_rank)
-        if state is not None and name in state["groups"]:
-            found[rank] = Record(state["groups"][name])
-    return found
+    name, answers = comm.group_name, enumerate(map(states.get, comm.ranks))
+    return {rank: Record(one["groups"][name]) for rank, one in answers if one and name in one["groups"]}
 
 
 def described(comm: Comm, records: Mapping[int, Record], ended: Collection[int]) -> CollectiveMismatchError:
