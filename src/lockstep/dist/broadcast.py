@@ -14,8 +14,6 @@ from torch import Tensor
 from lockstep.device import copy_into
 from lockstep.dist.consistency import check_call
 from lockstep.dist.gradients import (
-    GRADIENT_ENDS,
-    GRADIENT_STAYS_LOCAL,
     Apply,
     LinearMap,
     apply_with_gradients,
@@ -73,8 +71,7 @@ def broadcast(
     data = either("data", data, "tensor", tensor)
     require_tensor("data", data, is_filled=True)
     src = require_rank("src", src, comm)
-    if data.requires_grad and not data.is_leaf:
-        warn_of_lost_gradients("broadcast", GRADIENT_STAYS_LOCAL)
+    warn_of_lost_gradients("broadcast", filled=[data])
     check_call("broadcast", comm, data, src, async_op=async_op)
     if comm.pg is None or data.numel() == 0:
         return wait_unless_async(Handle((), comm), async_op)
@@ -153,8 +150,7 @@ def all_to_all(
     if sync_grads:
         return _all_to_all_with_grads(output_tensor_list, input_tensor_list, comm, async_op)
     _check_all_to_all(output_tensor_list, input_tensor_list, comm)
-    if any(x.requires_grad for x in input_tensor_list):
-        warn_of_lost_gradients("all_to_all", GRADIENT_ENDS, has_sync_grads=True)
+    warn_of_lost_gradients("all_to_all", input_tensor_list, has_sync_grads=True)
     return wait_unless_async(_start_all_to_all(output_tensor_list, input_tensor_list, comm, async_op), async_op)
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.device import copy_into
 from lockstep.dist.consistency import check_call
-from lockstep.dist.gradients import GRADIENT_ENDS, LinearMap, apply_with_gradients, warn_of_lost_gradients
+from lockstep.dist.gradients import LinearMap, apply_with_gradients, warn_of_lost_gradients
 from lockstep.dist.header import Header, decode, encode, header_of, require_expected
 from lockstep.dist.reduce import scatter_reduced
 from lockstep.dist.validate import (
@@ -153,8 +153,7 @@ def all_gather(  # type: ignore[misc]  # the overloads share their places, not t
         own, outputs = cast(Tensor, tensor), data
     if sync_grads:
         return _all_gather_with_grads(data, comm, uneven)
-    if isinstance(own, Tensor) and own.requires_grad:
-        warn_of_lost_gradients("all_gather", GRADIENT_ENDS, has_sync_grads=True)
+    warn_of_lost_gradients("all_gather", [own], has_sync_grads=True)
     if outputs is NOT_GIVEN:
         return _all_gather(own, comm, uneven)
     return wait_unless_async(_all_gather_into(outputs, own, comm, uneven, async_op), async_op)
@@ -213,8 +212,7 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
     comm = resolve(group)
     data = either("data", data, "tensor", tensor)
     dst = require_rank("dst", dst, comm)
-    if isinstance(data, Tensor) and data.requires_grad:
-        warn_of_lost_gradients("gather", GRADIENT_ENDS)
+    warn_of_lost_gradients("gather", [data])
     outputs: Any = gather_list if comm.rank == dst and gather_list is not None else NOT_GIVEN
     if not async_op:
         check_call("gather", comm, dst, compares=False)
@@ -289,8 +287,7 @@ def scatter(
         with report_failure(comm):
             sent = _scattered_from(tensor, scatter_list, src, comm)
         is_mixed = _exchange_scatter_headers(tensor, sent, src, comm)
-    if (tensor.requires_grad and not tensor.is_leaf) or any(x.requires_grad for x in sent):
-        warn_of_lost_gradients("scatter", GRADIENT_ENDS)
+    warn_of_lost_gradients("scatter", sent, [tensor])
     wires = [comm.to_wire(entry) for entry in sent]
     if is_mixed:
         wires = [wire.to(comm.comm_device) for wire in wires]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -27,10 +27,6 @@ from lockstep.transport.control import exchange, report_failure
 from lockstep.transport.reduce_ops import reduction
 
 Apply: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-
-# What happens to a gradient without `sync_grads`.
-GRADIENT_STAYS_LOCAL = "its gradient stays that of this rank's own value, not of what replaces it"
-GRADIENT_ENDS = "its gradient ends here, as what comes out has no graph"
 
 _warned: set[tuple[str, int]] = set()
 
@@ -146,17 +142,22 @@ def require_linear(comm: Comm, async_op: bool, op: str = "sum", name: str = "", 
         )
 
 
-def warn_of_lost_gradients(name: str, outcome: str, *, has_sync_grads: bool = False) -> None:
-    """Warn that a collective drops or falsifies the gradient of a tensor that requires grad, once per calling line.
+def warn_of_lost_gradients(
+    name: str, sent: Iterable[object] | None = None, filled: Iterable[object] = (), *, has_sync_grads: bool = False
+) -> None:
+    """Warn if a collective drops or falsifies the gradient of a tensor, once per calling line.
 
     No warning under ``torch.no_grad()``, or for calls from lockstep itself.
 
     Args:
         name: the collective.
-        outcome: what happens to the gradient.
+        sent: what it sends, if what comes out is not in the graph; of values that are no tensors nothing is said.
+        filled: what it fills. A leaf that requires grad, such as a parameter, gets new values, and loses nothing.
         has_sync_grads: whether the collective takes `sync_grads`.
     """
-    if not torch.is_grad_enabled():
+    is_lost = any(isinstance(x, Tensor) and x.requires_grad for x in sent or ())
+    is_bent = any(isinstance(x, Tensor) and x.requires_grad and not x.is_leaf for x in filled)
+    if not (is_lost or is_bent) or not torch.is_grad_enabled():
         return
     frame = sys._getframe(1)
     while frame.f_back is not None and owner_of(frame.f_code.co_filename) == "dist":
@@ -165,10 +166,13 @@ def warn_of_lost_gradients(name: str, outcome: str, *, has_sync_grads: bool = Fa
     if owner_of(file) in ("dist", "lockstep", "command") or (file, line) in _warned:
         return
     _warned.add((file, line))
+    outcome = "ends here, as what comes out has no graph"
+    if sent is None:
+        outcome = "stays that of this rank's own value, not of what replaces it"
     remedy = "Pass sync_grads=True" if has_sync_grads else "Use all_gather or all_reduce with sync_grads=True"
     warnings.warn_explicit(
-        f"{name} at {file}:{line} is given a tensor that requires grad, but {outcome}. {remedy} to let gradients flow "
-        "back over the ranks, or hand in .detach() to say that no gradient should flow",
+        f"{name} at {file}:{line} is given a tensor that requires grad, but its gradient {outcome}. {remedy} "
+        "to let gradients flow back over the ranks, or hand in .detach() to say that no gradient should flow",
         UserWarning,
         file,
         line,

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lockstep.calls import grouped, unlike_most
 from lockstep.device import copy_into
 from lockstep.dist.consistency import check_call
-from lockstep.dist.gradients import GRADIENT_ENDS, GRADIENT_STAYS_LOCAL, warn_of_lost_gradients
+from lockstep.dist.gradients import warn_of_lost_gradients
 from lockstep.dist.pickling import all_gather_pickled, broadcast_pickled
 from lockstep.dist.reduce import start_reduction
 from lockstep.dist.validate import NOT_GIVEN, either, is_int, require_rank, require_tensor
@@ -79,8 +79,7 @@ def all_reduce_dict(
         if not isinstance(data, MutableMapping):
             raise TypeError(f"`data` must be a dict, but is {type(data).__name__}. Lists and others: all_reduce_tree")
         values = [(repr(key), value) for key, value in data.items()]
-        if any(isinstance(x, Tensor) and x.requires_grad and not x.is_leaf for _, x in values):
-            warn_of_lost_gradients("all_reduce_dict", GRADIENT_STAYS_LOCAL)
+        warn_of_lost_gradients("all_reduce_dict", filled=data.values())
     reduced = _reduce_leaves(values, op, comm, torch.float32 if to_float else None, is_filled=not to_float)
     for (key, value), result in zip(list(data.items()), reduced, strict=True):
         if isinstance(value, Tensor) and value.dtype == result.dtype:
@@ -110,8 +109,7 @@ def all_reduce_tree(data: T, op: OpLike = "sum", group: GroupLike = None) -> T:
     check_call("all_reduce_tree", comm, str(op), compares=False)
     with report_failure(comm):  # of a tree that can't be walked
         items = list(tree_items(data))
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for _, leaf in items):
-            warn_of_lost_gradients("all_reduce_tree", GRADIENT_ENDS)
+        warn_of_lost_gradients("all_reduce_tree", [leaf for _, leaf in items])
     reduced = _reduce_leaves(items, op, comm)
     leaves = (_as_leaf(result, leaf) for result, (_, leaf) in zip(reduced, items, strict=True))
     return tree_map(lambda _: next(leaves), data)  # type: ignore[no-any-return]
@@ -130,7 +128,7 @@ def all_gather_tree(data: T, group: GroupLike = None) -> list[T]:
     """
     comm = resolve(group)
     check_call("all_gather_tree", comm, compares=False)
-    return all_gather_pickled(data, comm, on_graph=lambda: warn_of_lost_gradients("all_gather_tree", GRADIENT_ENDS))
+    return all_gather_pickled(data, comm, partial(warn_of_lost_gradients, "all_gather_tree"))
 
 
 def broadcast_tree(data: T, src: int = 0, group: GroupLike = None) -> T:
@@ -148,8 +146,8 @@ def broadcast_tree(data: T, src: int = 0, group: GroupLike = None) -> T:
     comm = resolve(group)
     src = require_rank("src", src, comm)
     check_call("broadcast_tree", comm, src, compares=False)
-    on_graph = partial(warn_of_lost_gradients, "broadcast_tree", GRADIENT_ENDS)
-    return broadcast_pickled(data, src, comm, on_graph)  # type: ignore[no-any-return]
+    warn = partial(warn_of_lost_gradients, "broadcast_tree")
+    return broadcast_pickled(data, src, comm, warn)  # type: ignore[no-any-return]
 
 
 def all_reduce_params(
@@ -191,8 +189,7 @@ def all_reduce_params(
     for index, tensor in enumerate(tensors):
         require_tensor(f"params[{index}]", tensor, is_filled=True)
         reduction(name, tensor.dtype)
-    if any(x.requires_grad and not x.is_leaf for x in tensors):
-        warn_of_lost_gradients("all_reduce_params", GRADIENT_STAYS_LOCAL)
+    warn_of_lost_gradients("all_reduce_params", filled=tensors)
     limit_bytes = sys.maxsize if bucket_size_mb <= 0 else int(bucket_size_mb * _MIB)
     large_from = min(_MIB, limit_bytes) if coalesce else 0
     buckets = _buckets([x for x in tensors if x.nbytes < large_from], limit_bytes)

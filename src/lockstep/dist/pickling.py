@@ -32,18 +32,19 @@ _SEGMENT_MIN_BYTES = 64 * 1024
 _TAG = 0x10C4  # of objects for one rank alone; users' own messages have others
 
 
-def dump(obj: object, comm: Comm, on_graph: Callable[[], None] | None = None) -> Parts:
+def dump(obj: object, comm: Comm, on_tensors: Callable[[list[Tensor]], None] | None = None) -> Parts:
     """Return an object as parts.
 
     Args:
         obj: the object.
         comm: the group, for errors.
-        on_graph: called if a tensor in the object, other than a parameter, requires grad.
+        on_tensors: called with the tensors in the object, other than parameters.
 
     **Raises**: TypeError if it can't be pickled, chained to the cause, naming this rank of `comm`.
     """
     stream, segments = io.BytesIO(), list[Tensor]()
     pickler = _Pickler(stream, protocol=5, buffer_callback=partial(_keep_in_band, segments))
+    pickler.tensors = []
     try:
         pickler.dump(obj)
     except KeyboardInterrupt:
@@ -52,8 +53,8 @@ def dump(obj: object, comm: Comm, on_graph: Callable[[], None] | None = None) ->
         raise TypeError(
             f"the object must be picklable, but {type(obj).__name__} is not: {message_of(error)} ({comm.this_rank})"
         ) from error
-    if on_graph is not None and pickler.in_graph:
-        on_graph()
+    if on_tensors is not None:
+        on_tensors(pickler.tensors)
     return [_as_bytes_tensor(stream.getbuffer()), *segments]
 
 
@@ -63,13 +64,13 @@ def load(parts: Sequence[Tensor | memoryview]) -> Any:
     return pickle.loads(pickled, buffers=segments)
 
 
-def all_gather_pickled(obj: object, comm: Comm, on_graph: Callable[[], None] | None = None) -> list[Any]:
-    """Return every rank's object, in rank order, this rank's own as a copy; `on_graph`: as for `dump`.
+def all_gather_pickled(obj: object, comm: Comm, on_tensors: Callable[[list[Tensor]], None] | None = None) -> list[Any]:
+    """Return every rank's object, in rank order, this rank's own as a copy; `on_tensors`: as for `dump`.
 
     **Collective**: every rank.
     """
     with report_failure(comm):
-        own = dump(obj, comm, on_graph)
+        own = dump(obj, comm, on_tensors)
     # The other ranks of a fake group send nothing, and have the same.
     every = [own] * comm.size if comm.is_alone else _exchange_parts(own, comm)
     return [
@@ -78,12 +79,14 @@ def all_gather_pickled(obj: object, comm: Comm, on_graph: Callable[[], None] | N
     ]
 
 
-def broadcast_pickled(obj: object, src: int, comm: Comm, on_graph: Callable[[], None] | None = None) -> Any:
-    """Return rank `src`'s object, there the object itself; `on_graph`: as for `dump`. **Collective**: every rank."""
+def broadcast_pickled(
+    obj: object, src: int, comm: Comm, on_tensors: Callable[[list[Tensor]], None] | None = None
+) -> Any:
+    """Return rank `src`'s object, there the object itself; `on_tensors`: as for `dump`. **Collective**: every rank."""
     if comm.rank != src and not comm.is_alone:
         return load_from(src, _exchange_parts(None, comm)[src], comm)
     with report_failure(comm):
-        parts = dump(obj, comm, on_graph)
+        parts = dump(obj, comm, on_tensors)
     _exchange_parts(parts, comm)
     return obj
 
@@ -179,13 +182,13 @@ def _places_for(sizes: Sequence[int]) -> Parts:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as buffers; `in_graph` says whether one of them requires grad.
+    """Pickles tensors as buffers; `tensors` are those, but for parameters.
 
     A pickler refers to every object that went through it. It must not be part of a reference cycle, which would keep
     them alive until the next garbage collection.
     """
 
-    in_graph = False
+    tensors: list[Tensor]
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Tensor and obj.layout is torch.strided and not (obj.is_quantized or obj.is_meta):
@@ -195,7 +198,7 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
     def _reduce_tensor(self, data: Tensor) -> tuple[object, tuple[object, ...]]:
-        self.in_graph |= data.requires_grad
+        self.tensors.append(data)
         flat = data.detach().resolve_conj().resolve_neg().contiguous()
         accelerator = "" if flat.device.type == "cpu" else flat.device.type
         buffer = pickle.PickleBuffer(bytes_of(flat.cpu()))

@@ -13,8 +13,6 @@ from torch import Tensor
 from lockstep.device import copy_into
 from lockstep.dist.consistency import check_call
 from lockstep.dist.gradients import (
-    GRADIENT_ENDS,
-    GRADIENT_STAYS_LOCAL,
     LinearMap,
     apply_with_gradients,
     describe,
@@ -109,8 +107,7 @@ def all_reduce(
     if sync_grads:
         return _all_reduce_with_grads(data, op, comm, async_op)
     name = _checked_op("data", data, op)
-    if data.requires_grad and not data.is_leaf:
-        warn_of_lost_gradients("all_reduce", GRADIENT_STAYS_LOCAL, has_sync_grads=True)
+    warn_of_lost_gradients("all_reduce", filled=[data], has_sync_grads=True)
     check_call("all_reduce", comm, data, name, async_op=async_op)
     return wait_unless_async(start_reduction(data, None, name, comm, async_op), async_op)
 
@@ -159,8 +156,7 @@ def reduce(
     data = either("data", data, "tensor", tensor)
     name = _checked_op("data", data, op)
     dst = require_rank("dst", dst, comm)
-    if data.requires_grad and not data.is_leaf:
-        warn_of_lost_gradients("reduce", GRADIENT_STAYS_LOCAL)
+    warn_of_lost_gradients("reduce", filled=[data])
     check_call("reduce", comm, data, name, dst, async_op=async_op)
     return wait_unless_async(start_reduction(data, dst, name, comm, async_op), async_op)
 
@@ -233,8 +229,7 @@ def reduce_scatter(
         return _reduce_scatter_with_grads(output, input_list, op, comm, async_op)
     name = _checked_op("output", output, op)
     _require_entries(output, input_list, comm)
-    if (output.requires_grad and not output.is_leaf) or any(x.requires_grad for x in input_list):
-        warn_of_lost_gradients("reduce_scatter", GRADIENT_ENDS, has_sync_grads=True)
+    warn_of_lost_gradients("reduce_scatter", input_list, [output], has_sync_grads=True)
     return wait_unless_async(_reduce_scatter(output, input_list, name, comm, async_op), async_op)
 
 
