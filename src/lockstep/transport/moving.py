@@ -31,8 +31,7 @@ def gather_alike(wire: Tensor, comm: Comm) -> list[Tensor]:
     if comm.pg is None:
         return [wire.clone()]
     every = wire.new_empty((comm.size, *wire.shape))
-    flat = as_native(every).view(-1), as_native(wire).view(-1)
-    start(all_gather_single, comm, wire.device, *flat)
+    start(all_gather_single, comm, wire.device, as_native(every).view(-1), as_native(wire).view(-1))
     return list(every.unbind())
 
 
