@@ -11,6 +11,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
+from functools import cache
 from hashlib import blake2b
 from time import monotonic
 from types import CodeType
@@ -34,21 +35,14 @@ _FOREIGN = (os.path.dirname(torch.__file__) + os.sep, contextlib.__file__, "<fro
 _Key: TypeAlias = tuple[Any, ...]
 
 
-class _Owners(dict[str, str]):
-    """Whose a file is, by path: "caller", "dist", "command", "lockstep" or "". A look-up is three times as fast."""
-
-    def __missing__(self, file: str) -> str:
-        compat: Any = sys.modules.get("mmengine.version")  # lockstep-mmengine's, if it says so
-        is_ours = hasattr(compat, "lockstep") and file.startswith(os.path.dirname(compat.__file__) + os.sep)
-        if is_ours or file.startswith(_LOCKSTEP):
-            owner = "dist" if file.startswith(_DIST) else "command" if file.startswith(_COMMAND) else "lockstep"
-        else:
-            owner = "" if file.startswith(_FOREIGN) else "caller"
-        self[file] = owner
-        return owner
-
-
-_owners = _Owners()
+@cache
+def owner_of(file: str) -> str:
+    """Return whose a file is, by its path: "caller", "dist", "command", "lockstep" or ""."""
+    compat: Any = sys.modules.get("mmengine.version")  # lockstep-mmengine's, if it says so
+    is_ours = hasattr(compat, "lockstep") and file.startswith(os.path.dirname(compat.__file__) + os.sep)
+    if is_ours or file.startswith(_LOCKSTEP):
+        return "dist" if file.startswith(_DIST) else "command" if file.startswith(_COMMAND) else "lockstep"
+    return "" if file.startswith(_FOREIGN) else "caller"
 
 
 class Call(NamedTuple):
@@ -144,8 +138,8 @@ class Calls:
         own = None
         # Which function of lockstep makes a call is compared, too: objects that it exchanges for different reasons must
         # not be taken for each other.
-        user = "" if _owners[function.f_code.co_filename] == "dist" else None
-        while (owner := _owners[frame.f_code.co_filename]) != "caller":
+        user = "" if owner_of(function.f_code.co_filename) == "dist" else None
+        while (owner := owner_of(frame.f_code.co_filename)) != "caller":
             if user == "" and owner in ("lockstep", "command"):
                 user = frame.f_code.co_qualname
             own = own or (frame if owner else None)
@@ -239,7 +233,6 @@ class Record:
         number: number of calls that it has made.
         digest: digest of these calls.
         resets: how often its record has begun anew.
-        waiting: the call that it waits for, by number, or 0.
         seconds: how long ago it began to wait, or its last call began.
         has_failed: whether it can't use the group further.
     """
@@ -248,7 +241,6 @@ class Record:
         self.number: int = exported["number"]
         self.digest: int | None = exported["digest"]
         self.resets: int = exported["resets"]
-        self.waiting: int = exported["waiting"]
         self.seconds: float = exported["seconds"]
         self.has_failed: bool = exported["has_failed"]
         kinds = [Call(*one) for one in exported["kinds"]]

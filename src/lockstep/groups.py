@@ -41,7 +41,6 @@ _BACKENDS_OF_CPU = ("gloo", "mpi")
 BIT_OPS = frozenset({"band", "bor", "bxor"})
 """The bitwise reductions."""
 _MISSING_OPS = {"gloo": frozenset[str](), "mpi": frozenset({"mean"}), "nccl": BIT_OPS}
-_PERHAPS_MISSING_OPS = BIT_OPS | {"mean"}
 _FOR_WATCH = timedelta(minutes=1)
 _SECONDS_FOR_THREADS = 0.005
 
@@ -247,7 +246,7 @@ def _warn_of_early_question() -> None:
     from torch.utils.data import get_worker_info  # not when this is imported, which takes time
 
     with suppress(TopologyError):
-        topology = read_topology(os.environ, infer_launcher(os.environ))
+        topology = read_topology(os.environ, infer_launcher())
         if topology.world_size > 1:
             remedy = "Call lockstep.dist.init_dist() before"
             if get_worker_info() is not None:
@@ -406,7 +405,7 @@ def _describe(pg: ProcessGroup) -> Comm:
     present = {"cpu", get_device()}
     devices = {x for x, name in backends.items() if x == "cpu" or name not in _BACKENDS_OF_CPU} & present
     device_type = min(devices - {"cpu"}, default="cpu")
-    missing = frozenset[str]().union(*(_MISSING_OPS.get(name, _PERHAPS_MISSING_OPS) for name in backends.values()))
+    missing = frozenset[str]().union(*(_MISSING_OPS.get(name, BIT_OPS | {"mean"}) for name in backends.values()))
     calls = None if "fake" in backends.values() else Calls()  # its ranks are not there
     if calls is not None and _is_forked:
         if pg.size() == 1:
@@ -493,7 +492,7 @@ def _known_topology(what: str, comm: Comm) -> Topology:
     if known is not None:
         return known
     with suppress(TopologyError):
-        read = read_topology(os.environ, infer_launcher(os.environ))
+        read = read_topology(os.environ, infer_launcher())
         if (read.rank, read.world_size) == (comm.rank, comm.size):
             return read
     raise DistError(

@@ -260,7 +260,7 @@ UNREDUCIBLE = {
     "None": (None, TypeError, "loss'?` must be a tensor, an array or a number, but is NoneType"),
     "text": ("1.0", TypeError, "loss'?` must be a tensor, an array or a number, but is str"),
     "huge": (2**63, ValueError, "loss'?` must be an int that fits into 64 bits, but is 9223372036854775808"),
-    "words": (np.array(["a"]), TypeError, "loss'?` must be an array of numbers that torch knows, but is one of <U1"),
+    "words": (np.array(["a"]), TypeError, "or a number, but is an array of <U1, which torch does not know"),
     "sparse": (torch.eye(2).to_sparse(), TypeError, "loss'?` must be dense"),
 }
 

@@ -24,7 +24,7 @@ from lockstep.dist.objects import (
 )
 from lockstep.dist.reduce import all_reduce, reduce, reduce_scatter
 from lockstep.dist.results import collect_results, collect_results_cpu, collect_results_gpu
-from lockstep.dist.world import destroy_dist, infer_launcher, init_dist, init_local_group, is_distributed
+from lockstep.dist.world import destroy_dist, init_dist, init_local_group, is_distributed
 from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerError
 from lockstep.groups import (
     get_backend,
@@ -41,6 +41,7 @@ from lockstep.groups import (
     is_main_process,
     master_only,
 )
+from lockstep.topology import infer_launcher
 from lockstep.transport.handles import Handle
 
 __all__ = [

@@ -14,8 +14,6 @@ from torch import Tensor
 from lockstep.device import copy_into
 from lockstep.dist.consistency import check_call
 from lockstep.dist.gradients import (
-    GRADIENT_ENDS,
-    GRADIENT_STAYS_LOCAL,
     Apply,
     LinearMap,
     apply_with_gradients,
@@ -28,7 +26,7 @@ from lockstep.errors import CollectiveMismatchError
 from lockstep.groups import Comm, GroupLike, resolve
 from lockstep.transport.control import control_group, exchange, report_failure
 from lockstep.transport.handles import Handle, note_running, start, wait_unless_async
-from lockstep.transport.moving import as_native, used_on_current_stream
+from lockstep.transport.moving import as_native, send_to_each, used_on_current_stream
 
 
 @overload
@@ -73,8 +71,7 @@ def broadcast(
     data = either("data", data, "tensor", tensor)
     require_tensor("data", data, is_filled=True)
     src = require_rank("src", src, comm)
-    if data.requires_grad and not data.is_leaf:
-        warn_of_lost_gradients("broadcast", GRADIENT_STAYS_LOCAL)
+    warn_of_lost_gradients("broadcast", filled=[data])
     check_call("broadcast", comm, data, src, async_op=async_op)
     if comm.pg is None or data.numel() == 0:
         return wait_unless_async(Handle((), comm), async_op)
@@ -153,8 +150,7 @@ def all_to_all(
     if sync_grads:
         return _all_to_all_with_grads(output_tensor_list, input_tensor_list, comm, async_op)
     _check_all_to_all(output_tensor_list, input_tensor_list, comm)
-    if any(x.requires_grad for x in input_tensor_list):
-        warn_of_lost_gradients("all_to_all", GRADIENT_ENDS, has_sync_grads=True)
+    warn_of_lost_gradients("all_to_all", input_tensor_list, has_sync_grads=True)
     return wait_unless_async(_start_all_to_all(output_tensor_list, input_tensor_list, comm, async_op), async_op)
 
 
@@ -192,7 +188,7 @@ def _all_to_all_with_grads(
         return apply
 
     collective = LinearMap(all_to_all_like(outputs), all_to_all_like(inputs), comm)
-    return fill_in_graph(outputs, apply_with_gradients(f"all_to_all({inputs[0].dtype})", collective, inputs))
+    return fill_in_graph(outputs, apply_with_gradients("all_to_all", collective, inputs, str(inputs[0].dtype)))
 
 
 def _start_all_to_all(
@@ -207,24 +203,18 @@ def _start_all_to_all(
     if comm.pg is None:
         copy_into(outputs[0], inputs[0])
         return Handle((), comm)
-    parts = [as_native(comm.to_wire(x)).reshape(-1) for x in inputs]
-    sizes = [part.numel() for part in parts]
-    device = parts[0].device  # inputs may lie on several devices, but one tensor is sent
+    parts = [as_native(comm.to_wire(x)) for x in inputs]
     item_bytes = parts[0].element_size()
     sizes_out = [x.nbytes // item_bytes for x in outputs]
-    received = torch.empty(sum(sizes_out), dtype=parts[0].dtype, device=device)
-    sent = torch.cat([part.to(device) for part in parts])
-    work = start(torch_dist.all_to_all_single, comm, device, received, sent, sizes_out, sizes, async_op=async_op)
+    received, handle = send_to_each(parts, sizes_out, comm, async_op)
 
     def finish() -> None:
-        used_on_current_stream(sent)
-        used_on_current_stream(received)
         for output, part in zip(outputs, torch.split_with_sizes(received, sizes_out), strict=True):
             if part.dtype != output.dtype:
                 part = part.clone().view(output.dtype)  # a slice of bytes may not be aligned for the wider dtype
             copy_into(output, part)
 
-    return Handle([work], comm, finish)
+    return Handle([handle], comm, finish)
 
 
 def _require_pairs(numels: NDArray[np.int64], comm: Comm) -> None:

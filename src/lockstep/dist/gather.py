@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.device import copy_into
 from lockstep.dist.consistency import check_call
-from lockstep.dist.gradients import GRADIENT_ENDS, LinearMap, apply_with_gradients, warn_of_lost_gradients
+from lockstep.dist.gradients import LinearMap, apply_with_gradients, warn_of_lost_gradients
 from lockstep.dist.header import Header, decode, encode, header_of, require_expected
-from lockstep.dist.reduce import scatter_sums
+from lockstep.dist.reduce import scatter_reduced
 from lockstep.dist.validate import (
     GROUP_TWICE,
     NOT_GIVEN,
@@ -153,8 +153,7 @@ def all_gather(  # type: ignore[misc]  # the overloads share their places, not t
         own, outputs = cast(Tensor, tensor), data
     if sync_grads:
         return _all_gather_with_grads(data, comm, uneven)
-    if isinstance(own, Tensor) and own.requires_grad:
-        warn_of_lost_gradients("all_gather", GRADIENT_ENDS, has_sync_grads=True)
+    warn_of_lost_gradients("all_gather", [own], has_sync_grads=True)
     if outputs is NOT_GIVEN:
         return _all_gather(own, comm, uneven)
     return wait_unless_async(_all_gather_into(outputs, own, comm, uneven, async_op), async_op)
@@ -213,15 +212,19 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
     comm = resolve(group)
     data = either("data", data, "tensor", tensor)
     dst = require_rank("dst", dst, comm)
-    if isinstance(data, Tensor) and data.requires_grad:
-        warn_of_lost_gradients("gather", GRADIENT_ENDS)
+    warn_of_lost_gradients("gather", [data])
     outputs: Any = gather_list if comm.rank == dst and gather_list is not None else NOT_GIVEN
     if not async_op:
         check_call("gather", comm, dst, compares=False)
         with report_failure(comm):
             require_only_on(dst, "gather_list", gather_list, comm)
-        parts = _gather(data, dst, comm, outputs)
-        return parts if outputs is NOT_GIVEN else None
+        wire, headers = _exchange_headers(data, comm, outputs, "gather_list")
+        if outputs is not NOT_GIVEN:
+            _start_gather(wire, dst, comm, outputs).wait()
+            return None
+        parts = [torch.empty(x.shape, dtype=x.dtype, device=data.device) for x in headers if comm.rank == dst]
+        _start_gather(wire, dst, comm, parts).wait()
+        return parts
     require_only_on(dst, "gather_list", gather_list, comm)
     if comm.rank == dst and outputs is NOT_GIVEN:
         raise TypeError(f"`async_op` needs the form gather(tensor, gather_list, dst) ({comm.this_rank})")
@@ -275,28 +278,28 @@ def scatter(
     """
     comm = resolve(group)
     src = require_rank("src", src, comm)
-    sent = scatter_list if comm.rank == src and isinstance(scatter_list, Sequence) else ()
     is_mixed = False  # some are on the CPU, and some are not
     if async_op:
-        _require_scatter_arguments(tensor, scatter_list, src, comm)
+        sent = _scattered_from(tensor, scatter_list, src, comm)
         check_call("scatter", comm, src, async_op=True)
     else:
         check_call("scatter", comm, src, compares=False)
-        is_mixed = _exchange_scatter_headers(tensor, scatter_list, src, comm)
-    if (tensor.requires_grad and not tensor.is_leaf) or any(x.requires_grad for x in sent):
-        warn_of_lost_gradients("scatter", GRADIENT_ENDS)
+        with report_failure(comm):
+            sent = _scattered_from(tensor, scatter_list, src, comm)
+        is_mixed = _exchange_scatter_headers(tensor, sent, src, comm)
+    warn_of_lost_gradients("scatter", sent, [tensor])
     wires = [comm.to_wire(entry) for entry in sent]
     if is_mixed:
         wires = [wire.to(comm.comm_device) for wire in wires]
     if comm.rank == src:
-        sending = transfer([], [(wire, rank) for rank, wire in enumerate(wires) if rank != src], comm)
-        # Once nothing is sent from there: `tensor` may share memory with what the others get.
-        handle = Handle([sending], comm, lambda: copy_all([tensor], [wires[src]]))
+        received = wires[src]
+        moving = transfer([], [(wire, rank) for rank, wire in enumerate(wires) if rank != src], comm)
     else:
         stays = comm.is_alone or (comm.carries(tensor) and not is_mixed)
         received = place_for(tensor, tensor.device if stays else comm.comm_device)
-        handle = Handle([transfer([(received, src)], [], comm)], comm, lambda: copy_all([tensor], [received]))
-    return wait_unless_async(handle, async_op)
+        moving = transfer([(received, src)], [], comm)
+    # Copied once nothing is sent from there: `tensor` may share memory with what the others get.
+    return wait_unless_async(Handle([moving], comm, lambda: copy_all([tensor], [received])), async_op)
 
 
 def _all_gather(data: Tensor, comm: Comm, uneven: bool) -> list[Tensor]:
@@ -319,10 +322,8 @@ def _all_gather(data: Tensor, comm: Comm, uneven: bool) -> list[Tensor]:
 def _all_gather_into(outputs: Sequence[Tensor], data: Any, comm: Comm, uneven: bool, async_op: bool) -> Handle:
     if async_op or not uneven:
         _require_form(data, outputs, comm)
-        require_alike(f"tensor_list[{comm.rank}]", outputs[comm.rank], "`tensor`", data, comm)
-        if not uneven:
-            for rank, output in enumerate(outputs):
-                require_alike(f"tensor_list[{rank}]", output, "`tensor`", data, comm)
+        for rank in [comm.rank] if uneven else range(comm.size):
+            require_alike(f"tensor_list[{rank}]", outputs[rank], "`tensor`", data, comm)
         check_call("all_gather", comm, *outputs, async_op=async_op)
         wire = comm.to_wire(data)
     else:
@@ -340,20 +341,9 @@ def _all_gather_with_grads(data: Any, comm: Comm, uneven: bool) -> list[Tensor]:
         return [x.clone() for x in _all_gather(inputs[0], comm, uneven)]  # autograd refuses several views of one
 
     def sum_up(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [scatter_sums(gradients, comm)]
+        return [scatter_reduced(gradients, "sum", comm)]
 
-    return list(apply_with_gradients(f"all_gather({data.dtype})", LinearMap(gather_all, sum_up, comm), [data]))
-
-
-def _gather(data: Any, dst: int, comm: Comm, outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return every rank's tensor on `dst`, unless it fills `outputs`; nothing elsewhere."""
-    wire, headers = _exchange_headers(data, comm, outputs, "gather_list")
-    if comm.rank != dst or outputs is not NOT_GIVEN:
-        _start_gather(wire, dst, comm, outputs).wait()
-        return []
-    parts = [torch.empty(x.shape, dtype=x.dtype, device=wire.device) for x in headers]
-    _start_gather(wire, dst, comm, parts).wait()
-    return [part if part.device == data.device else part.to(data.device) for part in parts]
+    return list(apply_with_gradients("all_gather", LinearMap(gather_all, sum_up, comm), [data], str(data.dtype)))
 
 
 def _start_gather(wire: Tensor, dst: int, comm: Comm, outputs: Sequence[Tensor]) -> Handle:
@@ -403,27 +393,27 @@ def _exchange_headers(
     return wire, headers
 
 
-def _require_scatter_arguments(tensor: Tensor, scatter_list: Sequence[Tensor] | None, src: int, comm: Comm) -> None:
+def _scattered_from(tensor: Tensor, scatter_list: Sequence[Tensor] | None, src: int, comm: Comm) -> Sequence[Tensor]:
+    """Return what this rank sends, after checking its arguments: nothing, unless it is `src`."""
     require_tensor("tensor", tensor, is_filled=True)
-    if comm.rank == src:
-        if scatter_list is None:
-            raise ValueError(f"`scatter_list` must be a list on `src`, but is None ({comm.this_rank})")
-        require_list("scatter_list", scatter_list, comm)
-        require_alike("tensor", tensor, f"scatter_list[{src}]", scatter_list[src], comm)
+    if comm.rank != src:
+        return ()
+    if scatter_list is None:
+        raise ValueError(f"`scatter_list` must be a list on `src`, but is None ({comm.this_rank})")
+    require_list("scatter_list", scatter_list, comm)
+    require_alike("tensor", tensor, f"scatter_list[{src}]", scatter_list[src], comm)
+    return scatter_list
 
 
-def _exchange_scatter_headers(tensor: Tensor, scatter_list: Sequence[Tensor] | None, src: int, comm: Comm) -> bool:
+def _exchange_scatter_headers(tensor: Tensor, sent: Sequence[Tensor], src: int, comm: Comm) -> bool:
     """Return whether some tensors are on the CPU, and some are not; if one is not like what it gets, all raise."""
     if comm.is_alone and comm.rank != src:  # in a fake group, whose other ranks send nothing
         return False
-    with report_failure(comm):
-        _require_scatter_arguments(tensor, scatter_list, src, comm)
-        entries = scatter_list if comm.rank == src and scatter_list is not None else ()
-        encoded = encode(*[header_of(x, x.is_cpu or comm.device_type == "cpu") for x in (tensor, *entries)])
+    encoded = encode(*[header_of(x, x.is_cpu or comm.device_type == "cpu") for x in (tensor, *sent)])
     found = [decode(one) for one in exchange(comm, encoded)]
-    _, *sent = found[src]
-    require_alike("tensor", tensor, f"what rank {src} sends here", sent[comm.rank], comm)
+    _, *entries = found[src]
+    require_alike("tensor", tensor, f"what rank {src} sends here", entries[comm.rank], comm)
     refusal = "ValueError: its `tensor` is not like what is sent to it"
-    wrong = [headers[0][:2] != one[:2] for headers, one in zip(found, sent, strict=True)]
+    wrong = [headers[0][:2] != one[:2] for headers, one in zip(found, entries, strict=True)]
     require_no_failure([refusal if one else None for one in wrong], comm)
     return len({header.on_cpu for headers in found for header in headers}) > 1

@@ -10,32 +10,23 @@ of ranks when they average the gradients of the parameters, which gives the grad
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from lockstep.calls import grouped, unlike_most
-from lockstep.errors import CollectiveMismatchError, DistError
+from lockstep.calls import owner_of
+from lockstep.dist.consistency import check_call
+from lockstep.errors import DistError
 from lockstep.groups import Comm
 from lockstep.transport.control import exchange, report_failure
 from lockstep.transport.reduce_ops import reduction
 
 Apply: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_DIST = os.path.dirname(__file__) + os.sep
-
-_NO_GRADIENT, _GRADIENT, _GRAD_MODE_OFF = 0, 1, 2
-
-# What happens to a gradient without `sync_grads`.
-GRADIENT_STAYS_LOCAL = "its gradient stays that of this rank's own value, not of what replaces it"
-GRADIENT_ENDS = "its gradient ends here, as what comes out has no graph"
 
 _warned: set[tuple[str, int]] = set()
 
@@ -76,28 +67,34 @@ class _LinearMapFunction(Function):
         return None, None, *_apply_in_graph(LinearMap(transpose, apply, comm), gradients)
 
 
-def apply_with_gradients(call: str, linear: LinearMap, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def apply_with_gradients(name: str, linear: LinearMap, inputs: Sequence[Tensor], *arguments: str) -> tuple[Tensor, ...]:
     """Return the outputs of a map, as part of the autograd graph if some rank's inputs require grad.
 
     Every rank must then take part in backward.
 
     Args:
-        call: the call as text, which must be the same on every rank.
+        name: name of the collective.
         linear: the map.
         inputs: this rank's inputs.
+        *arguments: those that must be the same on every rank.
 
     **Collective**: every rank; a rank whose arguments are wrong uses `report_failure` instead. **Raises**: PeerError if
     the arguments of another rank are wrong; CollectiveMismatchError on every rank if the calls differ, or if only some
     are under ``torch.no_grad()``.
     """
     comm = linear.comm
+    needs_graph = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    if not torch.is_grad_enabled():
+        arguments = (*arguments, "under no_grad")
     with report_failure(comm):
-        mode = _mode_of(inputs)
-    received = exchange(comm, bytes([mode]) + call.encode())
-    modes = [one[0] for one in received]
-    if len({one[1:] for one in received}) > 1 or {_GRADIENT, _GRAD_MODE_OFF} <= set(modes):
-        raise _mismatch([one[1:].decode() for one in received], modes, comm)
-    if _GRADIENT in modes:
+        for x in inputs if needs_graph else ():
+            reduction("sum", x.dtype)  # backward sums the gradients, so the dtype must allow it
+    received = exchange(comm, bytes([needs_graph]) + repr(arguments).encode())
+    # Recorded only now: a rank whose arguments are wrong can't record what the others do.
+    check_call(name, comm, "sync_grads", *arguments, compares=False)
+    if len({one[1:] for one in received}) > 1:
+        exchange(comm)  # raises CollectiveMismatchError, with what each rank has called
+    if any(one[0] for one in received):
         return _apply_in_graph(linear, inputs)
     with torch.no_grad():
         return tuple(linear.apply([x.detach() for x in inputs]))
@@ -145,50 +142,38 @@ def require_linear(comm: Comm, async_op: bool, op: str = "sum", name: str = "", 
         )
 
 
-def warn_of_lost_gradients(name: str, outcome: str, *, has_sync_grads: bool = False) -> None:
-    """Warn that a collective drops or falsifies the gradient of a tensor that requires grad, once per calling line.
+def warn_of_lost_gradients(
+    name: str, sent: Iterable[object] | None = None, filled: Iterable[object] = (), *, has_sync_grads: bool = False
+) -> None:
+    """Warn if a collective drops or falsifies the gradient of a tensor, once per calling line.
 
     No warning under ``torch.no_grad()``, or for calls from lockstep itself.
 
     Args:
         name: the collective.
-        outcome: what happens to the gradient.
+        sent: what it sends, if what comes out is not in the graph; of values that are no tensors nothing is said.
+        filled: what it fills. A leaf that requires grad, such as a parameter, gets new values, and loses nothing.
         has_sync_grads: whether the collective takes `sync_grads`.
     """
-    if not torch.is_grad_enabled():
+    is_lost = any(isinstance(x, Tensor) and x.requires_grad for x in sent or ())
+    is_bent = any(isinstance(x, Tensor) and x.requires_grad and not x.is_leaf for x in filled)
+    if not (is_lost or is_bent) or not torch.is_grad_enabled():
         return
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_DIST):
+    while frame.f_back is not None and owner_of(frame.f_code.co_filename) == "dist":
         frame = frame.f_back
     file, line = frame.f_code.co_filename, frame.f_lineno
-    if file.startswith(_PACKAGE) or (file, line) in _warned:
+    if owner_of(file) in ("dist", "lockstep", "command") or (file, line) in _warned:
         return
     _warned.add((file, line))
+    outcome = "ends here, as what comes out has no graph"
+    if sent is None:
+        outcome = "stays that of this rank's own value, not of what replaces it"
     remedy = "Pass sync_grads=True" if has_sync_grads else "Use all_gather or all_reduce with sync_grads=True"
     warnings.warn_explicit(
-        f"{name} at {file}:{line} is given a tensor that requires grad, but {outcome}. {remedy} to let gradients flow "
-        "back over the ranks, or hand in .detach() to say that no gradient should flow",
+        f"{name} at {file}:{line} is given a tensor that requires grad, but its gradient {outcome}. {remedy} "
+        "to let gradients flow back over the ranks, or hand in .detach() to say that no gradient should flow",
         UserWarning,
         file,
         line,
-    )
-
-
-def _mode_of(inputs: Sequence[Tensor]) -> int:
-    if not torch.is_grad_enabled():
-        return _GRAD_MODE_OFF
-    if not any(x.requires_grad for x in inputs):
-        return _NO_GRADIENT
-    for x in inputs:
-        reduction("sum", x.dtype)  # backward sums the gradients, so the dtype must allow it
-    return _GRADIENT
-
-
-def _mismatch(calls: Sequence[str], modes: Sequence[int], comm: Comm) -> CollectiveMismatchError:
-    words = {_NO_GRADIENT: "", _GRADIENT: ", which requires grad", _GRAD_MODE_OFF: ", under no_grad"}
-    table = grouped({rank: call + words[mode] for rank, (call, mode) in enumerate(zip(calls, modes, strict=True))})
-    kinds = [(call, mode == _GRAD_MODE_OFF) for call, mode in zip(calls, modes, strict=True)]
-    return CollectiveMismatchError(
-        f"with sync_grads all ranks must make the same call, all of them under no_grad or none, but call\n{table}",
-        failed_ranks=[comm.ranks[rank] for rank in unlike_most(dict(enumerate(kinds)))],
     )

@@ -6,7 +6,7 @@ import hashlib
 import secrets
 import sys
 from collections.abc import Iterable, MutableMapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import lru_cache, partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lockstep.calls import grouped, unlike_most
 from lockstep.device import copy_into
 from lockstep.dist.consistency import check_call
-from lockstep.dist.gradients import GRADIENT_ENDS, GRADIENT_STAYS_LOCAL, warn_of_lost_gradients
+from lockstep.dist.gradients import warn_of_lost_gradients
 from lockstep.dist.pickling import all_gather_pickled, broadcast_pickled
 from lockstep.dist.reduce import start_reduction
 from lockstep.dist.validate import NOT_GIVEN, either, is_int, require_rank, require_tensor
@@ -34,7 +34,6 @@ D = TypeVar("D", bound=MutableMapping[Any, Any])
 
 _MIB = 2**20
 _CPU = torch.device("cpu")
-_DIGEST_BYTES = 32
 _NUMBERS = ((bool, torch.bool), (int, torch.int64), (float, torch.float64), (complex, torch.complex128))
 
 
@@ -80,8 +79,7 @@ def all_reduce_dict(
         if not isinstance(data, MutableMapping):
             raise TypeError(f"`data` must be a dict, but is {type(data).__name__}. Lists and others: all_reduce_tree")
         values = [(repr(key), value) for key, value in data.items()]
-        if any(isinstance(x, Tensor) and x.requires_grad and not x.is_leaf for _, x in values):
-            warn_of_lost_gradients("all_reduce_dict", GRADIENT_STAYS_LOCAL)
+        warn_of_lost_gradients("all_reduce_dict", filled=data.values())
     reduced = _reduce_leaves(values, op, comm, torch.float32 if to_float else None, is_filled=not to_float)
     for (key, value), result in zip(list(data.items()), reduced, strict=True):
         if isinstance(value, Tensor) and value.dtype == result.dtype:
@@ -111,8 +109,7 @@ def all_reduce_tree(data: T, op: OpLike = "sum", group: GroupLike = None) -> T:
     check_call("all_reduce_tree", comm, str(op), compares=False)
     with report_failure(comm):  # of a tree that can't be walked
         items = list(tree_items(data))
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for _, leaf in items):
-            warn_of_lost_gradients("all_reduce_tree", GRADIENT_ENDS)
+        warn_of_lost_gradients("all_reduce_tree", [leaf for _, leaf in items])
     reduced = _reduce_leaves(items, op, comm)
     leaves = (_as_leaf(result, leaf) for result, (_, leaf) in zip(reduced, items, strict=True))
     return tree_map(lambda _: next(leaves), data)  # type: ignore[no-any-return]
@@ -131,7 +128,7 @@ def all_gather_tree(data: T, group: GroupLike = None) -> list[T]:
     """
     comm = resolve(group)
     check_call("all_gather_tree", comm, compares=False)
-    return all_gather_pickled(data, comm, on_graph=lambda: warn_of_lost_gradients("all_gather_tree", GRADIENT_ENDS))
+    return all_gather_pickled(data, comm, partial(warn_of_lost_gradients, "all_gather_tree"))
 
 
 def broadcast_tree(data: T, src: int = 0, group: GroupLike = None) -> T:
@@ -149,8 +146,8 @@ def broadcast_tree(data: T, src: int = 0, group: GroupLike = None) -> T:
     comm = resolve(group)
     src = require_rank("src", src, comm)
     check_call("broadcast_tree", comm, src, compares=False)
-    on_graph = partial(warn_of_lost_gradients, "broadcast_tree", GRADIENT_ENDS)
-    return broadcast_pickled(data, src, comm, on_graph)  # type: ignore[no-any-return]
+    warn = partial(warn_of_lost_gradients, "broadcast_tree")
+    return broadcast_pickled(data, src, comm, warn)  # type: ignore[no-any-return]
 
 
 def all_reduce_params(
@@ -192,15 +189,14 @@ def all_reduce_params(
     for index, tensor in enumerate(tensors):
         require_tensor(f"params[{index}]", tensor, is_filled=True)
         reduction(name, tensor.dtype)
-    if any(x.requires_grad and not x.is_leaf for x in tensors):
-        warn_of_lost_gradients("all_reduce_params", GRADIENT_STAYS_LOCAL)
+    warn_of_lost_gradients("all_reduce_params", filled=tensors)
     limit_bytes = sys.maxsize if bucket_size_mb <= 0 else int(bucket_size_mb * _MIB)
     large_from = min(_MIB, limit_bytes) if coalesce else 0
     buckets = _buckets([x for x in tensors if x.nbytes < large_from], limit_bytes)
     flats = [_joined(bucket) for bucket in buckets]
     large = [x for x in tensors if x.nbytes >= large_from]
     check_call("all_reduce_params", comm, name, *large, *flats)  # one comparison for all
-    handles = [start_reduction(x, None, reduction(name, x.dtype), comm, async_op=True) for x in (*large, *flats)]
+    handles = [start_reduction(x, None, name, comm, async_op=True) for x in (*large, *flats)]
     with ExitStack() as stack:  # what is last here comes first; an error, after all others
         for bucket, flat in zip(buckets, flats, strict=True):
             for tensor, reduced in zip(bucket, _parts(flat, bucket), strict=True):
@@ -297,14 +293,14 @@ def _reduce_leaves(
         raise _mismatch(_lines(structure), comm)
     travels_on = _CPU if all(one[0] for one in received) else comm.comm_device
     reduced = list(tensors)
-    for leaf_dtype, indices in indices_of.items():
+    for indices in indices_of.values():
         members = [tensors[index] for index in indices]
         device = members[0].device if comm.pg is None else travels_on
         are_on_cpu = all(x.is_cpu for x in members)
         joined = _joined(members if are_on_cpu else [x.to(device) for x in members])
         joined = joined.to(device)  # in one copy
         # The exchange has compared the calls.
-        start_reduction(joined, None, reduction(name, leaf_dtype), comm, async_op=False).wait()
+        start_reduction(joined, None, name, comm, async_op=False).wait()
         if are_on_cpu:
             joined = joined.cpu()  # in one read of the device
         for index, result in zip(indices, _parts(joined, members), strict=True):
@@ -330,7 +326,7 @@ def _plan_of(structure: _Structure) -> tuple[bytes, dict[torch.dtype, list[int]]
 
     It is usually cached, as training reduces the same structures again.
     """
-    digest = hashlib.blake2b(repr(_lines(structure)).encode(), digest_size=_DIGEST_BYTES).digest()
+    digest = hashlib.blake2b(repr(_lines(structure)).encode(), digest_size=32).digest()
     indices_of: dict[torch.dtype, list[int]] = {}
     # By path, because the order of a dict may differ between ranks.
     for index in sorted(range(len(structure)), key=lambda index: structure[index][0]):
@@ -369,20 +365,16 @@ def _as_tensor(path: str, leaf: Any, dtype: torch.dtype | None, is_filled: bool)
 
 
 def _tensor_of(path: str, leaf: Any) -> Tensor:
+    found = type(leaf).__name__
     if isinstance(leaf, np.ndarray | np.generic):
-        try:
+        with suppress(TypeError):  # torch does not know its dtype
             return torch.from_numpy(np.array(leaf, dtype=leaf.dtype.newbyteorder("=")))
-        except TypeError as error:
-            raise TypeError(
-                f"`{path}` must be an array of numbers that torch knows, but is one of {leaf.dtype}. "
-                "Other objects go through all_gather_object"
-            ) from error
+        found = f"an array of {leaf.dtype}, which torch does not know"
     if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
         raise ValueError(f"`{path}` must be an int that fits into 64 bits, but is {leaf}")
     for kind, dtype in _NUMBERS:
         if isinstance(leaf, kind):
             return torch.tensor(leaf, dtype=dtype, device="cpu")
     raise TypeError(
-        f"`{path}` must be a tensor, an array or a number, but is {type(leaf).__name__}. "
-        "Other objects go through all_gather_object"
+        f"`{path}` must be a tensor, an array or a number, but is {found}. Other objects go through all_gather_object"
     )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import struct
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -33,18 +32,19 @@ _SEGMENT_MIN_BYTES = 64 * 1024
 _TAG = 0x10C4  # of objects for one rank alone; users' own messages have others
 
 
-def dump(obj: object, comm: Comm, on_graph: Callable[[], None] | None = None) -> Parts:
+def dump(obj: object, comm: Comm, on_tensors: Callable[[list[Tensor]], None] | None = None) -> Parts:
     """Return an object as parts.
 
     Args:
         obj: the object.
         comm: the group, for errors.
-        on_graph: called if a tensor in the object, other than a parameter, requires grad.
+        on_tensors: called with the tensors in the object, other than parameters.
 
     **Raises**: TypeError if it can't be pickled, chained to the cause, naming this rank of `comm`.
     """
     stream, segments = io.BytesIO(), list[Tensor]()
     pickler = _Pickler(stream, protocol=5, buffer_callback=partial(_keep_in_band, segments))
+    pickler.tensors = []
     try:
         pickler.dump(obj)
     except KeyboardInterrupt:
@@ -53,8 +53,8 @@ def dump(obj: object, comm: Comm, on_graph: Callable[[], None] | None = None) ->
         raise TypeError(
             f"the object must be picklable, but {type(obj).__name__} is not: {message_of(error)} ({comm.this_rank})"
         ) from error
-    if on_graph is not None and pickler.in_graph:
-        on_graph()
+    if on_tensors is not None:
+        on_tensors(pickler.tensors)
     return [_as_bytes_tensor(stream.getbuffer()), *segments]
 
 
@@ -64,13 +64,13 @@ def load(parts: Sequence[Tensor | memoryview]) -> Any:
     return pickle.loads(pickled, buffers=segments)
 
 
-def all_gather_pickled(obj: object, comm: Comm, on_graph: Callable[[], None] | None = None) -> list[Any]:
-    """Return every rank's object, in rank order, this rank's own as a copy; `on_graph`: as for `dump`.
+def all_gather_pickled(obj: object, comm: Comm, on_tensors: Callable[[list[Tensor]], None] | None = None) -> list[Any]:
+    """Return every rank's object, in rank order, this rank's own as a copy; `on_tensors`: as for `dump`.
 
     **Collective**: every rank.
     """
     with report_failure(comm):
-        own = dump(obj, comm, on_graph)
+        own = dump(obj, comm, on_tensors)
     # The other ranks of a fake group send nothing, and have the same.
     every = [own] * comm.size if comm.is_alone else _exchange_parts(own, comm)
     return [
@@ -79,12 +79,14 @@ def all_gather_pickled(obj: object, comm: Comm, on_graph: Callable[[], None] | N
     ]
 
 
-def broadcast_pickled(obj: object, src: int, comm: Comm, on_graph: Callable[[], None] | None = None) -> Any:
-    """Return rank `src`'s object, there the object itself; `on_graph`: as for `dump`. **Collective**: every rank."""
+def broadcast_pickled(
+    obj: object, src: int, comm: Comm, on_tensors: Callable[[list[Tensor]], None] | None = None
+) -> Any:
+    """Return rank `src`'s object, there the object itself; `on_tensors`: as for `dump`. **Collective**: every rank."""
     if comm.rank != src and not comm.is_alone:
         return load_from(src, _exchange_parts(None, comm)[src], comm)
     with report_failure(comm):
-        parts = dump(obj, comm, on_graph)
+        parts = dump(obj, comm, on_tensors)
     _exchange_parts(parts, comm)
     return obj
 
@@ -108,11 +110,11 @@ def gather_pickled(obj: object, dst: int, comm: Comm, *, copy_own: bool) -> Iter
     is_kept = comm.rank == dst and not copy_own
     with report_failure(comm):
         own = dump(None if is_kept else obj, comm)
-    sizes = exchange(comm, sizes_of(own))
+    sizes = exchange(comm, _sizes_of(own))
     if comm.rank != dst:
         transfer_between_hosts([], [(part, dst) for part in own], comm, _TAG).wait()
         return None
-    every = {rank: places_for(one) for rank, one in enumerate(sizes) if rank != dst}
+    every = {rank: _places_for(pickle.loads(one)) for rank, one in enumerate(sizes) if rank != dst}
     transfer_between_hosts([(part, rank) for rank, parts in every.items() for part in parts], [], comm, _TAG).wait()
     every[dst] = [part.clone() for part in own]
     return (obj if is_kept and rank == dst else load_from(rank, every[rank], comm) for rank in range(comm.size))
@@ -126,12 +128,12 @@ def scatter_pickled(objects: Sequence[object], src: int, comm: Comm) -> Any:
                 f"objects must be scattered by {comm.this_rank} itself, but `src` is {src}, which is not there: the "
                 "group is a fake one. Scatter them from this rank, or broadcast the list"
             )
-        parts = places_for(pickle.loads(exchange(comm)[src])[comm.rank])
+        parts = _places_for(pickle.loads(exchange(comm)[src])[comm.rank])
         transfer_between_hosts([(part, src) for part in parts], [], comm, _TAG).wait()
         return load_from(src, parts, comm)
     with report_failure(comm):
         every = [dump(None if rank == src else obj, comm) for rank, obj in enumerate(objects)]
-    exchange(comm, pickle.dumps([sizes_of(parts) for parts in every]))
+    exchange(comm, pickle.dumps([[part.numel() for part in parts] for parts in every]))
     sent = [(part, rank) for rank, parts in enumerate(every) if rank != src for part in parts]
     transfer_between_hosts([], sent, comm, _TAG).wait()
     return objects[src]
@@ -160,44 +162,33 @@ def _exchange_parts(own: Parts | None, comm: Comm) -> list[list[Any]]:
     The pickle is in the exchange that tells the sizes, so that a small object takes no further message. It stays a
     piece of what has arrived: a tensor of it would take ten times as long as to load a small one.
     """
-    heads = exchange(comm, b"" if own is None else sizes_of(own) + bytes(bytes_of(own[0])))
+    heads = exchange(comm, b"" if own is None else _sizes_of(own) + bytes(bytes_of(own[0])))
     every: list[list[Any]] = []
     for head in heads:
-        size, *others = _sizes_in(head) if head else (0,)
-        every.append([memoryview(head)[len(head) - size :], *map(_place, others)] if head else [])
+        size, *others = pickle.loads(head) if head else (0,)  # what follows the sizes is ignored
+        every.append([memoryview(head)[len(head) - size :], *_places_for(others)] if head else [])
     if own is not None:
         every[comm.rank] = own
-    broadcast_from_all([parts[1:] for parts in every], comm)
+    broadcast_from_all([(part, rank) for rank, parts in enumerate(every) for part in parts[1:]], comm)
     return every
 
 
-def sizes_of(parts: Parts) -> bytes:
-    """Return number and sizes of an object's parts, as `places_for` reads them."""
-    return struct.pack(f"<{1 + len(parts)}q", len(parts), *(part.numel() for part in parts))
+def _sizes_of(parts: Parts) -> bytes:
+    return pickle.dumps([part.numel() for part in parts])
 
 
-def places_for(head: bytes) -> Parts:
-    """Return memory for the parts of an object; `head` begins with their sizes."""
-    return list(map(_place, _sizes_in(head)))
-
-
-def _sizes_in(head: bytes) -> tuple[int, ...]:
-    (number,) = struct.unpack_from("<q", head)
-    return struct.unpack_from(f"<{number}q", head, 8)
-
-
-def _place(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, device="cpu")
+def _places_for(sizes: Sequence[int]) -> Parts:
+    return [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as buffers; `in_graph` says whether one of them requires grad.
+    """Pickles tensors as buffers; `tensors` are those, but for parameters.
 
     A pickler refers to every object that went through it. It must not be part of a reference cycle, which would keep
     them alive until the next garbage collection.
     """
 
-    in_graph = False
+    tensors: list[Tensor]
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Tensor and obj.layout is torch.strided and not (obj.is_quantized or obj.is_meta):
@@ -207,7 +198,7 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
     def _reduce_tensor(self, data: Tensor) -> tuple[object, tuple[object, ...]]:
-        self.in_graph |= data.requires_grad
+        self.tensors.append(data)
         flat = data.detach().resolve_conj().resolve_neg().contiguous()
         accelerator = "" if flat.device.type == "cpu" else flat.device.type
         buffer = pickle.PickleBuffer(bytes_of(flat.cpu()))

@@ -13,8 +13,6 @@ from torch import Tensor
 from lockstep.device import copy_into
 from lockstep.dist.consistency import check_call
 from lockstep.dist.gradients import (
-    GRADIENT_ENDS,
-    GRADIENT_STAYS_LOCAL,
     LinearMap,
     apply_with_gradients,
     describe,
@@ -26,7 +24,7 @@ from lockstep.dist.validate import NOT_GIVEN, No, Yes, either, require_alike, re
 from lockstep.groups import BIT_OPS, Comm, GroupLike, resolve
 from lockstep.transport.control import report_failure
 from lockstep.transport.handles import Handle, start, wait_unless_async
-from lockstep.transport.moving import gather_into, used_on_current_stream
+from lockstep.transport.moving import gather_into, is_plain_memory, send_to_each, used_on_current_stream
 from lockstep.transport.reduce_ops import TORCH_OPS, OpLike, OpName, Reduction, combine, op_name, reduction
 
 
@@ -108,11 +106,10 @@ def all_reduce(
     data = either("data", data, "tensor", tensor)
     if sync_grads:
         return _all_reduce_with_grads(data, op, comm, async_op)
-    name, plan = _planned("data", data, op)
-    if data.requires_grad and not data.is_leaf:
-        warn_of_lost_gradients("all_reduce", GRADIENT_STAYS_LOCAL, has_sync_grads=True)
+    name = _checked_op("data", data, op)
+    warn_of_lost_gradients("all_reduce", filled=[data], has_sync_grads=True)
     check_call("all_reduce", comm, data, name, async_op=async_op)
-    return wait_unless_async(start_reduction(data, None, plan, comm, async_op), async_op)
+    return wait_unless_async(start_reduction(data, None, name, comm, async_op), async_op)
 
 
 @overload
@@ -157,21 +154,19 @@ def reduce(
     """
     comm = resolve(group)
     data = either("data", data, "tensor", tensor)
-    name, plan = _planned("data", data, op)
+    name = _checked_op("data", data, op)
     dst = require_rank("dst", dst, comm)
-    if data.requires_grad and not data.is_leaf:
-        warn_of_lost_gradients("reduce", GRADIENT_STAYS_LOCAL)
+    warn_of_lost_gradients("reduce", filled=[data])
     check_call("reduce", comm, data, name, dst, async_op=async_op)
-    return wait_unless_async(start_reduction(data, dst, plan, comm, async_op), async_op)
+    return wait_unless_async(start_reduction(data, dst, name, comm, async_op), async_op)
 
 
-def start_reduction(data: Tensor, dst: int | None, plan: Reduction, comm: Comm, async_op: bool) -> Handle:
+def start_reduction(data: Tensor, dst: int | None, op: OpName, comm: Comm, async_op: bool) -> Handle:
     """Reduce into rank `dst`'s data, or into every rank's if `dst` is None; without `async_op`, this may block."""
     if comm.pg is None:
-        _alone(data, plan)
         return Handle((), comm)
     collective = torch_dist.all_reduce if dst is None else partial(torch_dist.reduce, group_dst=dst)
-    return _reduce(data, plan, comm, collective, async_op, keeps=dst in (None, comm.rank))
+    return _reduce(data, reduction(op, data.dtype), comm, collective, async_op, keeps=dst in (None, comm.rank))
 
 
 @overload
@@ -232,11 +227,10 @@ def reduce_scatter(
     comm = resolve(group)
     if sync_grads:
         return _reduce_scatter_with_grads(output, input_list, op, comm, async_op)
-    name, plan = _planned("output", output, op)
+    name = _checked_op("output", output, op)
     _require_entries(output, input_list, comm)
-    if (output.requires_grad and not output.is_leaf) or any(x.requires_grad for x in input_list):
-        warn_of_lost_gradients("reduce_scatter", GRADIENT_ENDS, has_sync_grads=True)
-    return wait_unless_async(_reduce_scatter(output, input_list, name, plan, comm, async_op), async_op)
+    warn_of_lost_gradients("reduce_scatter", input_list, [output], has_sync_grads=True)
+    return wait_unless_async(_reduce_scatter(output, input_list, name, comm, async_op), async_op)
 
 
 def _require_entries(output: Tensor, input_list: Sequence[Tensor], comm: Comm) -> None:
@@ -248,34 +242,26 @@ def _require_entries(output: Tensor, input_list: Sequence[Tensor], comm: Comm) -
 
 
 def _reduce_scatter(
-    output: Tensor,
-    input_list: Sequence[Tensor],
-    name: OpName,
-    plan: Reduction,
-    comm: Comm,
-    async_op: bool = False,
+    output: Tensor, input_list: Sequence[Tensor], op: OpName, comm: Comm, async_op: bool = False
 ) -> Handle:
-    shape = input_list[0].shape
-    check_call("reduce_scatter", comm, *input_list, name, async_op=async_op)
+    check_call("reduce_scatter", comm, *input_list, op, async_op=async_op)
     if comm.pg is None:
         copy_into(output, input_list[0])
-        _alone(output, plan)
         return Handle((), comm)
+    plan = reduction(op, output.dtype)
     device = output.device if comm.carries(output) else comm.comm_device
     wires = [comm.to_wire(entry).to(device) for entry in input_list]
     travelling = wires if plan.encode is None else [plan.encode(wire) for wire in wires]
-    is_even = all(entry.shape == shape for entry in input_list)
+    is_even = len({entry.shape for entry in input_list}) == 1
     if not is_even or plan.wire_op in comm.missing_ops or (async_op and device.type == "cpu"):
         return _combine_here(output, travelling, plan, comm, async_op)
-
-    def scatter_from(received: Tensor, **options: Any) -> Any:
-        return torch_dist.reduce_scatter(received, travelling, **options)
 
     def finish() -> None:
         for sent in travelling if async_op else ():
             used_on_current_stream(sent)
 
-    return Handle([_reduce(output, plan, comm, scatter_from, async_op)], comm, finish)
+    collective = partial(torch_dist.reduce_scatter, input_list=travelling)
+    return Handle([_reduce(output, plan, comm, collective, async_op)], comm, finish)
 
 
 def _combine_here(output: Tensor, travelling: Sequence[Tensor], plan: Reduction, comm: Comm, async_op: bool) -> Handle:
@@ -284,36 +270,31 @@ def _combine_here(output: Tensor, travelling: Sequence[Tensor], plan: Reduction,
     Also with `async_op` on the CPU, where a `reduce_scatter` can't be asked whether it is complete (gloo, torch 2.13).
     """
     own = travelling[comm.rank]
-    received = own.new_empty((comm.size, *own.shape))
-    sent = torch.cat([part.reshape(-1) for part in travelling])
-    sizes = [part.numel() for part in travelling]
-    arriving = [own.numel()] * comm.size
-    flat = received.view(-1)
-    work = start(torch_dist.all_to_all_single, comm, own.device, flat, sent, arriving, sizes, async_op=async_op)
+    received, handle = send_to_each(travelling, [own.numel()] * comm.size, comm, async_op)
 
     def finish() -> None:
-        used_on_current_stream(sent)
-        total = used_on_current_stream(received)[0]
-        combine(received.unbind(), plan.wire_op, total)
+        parts = received.view(comm.size, *own.shape).unbind()
+        total = parts[0]
+        combine(parts, plan.wire_op, total)
         # What is encoded without a `decode` is a view of another dtype.
         copy_into(output, total.view(output.dtype) if plan.decode is None else plan.decode(total, comm.size))
 
-    return Handle([work], comm, finish)
+    return Handle([handle], comm, finish)
 
 
 def _all_reduce_with_grads(data: Tensor, op: object, comm: Comm, async_op: bool) -> Tensor:
     check_call("all_reduce", comm, "sync_grads", compares=False)
     with report_failure(comm):
-        name, plan = _planned("data", data, op, is_filled=False)
+        name = _checked_op("data", data, op, is_filled=False)
         require_linear(comm, async_op, name)
 
     def total(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         result = inputs[0].clone(memory_format=torch.contiguous_format)
         check_call("all_reduce", comm, result, name)
-        start_reduction(result, None, plan, comm, async_op=False).wait()
+        start_reduction(result, None, name, comm, async_op=False).wait()
         return [result]
 
-    return apply_with_gradients(f"all_reduce({describe([data])}, {name})", LinearMap(total, total, comm), [data])[0]
+    return apply_with_gradients("all_reduce", LinearMap(total, total, comm), [data], describe([data]), name)[0]
 
 
 def _reduce_scatter_with_grads(
@@ -321,15 +302,13 @@ def _reduce_scatter_with_grads(
 ) -> Tensor:
     check_call("reduce_scatter", comm, "sync_grads", compares=False)
     with report_failure(comm):
-        name, plan = _planned("output", output, op)
+        name = _checked_op("output", output, op)
         _require_entries(output, input_list, comm)
         require_linear(comm, async_op, name, "output", [output])
     like = [(x.shape, x.device) for x in input_list]
 
     def scatter(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        result = torch.empty(like[comm.rank][0], dtype=inputs[0].dtype, device=like[comm.rank][1])
-        _reduce_scatter(result, inputs, name, plan, comm).wait()
-        return [result]
+        return [scatter_reduced(inputs, name, comm)]
 
     def send_back(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """Give every rank every rank's gradient: the transpose of a `reduce_scatter`."""
@@ -338,15 +317,16 @@ def _reduce_scatter_with_grads(
         gather_into(received, wire, comm).wait()
         return [x.to(device) for x, (_, device) in zip(received, like, strict=True)]
 
-    call = f"reduce_scatter({describe(input_list)}, {name})"
-    return fill_in_graph([output], apply_with_gradients(call, LinearMap(scatter, send_back, comm), input_list))[0]
+    linear = LinearMap(scatter, send_back, comm)
+    parts = apply_with_gradients("reduce_scatter", linear, input_list, describe(input_list), name)
+    return fill_in_graph([output], parts)[0]
 
 
-def scatter_sums(entries: Sequence[Tensor], comm: Comm) -> Tensor:
-    """Return the sum of all ranks' ``entries[rank]``: the transpose of what `all_gather` does."""
+def scatter_reduced(entries: Sequence[Tensor], op: OpName, comm: Comm) -> Tensor:
+    """Return the reduction of all ranks' ``entries[rank]``; as a sum, it is the transpose of what `all_gather` does."""
     own = entries[comm.rank]
     output = torch.empty(own.shape, dtype=own.dtype, device=own.device)
-    _reduce_scatter(output, entries, "sum", reduction("sum", own.dtype), comm).wait()
+    _reduce_scatter(output, entries, op, comm).wait()
     return output
 
 
@@ -368,11 +348,14 @@ def _reduce(
     def run(travelling: Tensor, wire_op: OpName) -> Any:
         return start(collective, comm, travelling.device, travelling, op=TORCH_OPS[wire_op], async_op=async_op)
 
-    if _is_plain(data, plan, comm):
+    is_missing = plan.wire_op in comm.missing_ops
+    # The usual case is kept short, because in small calls the overhead dominates. gloo would record what it does to a
+    # tensor that requires grad.
+    is_plain = plan.encode is None and is_plain_memory(data) and not data.requires_grad
+    if is_plain and not is_missing and comm.carries(data):
         return Handle([run(data, plan.wire_op)], comm)
     wire = comm.to_wire(data)
     travelling = wire if plan.encode is None else plan.encode(wire)
-    is_missing = plan.wire_op in comm.missing_ops
     parts: list[Tensor] = []
     if is_missing and plan.wire_op in BIT_OPS:
         parts = [torch.empty_like(travelling) for _ in range(comm.size)]
@@ -395,29 +378,8 @@ def _reduce(
     return Handle([work], comm, finish)
 
 
-def _alone(data: Tensor, plan: Reduction) -> None:
-    """Reduce over one rank, with the same encoding and decoding, so that one process gives the same results as many."""
-    if plan.decode is not None and plan.encode is not None:
-        wire = data.detach().contiguous()
-        copy_into(data, plan.decode(plan.encode(wire).clone(), 1))
-
-
-def _is_plain(data: Tensor, plan: Reduction, comm: Comm) -> bool:
-    """Return whether the backend can take `data` directly.
-
-    This is the usual case. It is kept short, because in small calls the overhead dominates.
-    """
-    return (
-        plan.encode is None
-        and data.is_contiguous()
-        and not data.is_neg()
-        and not data.requires_grad  # gloo divides and copies with autograd recording
-        and plan.wire_op not in comm.missing_ops
-        and comm.carries(data)
-    )
-
-
-def _planned(argument: str, data: Tensor, op: object, *, is_filled: bool = True) -> tuple[OpName, Reduction]:
+def _checked_op(argument: str, data: Tensor, op: object, *, is_filled: bool = True) -> OpName:
     name = op_name(op)
     require_tensor(argument, data, is_filled=is_filled)
-    return name, reduction(name, data.dtype)
+    reduction(name, data.dtype)  # raises if there is none
+    return name

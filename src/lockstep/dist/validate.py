@@ -8,7 +8,7 @@ from numbers import Integral
 from typing import Any, Final, Literal, TypeAlias, TypeGuard
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.dist.header import Header
 from lockstep.groups import Comm, resolve
@@ -28,9 +28,6 @@ GROUP_TWICE: Final = "`group` must be given once, but is given by its place and 
 # For signatures in which a switch determines what is returned.
 Yes: TypeAlias = Literal[True]
 No: TypeAlias = Literal[False]
-
-# Other subclasses may only wrap tensors, and have no memory themselves.
-_PLAIN_TYPES = frozenset({Tensor, nn.Parameter, nn.Buffer})
 
 
 def either(name: str, value: Any, published: str, other: Any) -> Any:
@@ -74,21 +71,12 @@ def require_rank(name: str, rank: object, comm: Comm) -> int:
     return int(rank)
 
 
-def _is_plain(data: Any) -> bool:
-    """Return whether `data` is a tensor of torch's own types, dense, with values in memory."""
-    return (
-        type(data) in _PLAIN_TYPES
-        and data.layout is torch.strided
-        and not (data.is_meta or data.is_nested or data.is_quantized)
-    )
-
-
 def require_tensor(name: str, data: Any, *, is_filled: bool = False) -> None:
     """Raise TypeError unless `data` is a plain tensor: dense, with its own values in memory.
 
     With `is_filled` (a result is written to `data`), raise ValueError if elements share memory, as after ``expand``.
     """
-    refusal = None if _is_plain(data) else _refusal_of(data)
+    refusal = _refusal_of(data)
     if refusal is not None:
         raise TypeError(f"`{name}` must be {refusal[0]} ({resolve().this_rank}). {refusal[1]}")
     if is_filled and not data.is_contiguous() and torch._debug_has_internal_overlap(data) == 1:
@@ -100,7 +88,7 @@ def require_tensor(name: str, data: Any, *, is_filled: bool = False) -> None:
 
 
 def _refusal_of(data: object) -> tuple[str, str] | None:
-    """Return what is wrong with an argument and what to do; None for a subclass that holds values as a tensor does."""
+    """Return what is wrong with an argument and what to do; None for a dense tensor with its own values in memory."""
     kind = type(data).__name__
     if not isinstance(data, Tensor):
         return f"a tensor, but is {kind}", "Nested data go through all_reduce_tree, all_gather_tree, broadcast_tree"
@@ -133,8 +121,7 @@ def require_list(name: str, tensors: Sequence[Tensor], comm: Comm, *, is_filled:
             f"`{name}` must have {comm.size} entries, one for each rank, but has {len(tensors)} ({comm.this_rank})"
         )
     for index, tensor in enumerate(tensors):
-        if not _is_plain(tensor) or (is_filled and not tensor.is_contiguous()):  # the name is made only for an error
-            require_tensor(f"{name}[{index}]", tensor, is_filled=is_filled)
+        require_tensor(f"{name}[{index}]", tensor, is_filled=is_filled)
 
 
 def require_only_on(dst: int, name: str, given: object, comm: Comm) -> None:

@@ -26,7 +26,7 @@ from lockstep.dist.rendezvous import await_all, is_one_node, meet
 from lockstep.dist.validate import NOT_GIVEN, either, is_int
 from lockstep.engines import adopt_group, load_engine
 from lockstep.errors import DistError, PeerError, TopologyError, counted
-from lockstep.topology import LauncherName, Topology, environ, read_topology
+from lockstep.topology import LauncherName, Topology, infer_launcher, read_topology
 from lockstep.watch.ending import end_watch, raised_error
 from lockstep.watch.interrupt import end_process, groups_in_error, leave_process
 from lockstep.watch.watch import heartbeat_seconds, start_watch
@@ -237,11 +237,6 @@ def init_local_group(  # type: ignore[misc]  # the overloads share places, not n
         for first in range(0, comm.size, size)
     ]
     groups.local_groups[comm.pg] = made[node]
-
-
-def infer_launcher() -> LauncherName:
-    """Return what started this process, by its environment: ``"pytorch"``, ``"slurm"``, ``"mpi"``, else ``"none"``."""
-    return environ.infer_launcher(os.environ)
 
 
 def is_distributed() -> bool:

@@ -6,6 +6,7 @@ one answer. Missing or contradictory variables raise `TopologyError` before anyt
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -117,8 +118,8 @@ _REMEDIES: Mapping[LauncherName, str] = {
 }
 
 
-def infer_launcher(env: Environment) -> LauncherName:
-    """Return the launcher that started this process.
+def infer_launcher(env: Environment = os.environ) -> LauncherName:
+    """Return what started this process, by its environment: ``"pytorch"``, ``"slurm"``, ``"mpi"``, else ``"none"``.
 
     Launchers nest, and variables are inherited: torchrun under srun is ``"pytorch"``, mpirun inside a Slurm allocation
     is ``"mpi"``. A process that was not started as a rank is ``"none"``, also in the shell of `salloc` or ``srun

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, wraps
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 import torch.distributed as torch_dist
@@ -33,8 +33,6 @@ _SLOT_BYTES = 256
 # Each slot begins with: digest of the calls, whether the rank reports a failure, length of its payload.
 _HEAD = struct.Struct("<3q")
 _INLINE_BYTES = _SLOT_BYTES - _HEAD.size
-# What does not fit into the slots is sent by one padded all_gather up to this size, else by a broadcast for each rank.
-_PADDED_BYTES = 2**16
 _MOST_FAILURE_BYTES = 480
 # Up to so many ranks, gloo's ring (n - 1 messages one after the other) is no longer than a tree there and back
 # (2 log n); at 1,024 ranks it takes 1,023 against 20.
@@ -45,77 +43,45 @@ _LENGTH = struct.Struct("<q")
 _GATHERED_BYTES, _DOWN_BYTES = 4096, 1024  # of the first message of a gathering, and of what goes down the tree
 
 
-class _Control:
-    """The control plane of one group, with its memory for slots.
-
-    Attributes:
-        reference: weak reference to the group that carries it: the group itself where gloo serves its CPU, else one
-            beside it, which torch keeps for as long as the default group.
-        own: this rank's slot.
-        every: every rank's slot.
-    """
-
-    def __init__(self, comm: Comm) -> None:
-        assert comm.pg is not None
-        group = comm.pg
-        if comm.backends.get("cpu") != "gloo":
-            with in_backend(comm), _named(f"{distributed_c10d._world.pg_names[group]}/control"):
-                group = torch_dist.new_group(
-                    list(comm.ranks), backend="gloo", timeout=comm.timeout, use_local_synchronization=True
-                )
-            control_groups[comm.pg] = ref(group)
-        self.reference: ReferenceType[ProcessGroup] = ref(group)
-        with torch.inference_mode(False):
-            self.own = torch.empty(_SLOT_BYTES, dtype=torch.uint8, device=_CPU)
-            self.every = torch.empty(comm.size * _SLOT_BYTES, dtype=torch.uint8, device=_CPU)
-        self.own_bytes, self.every_bytes = bytes_of(self.own), bytes_of(self.every)
-
-
-_controls: WeakKeyDictionary[ProcessGroup, _Control] = WeakKeyDictionary()
 _names = threading.local()
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Give the group that this thread makes inside a name.
-
-    torch would name it by the number of groups that each rank is in. Where these differ, the ranks would wait for each
-    other at different keys of the store. There is no public way to say a name (2.13).
-    """
-    _let_groups_be_named()
-    _names.own = name
-    try:
-        yield
-    finally:
-        _names.own = None
 
 
 @cache
 def _let_groups_be_named() -> None:
+    """Let a thread say in `_names.next` the name of the group that it makes next.
+
+    torch would name it by the number of groups that each rank is in. Where these differ, the ranks would wait for each
+    other at different keys of the store. There is no public way to say a name (2.13).
+    """
     torchs_name = distributed_c10d._process_group_name
 
     @wraps(torchs_name)
     def name_of(*args: Any, **options: Any) -> Any:
-        return getattr(_names, "own", None) or torchs_name(*args, **options)
+        return vars(_names).pop("next", None) or torchs_name(*args, **options)
 
     distributed_c10d._process_group_name = name_of
-
-
-def _control_of(comm: Comm) -> _Control:
-    group = comm.pg
-    assert group is not None
-    control = _controls.get(group)
-    if control is None:
-        control = _controls[group] = _Control(comm)
-    return control
 
 
 def control_group(comm: Comm) -> ProcessGroup | None:
     """Return the group over which the hosts of `comm` speak; None where no group exists.
 
+    It is the group itself where gloo serves its CPU, else one beside it, which torch keeps for as long as the default
+    group.
+
     **Collective** at the first call in a group without gloo for the CPU: every rank of the group.
     """
-    return None if comm.pg is None else _control_of(comm).reference()
+    group = comm.pg
+    if group is None or comm.backends.get("cpu") == "gloo":
+        return group
+    if group not in control_groups:
+        _let_groups_be_named()
+        _names.next = f"{distributed_c10d._world.pg_names[group]}/control"
+        with in_backend(comm):
+            beside = torch_dist.new_group(
+                list(comm.ranks), backend="gloo", timeout=comm.timeout, use_local_synchronization=True
+            )
+        control_groups[group] = ref(beside)
+    return control_groups[group]()
 
 
 def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None) -> list[bytes]:
@@ -123,7 +89,7 @@ def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None) -> li
 
     Args:
         comm: the group.
-        payload: this rank's bytes, any number; few ranks should have more than 64 KiB.
+        payload: this rank's bytes, any number.
         failure: why this rank can't take part in what follows, in place of `payload`.
 
     **Collective**: every rank of the group. The other ranks may be in other calls, as long as these exchange, too.
@@ -133,7 +99,7 @@ def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None) -> li
 
     **Cost**: up to 8 ranks, 256 bytes from each rank to each, in one call of gloo. Above, 2 log n messages one after
     the other, and some 128 n log n bytes in all; log n further ones, where all bytes together can't be compressed to
-    1 KiB. What does not fit into 256 bytes is sent in further calls.
+    1 KiB. What does not fit into 256 bytes is sent by one broadcast for each rank, all in flight at once.
     """
     calls = comm.calls
     if calls is None or comm.is_alone:
@@ -141,29 +107,28 @@ def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None) -> li
     calls.raise_failure()
     if comm.size == 1:
         return [payload]
-    control = _control_of(comm)
     if failure is not None:
         # A file's name may hold what UTF-8 can't encode.
         payload = failure.encode(errors="backslashreplace")[:_MOST_FAILURE_BYTES]
-    _HEAD.pack_into(control.own_bytes, 0, calls.digest, failure is not None, len(payload))
-    control.own_bytes[_HEAD.size :] = payload[:_INLINE_BYTES].ljust(_INLINE_BYTES, b"\0")
+    own = _HEAD.pack(calls.digest, failure is not None, len(payload)) + payload[:_INLINE_BYTES]
     with in_backend(comm):
-        _gather_slots(control, comm)
-    heads = [_HEAD.unpack_from(control.every_bytes, rank * _SLOT_BYTES) for rank in range(comm.size)]
+        every = _gather_slots(torch.frombuffer(bytearray(own.ljust(_SLOT_BYTES, b"\0")), dtype=torch.uint8), comm)
+    slots = [every[start : start + _SLOT_BYTES] for start in range(0, len(every), _SLOT_BYTES)]
+    heads = [_HEAD.unpack_from(slot) for slot in slots]
     if any(digest != calls.digest for digest, _, _ in heads):
         exported = json.dumps(calls.export()).encode()
         calls.reset()  # all ranks have found the difference at once, and can use the group further
-        every = enumerate(map(zlib.decompress, exchange(comm, zlib.compress(exported))))
-        raise described(comm, {rank: Record(json.loads(one)) for rank, one in every}, ())
-    found = []
-    for rank, (_, _, length) in enumerate(heads):
-        first = rank * _SLOT_BYTES + _HEAD.size
-        found.append(bytes(control.every_bytes[first : first + min(length, _INLINE_BYTES)]))
+        records = enumerate(map(zlib.decompress, exchange(comm, zlib.compress(exported))))
+        raise described(comm, {rank: Record(json.loads(one)) for rank, one in records}, ())
+    found = [bytes(slot[_HEAD.size :][:length]) for slot, (_, _, length) in zip(slots, heads, strict=True)]
     is_refused = any(failed for _, failed, _ in heads)  # then only the messages of failures are sent as a whole
     lengths = [max(length - _INLINE_BYTES, 0) if failed or not is_refused else 0 for _, failed, length in heads]
     if any(lengths):
-        rests = _exchange_rests(payload[_INLINE_BYTES:] if lengths[comm.rank] else b"", lengths, comm)
-        found = [one + rest for one, rest in zip(found, rests, strict=True)]
+        rests = [torch.empty(length, dtype=torch.uint8, device=_CPU) for length in lengths]
+        if lengths[comm.rank]:
+            rests[comm.rank] = torch.frombuffer(bytearray(payload[_INLINE_BYTES:]), dtype=torch.uint8)
+        broadcast_from_all([(rest, rank) for rank, rest in enumerate(rests) if rest.numel()], comm)
+        found = [one + bytes(bytes_of(rest)) for one, rest in zip(found, rests, strict=True)]
     failures = [
         one.decode(errors="replace") if failed else None for one, (_, failed, _) in zip(found, heads, strict=True)
     ]
@@ -172,14 +137,14 @@ def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None) -> li
     return found
 
 
-def _gather_slots(control: _Control, comm: Comm) -> None:
-    """Fill `control.every` with the slots of all ranks."""
-    group, every = control.reference(), control.every
+def _gather_slots(own: Tensor, comm: Comm) -> memoryview:
+    """Return the slots of all ranks, one after the other; `own` is this rank's."""
+    group, every = control_group(comm), torch.empty(comm.size * _SLOT_BYTES, dtype=torch.uint8, device=_CPU)
     if comm.size <= _RING_RANKS:
-        all_gather_single(every, control.own, group=group)
-        return
+        all_gather_single(every, own, group=group)
+        return bytes_of(every)
     slots = every.view(comm.size, _SLOT_BYTES)
-    slots[comm.rank] = control.own
+    slots[comm.rank] = own
     step = 1
     while step < comm.size and not comm.rank & step:  # to rank 0: this rank collects those of the ranks behind it
         if comm.rank + step < comm.size:
@@ -189,7 +154,7 @@ def _gather_slots(control: _Control, comm: Comm) -> None:
     if comm.rank:
         torch_dist.send(slots[comm.rank : comm.rank + step], group_dst=comm.rank - step, group=group, tag=_TREE_TAG)
     # Most slots are alike, as for a check, or all but one, as in a broadcast: a thousand become some hundred bytes.
-    packed = b"" if comm.rank else zlib.compress(control.every_bytes, 1)
+    packed = b"" if comm.rank else zlib.compress(bytes_of(every), 1)
     down = _framed(packed, _DOWN_BYTES)
     torch_dist.broadcast(down, group_src=0, group=group)
     (length,) = _LENGTH.unpack_from(framed := bytes_of(down))
@@ -199,7 +164,7 @@ def _gather_slots(control: _Control, comm: Comm) -> None:
         rest = torch.frombuffer(bytearray(packed[room:] or length - room), dtype=torch.uint8)
         torch_dist.broadcast(rest, group_src=0, group=group)
         found += bytes(bytes_of(rest))
-    control.every_bytes[:] = zlib.decompress(found[:length])
+    return memoryview(zlib.decompress(found[:length]))
 
 
 def _framed(payload: bytes, size: int) -> Tensor:
@@ -209,25 +174,8 @@ def _framed(payload: bytes, size: int) -> Tensor:
     )
 
 
-def _exchange_rests(rest: bytes, lengths: Sequence[int], comm: Comm) -> list[bytes]:
-    """Give every rank the bytes of all that did not fit into their slots; `rest` are this rank's."""
-    longest = max(lengths)
-    if sum(length > 0 for length in lengths) > 1 and longest <= _PADDED_BYTES:
-        sent = torch.frombuffer(bytearray(rest.ljust(longest, b"\0")), dtype=torch.uint8)
-        every = torch.empty(comm.size * longest, dtype=torch.uint8, device=_CPU)
-        with in_backend(comm):
-            all_gather_single(every, sent, group=control_group(comm))
-        whole = bytes_of(every)
-        return [bytes(whole[rank * longest : rank * longest + length]) for rank, length in enumerate(lengths)]
-    parts = [torch.empty(length, dtype=torch.uint8, device=_CPU) for length in lengths]
-    if rest:
-        parts[comm.rank] = torch.frombuffer(bytearray(rest), dtype=torch.uint8)
-    broadcast_from_all([[part] if part.numel() else [] for part in parts], comm)
-    return [bytes(bytes_of(part)) for part in parts]
-
-
-def broadcast_from_all(segments: Sequence[Sequence[Tensor]], comm: Comm) -> None:
-    """Give every rank every rank's segments, in place: for each rank a list of flat tensors of the CPU.
+def broadcast_from_all(segments: Sequence[tuple[Tensor, int]], comm: Comm) -> None:
+    """Give every rank every rank's segments, in place: flat tensors of the CPU, each with the rank that sends it.
 
     **Collective**: every rank, with the same sizes. **Cost**: one broadcast for each segment, all in flight at once.
     """
@@ -235,14 +183,8 @@ def broadcast_from_all(segments: Sequence[Sequence[Tensor]], comm: Comm) -> None
         return
     group = control_group(comm)
     with in_backend(comm):
-        works = [
-            torch_dist.broadcast(segment, group_src=rank, group=group, async_op=True)
-            for rank, of_rank in enumerate(segments)
-            for segment in of_rank
-        ]
-        for work in works:
-            assert work is not None
-            work.wait()
+        works = [torch_dist.broadcast(x, group_src=rank, group=group, async_op=True) for x, rank in segments]
+    Handle(works, comm).wait()
 
 
 def transfer_between_hosts(
@@ -331,6 +273,5 @@ class GatherHandle:
         if self._gathered is not None:
             for rank, (slot, length, rest) in enumerate(zip(slots, lengths, rests, strict=True)):
                 if rank != self._comm.rank:
-                    first = slot[_LENGTH.size : _LENGTH.size + min(length, room)]
-                    self._gathered[rank] = bytes(first) + bytes(bytes_of(rest))
+                    self._gathered[rank] = bytes(slot[_LENGTH.size :][:length]) + bytes(bytes_of(rest))
         return self._gathered

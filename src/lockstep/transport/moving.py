@@ -15,11 +15,8 @@ from torch.distributed import P2POp, ProcessGroup, Work
 from lockstep.device import copy_into
 from lockstep.groups import Comm
 from lockstep.transport.handles import Handle, in_backend, note_running, start
+from lockstep.transport.reduce_ops import NATIVE_DTYPES
 
-# Dtypes that every backend moves by name; all others travel as bytes.
-_NATIVE_DTYPES = frozenset(
-    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
-)  # fmt: skip
 # Renamed in torch 2.13; remove the second name when 2.12 is no longer supported.
 all_gather_single: Callable[..., Work | None] = (
     torch_dist.all_gather_single if hasattr(torch_dist, "all_gather_single") else torch_dist.all_gather_into_tensor
@@ -34,8 +31,7 @@ def gather_alike(wire: Tensor, comm: Comm) -> list[Tensor]:
     if comm.pg is None:
         return [wire.clone()]
     every = wire.new_empty((comm.size, *wire.shape))
-    flat = as_native(every).view(-1), as_native(wire).view(-1)
-    start(all_gather_single, comm, wire.device, *flat)
+    start(all_gather_single, comm, wire.device, as_native(every).view(-1), as_native(wire).view(-1))
     return list(every.unbind())
 
 
@@ -65,6 +61,30 @@ def gather_into(outputs: Sequence[Tensor], wire: Tensor, comm: Comm, async_op: b
         copy_all(outputs, received)
 
     return Handle(works, comm, finish)
+
+
+def send_to_each(parts: Sequence[Tensor], arriving: Sequence[int], comm: Comm, async_op: bool) -> tuple[Tensor, Handle]:
+    """Start to send the i-th part to rank i; return where the parts of all ranks arrive, flat, and the handle.
+
+    Args:
+        parts: one for each rank, of one dtype. They may lie on several devices, but one tensor is sent, on the first's.
+        arriving: number of elements that each rank sends here.
+        comm: the group.
+        async_op: return before it is complete.
+
+    **Collective**: every rank. **Cost**: one `all_to_all_single`, and a copy of what is sent.
+    """
+    device = parts[0].device
+    sent = torch.cat([part.reshape(-1).to(device) for part in parts])
+    received = sent.new_empty(sum(arriving))
+    sizes = [part.numel() for part in parts]
+    work = start(torch_dist.all_to_all_single, comm, device, received, sent, arriving, sizes, async_op=async_op)
+
+    def finish() -> None:
+        used_on_current_stream(sent)
+        used_on_current_stream(received)
+
+    return received, Handle([work], comm, finish)
 
 
 def place_for(output: Tensor, device: torch.device) -> Tensor:
@@ -148,7 +168,7 @@ def as_bytes(data: Tensor) -> Tensor:
 
 def as_native(wire: Tensor) -> Tensor:
     """Return a contiguous tensor unchanged, or as bytes if not every backend supports its dtype."""
-    return wire if wire.dtype in _NATIVE_DTYPES else as_bytes(wire)
+    return wire if wire.dtype in NATIVE_DTYPES else as_bytes(wire)
 
 
 def bytes_of(data: Tensor) -> memoryview:

@@ -37,6 +37,8 @@ TORCH_OPS = {name: torch_op for name, (torch_op, _) in _OPS.items()}
 _NAMES: dict[str, OpName] = {**{name: name for name in _OPS}, "avg": "mean", "prod": "product"}
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _NATIVE_INTS = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64})
+NATIVE_DTYPES = _FLOATS | _NATIVE_INTS
+"""Dtypes that every backend moves by name; all others travel as bytes, or encoded."""
 _WIDER_INTS = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 _INTS = _NATIVE_INTS | _WIDER_INTS.keys() | {torch.uint64}
 _SIGN_BIT = -(2**63)

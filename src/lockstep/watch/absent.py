@@ -107,11 +107,6 @@ class WatchOfRank:
             self.fail(*one)
         return failure_of_any()
 
-    def difference(self, comm: Comm, states: Mapping[int, State | None]) -> CollectiveMismatchError:
-        """Return the error that names the first call in which the ranks of a group differ, by what they do."""
-        ended = [rank for rank, one in enumerate(comm.ranks) if (states[one] or {}).get("ended")]
-        return described(comm, records_of(comm, states), ended)
-
     def declare(self, group: str, ranks: Sequence[int], values: Sequence[object], kind: str = "calls") -> None:
         """Tell the ranks of a group why it can't be used further.
 
@@ -144,9 +139,11 @@ class WatchOfRank:
             self._aborted, self._still_since = calls, time.monotonic()  # from now on the main thread can leave it
         interrupt(comm)
 
-    def fail_all(self, comm: Comm, calls: Calls, error: CollectiveMismatchError) -> None:
-        """Let all ranks of the group fail."""
+    def fail_all(self, comm: Comm, calls: Calls, states: Mapping[int, State | None]) -> None:
+        """Let all ranks of a group fail, as they differ, by what they do; the error names the first such call."""
         if calls.failure is None:
+            ended = [rank for rank, one in enumerate(comm.ranks) if (states[one] or {}).get("ended")]
+            error = described(comm, records_of(comm, states), ended)
             self.declare(comm.group_name, comm.ranks, [str(error), error.failed_ranks])
             self.fail(comm, calls, error)
 
@@ -255,7 +252,7 @@ class AbsentSearch:
                 has_gone_on = state["ended"] and not state["error"] and record.number < number
                 own = calls.call(number)  # None where the record has begun anew meanwhile
                 if own and (has_gone_on or (call is not None and call.fingerprint != own.fingerprint)):
-                    watch.fail_all(comm, calls, watch.difference(comm, states))
+                    watch.fail_all(comm, calls, states)
                     return []
         if not has_failed:
             dead = [x for x, state in others.items() if (state["error"] if state else watch.board.process(x) == "gone")]
@@ -271,7 +268,7 @@ class AbsentSearch:
         # Those that have made the call, and then ended, may have done so because of others. torch's own collectives are
         # not recorded: whoever is not in one of them is late.
         absent = absent or [x for x, state in others.items() if state and state["ended"]]
-        absent = absent or [x for x, state in others.items() if not is_waiting(state)]
+        absent = absent or [x for x, state in others.items() if state and not is_waiting(state)]
         return self._known(absent, states)
 
     @property

@@ -87,8 +87,7 @@ class Board:
             self.answer()  # somebody may be asking this rank
             last = self._read("answered", waiting)
             answers |= self._read("state", [rank for rank in waiting if last[rank] >= number])
-            left = [rank for rank in waiting if last[rank] < number]
-            waiting = [rank for rank in left if self.process(rank) not in ("gone", "stopped")]
+            waiting = [rank for rank in waiting if last[rank] < number and not self.process(rank)]
             if not waiting:
                 break
         if self.rank in answers:

@@ -53,12 +53,8 @@ _ON_ALL_RANKS = (
 
 def records_of(comm: Comm, states: Mapping[int, State | None]) -> dict[int, Record]:
     """Return the calls of a group's ranks, by rank in the group, as far as they have answered."""
-    name, found = comm.group_name, {}
-    for rank, world_rank in enumerate(comm.ranks):
-        state = states.get(world_rank)
-        if state is not None and name in state["groups"]:
-            found[rank] = Record(state["groups"][name])
-    return found
+    name, answers = comm.group_name, enumerate(map(states.get, comm.ranks))
+    return {rank: Record(one["groups"][name]) for rank, one in answers if one and name in one["groups"]}
 
 
 def described(comm: Comm, records: Mapping[int, Record], ended: Collection[int]) -> CollectiveMismatchError:
@@ -70,21 +66,18 @@ def described(comm: Comm, records: Mapping[int, Record], ended: Collection[int])
             f"ranks of {comm.name} must make the same calls, but they differ, earlier than in the last {kept}, which "
             "are kept. LOCKSTEP_CHECK=always finds the first difference"
         )
-    lines, sites, fingerprints = {}, set[str](), dict[int, int | None]()
-    left = [rank for rank, record in records.items() if rank in ended and record.call(number) is None]
-    for rank, record in records.items():
-        call = record.call(number)
-        fingerprints[rank] = None if call is None else call.fingerprint
-        if call is not None:
-            lines[rank] = str(call)
-            sites.add(call.site)
-        else:
-            does = "has ended" if rank in ended else "has not called anything more"
-            last = f", after {record.call(record.number)}" if record.number else ""
-            lines[rank] = f"{does}{last}"
+    calls = {rank: record.call(number) for rank, record in records.items()}
+    missing = [rank for rank, call in calls.items() if call is None]
+    left = [rank for rank in missing if rank in ended]
+    lines = {rank: str(call) for rank, call in calls.items()}
+    for rank in missing:
+        does = "has ended" if rank in ended else "has not called anything more"
+        record = records[rank]
+        lines[rank] = does + (f", after {record.call(record.number)}" if record.number else "")
     text = f"ranks of {comm.name} must make the same call, but their call {number} differs:\n{grouped(lines)}"
-    if len(sites) > 1 or left:
+    if left or len({call.site for call in calls.values() if call}) > 1:
         text += f"\n{_ON_ALL_RANKS}"
+    fingerprints = {rank: call and call.fingerprint for rank, call in calls.items()}
     failed = [comm.ranks[rank] for rank in left or unlike_most(fingerprints)]
     return CollectiveMismatchError(text, failed_ranks=failed)
 

@@ -31,8 +31,6 @@ def translate_error(error: RuntimeError, comm: Comm, *, is_called_by_torch: bool
         is_called_by_torch: it was raised in a collective that torch has called, as in DDP's backward pass.
     """
     text, calls, failure = message_of(error), comm.calls, None
-    if isinstance(error, DistError):
-        return error
     if calls is not None:
         calls.has_failed = True
         # Why the group can't be used further, or for which group the watch has ended what the backend ran.

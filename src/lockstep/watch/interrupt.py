@@ -9,7 +9,7 @@ import sys
 import threading
 from contextlib import suppress
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as torch_dist
@@ -36,9 +36,8 @@ def interrupt(comm: Comm) -> None:
         for step in range(1, comm.size):
             source = (comm.rank + step) % comm.size
             try:
-                work = torch_dist.irecv(torch.empty(1, device="cpu"), group=gloo, group_src=source, tag=_TAG)
-                if work is not None:
-                    work.wait(timedelta(milliseconds=1))
+                work: Any = torch_dist.irecv(torch.empty(1, device="cpu"), group=gloo, group_src=source, tag=_TAG)
+                work.wait(timedelta(milliseconds=1))
             except RuntimeError as error:
                 if any(words in str(error) for words in PEER_IS_GONE):
                     continue

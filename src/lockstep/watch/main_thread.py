@@ -11,14 +11,11 @@ from operator import attrgetter, itemgetter
 from types import CodeType
 from typing import TypeAlias
 
-import torch
-
-from lockstep.calls import short_path
+from lockstep.calls import owner_of, short_path
 from lockstep.watch.board import State
 
 _FRAMES = 6
 _LOCKSTEP = os.path.dirname(os.path.dirname(__file__))
-_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, _LOCKSTEP + os.sep)
 _FOLDERS = tuple(os.path.join(_LOCKSTEP, room, "") for room in ("dist", "transport", "watch"))
 # Where torch's collectives and backward passes, and lockstep's collectives, wait for other ranks.
 _WAITING = (
@@ -65,15 +62,13 @@ def frames_of_main_thread() -> list[Frame]:
 def stack_of_main_thread() -> list[str]:
     """Return the innermost frames of the main thread, the innermost first; those of libraries are left out."""
     frames = frames_of_main_thread()
-    own = [one for one in frames if not one[0].co_filename.startswith((*_LIBRARIES, "<frozen"))]
+    own = [one for one in frames if owner_of(one[0].co_filename) == "caller"]
     shown = own[:_FRAMES]
     if frames and frames[0] not in shown:
         shown.insert(0, frames[0])
     return [f'File "{short_path(code.co_filename)}", line {line}, in {code.co_name}' for code, _, line in shown]
 
 
-def is_waiting(state: State | None) -> bool:
+def is_waiting(state: State) -> bool:
     """Return whether a rank's main thread is where torch or lockstep wait for other ranks, or has waited in vain."""
-    if state is not None and state["looks"]:
-        return True
-    return state is not None and bool(state["stack"]) and any(name in state["stack"][0] for name in _WAITING)
+    return state["looks"] or any(name in line for line in state["stack"][:1] for name in _WAITING)

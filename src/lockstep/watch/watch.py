@@ -120,7 +120,6 @@ class Watch(WatchOfRank):
         # The record of a group whose device has lost a rank, and since when.
         self._lost: tuple[Calls | None, float] = (None, math.inf)
         self._heard = -1
-        self._last_looks: dict[str, str] = {}  # for each group, what `look/g` was when this rank has last seen it
         store = side_store()
         store.set_timeout(timedelta(seconds=_SECONDS_OF_STORE))
         super().__init__(default.rank(), default.size(), store)
@@ -248,15 +247,13 @@ class Watch(WatchOfRank):
             group: name of the group.
             what: how often its record has begun anew, the call's number, and after how many seconds this is due.
         """
-        key, own = f"look/{group}", json.dumps([*what, self.rank])
-        last = self._last_looks.get(group, "")
-        for _ in range(3):  # the first time may only tell what others have looked at since
+        key, own, last = f"look/{group}", json.dumps([*what, self.rank]), ""
+        for _ in range(3):  # the first time may only tell what others have looked at
             found = self.store.compare_set(key, last, own).decode()
             *looked_at, rank = json.loads(found)
             if found == own or (looked_at >= what and not self.board.gone([rank])):
                 break
             last = found
-        self._last_looks[group] = found
         return found == own
 
     def _is_overdue(self, comm: Comm, seconds: float) -> bool:
@@ -284,7 +281,7 @@ class Watch(WatchOfRank):
             else:
                 asking = int(self.store.compare_set(f"differs/{comm.group_name}/{resets}", "", str(self.rank)))
                 if asking == self.rank or self.board.gone([asking]):  # where the first rank differs, all others see it
-                    self.fail_all(comm, calls, self.difference(comm, self.board.ask(comm.ranks)))
+                    self.fail_all(comm, calls, self.board.ask(comm.ranks))
 
 
 def heartbeat_seconds() -> float:
