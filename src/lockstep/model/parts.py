@@ -189,7 +189,9 @@ def refuse_sparse_gradients(model: nn.Module, where: str, ignored: Collection[nn
             )
 
 
-def checkpoint_activations(model: nn.Module, check: Check, context_fn: Callable[[], Any] = noop_context_fn) -> list[str]:
+def checkpoint_activations(
+    model: nn.Module, check: Check, context_fn: Callable[[], Any] = noop_context_fn
+) -> list[str]:
     """Make parts of a model store only their inputs for the backward pass, and recompute their activations.
 
     Each part's `forward` is replaced in place; names of parameters and classes do not change. Models of transformers
