@@ -660,7 +660,7 @@ def test_a_metric_that_a_loop_by_hand_does_not_give_names_log_metrics(tmp_path):
     for _ in session.epochs(1):
         for x, y in batches:
             session.step(nn.functional.mse_loss(model(x), y))
-        with pytest.raises(ConfigError, match=r"Known: `accuracy`\. .* passes to `session\.log_metrics`\.\n"):
+        with pytest.raises(ConfigError, match=r"Known: `accuracy`\. .* are for `session\.log`\.\n"):
             session.log_metrics(accuracy=1.0)
 
 
