@@ -175,6 +175,7 @@ def test_a_backend_of_the_default_scope_gets_its_folder_from_the_runner(cfg):
     cfg |= {"default_scope": "drawn", "visualizer": {"type": "Own", "vis_backends": [{"type": "Lines"}]}}
     runner = Runner.from_cfg(cfg)
     runner.train()
+    assert runner.visualizer.dataset_meta == ToyDataset.METAINFO
     assert told == [str(runner.log_dir / "vis_data")]
     assert runner.visualizer.instance_name == runner.experiment_name
 

@@ -41,6 +41,13 @@ def own_methods(loop: Any, *names: str) -> list[str]:
     return found
 
 
+def show_meta(loop: Any) -> None:
+    """Hand the visualizer what the data set of a new loop says of itself, such as the names of its classes."""
+    meta = getattr(getattr(loop.dataloader, "dataset", None), "metainfo", None)
+    if meta is not None:
+        loop.runner.visualizer.dataset_meta = meta
+
+
 class CountsOwnBatches(TrainLoop):
     """A training loop in which a user's code may fetch the batches and call the hooks."""
 
@@ -61,6 +68,7 @@ class _OpenTrainLoop(CountsOwnBatches):
         self._intervals = [(max(begin - 1, 0), interval) for begin, interval in self._intervals]
         self._own = own_methods(self, "run", "run_epoch", "run_iter")
         self._is_prepared = False
+        show_meta(self)
 
     @property
     def _iter(self) -> int:
@@ -219,6 +227,10 @@ class _OpenEvalLoop(EvalLoop):
     """A loop that evaluates, with the method that a subclass may override in MMEngine."""
 
     keeps_random_state = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        show_meta(self)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
