@@ -68,7 +68,7 @@ def test_means_of_numbers_and_the_first_ranks_counts():
 def test_buffers_that_torch_does_not_write_to_as_they_are():
     rank = get_rank()
     expanded, count = torch.tensor([1.0 + rank]).expand(4), torch.tensor([5 + rank]).expand(2, 3)
-    sparse = torch.tensor([0.0, 2.0, 3.0]).to_sparse()
+    sparse = torch.tensor([0.0, 2.0 + rank, 3.0]).to_sparse()
     average_buffers([expanded, count, sparse])
     assert (expanded.tolist(), count.tolist()) == ([1.5] * 4, [[5] * 3] * 2)
     assert sparse.to_dense().tolist() == [0.0, 2.0, 3.0]

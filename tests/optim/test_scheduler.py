@@ -335,6 +335,7 @@ def test_what_is_meant_in_epochs_can_change_with_every_batch(cfg, by_epoch):
 def test_parts_of_epochs_are_whole_batches_and_sets_are_lists():
     given = {"begin": 0.55, "end": math.inf, "milestones": {1, 2}}
     assert MultiStepLR.stretched(given, 100) == {"begin": 55, "end": math.inf, "milestones": [100, 200]}
+    assert LinearLR.stretched({"begin": 0.01, "end": 0.01}, 30) == {"begin": 0, "end": 1}
 
 
 def test_a_ramp_that_is_converted_takes_its_window():

@@ -137,6 +137,21 @@ def test_a_block_whose_loop_is_left_tells_what_is_in_no_checkpoint(tmp_path):
     assert get_rank() != 0 or told in (session.run_dir / "log.txt").read_text()
 
 
+@pytest.mark.parametrize("how", ["background", "complete, saved without the optimizer"])
+@ranks(1, 2)
+def test_what_is_being_saved_is_not_told_nor_a_complete_loop(tmp_path, how):
+    options = {} if how == "background" else {"default_hooks": {"checkpoint": {"save_optimizer": False}}}
+    session, model, _, batches = prepared(tmp_path, **options)
+    with session:
+        for _ in session.epochs(2):
+            for x, y in batches:
+                session.step(F.cross_entropy(model(x), y))
+            if how == "background":
+                session.save("mine", async_save=True)
+                break
+    assert "is in no checkpoint" not in (session.run_dir / "log.txt").read_text()
+
+
 @ranks(2)
 def test_a_rank_that_fails_alone_waits_for_the_others_only_for_a_while():
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -302,6 +302,8 @@ def test_wrong_options_are_refused():
         FSDPStrategy(auto_warp_policy="repeated_blocks").prepare(seeded())
     with pytest.raises(ConfigError, match=r"has the unknown key 'checkpoint_wrapper_fn'\. Known: `check_fn`"):
         FSDPStrategy(activation_checkpointing={"check_fn": len, "checkpoint_wrapper_fn": len})
+    with pytest.raises(TypeError, match=r"`activation_checkpointing\.context_fn` must be a function without arguments"):
+        FSDPStrategy(activation_checkpointing={"check_fn": len, "context_fn": ["mm"]})
     with pytest.raises(ValueError, match=r"names 'Layer'.*did you mean `LayerNorm`"):
         FSDPStrategy(activation_checkpointing=["Layer"]).prepare(seeded())
 
@@ -334,5 +336,6 @@ def test_outputs_of_some_operators_may_be_kept():
 
 @ranks(1)
 def test_activation_checkpointing_may_be_off():
-    model, _ = FSDPStrategy(activation_checkpointing=False).prepare(seeded())
-    assert not any("forward" in vars(part) for part in model.modules())
+    for off in (False, {"check_fn": None, "context_fn": None}):
+        model, _ = FSDPStrategy(activation_checkpointing=off).prepare(seeded())
+        assert not any("forward" in vars(part) for part in model.modules())

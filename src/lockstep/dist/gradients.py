@@ -80,21 +80,22 @@ def apply_with_gradients(name: str, linear: LinearMap, inputs: Sequence[Tensor],
 
     **Collective**: every rank; a rank whose arguments are wrong uses `report_failure` instead. **Raises**: PeerError if
     the arguments of another rank are wrong; CollectiveMismatchError on every rank if the calls differ, or if only some
-    are under ``torch.no_grad()``.
+    are under ``torch.no_grad()`` and another one's inputs require grad.
     """
     comm = linear.comm
     needs_graph = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    if not torch.is_grad_enabled():
-        arguments = (*arguments, "under no_grad")
     with report_failure(comm):
         for x in inputs if needs_graph else ():
             reduction("sum", x.dtype)  # backward sums the gradients, so the dtype must allow it
-    received = exchange(comm, bytes([needs_graph]) + repr(arguments).encode())
+    received = exchange(comm, bytes([needs_graph, torch.is_grad_enabled()]) + repr(arguments).encode())
+    in_graph = any(one[0] for one in received)
+    if in_graph and not torch.is_grad_enabled():
+        arguments = (*arguments, "under no_grad")
     # Recorded only now: a rank whose arguments are wrong can't record what the others do.
     check_call(name, comm, "sync_grads", *arguments, compares=False)
-    if len({one[1:] for one in received}) > 1:
+    if len({one[2:] for one in received}) > 1 or (in_graph and not all(one[1] for one in received)):
         exchange(comm)  # raises CollectiveMismatchError, with what each rank has called
-    if any(one[0] for one in received):
+    if in_graph:
         return _apply_in_graph(linear, inputs)
     with torch.no_grad():
         return tuple(linear.apply([x.detach() for x in inputs]))

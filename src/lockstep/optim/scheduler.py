@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import torch
@@ -140,7 +140,8 @@ class ParamScheduler(ABC):
     def stretched(cls, arguments: Mapping[str, Any], epoch_length: int) -> dict[str, Any]:
         """Return the arguments, converted from epochs to batches."""
         names = [name for name in ("begin", "end", *cls.durations) if arguments.get(name) is not None]
-        return {**arguments, **{name: _in_batches(arguments[name], epoch_length) for name in names}}
+        least = {name: 0 if name == "begin" else 1 for name in names}  # no part of an epoch lasts no batch
+        return {**arguments, **{name: _in_batches(arguments[name], epoch_length, least[name]) for name in names}}
 
     def get_last_value(self) -> list[float]:
         """Return the current value of every parameter group."""
@@ -382,12 +383,14 @@ class FloorScheduler(FormulaScheduler):
         return self.eta_min or 0.0, self.eta_min_ratio or 0.0
 
 
-def _in_batches(epochs: Any, epoch_length: int) -> Any:
-    """Return numbers of epochs in batches; what is no number, and is refused later, as it is."""
-    if isinstance(epochs, Collection) and not isinstance(epochs, str):
-        return [_in_batches(item, epoch_length) for item in epochs]
-    is_number = isinstance(epochs, Real) and math.isfinite(epochs)
-    return round(epochs * epoch_length) if is_number else epochs  # 0.55 * 100 is a little more than 55
+def _in_batches(epochs: Any, epoch_length: int, least: int) -> Any:
+    """Return numbers of epochs in batches, those above 0 as `least` at least; what is refused later, as it is."""
+    if isinstance(epochs, Collection) and not isinstance(epochs, str | Tensor):
+        return [_in_batches(item, epoch_length, least) for item in epochs]
+    if isinstance(epochs, Integral | Tensor):
+        return epochs * epoch_length
+    is_part = isinstance(epochs, Real) and 0 < epochs < math.inf
+    return max(least, round(epochs * epoch_length)) if is_part else epochs  # 0.55 * 100 is a little more than 55
 
 
 def window_length(name: str, begin: int, end: int) -> int:

@@ -66,6 +66,14 @@ class Saving:
         self.saved_iter = self.saved_epoch = 0
         self.is_stopping = False
 
+    @property
+    def begun_iter(self) -> int:
+        """As `saved_iter`, also of a checkpoint that is still being saved."""
+        pending = self._pending
+        if pending is not None and pending.is_last and pending.has_optimizer:
+            return pending.iteration
+        return self.saved_iter
+
     def save(self, save: Save, *, async_save: bool) -> None:
         """Save what resuming needs; see `TrainRun.save_checkpoint`. **Collective**: every rank."""
         self.finish()

@@ -73,6 +73,7 @@ class OwnLoop(TrainLoop):
         self._has_warned = False
         self._body = EpochBody(run)
         self._to_save: list[tuple[str | None, bool]] = []  # names, and whether in the background
+        self._is_complete = False
         self.unsaved: list[str] = []  # what to say at the end of a script whose loop was left by `break`
 
     def run(self) -> None:
@@ -92,6 +93,7 @@ class OwnLoop(TrainLoop):
         run.optim_wrapper.initialize_count_status(run.model, self.iter, self.max_iters)
         self._counted = run.optim_wrapper.inner_count
         self._tell_if_complete(self.epoch, count, "epoch")
+        self._is_complete = False
         run.call_hook("before_train")
         # In what is left of an epoch, a schedule may have no step to make.
         first, begun_at = self.epoch, set() if self._begin.batches else schedules_at(self.runner)
@@ -121,6 +123,7 @@ class OwnLoop(TrainLoop):
         self._end_training()
         run.call_hook("after_train")
         run.call_hook("after_run")
+        self._is_complete = True
 
     def position(self, epoch: int, iteration: int) -> dict[str, Any]:
         """Return the position in the data; see `TrainLoop.position`.
@@ -157,6 +160,7 @@ class OwnLoop(TrainLoop):
         run.optim_wrapper.initialize_count_status(run.model, self.iter, count)
         self._counted = run.optim_wrapper.inner_count
         self._tell_if_complete(self.iter, count, "iteration")
+        self._is_complete = False
         run.call_hook("before_train")
         run.call_hook("before_train_epoch")
         self._begin_training()
@@ -169,6 +173,7 @@ class OwnLoop(TrainLoop):
         self._call_after_epoch(self.iter, "stop()" if self.stop_training else None)
         run.call_hook("after_train")
         run.call_hook("after_run")
+        self._is_complete = True
 
     def batches(self) -> Iterator[Any]:
         """Yield this rank's batches in the present epoch; the code that receives one makes one training step."""
@@ -390,11 +395,13 @@ class OwnLoop(TrainLoop):
         It is not saved: an error also leaves a loop by GeneratorExit, maybe on this rank alone, or with weights of NaN.
         """
         run, done = self.runner, self.iter + (self._is_uncounted and self.has_backward)
-        saves_last = run.rank == 0 and any(getattr(hook, "save_last", False) for hook in run.hooks)
-        if saves_last and done > run.saving.saved_iter:
+        is_meant = any(
+            getattr(hook, "save_last", False) and getattr(hook, "save_optimizer", True) for hook in run.hooks
+        )
+        if run.rank == 0 and is_meant and done > run.saving.begun_iter and not self._is_complete:
             self.unsaved.append(
                 f"the loop of {run.run_dir} was left after iteration {done}, and what it has trained since iteration "
-                f"{run.saving.saved_iter} is in no checkpoint: `break` out of session.epochs() or session.iterations() "
+                f"{run.saving.begun_iter} is in no checkpoint: `break` out of session.epochs() or session.iterations() "
                 "saves nothing. Call session.stop() in its place, which ends the training and saves it, with a `break` "
                 "out of the batches of an epoch at most; or session.save() after the loop"
             )

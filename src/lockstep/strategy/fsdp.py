@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lockstep.dataset.random_state import sync_random_state
 from lockstep.device import get_device
-from lockstep.errors import ConfigError, require_key, require_known
+from lockstep.errors import ConfigError, require_key, require_known, wrong_type
 from lockstep.groups import this_rank
 from lockstep.model import ModelWrapper, checkpoint_activations, unwrap_model
 from lockstep.model.fsdp import MMFullyShardedDataParallel
@@ -126,10 +126,14 @@ class FSDPStrategy(NativeStrategy):
 def _read_recomputed(activation_checkpointing: Any) -> list[Any] | None:
     """Return the arguments of `checkpoint_activations` after the model, or None."""
     if not isinstance(activation_checkpointing, Mapping):
-        return None if activation_checkpointing in (None, False) else [activation_checkpointing]
+        activation_checkpointing = {"check_fn": activation_checkpointing}
     require_key("activation_checkpointing", activation_checkpointing, "check_fn")
     require_known("activation_checkpointing", activation_checkpointing, ("check_fn", "context_fn"))
-    return [activation_checkpointing[key] for key in ("check_fn", "context_fn") if key in activation_checkpointing]
+    check, context_fn = activation_checkpointing["check_fn"], activation_checkpointing.get("context_fn")
+    if context_fn is not None and not callable(context_fn):
+        raise wrong_type("activation_checkpointing.context_fn", "a function without arguments", context_fn)
+    given = [check] if context_fn is None else [check, context_fn]
+    return None if check is None or check is False else given
 
 
 def _hand_over(optimizer: Optimizer, core: nn.Module, names: Mapping[int, str]) -> None:

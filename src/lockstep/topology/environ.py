@@ -118,13 +118,14 @@ _REMEDIES: Mapping[LauncherName, str] = {
 }
 
 
-def infer_launcher(env: Environment = os.environ) -> LauncherName:
+def infer_launcher(env: Environment | None = None) -> LauncherName:
     """Return what started this process, by its environment: ``"pytorch"``, ``"slurm"``, ``"mpi"``, else ``"none"``.
 
     Launchers nest, and variables are inherited: torchrun under srun is ``"pytorch"``, mpirun inside a Slurm allocation
     is ``"mpi"``. A process that was not started as a rank is ``"none"``, also in the shell of `salloc` or ``srun
     --pty`` and in the body of an sbatch script, where other tasks would never join.
     """
+    env = os.environ if env is None else env
     if "RANK" in env and "LOCAL_RANK" in env:
         return "pytorch"
     if _is_mpi_rank(env):

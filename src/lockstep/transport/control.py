@@ -76,10 +76,13 @@ def control_group(comm: Comm) -> ProcessGroup | None:
     if group not in control_groups:
         _let_groups_be_named()
         _names.next = f"{distributed_c10d._world.pg_names[group]}/control"
-        with in_backend(comm):
-            beside = torch_dist.new_group(
-                list(comm.ranks), backend="gloo", timeout=comm.timeout, use_local_synchronization=True
-            )
+        try:
+            with in_backend(comm):
+                beside = torch_dist.new_group(
+                    list(comm.ranks), backend="gloo", timeout=comm.timeout, use_local_synchronization=True
+                )
+        finally:
+            _names.next = None
         control_groups[group] = ref(beside)
     return control_groups[group]()
 
