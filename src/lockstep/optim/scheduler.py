@@ -389,8 +389,9 @@ def _in_batches(epochs: Any, epoch_length: int, least: int) -> Any:
         return [_in_batches(item, epoch_length, least) for item in epochs]
     if isinstance(epochs, Integral | Tensor):
         return epochs * epoch_length
-    is_part = isinstance(epochs, Real) and 0 < epochs < math.inf
-    return max(least, round(epochs * epoch_length)) if is_part else epochs  # 0.55 * 100 is a little more than 55
+    if isinstance(epochs, Real) and 0 < float(epochs) < math.inf:
+        return max(least, round(float(epochs) * epoch_length))  # 0.55 * 100 is a little more than 55
+    return epochs
 
 
 def window_length(name: str, begin: int, end: int) -> int:
