@@ -254,14 +254,16 @@ def test_checkpoints_of_the_runs_before_are_counted(tmp_path: Path):
 
 
 class SavesAt(Hook):
-    """Saves after an iteration, as a stop by a signal does."""
+    """Saves after an iteration, as a stop by a signal does, or a user's own code."""
 
-    def __init__(self, done: int) -> None:
-        self.done = done
+    def __init__(self, done: int, is_stop: bool = True) -> None:
+        self.done, self.is_stop = done, is_stop
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         if runner.iter + 1 == self.done:
+            runner.saving.is_stopping = self.is_stop
             runner.save_checkpoint(runner.run_dir, f"iter_{self.done}", epoch=runner.epoch, iteration=self.done)
+            runner.saving.is_stopping = False
 
 
 @ranks(2)
@@ -274,6 +276,14 @@ def test_checkpoints_of_stops_are_counted_once_a_run_has_gone_on_from_them(tmp_p
     assert regular(tmp_path) == ["iter_2", "epoch_1", "iter_6"]  # nothing has gone on from the last one yet
     assert min(train(tmp_path, 3, resume=True, **keeping).losses) == 6
     assert regular(tmp_path) == ["epoch_2", "epoch_3"]
+
+
+@ranks(2)
+def test_checkpoints_that_the_user_has_saved_are_never_removed(tmp_path: Path):
+    keeping = {"default_hooks": {"checkpoint": {"interval": 1, "max_keep_ckpts": 1}}}
+    train(tmp_path, 3, SavesAt(1, is_stop=False), stop_after=1, **keeping)
+    assert min(train(tmp_path, 2, resume=True, **keeping).losses) == 1
+    assert regular(tmp_path) == ["iter_1", "epoch_2"]
 
 
 @HOOKS.register_module()

@@ -195,7 +195,8 @@ class CheckpointHook(Hook):
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Add the best values so far to the checkpoint."""
-        state = checkpoint["meta"].setdefault(_META_KEY, {"best": {}, "former_runs": self._former_runs})
+        own = {"best": {}, "former_runs": self._former_runs, "stopped": runner.saving.is_stopping}
+        state = checkpoint["meta"].setdefault(_META_KEY, own)
         for name, best in self._best.items():  # another hook of this class may have added its own
             if name in self._best_by() or name not in state["best"]:
                 state["best"][name] = best
@@ -207,6 +208,7 @@ class CheckpointHook(Hook):
         self._best, self._saved = {}, runner.epoch if self._cadence(runner)[0] else runner.iter
         if runner.resume_from is not None:
             here = {"run": runner.resume_from.parent.name, "epoch": meta["epoch"], "iter": meta["iter"]}
+            here["stopped"] = state.get("stopped") is True
             self._former_runs = [*state.get("former_runs", []), here]
         for name, best in state.get("best", {}).items():
             self._seen.add(name)
@@ -263,8 +265,13 @@ class CheckpointHook(Hook):
                 matches = [(name.fullmatch(path.name), path) for path in folder.iterdir() if str(path) not in stay]
                 regular = sorted((int(match[1]), path) for match, path in matches if match and is_checkpoint(path))
                 found += [path for done, path in regular if done <= last]
-                stopped = folder / f"iter_{former['iter']}"  # by a signal, amid an epoch
-                if stopped not in found and str(stopped) not in stay and is_checkpoint(stopped):
+                stopped = folder / f"iter_{former['iter']}"  # by a signal, amid an epoch; else it is the user's own
+                if (
+                    former.get("stopped") is True
+                    and stopped not in found
+                    and str(stopped) not in stay
+                    and is_checkpoint(stopped)
+                ):
                     found.append(stopped)
         return found
 
