@@ -235,7 +235,7 @@ def test_the_tensor_that_is_gathered_may_be_one_to_fill_for_another_rank() -> No
 
 
 @ranks(2)
-def test_what_src_keeps_of_a_scatter_and_what_is_gathered_is_said_to_be_read_on_the_present_stream() -> None:
+def test_what_is_sent_and_what_src_keeps_of_a_scatter_is_said_to_be_read_on_the_present_stream() -> None:
     """Who waits may do so on another stream than that on which the copy was allocated."""
     rows = torch.arange(4.0).view(2, 2).t()
     data, read = torch.empty(2), list[Tensor]()
@@ -244,7 +244,10 @@ def test_what_src_keeps_of_a_scatter_and_what_is_gathered_is_said_to_be_read_on_
         assert handle is not None
         handle.wait()
         assert data.tolist() == rows[get_rank()].tolist()
-        assert [x.tolist() for x in read] == ([data.tolist()] if get_rank() == 0 else [])
+        assert [x.tolist() for x in read] == (rows.flip(0).tolist() if get_rank() == 0 else [])
+        read.clear()
+        gather(rows[0], [torch.empty(2), torch.empty(2)] if get_rank() == 0 else None, 0)
+        assert [x.tolist() for x in read] == ([rows[0].tolist()] if get_rank() == 1 else [])
         read.clear()
         handle = all_gather([torch.empty(2), torch.empty(2)], rows[0], async_op=True)  # not contiguous
         assert handle is not None

@@ -127,7 +127,12 @@ def transfer(
             works = torch_dist.batch_isend_irecv(ops)
         if not ops[0].tensor.is_cpu:  # gloo's sends and receives can't be queried (torch 2.13)
             note_running(comm, ops[0].tensor.device, works[-1])
-    return Handle(works, comm)
+
+    def finish() -> None:
+        for sent, _ in sending:
+            used_on_current_stream(sent)
+
+    return Handle(works, comm, finish)
 
 
 def copy_all(data: Sequence[Tensor], results: Sequence[Tensor]) -> None:
