@@ -16,6 +16,7 @@ import pytest
 from lockstep.cli.doctor import Doctor
 from lockstep.cli.doctor.finding import Finding, print_table
 from lockstep.cli.doctor.over_ranks import _devices, _threads
+from lockstep.testing.pool import free_port
 
 DOCTOR = (sys.executable, "-m", "lockstep", "doctor", "--json")
 _OF_LAUNCHERS = (
@@ -150,8 +151,7 @@ def test_a_node_of_slurm_whose_name_does_not_resolve_matters_to_several_nodes(ta
 
 
 def test_two_nodes_on_one_machine():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        rdzv = f"127.0.0.1:{server.getsockname()[1]}"
+    rdzv = f"127.0.0.1:{free_port()}"
     words = ("--timeout", "60", "--nnodes", "2", "--rdzv", rdzv)
     env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
     other = subprocess.Popen([*DOCTOR, *words, "--node-rank", "1"], env=env, stdout=subprocess.DEVNULL)
@@ -179,8 +179,7 @@ def test_an_interface_that_is_down():
 
 
 def test_ranks_that_cannot_meet():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     alone = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(port)}
     told, found = look("--timeout", "3", env={**alone, "MASTER_ADDR": "127.0.0.1"})
     assert (told["world_size"], found["meeting"]["status"]) == (2, "fault")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 from pathlib import Path
 
 import pytest
+
+from lockstep.testing.pool import free_port
 
 from .conftest import HERE, Start
 
@@ -45,8 +46,7 @@ def run(
     start: Start, folder: Path, fault: str, timeout: int, wait: str, **variables: str
 ) -> tuple[list[int | None], list[str]]:
     """Return the exit codes of two ranks, None for one that does not end, and their errors."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
+    port = str(free_port())
     job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     words = (HERE / "hanging.py", fault, timeout, folder, wait)
     ranks = [start(*words, **job, **variables, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 from lockstep.dist import all_gather_object, destroy_dist, init_dist, is_distributed, rendezvous
 from lockstep.errors import CollectiveTimeoutError, PeerError, TopologyError
 from lockstep.testing import ranks
-from lockstep.testing.pool import run_body
+from lockstep.testing.pool import free_port, run_body
 
 from .reference import assert_group_works
 
@@ -31,14 +31,13 @@ def busy_port() -> Iterator[int]:
         yield other.getsockname()[1]
 
 
-@pytest.fixture
-def free_port() -> int:
+@pytest.fixture(name="free_port")
+def a_free_port() -> int:
     """A port where nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
+    return free_port()
 
 
-other_free_port = free_port
+other_free_port = pytest.fixture(name="other_free_port")(free_port)
 
 
 def meet(launcher: str, port: int | None = None) -> list[str]:

@@ -6,7 +6,6 @@ import math
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -43,6 +42,7 @@ from lockstep.dist import (
 from lockstep.dist.world import _refuse_shared, _tell_device
 from lockstep.errors import CollectiveTimeoutError, DistError, PeerError, TopologyError
 from lockstep.testing import RankFailure, ranks, run_ranks
+from lockstep.testing.pool import free_port
 
 from .reference import assert_group_works
 
@@ -100,8 +100,7 @@ def test_a_group_may_begin_where_torch_itself_has_ended_one() -> None:
 
 @pytest.fixture
 def free_ports() -> list[int]:
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        return [one.getsockname()[1], other.getsockname()[1]]
+    return [free_port(), free_port()]
 
 
 @ranks(3, fresh=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+
+from lockstep.testing.pool import free_port
 
 from .forking import PATIENCE, forking
 
@@ -66,15 +67,13 @@ def alone(
         failing: the rank that fails, and may not end: it is killed after the others have ended.
         environment: more variables.
     """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     shared = {
         **_environment(folder, failing),
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
         **(environment or {}),
     }
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     variables = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
     codes, ended = forking().run(folder, variables, failing, words)
     said = [(folder / f"output_{rank}").read_text() for rank in range(size)]

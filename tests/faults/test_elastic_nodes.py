@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.faults.test_elastic import every_sample_once, kept, prepare
+
+from lockstep.testing.pool import free_port
 
 EPOCHS = 12
 
@@ -109,9 +110,7 @@ def check_a_node_is_lost_and_comes_back(nodes: Nodes, folder: Path) -> None:
 
 @pytest.fixture
 def rdzv() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def test_a_node_is_lost_and_comes_back(tmp_path: Path, rdzv: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import socket
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -20,7 +19,7 @@ import torch
 
 from lockstep.device import get_device
 from lockstep.testing import run_ranks
-from lockstep.testing.pool import run_body
+from lockstep.testing.pool import free_port, run_body
 
 from . import bodies, collectives
 from .conftest import NO_DEVICE
@@ -211,8 +210,7 @@ def own_host(rank: int, size: int) -> dict[str, str]:
 
 def check_fault(fault: str, size: int, folder: Path) -> None:
     """Each rank that did nothing wrong raises an error that names the one that did, and fails."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     paths = (str(ROOT), os.environ.get("PYTHONPATH", ""))
     shared = {
         **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1",

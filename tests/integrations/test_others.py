@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 from tests.launch.jobs import TWO_STEPS, Ended, Job, check_training
+
+from lockstep.testing.pool import free_port
 
 from .conftest import RECIPES, Start, losses_in
 
@@ -42,8 +43,7 @@ def test_torchx(start: Start) -> None:
 
 
 def test_the_variables_that_kubeflow_sets_for_torchrun() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     both = {
         "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port,
     }  # fmt: skip

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import subprocess
 import sys
 import time
 from collections import Counter
+
+from lockstep.testing.pool import free_port
 
 SIZE = 2
 PATIENCE_SECONDS = 120
@@ -66,9 +67,7 @@ def main() -> int:
 
 def run_once(script: str) -> tuple[int, ...]:
     """Run a script on all ranks; return their exit codes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     shared = {"WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import psutil
 import pytest
 
 from lockstep.checkpoint.drafts import FolderDraft
+from lockstep.testing.pool import free_port
 
 from .jobs import LOOPBACK, PYTHON, Job, require, run, run_at_once
 
@@ -53,8 +53,7 @@ def before_others_in_path(folder: Path) -> dict[str, str]:
 
 
 def test_a_rank_in_another_container_is_late_and_not_gone() -> None:
-    with socket.create_server((LOOPBACK, 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     env = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     commands = [
         ("env", f"RANK={rank}", f"LOCAL_RANK={rank}", *before, PYTHON, "-c", LATE)

@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous import (
 from lockstep.launch import JobSpec, rendezvous
 from lockstep.launch.job import LOOPBACK, interface_towards
 from lockstep.launch.rendezvous import JobEndedError, NodesRendezvous
+from lockstep.testing.pool import free_port
 
 TALK = """
     import os, sys, time
@@ -41,9 +42,7 @@ TALK = """
 
 @pytest.fixture
 def rdzv():
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return f"{LOOPBACK}:{probe.getsockname()[1]}"
+    return f"{LOOPBACK}:{free_port()}"
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import atexit
 import multiprocessing
 import os
 import pickle
+import secrets
 import shutil
 import signal
 import socket
@@ -219,7 +220,7 @@ def _run_pooled(size: int, task: Task, timeout: float, title: str) -> list[Any]:
 
 def _run_fresh(size: int, task: Task, timeout: float, title: str) -> list[Any]:
     task.environment.setdefault("MASTER_ADDR", "127.0.0.1")
-    task.environment.setdefault("MASTER_PORT", str(_free_port()))
+    task.environment.setdefault("MASTER_PORT", str(free_port()))
     pool = Pool(size, join=False)
     try:
         return pool.run(task, timeout, title)
@@ -254,9 +255,15 @@ def _pickled(body: FunctionReference, args: Sequence[Any], kwargs: dict[str, Any
     return pickle.dumps((tuple(args), kwargs), protocol=5)
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+def free_port() -> int:
+    """Return a port of this machine where nobody listens.
+
+    It is below those that the system gives to connections, one of which might take it before it is used.
+    """
+    while True:
+        port = 10000 + secrets.randbelow(10000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 class RankProcess:
