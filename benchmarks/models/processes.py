@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +14,8 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from lockstep.testing.pool import free_port
 
 GRACE_S = 3.0  # for the other ranks to say how it went for them, once one has
 PRELOADED = "MODELS_PRELOADED"  # names of the rows that are made before processes are forked, a line each
@@ -42,7 +43,7 @@ def run_on_ranks(nproc: int, body: Callable[..., Outcome], arguments: tuple[Any,
         timeout_s: after which the ranks say where they are and end.
     """
     with tempfile.TemporaryDirectory(prefix="models-ranks-") as folder:
-        files, port = Path(folder), _free_port()
+        files, port = Path(folder), free_port()
         processes: list[BaseProcess] = [
             _forkserver().Process(target=_run_rank, args=(rank, nproc, port, files, body, arguments, timeout_s))
             for rank in range(nproc)
@@ -51,12 +52,6 @@ def run_on_ranks(nproc: int, body: Callable[..., Outcome], arguments: tuple[Any,
             process.start()
         _wait_for(processes, timeout_s + ENDING_S)
         return _agreed(files, [process.exitcode for process in processes])
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def _wait_for(processes: list[BaseProcess], timeout_s: float) -> None:

@@ -156,9 +156,9 @@ def warn_of_lost_gradients(
         filled: what it fills. A leaf that requires grad, such as a parameter, gets new values, and loses nothing.
         has_sync_grads: whether the collective takes `sync_grads`.
     """
-    is_lost = any(isinstance(x, Tensor) and x.requires_grad for x in sent or ())
-    is_bent = any(isinstance(x, Tensor) and x.requires_grad and not x.is_leaf for x in filled)
-    if not (is_lost or is_bent) or not torch.is_grad_enabled():
+    is_dropped = any(isinstance(x, Tensor) and x.requires_grad for x in sent or ())
+    is_falsified = any(isinstance(x, Tensor) and x.requires_grad and not x.is_leaf for x in filled)
+    if not (is_dropped or is_falsified) or not torch.is_grad_enabled():
         return
     frame = sys._getframe(1)
     while frame.f_back is not None and owner_of(frame.f_code.co_filename) == "dist":

@@ -402,8 +402,8 @@ class OwnLoop(TrainLoop):
             self.unsaved.append(
                 f"the loop of {run.run_dir} was left after iteration {done}, and what it has trained since iteration "
                 f"{run.saving.begun_iter} is in no checkpoint: `break` out of session.epochs() or session.iterations() "
-                "saves nothing. Call session.stop() in its place, which ends the training and saves it, with a `break` "
-                "out of the batches of an epoch at most; or session.save() after the loop"
+                "saves nothing. Call session.stop() instead, which ends the training and saves it (`break` may still "
+                "leave the batches of that epoch), or session.save() after the loop"
             )
 
     def _save_left(self, kind: type[BaseException] | None) -> None:
