@@ -114,12 +114,12 @@ def dated(text: str, rows: Mapping[str, str]) -> str:
     """Return a text with what the rows say of each word behind it: a date, a failure and its date, or *not yet*."""
     return re.sub(
         r"`make ([\w-]+)` (?:(?:failed )?\d{4}-\d\d-\d\d|not yet)",
-        lambda match: f"`make {match[1]}` {_said(rows.get(match[1]))}",
+        lambda match: f"`make {match[1]}` {_date(rows.get(match[1]))}",
         text,
     )
 
 
-def _said(row: str | None) -> str:
+def _date(row: str | None) -> str:
     if row is None:
         return "not yet"
     _, result, ended, *_ = row.split(" | ")

@@ -125,7 +125,7 @@ class MFUHook(Hook):
             )
         self._flops_of = flops_of
         self._peak = None if peak_flops is None else (peak_flops, "given")
-        self._told: set[str] = set()  # warnings that are given once
+        self._warned_of: set[str] = set()  # warnings that are given once
         self._counting: StepFlops | None = None
         self._began = 0.0
         self._shapes: _Shapes = ()
@@ -219,8 +219,8 @@ class MFUHook(Hook):
             value = from_data_sheet(name, dtype, may_round=may_round)
             source = f"data sheet of {name}, {'TF32' if may_round else _dtype_name(dtype)}"
             self._peak = None if value is None else (value, source)
-            if self._peak is None and "peak" not in self._told:
-                self._told.add("peak")
+            if self._peak is None and "peak" not in self._warned_of:
+                self._warned_of.add("peak")
                 runner.logger.warning(
                     "the peak FLOP/s of %s in %s is not known, so records have flops_per_second, but no mfu. Give it "
                     "by MFUHook(peak_flops=...)", name, _dtype_name(dtype),
@@ -234,8 +234,8 @@ class MFUHook(Hook):
 
     def _estimated_flops(self, runner: TrainRun) -> float:
         """Return the FLOPs of shapes that are not counted, from those that are."""
-        if "shapes" not in self._told:
-            self._told.add("shapes")
+        if "shapes" not in self._warned_of:
+            self._warned_of.add("shapes")
             runner.logger.info(
                 "batches have more than %d shapes: the FLOPs of further ones follow from their number of elements",
                 _MOST_SHAPES,

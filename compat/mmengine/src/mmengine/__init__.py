@@ -16,14 +16,14 @@ from mmengine.version import __version__, version_info
 refuse_mmengine()
 
 # Whose names are also names of the package itself.
-_ROOMS = ("config", "fileio", "logging", "registry", "utils")
+_SUBPACKAGES = ("config", "fileio", "logging", "registry", "utils")
 
 __all__ = ["__version__", "version_info"]
 
 
 def __getattr__(name: str) -> Any:
     if not name.startswith("_"):
-        for room in _ROOMS:
+        for room in _SUBPACKAGES:
             module = import_module(f"mmengine.{room}")
             if name == room:
                 return module
@@ -35,4 +35,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *(name for room in _ROOMS for name in import_module(f"mmengine.{room}").__all__)})
+    return sorted({*globals(), *(name for room in _SUBPACKAGES for name in import_module(f"mmengine.{room}").__all__)})
