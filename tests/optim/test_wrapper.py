@@ -165,6 +165,14 @@ def test_accumulation_over_batch_norm_and_resuming_inside_a_window_are_said(capl
     assert "BatchNorm" in caplog.text
 
 
+def test_accumulation_over_the_batch_norm_of_a_frozen_teacher_is_not(caplog):
+    teacher = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).requires_grad_(False)
+    _, wrapper = make(4)
+    with caplog.at_level(logging.WARNING, logger="lockstep"):
+        wrapper.initialize_count_status(teacher, max_counts=12)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     ("kwargs", "error", "says"),
     [

@@ -118,7 +118,8 @@ class OptimWrapper:
             )  # fmt: skip
         if self.accumulative_counts == 1:
             return
-        if any(isinstance(module, BATCH_NORMS) for module in model.modules()):
+        norms = [module for module in model.modules() if isinstance(module, BATCH_NORMS)]
+        if any(not norm.affine or norm.weight.requires_grad for norm in norms):  # those of a frozen part only evaluate
             _logger.warning(
                 "gradients are accumulated over %d batches, but BatchNorm normalises within each "
                 "of them: the result differs from that of one large batch",
