@@ -81,6 +81,35 @@ def test_the_state_of_what_is_frozen_now_is_left_alone(tmp_path: Path):
     assert "left out" not in (resumed.run_dir / "log.txt").read_text()  # the optimizer has it
 
 
+class FreezeBody(Hook):
+    """Freezes `body` in the second epoch: there alone, from there on, or after each iteration until the next."""
+
+    def __init__(self, when: str) -> None:
+        self.when = when
+
+    def before_train_epoch(self, runner: Any) -> None:
+        if runner.epoch == 1 or (runner.epoch > 1 and self.when == "from there on"):
+            unwrap_model(runner.model).body.requires_grad_(False)
+
+    def before_train_iter(self, runner: Any, **batch: Any) -> None:
+        if self.when == "between iterations":
+            unwrap_model(runner.model).body.requires_grad_(True)
+
+    def after_train_iter(self, runner: Any, **batch: Any) -> None:
+        if self.when == "between iterations":
+            unwrap_model(runner.model).body.requires_grad_(False)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("when", ["there alone", "from there on", "between iterations"])
+def test_what_a_hook_has_frozen_and_a_resumed_training_trains_is_named(when: str, tmp_path: Path):
+    run(tmp_path, 2, custom_hooks=[FreezeBody(when)])
+    resumed = run(tmp_path, 3, resume=True, custom_hooks=[FreezeBody(when)])
+    log = (resumed.run_dir / "log.txt").read_text()
+    says = "trained now, but frozen when the checkpoint was saved: body.weight, body.bias. If you have not unfrozen"
+    assert log.count(says) == (when == "there alone")
+
+
 @ranks(1, 2)
 def test_a_state_that_the_optimizer_has_no_place_for_yet_is_named(tmp_path: Path):
     def unfrozen(epochs: int, **changes: Any) -> Runner:

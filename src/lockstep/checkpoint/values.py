@@ -357,6 +357,7 @@ _META: Form = {
     "validated_iter": COUNT.or_none(),
     "has_optimizer": FLAG,
     "optim_wrapper": {"*": {"windows": _WINDOWS}, "windows": _WINDOWS},
+    "frozen": [TEXT],
     "begun_with": Whole(options=[{}], schedules=[TEXT], scheduled=[TEXT]),
     "schedules_by_epoch": [FLAG.or_none()],
     "load_from": TEXT.or_none(),

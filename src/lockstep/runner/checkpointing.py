@@ -165,12 +165,13 @@ class Saving:
     def _state(self, save: Save) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what is saved, and the metadata."""
         run = self._run
-        model_state = run.strategy.model_state()
+        model_state, core = run.strategy.model_state(), unwrap_model(run.model)
         checkpoint: dict[str, Any] = {
             "model": model_state,
             "meta": {
                 **save.meta,
-                "weights": describe_model(unwrap_model(run.model), model_state),
+                "weights": describe_model(core, model_state),
+                "frozen": [name for name, parameter in core.named_parameters() if not parameter.requires_grad],
                 "strategy": type(run.strategy).__name__,
                 "epoch": save.epoch,
                 "iter": save.iteration,

@@ -101,6 +101,7 @@ class TrainLoop(ABC):
         self._will_stop = False  # after the present epoch, as was asked for before the training resumed
         self._left_out: set[str] = set()
         self._has_begun = False
+        self.frozen_before: set[str] = set()  # parameters, in the checkpoint; until the first iteration after it
         self.is_ending_iter = False
         self.iters_with_backward = self.iters_without = 0  # since the training began or resumed
 
@@ -307,8 +308,29 @@ class TrainLoop(ABC):
         self.is_ending_iter = False
         self.iter += 1
         note_trained()
+        if self.frozen_before:
+            self._tell_of_unfrozen()
         runner.saving.collect()
         self.iter_ended = perf_counter()
+
+    def _tell_of_unfrozen(self) -> None:
+        """Warn, after the first iteration of a resumed training, of parameters that it trains and that were frozen.
+
+        Only now, as a step may freeze a part of the model for a while, such as the discriminator of a GAN.
+        """
+        trained = [
+            name
+            for name, parameter in unwrap_model(self.runner.model).named_parameters()
+            if parameter.requires_grad and name in self.frozen_before
+        ]
+        self.frozen_before.clear()
+        if trained:
+            self.runner.logger.warning(
+                "trained now, but frozen when the checkpoint was saved: %s. If you have not unfrozen these on purpose, "
+                "what froze them has not run again: a hook that does so in one epoch must do it in all later ones, as "
+                "in `if runner.epoch >= 2`",
+                listed(trained),
+            )
 
     def _make_up_validation(self, done: int, last: int) -> None:
         """Validate if the checkpoint was saved just before a validation, as checkpoints at regular intervals are.
