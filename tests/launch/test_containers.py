@@ -39,9 +39,11 @@ print(remove_dead_drafts([Path(sys.argv[1])]))
 
 LEAVING = """
 import psutil, subprocess, sys, time
+from contextlib import suppress
 left = int(subprocess.run(["sh", "-c", "sleep 0.2 & echo $!"], stdout=subprocess.PIPE).stdout)
-while psutil.pid_exists(left) and psutil.Process(left).status() != psutil.STATUS_ZOMBIE:
-    time.sleep(0.02)
+with suppress(psutil.NoSuchProcess):  # it is gone
+    while psutil.Process(left).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.02)
 time.sleep(0.5)
 print("zombies:", [one.pid for one in psutil.process_iter() if one.status() == psutil.STATUS_ZOMBIE])
 sys.exit(7)

@@ -155,6 +155,16 @@ def test_memory_of_a_save_is_used_again_and_is_taken_in_bounded_blocks(tmp_path)
     assert all(map(torch.equal, load_state(tmp_path / "c", state)["own"].values(), state["own"].values()))
 
 
+@ranks(1)
+def test_a_save_that_was_waited_for_has_left_no_thread(tmp_path):
+    """The thread frees tensors, which aborts the process where the interpreter shuts down meanwhile."""
+    saver, state = BackgroundSaver(), {"model": {"weight": torch.ones(3)}}
+    for ends in (saver.wait, saver.abandon):
+        saver.start(tmp_path / ends.__name__, state, {}).add_done_callback(lambda job: time.sleep(0.3))
+        ends()
+        assert "lockstep-save" not in {thread.name for thread in threading.enumerate()}
+
+
 @contextmanager
 def fails_on(rank):
     write = saving.write_share

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,7 @@ class BackgroundSaver:
         self._planner = planner or Planner()
         self._memory: list[Tensor] = []
         self.job: Future[None] | None = None
+        self._thread: threading.Thread
         self._exchange: StoreExchange
 
     def start(
@@ -86,7 +87,8 @@ class BackgroundSaver:
             raise
         self.job = job = Future[None]()
         work = (plan, self._exchange, job)
-        threading.Thread(target=_save, args=work, name="lockstep-save", daemon=True).start()
+        self._thread = threading.Thread(target=_save, args=work, name="lockstep-save", daemon=True)
+        self._thread.start()
         return job
 
     def wait(self) -> None:
@@ -98,15 +100,17 @@ class BackgroundSaver:
         """
         job, self.job = self.job, None
         if job is not None:
+            # When the job is done, its thread still frees tensors. In an interpreter that shuts down, that aborts.
+            self._thread.join()
             job.result()
 
     def abandon(self) -> None:
         """Give the save in progress some seconds to end, and end it otherwise, because the training has failed."""
         job, self.job = self.job, None
         if job is not None:
-            wait([job], _SECONDS_TO_GIVE_UP)
+            self._thread.join(_SECONDS_TO_GIVE_UP)
             self._exchange.is_abandoned.set()
-            wait([job], _SECONDS_TO_GIVE_UP)
+            self._thread.join(_SECONDS_TO_GIVE_UP)
 
     def _copied(self, plan: Plan) -> Plan:
         """Return a plan with copies of this rank's pieces in the host's memory."""

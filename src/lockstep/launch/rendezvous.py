@@ -437,7 +437,7 @@ class _Heartbeats:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._beats: dict[int, tuple[str, float]] = {}  # the last heartbeat of a node, and when it came
-        self._is_begun = False
+        self._thread: threading.Thread | None = None
         self._is_ended = threading.Event()
 
     def former(self, node: int) -> str:
@@ -454,9 +454,8 @@ class _Heartbeats:
 
     def begin(self, node: int, token: str, connection: Store) -> None:
         """Begin to write as `node`, over a connection to the store for this alone, unless that has begun."""
-        if self._is_begun:
+        if self._thread is not None:
             return
-        self._is_begun = True
 
         def beat() -> None:
             count = 0
@@ -466,7 +465,8 @@ class _Heartbeats:
                     connection.set(f"beat_{node}", f"{token} {count}")
 
         connection.set(f"beat_{node}", f"{token} 0")
-        threading.Thread(target=beat, name="lockstep-heartbeat", daemon=True).start()
+        self._thread = threading.Thread(target=beat, name="lockstep-heartbeat", daemon=True)
+        self._thread.start()
 
     def alive(self, nodes: Sequence[int], patience_seconds: float) -> set[int]:
         """Return node 0, and the nodes of which a new heartbeat has come lately."""
@@ -482,6 +482,8 @@ class _Heartbeats:
     def end(self) -> None:
         """Write no longer."""
         self._is_ended.set()
+        if self._thread is not None:  # a request to a store that outlives the interpreter aborts the process
+            self._thread.join(2 * _SECONDS_PER_BEAT)
 
     def _read(self, node: int) -> str:
         key = f"beat_{node}"
