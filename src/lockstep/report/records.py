@@ -17,6 +17,7 @@ Record: TypeAlias = Mapping[str, Any]
 
 _RECORDS = "metrics.jsonl"
 MODES = ("val", "test")
+"""The modes of evaluations."""
 _STRAGGLER = "straggler"
 _RESUMED = "resumed"
 _NOT_FINITE = {"nan", "inf", "-inf"}
