@@ -35,8 +35,7 @@ class OutsideLoss:
 
     Attributes:
         predicted: the loss of the last predicted batch, detached.
-        needs_targets: whether `predictions` computes the loss and pairs outputs with targets; False in a pass that only
-            predicts, whose batches may have none.
+        needs_targets: whether `predictions` computes the loss and pairs outputs with targets; else there may be none.
 
     Raises:
         TypeError: `function` can't be called with two arguments, or is a class.
@@ -174,25 +173,20 @@ def predictions_of(core: nn.Module, batch: Any) -> Any:
 
 def _takes(function: Callable[..., Any], *arguments: Any) -> bool:
     """Return whether a function, or a module's `forward`, can be called with these arguments, as far as is known."""
-    signature = _signature(function)
     try:
-        if signature is not None:
-            signature.bind(*arguments)
+        inspect.signature(getattr(function, "forward", function)).bind(*arguments)
     except TypeError:
         return False
+    except ValueError:  # some built-in functions have no signature
+        return True
     return True
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:
     """Return the names of the positional parameters; an empty list if they are not known."""
-    signature = _signature(function)
-    parameters = () if signature is None else signature.parameters.values()
-    return [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-
-
-def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the signature of a function, or of a module's `forward`; None if it has none, as some built-in ones."""
+    called = function.forward if isinstance(function, nn.Module) else function
     try:
-        return inspect.signature(function.forward if isinstance(function, nn.Module) else function)
-    except ValueError:
-        return None
+        parameters = inspect.signature(called).parameters.values()
+    except (TypeError, ValueError):  # some built-in functions have no signature
+        return []
+    return [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]

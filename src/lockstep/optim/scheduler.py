@@ -54,12 +54,11 @@ class ParamScheduler(ABC):
 
     # Arguments that are durations: a conversion from epochs to batches multiplies them.
     durations: ClassVar[tuple[str, ...]] = (*LENGTHS, "step_size", "milestones", "periods")
-    # Whether its length is always that of the window, as of the schedules of lockstep-mmengine, so that `end` defaults
-    # to the end of the training.
+    # Whether it always lasts for the window, as all of lockstep-mmengine: `end` defaults to the end of the training.
     needs_end: ClassVar[bool] = False
     # The attributes in the state, without their leading underscore; their values are JSON values.
     kept: ClassVar[tuple[str, ...]] = ("count",)
-    # The key of the state under which it has the counts so far; the schedules of lockstep-mmengine have another one.
+    # The key of the state under which it has the counts so far; those of lockstep-mmengine have another one.
     count_key: ClassVar[str] = "count"
 
     optimizer: Optimizer
@@ -175,10 +174,7 @@ class ParamScheduler(ABC):
             setattr(self, f"_{name}", saved)
 
     def load_progress(self, state: Mapping[str, Any]) -> None:
-        """Restore how far a scheduler with other arguments was.
-
-        A subclass whose state has arguments overrides this, as those of lockstep-mmengine.
-        """
+        """Restore how far a scheduler with other arguments was. A subclass whose state has arguments overrides this."""
         self.load_state_dict(state)
 
     def __repr__(self) -> str:
@@ -346,10 +342,7 @@ class FormulaScheduler(ParamScheduler):
         super().restart()
 
     def rescale(self, group: Mapping[str, Any], factor: float) -> None:
-        """Multiply the values that the formula continues from, for a group whose value has been multiplied.
-
-        A group of another optimizer changes nothing.
-        """
+        """Multiply what the formula continues from, for a group of its own whose value has been multiplied."""
         for index, own in enumerate(self.optimizer.param_groups[: len(self._base)]):
             if own is group:
                 self._base[index] *= factor

@@ -83,13 +83,10 @@ class EpochBody:
         self.is_running, self._rates = True, Rates(self._run)
 
     def begin_batches(self, *, are_resumed: bool) -> bool:
-        """Begin the epoch's batches.
-
-        If they go on after a stop in them, they have the rates of the checkpoint: what the body has changed before the
-        batches is in these already.
+        """Begin the epoch's batches; after a stop in them, with the rates of the checkpoint.
 
         Returns:
-            Whether this has undone changes of the body.
+            Whether this has undone changes that the body has made once more.
         """
         assert self._rates is not None
         has_undone = are_resumed and self._rates.restore()

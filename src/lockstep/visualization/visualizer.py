@@ -65,9 +65,6 @@ class Visualizers:
         self._save_dir = None if save_dir is None else Path(save_dir)
         self._rests_until: dict[int, float] = {}  # by the `id` of a visualizer that has failed; of the monotonic clock
 
-    def __len__(self) -> int:
-        return len(self.parts)
-
     @classmethod
     def get_current_instance(cls) -> Visualizers:
         """Return that of the current run, or of the last one, or one that shows nothing if there was no run."""
