@@ -182,6 +182,15 @@ def test_a_draft_belongs_to_the_process_that_made_it(tmp_path: Path):
     assert {path.name for path in mine.parent.iterdir()} == {mine.name, elsewhere.name, "mine.draft"}
 
 
+def test_a_draft_of_another_machine_of_the_same_name_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as there:
+        there.setattr("lockstep.topology.pid_namespace.machine", lambda: "the other machine's")
+        made = FolderDraft(tmp_path / "epoch_1").folder
+    made = made.rename(made.with_name(made.name.replace(f".{os.getpid()}.", ".4194303.")))  # no process here has it
+    assert remove_dead_drafts([tmp_path]) == []
+    assert made.is_dir()
+
+
 @ranks(2)
 def test_a_disk_that_fills_up_is_said_on_all_ranks_and_nothing_is_left(tmp_path: Path):
     class Full(saving_module._Checksums):

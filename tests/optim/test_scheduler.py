@@ -166,6 +166,16 @@ def test_a_group_that_is_added_goes_on_from_its_own_rate(chain):
             assert rates[0] == pytest.approx(rates[1]), count
 
 
+def test_a_rate_that_is_scaled_is_that_of_its_own_optimizer_alone():
+    """As where a training resumes with other rates, and a schedule of one of its optimizers follows a metric."""
+    optimizer, other = sgd(), sgd()
+    schedule = LinearLR(optimizer, start_factor=0.5, total_iters=2)
+    schedule.rescale(other.param_groups[0], 4.0)
+    optimizer.param_groups[0]["lr"] *= 2
+    schedule.rescale(optimizer.param_groups[0], 2.0)
+    assert course(optimizer, [schedule], 3) == [1.0, 1.5, 2.0]
+
+
 def test_stepping_before_the_optimizer_does_not_warn():
     optimizer = sgd()
     course(optimizer, build(optimizer, {"type": lr_scheduler.StepLR, "step_size": 1}, epochs=3, iters=3), 3)

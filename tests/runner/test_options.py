@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from lockstep.dist import get_rank
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hook
 from lockstep.model import BaseModel
+from lockstep.runner.options import as_text
 from lockstep.testing import RankFailure, ranks, run_ranks
 
 DATA = TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(1)))
@@ -114,6 +116,11 @@ def test_a_change_in_the_midst_of_an_epoch_ends_the_training_with_a_record(tmp_p
     says = "options of the optimizer must be the same on all ranks, but are not after iteration 2: rank 1 of 2 has"
     with pytest.raises(RankFailure, match=says):
         run_ranks(2, trained, tmp_path, "fsdp", {}, {}, {}, ["before_train_iter"], "iterations")
+
+
+def test_numbers_of_numpy_are_compared_by_their_values():
+    one, other = (as_text([numpy.float32(value)], reads_device=True) for value in (0.1, 0.2))
+    assert one != other
 
 
 def test_ranks_that_agree_train(tmp_path: Path):

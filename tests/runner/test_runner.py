@@ -321,7 +321,7 @@ def test_a_visualizer_gets_the_scalars(tmp_path: Path):
     complete(tmp_path, visualizer=Board()).train()
     assert seen["val/accuracy"] == [6, 12]
     assert seen["train/loss"] == [6, 10, 12]
-    with pytest.raises(TypeError, match="must have a method add_scalars"):
+    with pytest.raises(TypeError, match="must be an object with a method add_scalars"):
         complete(tmp_path, visualizer=3).train()
 
 

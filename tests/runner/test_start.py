@@ -143,7 +143,7 @@ def test_several_visualizers_show_what_rank_0_records(tmp_path: Path):
     visualizer = [{"type": "Visualizer", "vis_backends": backends}, other]
     runner = make(tmp_path, visualizer=visualizer, custom_hooks=[Shows()])
     runner.train()
-    assert len(runner.visualizer) == (2 if get_rank() == 0 else 0)
+    assert len(runner.visualizer.parts) == (2 if get_rank() == 0 else 0)
     barrier()
     shown = lines_of(runner.run_dir / "scalars.jsonl")
     assert [line["step"] for line in shown if "train/loss" in line] == [4, 6, 8, 12]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 
 from lockstep import Session
 from lockstep.errors import ConfigError
+from lockstep.session.epoch_body import Rates
 from lockstep.testing import ranks
 
 from .by_hand import STRATEGIES, loader, network, session_of
@@ -137,3 +139,15 @@ def test_a_scheduler_over_an_optimizer_of_whose_groups_the_outer_one_has_copies_
     model = network()
     outer = Outer(torch.optim.SGD(model.parameters(), lr=0.1))
     session_of(tmp_path).prepare(model, outer, schedulers=torch.optim.lr_scheduler.StepLR(outer.inner, 10))
+
+
+def test_a_small_change_of_a_rate_that_is_a_tensor_is_seen_and_undone_in_place():
+    optimizer = torch.optim.SGD(network().parameters(), lr=torch.tensor(0.1, dtype=torch.float64))
+    (group,) = optimizer.param_groups
+    rates, rate = Rates(SimpleNamespace(optim_wrapper=optimizer, param_schedulers=[])), group["lr"]
+    assert not rates.have_changed
+    rate.mul_(1 - 1e-9)
+    assert rates.have_changed
+    assert rates.restore()
+    assert group["lr"] is rate  # a compiled step reads this tensor
+    assert rate.item() == 0.1

@@ -182,8 +182,11 @@ def test_the_names_of_files_may_be_others(tmp_path: Path):
 
 
 def test_what_may_not():
-    with pytest.raises(TypeError, match="`visualizer` must have a method add_scalars, but is 3"):
-        build_visualizers([Board(), 3])
+    for other in (3, Board):
+        with pytest.raises(
+            TypeError, match=f"`visualizer` must be an object with a method add_scalars, but is {other}"
+        ):
+            build_visualizers([Board(), other])
     with pytest.raises(RegistryError, match="TensorBoardVisualizer"):
         build_visualizers({"type": "TensorBordVisualizer"})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -75,3 +76,14 @@ def test_a_question_that_another_one_overwrites_is_answered() -> None:
     store.set("asked/2", str(first))
     boards[2].answer()
     assert boards[2].answered == second
+
+
+def test_a_rank_on_another_machine_of_the_same_name_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    for boot, number in (("the other machine's", 1), ("this one's", 2)):
+        with monkeypatch.context() as there:
+            there.setattr("lockstep.topology.pid_namespace.machine", lambda boot=boot: boot)
+            there.setattr(os, "getpid", lambda: 4194303)  # no process here has it
+            Board(store, number, 3, dict)
+    monkeypatch.setattr("lockstep.topology.pid_namespace.machine", lambda: "this one's")
+    assert Board(store, 0, 3, dict).gone([1, 2]) == [2]

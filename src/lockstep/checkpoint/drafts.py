@@ -11,8 +11,8 @@ object, is there before the first file and until the end. Files are removed only
 that a manifest names.
 
 A process that is killed leaves its draft or its mark. The name of either, `.NAME.draft.PID.BEGAN.HOST` beside NAME,
-says which process made it, so that others can tell if that has ended. HOST is a host, or a container on it. This
-module does not import torch.
+says which process made it, so that others can tell if that has ended. HOST is a host since its last boot, or a
+container on it. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ from lockstep.topology.pid_namespace import pid_namespace, stat_of
 
 DRAFT = re.compile(r"\.(?P<name>.+)\.draft\.(?P<pid>\d+)\.(?P<began>\d+)\.(?P<host>.+)")
 """Names of drafts and marks."""
-# Of a draft whose owner can't be asked, because it is on another host, or in another container. In a bucket, nothing is
-# to be seen of a file until all of it has been sent, so that a slow save leaves no other trace of life for long.
+# Of a draft whose owner can't be asked: it is on another host, in another container, or from before a reboot, which all
+# look alike. In a bucket, nothing is to be seen of a file until all of it has been sent, so that a slow save leaves no
+# other trace of life for long.
 _SECONDS_UNTIL_ABANDONED = 3600
 _SECONDS_UNTIL_ABANDONED_IN_A_BUCKET = 24 * 3600
 
@@ -161,7 +162,8 @@ def remove(directory: Location) -> None:
 def remove_dead_drafts(roots: Sequence[Location]) -> list[Location]:
     """Remove the drafts in these folders, and in folders in them, whose owners have ended; return them.
 
-    A draft of another host or container is removed if nothing was written to it for an hour, in a bucket for a day.
+    One of another host or container, or from before a reboot, is removed if nothing was written to it for an hour, in a
+    bucket for a day.
     """
     removed = []
     for root in roots:

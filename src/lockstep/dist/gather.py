@@ -149,6 +149,7 @@ def all_gather(  # type: ignore[misc]  # the overloads share their places, not t
         comm = resolve(group if tensor is None else cast(GroupLike, tensor))  # which checks it
         own, outputs = data, NOT_GIVEN
     else:
+        # Also all_gather(x, group) with an `x` that is no tensor comes here: the ranks of that group are to hear of it.
         comm = resolve(tensor if isinstance(tensor, ProcessGroup | DeviceMesh) else group)
         own, outputs = cast(Tensor, tensor), data
     if sync_grads:
@@ -219,12 +220,11 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
         with report_failure(comm):
             require_only_on(dst, "gather_list", gather_list, comm)
         wire, headers = _exchange_headers(data, comm, outputs, "gather_list")
-        if outputs is not NOT_GIVEN:
-            _start_gather(wire, dst, comm, outputs).wait()
-            return None
-        parts = [torch.empty(x.shape, dtype=x.dtype, device=data.device) for x in headers if comm.rank == dst]
-        _start_gather(wire, dst, comm, parts).wait()
-        return parts
+        fills = outputs is not NOT_GIVEN
+        if not fills:
+            outputs = [torch.empty(x.shape, dtype=x.dtype, device=data.device) for x in headers if comm.rank == dst]
+        _start_gather(wire, dst, comm, outputs).wait()
+        return None if fills else outputs
     require_only_on(dst, "gather_list", gather_list, comm)
     if comm.rank == dst and outputs is NOT_GIVEN:
         raise TypeError(f"`async_op` needs the form gather(tensor, gather_list, dst) ({comm.this_rank})")
@@ -306,7 +306,7 @@ def _all_gather(data: Tensor, comm: Comm, uneven: bool) -> list[Tensor]:
     if uneven:
         check_call("all_gather", comm, compares=False)
         wire, headers = _exchange_headers(data, comm)
-        alike = all(header[:2] == headers[0][:2] for header in headers)
+        alike = all(header[:2] == headers[0][:2] for header in headers)  # dtype and shape
     else:
         require_tensor("data", data)
         check_call("all_gather", comm, data, "even")
@@ -362,16 +362,15 @@ def _start_gather(wire: Tensor, dst: int, comm: Comm, outputs: Sequence[Tensor])
 
 def _require_form(data: object, outputs: Sequence[Tensor], comm: Comm, list_name: str = "tensor_list") -> None:
     """Raise unless `data` is a tensor and `outputs`, if given, holds one tensor for each rank."""
-    if outputs is NOT_GIVEN:
-        require_tensor("data", data)
-        return
-    if not isinstance(data, Tensor):
+    fills = outputs is not NOT_GIVEN
+    if fills and list_name == "tensor_list" and not isinstance(data, Tensor):
         raise TypeError(
             "`data` must be a tensor, or a list to fill with a tensor in second place, but they are "
             f"{type(outputs).__name__} and {type(data).__name__} ({comm.this_rank})"
         )
-    require_tensor("tensor", data)
-    require_list(list_name, outputs, comm, is_filled=True)
+    require_tensor("tensor" if fills else "data", data)
+    if fills:
+        require_list(list_name, outputs, comm, is_filled=True)
 
 
 def _exchange_headers(
@@ -384,7 +383,7 @@ def _exchange_headers(
         encoded = encode(header_of(wire, wire.is_cpu, None if outputs is NOT_GIVEN else outputs))
     headers = [decode(one)[0] for one in exchange(comm, encoded)]
     if outputs is not NOT_GIVEN:
-        remedy = ". Or leave the list out" if list_name == "tensor_list" else ""
+        remedy = ". Or leave the list out"
         for rank, output in enumerate(outputs):
             require_alike(f"{list_name}[{rank}]", output, f"rank {rank}'s tensor", headers[rank], comm, remedy)
     require_expected(headers, comm, list_name)

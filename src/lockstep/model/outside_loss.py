@@ -35,7 +35,7 @@ class OutsideLoss:
 
     Attributes:
         predicted: the loss of the last predicted batch, detached.
-        needs_targets: whether predictions come with targets, from which the loss is computed; else they are outputs.
+        needs_targets: whether `predictions` computes the loss and pairs outputs with targets; else there may be none.
 
     Raises:
         TypeError: `function` can't be called with two arguments, or is a class.
@@ -161,7 +161,7 @@ def outside_loss(core: nn.Module) -> OutsideLoss | None:
 
 def losses_of(model: nn.Module, core: nn.Module, batch: Any) -> Any:
     """Return the losses of a preprocessed batch, from the attached loss or from the module itself."""
-    outside: OutsideLoss | None = vars(core).get(_KEY)  # every step asks
+    outside = outside_loss(core)
     return steps.call_forward(model, core, batch, "loss") if outside is None else outside.losses(model, core, batch)
 
 

@@ -54,11 +54,11 @@ class ParamScheduler(ABC):
 
     # Arguments that are durations: a conversion from epochs to batches multiplies them.
     durations: ClassVar[tuple[str, ...]] = (*LENGTHS, "step_size", "milestones", "periods")
-    # Whether its length is always that of the window, so that `end` defaults to the end of the training.
+    # Whether it always lasts for the window, as all of lockstep-mmengine: `end` defaults to the end of the training.
     needs_end: ClassVar[bool] = False
     # The attributes in the state, without their leading underscore; their values are JSON values.
     kept: ClassVar[tuple[str, ...]] = ("count",)
-    # The key of the state under which it has the counts so far.
+    # The key of the state under which it has the counts so far; those of lockstep-mmengine have another one.
     count_key: ClassVar[str] = "count"
 
     optimizer: Optimizer
@@ -140,7 +140,7 @@ class ParamScheduler(ABC):
     def stretched(cls, arguments: Mapping[str, Any], epoch_length: int) -> dict[str, Any]:
         """Return the arguments, converted from epochs to batches."""
         names = [name for name in ("begin", "end", *cls.durations) if arguments.get(name) is not None]
-        least = {name: 0 if name == "begin" else 1 for name in names}  # no part of an epoch lasts no batch
+        least = {name: 0 if name == "begin" else 1 for name in names}  # a part of an epoch lasts a batch
         return {**arguments, **{name: _in_batches(arguments[name], epoch_length, least[name]) for name in names}}
 
     def get_last_value(self) -> list[float]:
@@ -342,11 +342,11 @@ class FormulaScheduler(ParamScheduler):
         super().restart()
 
     def rescale(self, group: Mapping[str, Any], factor: float) -> None:
-        """Multiply the values that the formula continues from, for a group whose value has been multiplied."""
-        index = next(index for index, own in enumerate(self.optimizer.param_groups) if own is group)
-        if self._base:
-            self._base[index] *= factor
-            self._last[index] = self._read(group)
+        """Multiply what the formula continues from, for a group of its own whose value has been multiplied."""
+        for index, own in enumerate(self.optimizer.param_groups[: len(self._base)]):
+            if own is group:
+                self._base[index] *= factor
+                self._last[index] = self._read(group)
 
     def _moved(self, t: int) -> list[float]:
         """Return the first values for which the formula gives the current values at `t`.

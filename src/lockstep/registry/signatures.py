@@ -85,10 +85,10 @@ def construct(constructor: Callable[..., Any], arguments: Mapping[str, Any], kin
         refused = _UNEXPECTED.search(message_of(error)) if isinstance(error, TypeError) else None
         key = refused[1] if refused and not isinstance(error, BuildError) else ""
         if key in arguments and key not in Arguments.of(constructor).named:
-            # A base class may accept a key that its subclass refuses.
-            hint = did_you_mean(key, accepted(constructor) - {key})
+            known = accepted(constructor) - {key}  # a base class may accept a key that its subclass refuses
+            hint = did_you_mean(key, known) if known else ""  # of `**kwargs` alone nothing is known
             raise BuildError(f"{subject}: unknown argument `{key}`{hint}") from error
-        error.add_note(f"while building the {subject} with {', '.join(arguments) or 'no arguments'}")
+        error.add_note(f"while building the {subject} with {', '.join(map(str, arguments)) or 'no arguments'}")
         raise
 
 

@@ -16,9 +16,7 @@ from lockstep.masking import mask_text, mask_value
 Record: TypeAlias = Mapping[str, Any]
 
 _RECORDS = "metrics.jsonl"
-MODES = ("val", "test")
-_STRAGGLER = "straggler"
-_RESUMED = "resumed"
+MODES = ("val", "test")  # of evaluations
 _NOT_FINITE = {"nan", "inf", "-inf"}
 _LARGEST = 1e300  # sums of larger numbers, and percentages, may be infinite
 
@@ -122,7 +120,7 @@ def read_run(folder: Path) -> RunRecords:
         resumed=resumed,
         train=[record for record in records if record["mode"] == "train"],
         evaluations=[record for record in records if record["mode"] in MODES],
-        stragglers=[record for record in records if record["mode"] == _STRAGGLER],
+        stragglers=[record for record in records if record["mode"] == "straggler"],
         # Masked also here: another library or an earlier version may have written them.
         environment=mask_value(_json_object(folder / "environment.json", faults)),
         config=mask_text(config.read_text(encoding="utf-8", errors="replace")) if config.is_file() else "",
@@ -133,7 +131,7 @@ def read_run(folder: Path) -> RunRecords:
 def _resumed(folder: Path, records: list[Record]) -> tuple[Path | None, int]:
     """Return the folder of the run whose checkpoint a run resumed, and the iteration of that; None if it began anew."""
     for record in records:
-        if record["mode"] == _RESUMED and isinstance(record.get("path"), str):
+        if record["mode"] == "resumed" and isinstance(record.get("path"), str):
             run = Path(record["path"]).parent
             # Runs of one work_dir may have been moved together.
             beside = folder.resolve().parent / run.name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -85,4 +86,4 @@ def as_text(value: Any, reads_device: bool) -> str:
         return repr({key: as_text(item, reads_device) for key, item in value.items()})
     if isinstance(value, list | tuple):
         return repr([as_text(item, reads_device) for item in value])
-    return repr(value) if isinstance(value, bool | int | float | str | None) else type(value).__name__
+    return repr(value) if isinstance(value, Real | str | None) else type(value).__name__

@@ -2,8 +2,8 @@
 
 A loop of a Session is the user's own code: it may validate, step schedules, and call `log_metrics`, before the batches
 of an epoch and after them. A training that stops there, or whose checkpoint is saved there, goes through this body of
-the epoch once more when it is resumed, without its batches. So it must begin with the rates of then, and pass over what
-had been logged.
+the epoch once more when it is resumed, without its batches. So it must begin the body with the rates that were there
+the first time, and pass over calls of `log_metrics` that have been recorded then.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
+from lockstep.runner.options import as_text
+from lockstep.runner.resumed_options import set_option
 from lockstep.runner.run import TrainRun
 from lockstep.session.schedules import At, schedules_at
 
@@ -36,18 +38,22 @@ class Rates:
 
     @property
     def have_changed(self) -> bool:
-        """Whether they are others now. **Cost**: it waits for options that are on a device."""
-        return repr(Rates(self._run)._values) != repr(self._values)
+        """Whether they are others by now. **Cost**: it waits for options that are on a device."""
+        return Rates(self._run)._as_text() != self._as_text()
 
     def restore(self) -> bool:
         """Undo all changes since, but leave groups that were added since; return whether there were any."""
-        before = repr(Rates(self._run)._values)
+        before = Rates(self._run)._as_text()
         options, states = deepcopy(self._values)
         for group, values in zip(self._groups, options, strict=False):
-            group.update(values)
+            for key, value in values.items():
+                set_option(group, key, value)
         for schedule, state in zip(self._run.param_schedulers, states, strict=True):
             schedule.load_state_dict(state)
-        return repr(Rates(self._run)._values) != before
+        return Rates(self._run)._as_text() != before
+
+    def _as_text(self) -> str:
+        return as_text(self._values, reads_device=True)
 
 
 class EpochBody:
@@ -58,41 +64,41 @@ class EpochBody:
 
     Attributes:
         is_running: whether the user's code is in a body.
-        counts: after the batches, the loop's counts from before the epoch was complete; empty before.
-        has_ended: whether hooks have been told, before the stop, that the epoch has ended.
-        has_stopped: whether a validation of the user's code has been stopped here.
+        counts: once the batches are over, the loop's counts from before this epoch was counted; empty until then.
+        has_ended: whether hooks have been told that the epoch has ended, by the training that is resumed.
+        has_stopped: whether the training stops here, within a validation of the user's code.
     """
 
     def __init__(self, run: TrainRun) -> None:
         self._run = run
         self.is_running = self.has_ended = self.has_stopped = False
         self.counts: dict[str, Any] = {}
-        self._rates: Rates | None = None  # with which this part of the body has begun
+        self._rates: Rates | None = None  # when this part of the body began: before the batches, or after them
         self._schedules_begun: set[At] = set()  # when the batches began
-        self._logged = 0  # calls of `log_metrics` in this part of the body: before the batches, or after them
-        self._logged_before = [0.0, 0.0]  # those before the stop, in these two parts
+        self._logged = 0  # calls of `log_metrics` in this part of the body
+        self._logged_before = [0.0, 0.0]  # those before the stop: in this part, and in the part after it
 
     def begin(self) -> None:
         """Begin the body of an epoch."""
         self.is_running, self._rates = True, Rates(self._run)
 
     def begin_batches(self, *, are_resumed: bool) -> bool:
-        """Begin the epoch's batches; after a stop in them, with the rates of then.
+        """Begin the epoch's batches; after a stop in them, with the rates of the checkpoint.
 
         Returns:
-            Whether the body had changed rates once more, before the batches.
+            Whether this has undone changes that the body has made once more.
         """
         assert self._rates is not None
-        is_changed = are_resumed and self._rates.restore()
+        has_undone = are_resumed and self._rates.restore()
         self._schedules_begun = schedules_at(self._run)
-        return is_changed
+        return has_undone
 
-    def pass_on(self) -> None:
-        """Note that the batches follow, so that `log_metrics` is counted anew after them."""
+    def end_first_part(self) -> None:
+        """Count calls of `log_metrics` anew, for the part of the body after the batches, which follow now."""
         self._logged, self._logged_before = 0, self._logged_before[1:] or [0]
 
     def end_batches(self) -> None:
-        """Note with which rates the code after the batches begins."""
+        """Note the rates with which the part after the batches begins."""
         self._rates = Rates(self._run)
 
     def take_counts(self) -> dict[str, Any]:
@@ -102,7 +108,7 @@ class EpochBody:
 
     @property
     def has_changed(self) -> bool:
-        """Whether the user's code has logged or changed rates, which a checkpoint from before then lacks."""
+        """Whether this part of the body has logged or changed rates, which a checkpoint from before it lacks."""
         return bool(self._logged) or (self._rates is not None and self._rates.have_changed)
 
     def end(self) -> None:
@@ -110,7 +116,7 @@ class EpochBody:
         self.counts, self._logged, self._logged_before = {}, 0, [0, 0]
 
     def go_back(self) -> None:
-        """Undo what this part of the body has changed, before a stop after which it runs once more."""
+        """Undo what this part of the body has changed, since a resumed training runs it once more after the stop."""
         if self.is_running and self._rates is not None:
             self._rates.restore()
             if self._logged:  # what has been saved at the end of the epoch before does not count it

@@ -197,7 +197,7 @@ class OwnLoop(TrainLoop):
             except Preempted:
                 self._body.go_back()
                 raise
-            self._body.pass_on()
+            self._body.end_first_part()
             try:
                 yield from self._batches(self.even_batches.iterate(self._begin), self._begin.batches)
             except GeneratorExit:  # by `break`

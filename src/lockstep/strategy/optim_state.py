@@ -47,6 +47,7 @@ def read_optim_state(core: nn.Module, optimizers: Iterable[Optimizer]) -> OptimS
         own = names_by_group(optimizer, names)
         by_index = list(chain(*own))
         packed = optimizer.state_dict()
+        # What else it holds, and keys of its state that are no parameter's index.
         for name in [*sorted(packed.keys() - {"state", "param_groups"}), *packed.get("state", ())]:
             if not isinstance(name, int):
                 raise ConfigError(
@@ -123,7 +124,7 @@ def complete_states(optimizer: Optimizer) -> None:
         first = cache(partial(first_state, optimizer, options_of(group)))
         for parameter in group["params"]:
             held = optimizer.state.get(parameter)
-            # A number that is a parameter has values of its own, too: those with dims where it had one.
+            # One without dims is taken as one with a dim: only so have values of its shape dims, which counts lack.
             wanted = first(max(parameter.dim(), 1)) if held else None
             if not held or wanted is None:
                 continue
@@ -154,9 +155,10 @@ def named_groups(groups: Iterable[Mapping[str, Any]], names: Iterable[Iterable[s
 
 
 def merge_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's saved options, but with its own for how updates are computed, as numbers or tensors as its own.
+    """Return the options of a group after loading: the saved ones, but its own for how updates are computed.
 
-    A tensor is for a compiled or captured step; torch refuses one with `foreach` alone.
+    Where its own option is a number, so is the merged one, and where it is a tensor, a tensor: a compiled or captured
+    step needs one, and torch refuses one with `foreach` alone.
     """
     own = options_of(group)
     merged = {**own, **saved, **{key: own[key] for key in _IMPLEMENTATION if key in own}}

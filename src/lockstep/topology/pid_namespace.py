@@ -1,4 +1,4 @@
-"""Where the number of a process is known, a host or a container on it; what Linux says of it; which machine that is."""
+"""Processes by their number (PID): among which processes a number is one process, and what Linux says of it."""
 
 from __future__ import annotations
 
@@ -7,32 +7,31 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-_FIRST_OF_A_HOST = "pid:[4026531836]"  # PROC_PID_INIT_INO of Linux
-
 
 def pid_namespace() -> str:
-    """Return the name of this host; in a container with processes of its own, also the number of their namespace.
+    """Return a name of the processes that number each other: those of this machine, or of this container.
 
-    Containers may have the name of their host, as with its network (`docker run --network host`, `hostNetwork` of
-    Kubernetes). Each then numbers its processes from 1, and sees no others.
+    Only among processes of one such name does a number mean the same process. The host's name is part of it for people,
+    but does not suffice: a container may have the name of its host, as with its network (`docker run --network host`,
+    `hostNetwork` of Kubernetes), and machines may have the same name, as copies of one image.
     """
-    name = socket.gethostname()
+    host = socket.gethostname()
     with suppress(OSError):  # only Linux has it
-        namespace = os.readlink("/proc/self/ns/pid")
-        if namespace != _FIRST_OF_A_HOST:
-            return f"{name}.{namespace.removeprefix('pid:[').removesuffix(']')}"
-    return name
+        number = os.readlink("/proc/self/ns/pid").removeprefix("pid:[").removesuffix("]")
+        return f"{host}.{machine()[:8]}.{number}"
+    return host
 
 
 def stat_of(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the state on: state, parent, group, session ...; none if it is gone."""
     with suppress(OSError):
+        # The field before them is the command in parentheses, which may hold any characters.
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     return []
 
 
 def machine() -> str:
-    """Return what all containers of this machine have in common, and no other machine has, whatever they are called."""
-    with suppress(OSError):  # only Linux has it
+    """Return the ID of this machine's boot, the same in all of its containers; elsewhere than on Linux, its name."""
+    with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return socket.gethostname()

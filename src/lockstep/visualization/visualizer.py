@@ -17,7 +17,7 @@ from lockstep.visualization.files import as_picture
 from lockstep.visualization.library import LibraryVisualizer, is_installed
 from lockstep.visualization.tensorboard import TensorBoardVisualizer
 
-_REST = 20  # times as long as its call took, a visualizer that has failed is left out
+_REST = 20  # a visualizer is left out for so many times as long as its call took that has failed
 
 
 @runtime_checkable
@@ -63,10 +63,7 @@ class Visualizers:
         self.name = name
         self.parts: list[ShowsScalars] = [_build(part) for part in vis_backends or ()]
         self._save_dir = None if save_dir is None else Path(save_dir)
-        self._rests_until: dict[int, float] = {}  # by the identity of a visualizer that has failed
-
-    def __len__(self) -> int:
-        return len(self.parts)
+        self._rests_until: dict[int, float] = {}  # by the `id` of a visualizer that has failed; of the monotonic clock
 
     @classmethod
     def get_current_instance(cls) -> Visualizers:
@@ -186,10 +183,10 @@ def build_visualizers(given: Any) -> Visualizers:
 
 def _build(part: Any) -> ShowsScalars:
     built = VISUALIZERS.build(part) if isinstance(part, Mapping) else part
-    if not isinstance(built, ShowsScalars):
+    if isinstance(built, type) or not isinstance(built, ShowsScalars):  # a class has the methods of its objects, too
         raise TypeError(
-            f"`visualizer` must have a method add_scalars, but is {built!r}. Give the config of one, such as "
-            "dict(type='WandbVisualizer'), or a list of several: docs/monitoring.md has them all. Every run writes "
-            "metrics.jsonl without one"
+            f"`visualizer` must be an object with a method add_scalars, but is {built!r}. Give one, or its config "
+            "as in dict(type='WandbVisualizer'), or a list of several: docs/monitoring.md has them all. Every run "
+            "writes metrics.jsonl without one"
         )
     return built

@@ -1,4 +1,4 @@
-"""What the ranks of a job find out together: whether they have the same."""
+"""What the ranks of a job find out together: whether versions, variables, devices and cores go together."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _facts() -> dict[str, Any]:
     return {
         "host": platform.node(),
         "machine": machine(),
-        "container": f"{machine()} {pid_namespace()}",
+        "container": pid_namespace(),
         "versions": {
             "lockstep": __version__,
             "python": platform.python_version(),
@@ -72,7 +72,7 @@ def _facts() -> dict[str, Any]:
 
 
 def _of_ranks(found: Sequence[Sequence[Mapping[str, Any]]]) -> list[Finding]:
-    """Return the findings of the ranks by themselves, those that are the same on several once."""
+    """Return what each rank has found by itself; what several have found alike comes once, with all of them."""
     alike: dict[Hashable, Finding] = {}
     for rank, findings in enumerate(found):
         for finding in map(Finding.of, findings):
@@ -83,7 +83,7 @@ def _of_ranks(found: Sequence[Sequence[Mapping[str, Any]]]) -> list[Finding]:
 
 
 def _compared(what: str, facts: Sequence[Mapping[str, Any]], status: Status, remedy: str, same: str) -> Finding:
-    """Find out which versions or variables have different values on several ranks."""
+    """Find out which of the versions, or of the variables, differ between ranks; `same` says which were compared."""
     ranks = [each[what] for each in facts]
     values = {name: [each.get(name, "unset") for each in ranks] for name in sorted(set().union(*ranks))}
     others = [(status, f"{name} differs: {_by_value(v)}", remedy) for name, v in values.items() if len(set(v)) > 1]
@@ -116,7 +116,7 @@ def _threads(facts: Sequence[Mapping[str, Any]]) -> Finding:
     for container in dict.fromkeys(each["container"] for each in facts):
         here = [each for each in facts if each["container"] == container]
         cores: float = len(set().union(*(each["cores"] for each in here))) or here[0]["usable"]
-        # What a rank may use of its own cores is a quota, which they share.
+        # A rank that may use less than the cores it is bound to has a quota, which those of its container share.
         cores = min([cores, *(each["usable"] for each in here if each["usable"] < len(each["cores"]))])
         threads = sum(each["threads"] for each in here)
         shown.append(
@@ -124,11 +124,11 @@ def _threads(facts: Sequence[Mapping[str, Any]]) -> Finding:
         )
         if threads > cores:
             says = f"{shown.pop()}: they wait for each other"
-            least = max(1, int(cores) // len(here))
-            remedy = f"Set OMP_NUM_THREADS={least}" + (", and start fewer ranks." if len(here) > cores else ".")
+            for_each = max(1, int(cores) // len(here))
+            remedy = f"Set OMP_NUM_THREADS={for_each}" + (", and start fewer ranks." if len(here) > cores else ".")
             others.append(("warning", says, remedy))
-    facts_of = {"threads": [each["threads"] for each in facts], "cores": [each["cores"] for each in facts]}
-    return summarise("threads over ranks", "\n".join(shown), others, facts_of)
+    numbers = {key: [each[key] for each in facts] for key in ("threads", "cores")}
+    return summarise("threads over ranks", "\n".join(shown), others, numbers)
 
 
 def _by_value(values: Iterable[str]) -> str:
