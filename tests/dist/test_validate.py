@@ -197,12 +197,10 @@ def refuse_on_one_rank(group: Any, wrong: int) -> None:
             with pytest.raises(TypeError if is_wrong else PeerError, match="TypeError" if not is_wrong else None):
                 call()
         for dst in range(size):
-            for call in (
-                lambda: gather(bad, dst, group),  # noqa: B023
-                lambda: gather(bad, room if rank == dst else None, dst, group),  # noqa: B023
-            ):
-                with refused("data"):
-                    call()
+            with refused("data"):
+                gather(bad, dst, group)
+            with refused("tensor"):
+                gather(bad, room if rank == dst else None, dst, group)
             parts = [data] * size if rank == dst else None
             with refused("tensor"):
                 scatter(bad, parts, dst, group)
