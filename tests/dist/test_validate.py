@@ -199,7 +199,7 @@ def refuse_on_one_rank(group: Any, wrong: int) -> None:
         for dst in range(size):
             with refused("data"):
                 gather(bad, dst, group)
-            with refused("tensor"):
+            with refused("data"):
                 gather(bad, room if rank == dst else None, dst, group)
             parts = [data] * size if rank == dst else None
             with refused("tensor"):

@@ -362,13 +362,13 @@ def _start_gather(wire: Tensor, dst: int, comm: Comm, outputs: Sequence[Tensor])
 
 def _require_form(data: object, outputs: Sequence[Tensor], comm: Comm, list_name: str = "tensor_list") -> None:
     """Raise unless `data` is a tensor and `outputs`, if given, holds one tensor for each rank."""
-    fills = outputs is not NOT_GIVEN
-    if fills and list_name == "tensor_list" and not isinstance(data, Tensor):
+    fills, is_first = outputs is not NOT_GIVEN, list_name == "gather_list"  # the tensor, not the list
+    if fills and not is_first and not isinstance(data, Tensor):
         raise TypeError(
             "`data` must be a tensor, or a list to fill with a tensor in second place, but they are "
             f"{type(outputs).__name__} and {type(data).__name__} ({comm.this_rank})"
         )
-    require_tensor("tensor" if fills else "data", data)
+    require_tensor("tensor" if fills and not is_first else "data", data)
     if fills:
         require_list(list_name, outputs, comm, is_filled=True)
 
