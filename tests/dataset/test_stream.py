@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -110,6 +111,30 @@ def test_the_order_depends_on_the_stream_alone(size, workers, persistent):
         for rank, epochs in enumerate(by_rank):
             own = order[rank::size]
             assert epochs[epoch] == [own[i : i + batch_size] for i in range(0, len(own), batch_size)]
+
+
+class SharedEpoch(Numbers):
+    """Has its epoch in memory that all workers share, and adds to it what is missing, as HuggingFace's streams do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def set_epoch(self, epoch: int) -> None:
+        missing = epoch - int(self.shared)
+        time.sleep(0.3)  # another worker may be here, too
+        self.shared += missing
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch = int(self.shared)
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_that_begin_at_once_set_the_epoch_that_they_share_once(persistent):
+    by_epoch = passes(SharedEpoch(), 2, 4, 3, persistent)
+    for epoch, batches in enumerate(by_epoch):
+        assert [number for batch in batches for number in batch] == order_of(epoch)
 
 
 @ranks(2)

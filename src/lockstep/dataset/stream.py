@@ -225,7 +225,7 @@ class StreamShard(IterableDataset[Any]):
     def _open(self, position: Mapping[str, Any] | None, workers: int) -> None:
         """Open this worker's source at `position`, or at its beginning if that is None."""
         if self._asks_for_parts:
-            self._set_epoch()
+            self.tell_epoch()
             rank, ranks = self.shard
             self._source = self.dataset.split_over(rank * workers + self._worker, ranks * workers)
             self.has_position = _says_where_it_is(self._source)
@@ -236,7 +236,7 @@ class StreamShard(IterableDataset[Any]):
                 if self._beginning is None:
                     self._beginning = copy.deepcopy(self.dataset.state_dict())
                 self.dataset.load_state_dict(copy.deepcopy(self._beginning))
-            self._set_epoch()
+            self.tell_epoch()
         self._taken = 0
         if position is not None:
             self._source.load_state_dict(copy.deepcopy(position["dataset"]))
@@ -244,7 +244,8 @@ class StreamShard(IterableDataset[Any]):
             if "random" in position:
                 set_random_state(position["random"])
 
-    def _set_epoch(self) -> None:
+    def tell_epoch(self) -> None:
+        """Let the dataset know the epoch, if it has `set_epoch`."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(int(self._epoch))
 
@@ -287,6 +288,10 @@ class StreamLoader(DataLoader[Any]):
             end_workers(self)  # those that live on can't be told where to begin
         self._at, self._begin, self.head = self._begin, _BEGINNING, []
         self.dataset.begin_at(self._at)
+        if self.num_workers:
+            # Each worker sets the epoch, too. HuggingFace's streams have it in memory that all of them share, and add to
+            # it what is missing (datasets 5.2): two workers that begin at once would add it twice.
+            self.dataset.tell_epoch()
         return self._tracked(super().__iter__())
 
     def _tracked(self, batches: Iterator[Any]) -> Iterator[Any]:
