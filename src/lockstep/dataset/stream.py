@@ -289,8 +289,8 @@ class StreamLoader(DataLoader[Any]):
         self._at, self._begin, self.head = self._begin, _BEGINNING, []
         self.dataset.begin_at(self._at)
         if self.num_workers:
-            # Each worker sets the epoch, too. HuggingFace's streams have it in memory that all of them share, and add to
-            # it what is missing (datasets 5.2): two workers that begin at once would add it twice.
+            # Each worker tells it, too. HuggingFace's streams have it in memory that all of them share, and add to it
+            # what is missing (datasets 5.2): two workers that begin at once would add it twice.
             self.dataset.tell_epoch()
         return self._tracked(super().__iter__())
 
