@@ -80,10 +80,11 @@ class StreamShard(IterableDataset[Any]):
     make, give the dataset a method `split_over(part, parts)` that returns an iterable of part number `part` of `parts`;
     each worker then reads only its own part.
 
-    Before each pass `set_epoch(epoch)` is called if the dataset has it. The dataset must yield the same order in every
-    process. While it makes its samples, the global generators of torch (CPU), Python and numpy have a separate state,
-    which `seed` and the epoch determine; so it may shuffle by these, or by a generator that it seeds with a fixed seed
-    and the epoch. All parts that `split_over` returns begin with the same state.
+    Before each pass `set_epoch(epoch)` is called if the dataset has it: in the process that trains, then in each of its
+    workers. The dataset must yield the same order in every process. While it makes its samples, the global generators
+    of torch (CPU), Python and numpy have a separate state, which `seed` and the epoch determine; so it may shuffle by
+    these, or by a generator that it seeds with a fixed seed and the epoch. All parts that `split_over` returns begin
+    with the same state.
 
     A dataset that has `state_dict` and `load_state_dict` resumes where it was saved, on any number of ranks and
     workers. Its `state_dict` must describe the position after the last sample that it has yielded. Without them, the
