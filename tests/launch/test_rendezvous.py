@@ -10,10 +10,11 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from threading import Thread
+from threading import Event, Thread
+from threading import enumerate as enumerate_threads
 
 import pytest
-from torch.distributed import Store
+from torch.distributed import HashStore, Store
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -495,3 +496,21 @@ def test_two_hosts_train_together_and_listen_on_their_own_address_alone(scripts,
         shown = subprocess.run([*words, "ss", "-Hltn"], check=True, capture_output=True, text=True).stdout
         addresses = {line.split()[3].rpartition(":")[0] for line in shown.splitlines()}
         assert addresses == {f"10.213.77.{node + 1}"}
+
+
+def test_a_launcher_does_not_end_within_a_heartbeat(monkeypatch):
+    """Its request to the store would come back to an interpreter that is shutting down, which aborts the process."""
+    begun = Event()
+
+    class SlowStore(HashStore):
+        def set(self, key: str, value: str) -> None:
+            if value != "token 0":
+                begun.set()
+                time.sleep(0.3)
+
+    monkeypatch.setattr(rendezvous, "_SECONDS_PER_BEAT", 0.2)
+    heartbeats = rendezvous._Heartbeats(HashStore())
+    heartbeats.begin(1, "token", SlowStore())
+    assert begun.wait(60)
+    heartbeats.end()
+    assert "lockstep-heartbeat" not in {thread.name for thread in enumerate_threads()}

@@ -362,14 +362,16 @@ def _start_gather(wire: Tensor, dst: int, comm: Comm, outputs: Sequence[Tensor])
 
 def _require_form(data: object, outputs: Sequence[Tensor], comm: Comm, list_name: str = "tensor_list") -> None:
     """Raise unless `data` is a tensor and `outputs`, if given, holds one tensor for each rank."""
-    fills, is_first = outputs is not NOT_GIVEN, list_name == "gather_list"  # the tensor, not the list
-    if fills and not is_first and not isinstance(data, Tensor):
+    if outputs is NOT_GIVEN or list_name == "gather_list":  # the tensor comes first
+        require_tensor("data", data)
+    elif isinstance(data, Tensor):
+        require_tensor("tensor", data)
+    else:
         raise TypeError(
             "`data` must be a tensor, or a list to fill with a tensor in second place, but they are "
             f"{type(outputs).__name__} and {type(data).__name__} ({comm.this_rank})"
         )
-    require_tensor("tensor" if fills and not is_first else "data", data)
-    if fills:
+    if outputs is not NOT_GIVEN:
         require_list(list_name, outputs, comm, is_filled=True)
 
 
@@ -383,9 +385,9 @@ def _exchange_headers(
         encoded = encode(header_of(wire, wire.is_cpu, None if outputs is NOT_GIVEN else outputs))
     headers = [decode(one)[0] for one in exchange(comm, encoded)]
     if outputs is not NOT_GIVEN:
-        remedy = ". Or leave the list out"
         for rank, output in enumerate(outputs):
-            require_alike(f"{list_name}[{rank}]", output, f"rank {rank}'s tensor", headers[rank], comm, remedy)
+            own = f"{list_name}[{rank}]"
+            require_alike(own, output, f"rank {rank}'s tensor", headers[rank], comm, ". Or leave the list out")
     require_expected(headers, comm, list_name)
     if not all(header.on_cpu == wire.is_cpu for header in headers):
         wire = wire.to(comm.comm_device)  # some have theirs on a device, and some on the CPU

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -369,7 +368,7 @@ def _step(schedulers: Iterable[ParamScheduler]) -> None:
 
 def set_option(group: dict[str, Any], key: str, value: Any) -> None:
     """Set an option of a parameter group; one that is a tensor stays the same tensor."""
-    if isinstance(group.get(key), Tensor):  # a compiled or captured step reads this tensor
-        group[key].copy_(torch.as_tensor(value, dtype=group[key].dtype))
+    if isinstance(own := group.get(key), Tensor):  # a compiled or captured step reads this tensor
+        own.copy_(value) if isinstance(value, Tensor) else own.fill_(value)
     else:
         group[key] = value.clone() if isinstance(value, Tensor) else value
