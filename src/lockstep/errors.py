@@ -205,13 +205,13 @@ def message_of(error: BaseException) -> str:
 
 
 def error_in_words(error: BaseException) -> str:
-    """Return an error as ``TypeName: message``; see `message_of`.
+    """Return an error as ``TypeName: message``, or ``TypeName`` if it has no message; see `message_of`.
 
     Example:
         >>> error_in_words(ValueError("boom"))
         'ValueError: boom'
     """
-    return f"{type(error).__name__}: {message_of(error)}"
+    return f"{type(error).__name__}: {message_of(error)}".removesuffix(": ")
 
 
 def place_of(trace: TracebackType | None) -> str:

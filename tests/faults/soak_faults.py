@@ -19,7 +19,7 @@ from .cases import Case
 from .table import Table
 from .test_blame import check
 
-RUNS, SEED, BUSY = (int(os.environ.get(name, usual)) for name, usual in (("RUNS", 100), ("SEED", 0), ("BUSY", 0)))
+RUNS, SEED, BUSY = (int(os.environ.get(name, usual)) for name, usual in (("RUNS", 1), ("SEED", 0), ("BUSY", 0)))
 DRAWN = random.Random(SEED)
 ONCE = [
     *((case, size) for case in (*cases.IN_A_COLLECTIVE, *cases.IN_CALLS) for size in (2, 4)),

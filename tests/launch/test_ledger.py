@@ -135,6 +135,16 @@ def test_a_rank_that_still_runs_is_named_where_all_ranks_are_known():
     assert Ledger([late, running, also]).describe().startswith("one of the ranks 1, 2 did not come to a collective")
 
 
+def test_an_error_that_names_both_calls_comes_before_a_rank_that_ends_slowly():
+    differs = raised(0, "CollectiveMismatchError", 10.0, follows="gone", names=[1])
+    slow = ended_by_launcher(1, 13.0, signal.SIGTERM)
+    ledger = Ledger([differs, slow])
+    assert ledger.describe().startswith("rank 0 raised CollectiveMismatchError (pid 100).\n\nTrace of Collective")
+    assert not ledger.is_cause_known
+    slow.state = "T"
+    assert Ledger([differs, slow]).describe().startswith("rank 1 was stopped (SIGSTOP, pid 101)")
+
+
 def test_how_long_to_wait_for_the_cause():
     running = RankRecord(1, 101)
     gone, late = (raised(0, "PeerError", 10.0, follows=why) for why in ("gone", "late"))

@@ -251,6 +251,52 @@ def test_an_optimizer_that_fails_on_shards_is_refused_with_its_error():
         FSDPStrategy().prepare(net, ByIndex(net.parameters(), lr=0.1))
 
 
+class ByForeach(Optimizer):
+    """Copies its gradients by an operation on lists that torch can't distribute, unless `foreach` is off."""
+
+    def __init__(self, params: Any, foreach: bool | None = None):
+        super().__init__(params, {"lr": 0.1, "foreach": foreach})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            grads = [param.grad for param in group["params"]]
+            kept = [torch.zeros_like(grad) for grad in grads]
+            if group["foreach"] is False:
+                for mine, grad in zip(kept, grads, strict=True):
+                    mine.copy_(grad)
+            else:
+                torch._foreach_copy_(kept, grads)
+            for param, mine in zip(group["params"], kept, strict=True):
+                param.add_(mine, alpha=-group["lr"])
+
+
+@ranks(2)
+def test_an_optimizer_whose_operations_on_lists_fail_is_told_to_go_without_them():
+    net = Net()
+    with pytest.raises(ConfigError, match=r"ByForeach can't: .*_foreach_copy_.*\. Try it with foreach=False, or use"):
+        FSDPStrategy().prepare(net, ByForeach(net.parameters()))
+    net = Net()
+    _, optim_wrapper = FSDPStrategy().prepare(net, ByForeach(net.parameters(), foreach=False))
+    assert type(optim_wrapper.optimizer) is ByForeach
+
+
+class Silent(AdamW):
+    """Refuses shards without a word."""
+
+    def step(self, closure: Any = None) -> Any:
+        if isinstance(self.param_groups[0]["params"][0], DTensor):
+            raise AssertionError
+        return super().step(closure)
+
+
+@ranks(2)
+def test_an_error_without_words_is_named_by_its_kind():
+    net = Net()
+    with pytest.raises(ConfigError, match=r"first steps raise AssertionError\. Use AdamW"):
+        FSDPStrategy().prepare(net, Silent(net.parameters(), lr=0.1))
+
+
 @ranks(1, 2)
 def test_one_that_draws_random_numbers_is_refused_if_it_fails_on_shards():
     net = Net()

@@ -217,3 +217,15 @@ def test_a_server_that_does_not_answer_costs_its_timeout_now_and_then(monkeypatc
             shown.add_scalars({"loss": 1.0}, step)
     assert len(told) == 1
     assert part.steps == [0, 60, *range(120, 200)]
+
+
+def test_a_visualizer_that_the_end_of_the_training_has_closed_says_how_to_show_more(tmp_path: Path):
+    pytest.importorskip("tensorboard")
+    board = Visualizers([TensorBoardVisualizer()])
+    board.open(tmp_path)
+    board.close()
+    with pytest.warns(UserWarning, match="TensorBoardVisualizer shows nothing more: .*inside `with session:`"):
+        board.add_scalars({"val/accuracy": 1.0}, 4)
+    board.open(tmp_path)
+    board.add_scalars({"val/accuracy": 1.0}, 4)
+    board.close()

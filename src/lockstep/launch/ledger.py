@@ -6,7 +6,8 @@ signals the launcher itself has sent to it. The cause is, in this order:
 1. the earliest failure of a rank's own: an error, an exit code, or a signal that the launcher did not send;
 2. a rank that is stopped (SIGSTOP) while others wait for it;
 3. a rank that exited with code 0 where others missed it;
-4. a rank that still runs when all others have given up waiting for it.
+4. the first error that compares the calls of ranks: it names both lines, also of a rank that ends too slowly to say;
+5. a rank that still runs when all others have given up waiting for it.
 
 Of several such ranks, it is the one that most errors of the others name.
 
@@ -305,15 +306,16 @@ def seconds_to_await_cause(records: Sequence[RankRecord]) -> float:
 def _culprits(records: Sequence[RankRecord], whole_job: bool) -> list[RankRecord]:
     """Return the rank that caused the failures, or several if it is one of them; `records` are in order."""
     if own := [record for record in records if record.failed_itself]:
-        is_missed = own[0].own_report is not None and own[0].own_report.kind == CollectiveMismatchError.__name__
         # Ranks that go on notice that one has left, and may say so before it does itself.
-        left = [record for record in records if record.ended_script] if is_missed else []
+        left = [record for record in records if record.ended_script] if _has_compared(own[0]) else []
         return (left or own)[:1]
     if stopped := [record for record in records if record.is_stopped]:
         return stopped[:1]
     failed = [record for record in records if record.has_failed]
     if failed and (left := [record for record in records if record.has_left]):
         return left[:1]  # a rank leaves its groups before its process ends, so the others may miss it before that
+    if different := [record for record in failed if _has_compared(record)]:
+        return different[:1]
     silent = [record for record in records if record.is_silent]
     suspects = failed if failed and not (silent and whole_job) else silent
     named = Counter(rank for record in failed if record.own_report for rank in record.own_report.failed_ranks)
@@ -321,6 +323,10 @@ def _culprits(records: Sequence[RankRecord], whole_job: bool) -> list[RankRecord
     if most:
         return [record for record in suspects if named[record.rank] == most][:1]
     return suspects[:1] if suspects is failed else suspects
+
+
+def _has_compared(record: RankRecord) -> bool:
+    return record.own_report is not None and record.own_report.kind == CollectiveMismatchError.__name__
 
 
 def _ending(record: RankRecord) -> str:

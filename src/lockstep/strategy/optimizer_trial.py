@@ -16,7 +16,7 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 
 from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.dist.agreement import from_all
-from lockstep.errors import ConfigError, message_of
+from lockstep.errors import ConfigError, error_in_words
 from lockstep.model.shards import gather_full, shard_like
 
 _KNOWN = (Adam, AdamW, SGD)
@@ -81,13 +81,15 @@ def _check(optimizer: Optimizer) -> None:
             if not isclose(of_shards, number, rel_tol=_TOLERANCE) and not isnan(of_shards + number):
                 apart = f"computes {of_shards:.3g} for {number:.3g} as its option `{place[1]}`"
     except Exception as error:
-        raised = f"{type(error).__name__}: {message_of(error).partition(chr(10))[0]}"
+        raised = error_in_words(error).partition("\n")[0]
     found = from_all((raised, apart))
     # One rank's shard alone may be refused, such as an empty one.
     if (first := next(filter(None, (raised for raised, _ in found)), None)) is not None:
+        can_loop = "_foreach_" in first and "foreach" in optimizer.defaults
+        remedy = "Try it with foreach=False, or use" if can_loop else "Use"
         raise ConfigError(
             f"`optimizer` must be one that can update shards under FSDP, but {kind} can't: its first steps raise "
-            f"{first}. Use AdamW or SGD, or strategy 'ddp', which keeps every parameter whole"
+            f"{first.rstrip('.')}. {remedy} AdamW or SGD, or strategy 'ddp', which keeps every parameter whole"
         )
     if not repeats:
         return

@@ -64,6 +64,7 @@ class Visualizers:
         self.parts: list[ShowsScalars] = [_build(part) for part in vis_backends or ()]
         self._save_dir = None if save_dir is None else Path(save_dir)
         self._rests_until: dict[int, float] = {}  # by the `id` of a visualizer that has failed; of the monotonic clock
+        self._is_closed = False
 
     @classmethod
     def get_current_instance(cls) -> Visualizers:
@@ -83,6 +84,7 @@ class Visualizers:
         folder = run_dir if self._save_dir is None else self._save_dir
         folder.mkdir(parents=True, exist_ok=True)
         self._rests_until.clear()  # of an earlier run
+        self._is_closed = False
         for part, open_part in self._with("open"):
             try:
                 open_part(folder)
@@ -128,6 +130,7 @@ class Visualizers:
                     close(failed=failed)
                 else:
                     close()
+        self._is_closed = True
 
     def _show(self, method: str, *values: Any) -> None:
         for part, show in self._with(method):
@@ -154,11 +157,14 @@ class Visualizers:
             self._rests_until[id(part)] = now + _REST * (now - began)
             if has_failed:
                 return
-            reason = error_in_words(error).removesuffix(": ")
+            text = f"has failed: {error_in_words(error)}. The run goes on without what it could not show"
+            if self._is_closed:
+                text = (
+                    "shows nothing more: the training has ended, which has closed it. What comes is in metrics.jsonl "
+                    "alone. To have it shown too, let the loop and what follows it stand inside `with session:`"
+                )
             warnings.warn(
-                f"the visualizer {type(part).__name__} has failed: {reason}. The run goes on without what it could not "
-                "show; further failures of it are not reported",
-                stacklevel=5,
+                f"the visualizer {type(part).__name__} {text}; further failures of it are not reported", stacklevel=5
             )
 
 
