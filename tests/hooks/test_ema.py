@@ -312,6 +312,20 @@ def test_weights_in_half_precision_are_averaged_in_float32(tmp_path: Path, strat
     assert torch.equal(unwrap_model(plain.model).linear.weight, average.bfloat16())
 
 
+class Mixed(Halved):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.1, dtype=torch.float64), requires_grad=False)
+
+
+def test_weights_in_double_precision_beside_those_in_half_are_averaged_as_they_are(tmp_path: Path):
+    hook = EMAHook()
+    make_runner(tmp_path, [hook], None, Mixed).train()
+    averaged = hook.ema_model.module
+    assert averaged.linear.weight.dtype == torch.float32
+    assert averaged.scale.item() == 0.1
+
+
 def full(tensor: Tensor) -> Tensor:
     found: Tensor = getattr(tensor, "full_tensor", lambda: tensor)()
     return found
