@@ -100,6 +100,10 @@ class EMAHook(Hook):
     def before_train(self, runner: TrainRun) -> None:
         """Copy the model; its weights are already loaded."""
         self._build(runner)
+        of_epochs = ("epoch", self.begin_epoch, runner.max_epochs)
+        noun, begin, last = of_epochs if self.begin_epoch else ("iteration", self.begin_iter, runner.max_iters)
+        if last is not None and begin > last:
+            runner.logger.warning("EMAHook averages nothing: it begins in %s %d, but %d is the last", noun, begin, last)
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Add the weights to the average."""
