@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint import loading, verifying
-from lockstep.checkpoint.manifest import Block, read_manifest
+from lockstep.checkpoint.manifest import read_manifest
 from lockstep.checkpoint.search import POINTER_FILE, candidates
-from lockstep.checkpoint.verifying import read_block
+from lockstep.checkpoint.verifying import Block, read_block
 from lockstep.dist import all_gather_object, barrier, get_rank, main_process_first
 from lockstep.errors import CheckpointError
 from lockstep.hooks import Hook
@@ -94,15 +94,15 @@ def test_one_with_wrong_bytes_is_passed_over_when_it_is_read(tmp_path: Path, str
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_all_ranks_together_read_each_block_once(tmp_path: Path, strategy: str) -> None:
     trained(tmp_path, 1, strategy=strategy, width=200)
-    read: list[Block] = []
+    read: list[tuple[str, Block]] = []
 
     def counted(file: Any, block: Block, into: memoryview) -> None:
-        read.append(block)
+        read.append((str(file.name), block))
         read_block(file, block, into)
 
     with patch.object(loading, "read_block", counted), patch.object(verifying, "read_block", counted):
         trained(tmp_path, 2, strategy=strategy, width=200, resume=True)
-    blocks = [block for of_rank in all_gather_object(read) for block in of_rank if block.size > 50_000]
+    blocks = [one for of_rank in all_gather_object(read) for one in of_rank if one[1].size > 50_000]
     assert len(blocks) == len(set(blocks)) == (3 if strategy == "ddp" else 6)  # the weight and two moments
 
 

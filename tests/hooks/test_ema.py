@@ -177,6 +177,19 @@ def test_averaging_begins_in_the_epoch_and_with_the_iteration_that_are_named(tmp
     assert torch.allclose(metric.seen[1][0], expected, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"begin_epoch": 3}, "averages nothing: it begins in epoch 3, but 2 is the last"),
+        ({"begin_iter": 9}, "averages nothing: it begins in iteration 9, but 8 is the last"),
+    ],
+)
+def test_an_average_that_would_never_begin_is_warned_of(tmp_path: Path, options: dict[str, Any], says: str):
+    runner = make_runner(tmp_path, [EMAHook(**options)])
+    runner.train()
+    assert says in (runner.run_dir / "log.txt").read_text()
+
+
 @pytest.mark.parametrize(("options", "first"), [({"begin_epoch": 2}, 5), ({"begin_iter": 6}, 6)])
 def test_a_resumed_run_forgets_an_average_that_has_not_begun_by_its_config(tmp_path: Path, options, first: int):
     make_runner(tmp_path, [EMAHook(momentum=0.5)], train_cfg={"max_epochs": 1}).train()
@@ -310,6 +323,20 @@ def test_weights_in_half_precision_are_averaged_in_float32(tmp_path: Path, strat
     plain = make_runner(tmp_path, [], Predicted(), Halved, load_from=last(tmp_path))
     plain.val()
     assert torch.equal(unwrap_model(plain.model).linear.weight, average.bfloat16())
+
+
+class Mixed(Halved):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.1, dtype=torch.float64), requires_grad=False)
+
+
+def test_weights_in_double_precision_beside_those_in_half_are_averaged_as_they_are(tmp_path: Path):
+    hook = EMAHook()
+    make_runner(tmp_path, [hook], None, Mixed).train()
+    averaged = hook.ema_model.module
+    assert averaged.linear.weight.dtype == torch.float32
+    assert averaged.scale.item() == 0.1
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import time
 from pathlib import Path
@@ -83,6 +84,20 @@ def test_a_signal_ends_the_first_process_of_a_container_while_it_starts(tmp_path
             time.sleep(0.02)
         psutil.Process(job.pid).children()[0].terminate()
         assert job.end().code == 128 + signal.SIGTERM
+
+
+def test_the_first_process_of_a_container_passes_on_that_its_terminal_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import pathlib, time\npathlib.Path('ready').touch()\ntime.sleep(30)\n")
+    master, terminal = pty.openpty()
+    with_terminal = ("sh", "-c", f'exec setsid --ctty "$@" < {os.ttyname(terminal)}', "sh")
+    command = (*IN_CONTAINER, *with_terminal, PYTHON, "-m", "lockstep", "launch", "script.py")
+    with Job(command, cwd=tmp_path) as job:
+        while not (tmp_path / "ready").exists():
+            assert job.running()
+            time.sleep(0.02)
+        os.close(terminal)
+        os.close(master)
+        assert job.end().code == 128 + signal.SIGHUP
 
 
 def test_the_first_process_of_a_container_waits_for_what_others_have_left(tmp_path: Path) -> None:

@@ -510,7 +510,7 @@ def test_a_launcher_does_not_end_within_a_heartbeat(monkeypatch):
 
     monkeypatch.setattr(rendezvous, "_SECONDS_PER_BEAT", 0.2)
     heartbeats = rendezvous._Heartbeats(HashStore())
-    heartbeats.begin(1, "token", SlowStore())
+    heartbeats.begin(1, "token", SlowStore)
     assert begun.wait(60)
     heartbeats.end()
     assert "lockstep-heartbeat" not in {thread.name for thread in enumerate_threads()}

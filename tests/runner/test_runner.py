@@ -402,6 +402,7 @@ def test_what_is_missing_is_missing_in_the_call_of_the_runner():
         ({"train_cfg": {"max_epochs": 0}}, ConfigError, "`max_epochs` must be an int of at least 1, but is 0"),
         ({"train_cfg": {"max_epochs": 1, "val_intervall": 2}}, ConfigError, "did you mean `val_interval`"),
         ({"compile": {"mod": "default"}}, ConfigError, "`compile` has the unknown key 'mod': did you mean `mode`"),
+        ({"compile": {"model": "default"}}, ConfigError, "`compile` has the unknown key 'model'"),
         ({"randomness": {"sed": 1}}, ConfigError, "`randomness` has the unknown key 'sed': did you mean `seed`"),
         ({"env_cfg": {"backend": "gloo"}}, ConfigError, "`env_cfg` has the unknown key 'backend'. Known: .*`dist_cfg`"),
         (

@@ -179,6 +179,7 @@ def test_what_ranks_set_by_hand_leave_out(env: Environment, place: tuple[int, ..
         ("pytorch", TORCHRUN | {"RANK": "-1"}, "RANK must be a whole number, 0 or more, but is '-1'"),
         ("pytorch", TORCHRUN | {"LOCAL_RANK": ""}, "LOCAL_RANK must be a whole number, 0 or more, but is ''"),
         ("pytorch", TORCHRUN | {"RANK": "\u0663"}, "RANK must be a whole number"),
+        ("pytorch", TORCHRUN | {"RANK": "1" * 5000}, "RANK must be a whole number"),
         ("pytorch", TORCHRUN | {"MASTER_PORT": "0"}, "MASTER_PORT must be from 1 to 65535, but is 0"),
         ("pytorch", TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT must be from 1 to 65535, but is 65536"),
         (

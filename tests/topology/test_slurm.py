@@ -50,7 +50,7 @@ def test_task_counts(text: str, counts: list[int]) -> None:
     assert expand_task_counts(text) == counts
 
 
-@pytest.mark.parametrize("text", ["", "2,", "x3", "2(x)", "2(3)", "2(x3", "-1", "2 (x3)", "two"])
+@pytest.mark.parametrize("text", ["", "2,", "x3", "2(x)", "2(3)", "2(x3", "-1", "2 (x3)", "two", f"2(x{10**18})"])
 def test_what_is_no_task_count(text: str) -> None:
     with pytest.raises(ValueError, match="is not a task count such as"):
         expand_task_counts(text)

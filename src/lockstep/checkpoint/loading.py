@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.layout import digest_of, pieces_of
-from lockstep.checkpoint.manifest import ITEM_SIZES, Block, Manifest, StoredTensor, checksum_at, read_manifest
+from lockstep.checkpoint.manifest import ITEM_SIZES, Manifest, StoredTensor, read_manifest
 from lockstep.checkpoint.together import on_all, read_once
 from lockstep.checkpoint.values import decode, leaves, tagged
 from lockstep.checkpoint.verifying import OpenFile, read_block, require_checkpoint
@@ -281,18 +281,15 @@ class Stored:
             self._files[read.file] = OpenFile(self.directory, self.manifest, read.file)
             self._open.callback(self._files[read.file].close)
         opened, place = self._files[read.file], self.manifest.order[read.name]
-        start, part_end = opened.layout.starts[place : place + 2]
         block_size, end = self.manifest.block, first + len(into)
         for number in range(first // block_size, -(-end // block_size)):
             begin = number * block_size
-            size = min(block_size, part_end - start - begin)
-            checksum = checksum_at(opened.checksums, opened.layout.blocks[place] + number)
-            block = Block(self.manifest.file_names[read.file], start + begin, size, checksum)
-            low, high = max(first, begin), min(end, begin + size)
-            if high - low == size:
+            block = opened.block(place, number)
+            low, high = max(first, begin), min(end, begin + block.size)
+            if high - low == block.size:
                 read_block(opened.file, block, into[low - first : high - first])
                 continue
-            whole = memoryview(bytearray(size))
+            whole = memoryview(bytearray(block.size))
             read_block(opened.file, block, whole)
             into[low - first : high - first] = whole[low - begin : high - begin]
 

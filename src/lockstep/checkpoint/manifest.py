@@ -42,7 +42,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.checkpoint.files import DAMAGED, MANIFEST_FILE, read_plain_file
 from lockstep.checkpoint.values import (
@@ -161,18 +161,7 @@ class StoredFile:
     blocks_crc32: int
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Bytes of a file with a checksum of their own."""
-
-    file: str
-    start: int
-    size: int
-    crc32: int
-
-
-@dataclass(frozen=True, slots=True)
-class FileLayout:
+class FileLayout(NamedTuple):
     """Where the parts lie in a file: the bytes, and the blocks, before that of each tensor, and after the last one."""
 
     starts: array[int]
@@ -227,31 +216,10 @@ class Manifest:
             raise ValueError(f"{self.file_names[file]} does not have the size of the parts of tensors that it holds")
         return FileLayout(starts, blocks)
 
-    def last_block(self, file: int) -> Block:
-        """Return the end of a file: the checksums of its blocks."""
-        name = self.file_names[file]
-        stored = self.files[name]
-        size = CHECKSUM * stored.blocks
-        return Block(name, stored.size - size, size, stored.blocks_crc32)
-
-    def blocks_of(self, file: int, layout: FileLayout, checksums: bytes) -> Iterator[Block]:
-        """Yield all of a file that has a checksum, in order: its header, the blocks of its parts, and its end."""
-        name = self.file_names[file]
-        yield Block(name, 0, self.files[name].header, self.files[name].crc32)
-        for start, end, first in zip(layout.starts, layout.starts[1:], layout.blocks, strict=False):
-            for i, begin in enumerate(range(start, end, self.block), first):
-                yield Block(name, begin, min(self.block, end - begin), checksum_at(checksums, i))
-        yield self.last_block(file)
-
 
 def place_in_file(dtype: str, name: str) -> tuple[int, str]:
     """Return a key by which the parts of tensors lie in a file: each at a multiple of its element's size."""
     return -ITEM_SIZES[dtype], name
-
-
-def checksum_at(checksums: bytes, number: int) -> int:
-    """Return one of the checksums at the end of a file."""
-    return int.from_bytes(checksums[CHECKSUM * number : CHECKSUM * (number + 1)], "little")
 
 
 def dump_manifest(manifest: Manifest) -> bytes:

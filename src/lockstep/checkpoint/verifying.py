@@ -5,9 +5,12 @@ This module does not import torch.
 
 from __future__ import annotations
 
+import itertools
+import struct
 import zlib
 from collections.abc import Callable
 from contextlib import closing
+from typing import NamedTuple
 
 from lockstep.checkpoint.files import (
     DAMAGED,
@@ -18,7 +21,7 @@ from lockstep.checkpoint.files import (
     require_plain_file,
     require_plain_files,
 )
-from lockstep.checkpoint.manifest import Block, Manifest, contradiction, read_manifest
+from lockstep.checkpoint.manifest import CHECKSUM, Manifest, contradiction, read_manifest
 from lockstep.checkpoint.values import check_resumable_form
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.location import Location
@@ -75,12 +78,22 @@ def verify(directory: Location) -> None:
         ConfigError: a checksum differs, or something else is wrong; the message names the file.
     """
     manifest = check(directory)
-    for number in range(len(manifest.files)):
-        with closing(OpenFile(directory, manifest, number)) as file:
-            blocks = list(manifest.blocks_of(number, file.layout, file.checksums))
+    for number, stored in enumerate(manifest.files.values()):
+        with closing(OpenFile(directory, manifest, number)) as file:  # which has compared the end
+            blocks = [Block(0, stored.header, stored.crc32)]
+            for place, (first, after) in enumerate(itertools.pairwise(file.layout.blocks)):
+                blocks += [file.block(place, i) for i in range(after - first)]
             buffer = memoryview(bytearray(max(block.size for block in blocks)))
             for block in blocks:
                 read_block(file.file, block, buffer[: block.size])
+
+
+class Block(NamedTuple):
+    """Bytes of a file with a checksum of their own."""
+
+    start: int
+    size: int
+    crc32: int
 
 
 class OpenFile:
@@ -93,7 +106,6 @@ class OpenFile:
 
     Attributes:
         layout: where the parts lie in it.
-        checksums: those of its blocks.
         file: the file.
 
     Raises:
@@ -106,16 +118,24 @@ class OpenFile:
             self.layout = manifest.layout_of(number)
         except ValueError as error:
             raise contradiction(directory / MANIFEST_FILE, error) from error
-        size, block = manifest.files[name].size, manifest.last_block(number)
-        require_plain_file(directory / name, size)
-        self.file = open_plainly(directory / name, size)
-        buffer = bytearray(block.size)
+        stored = manifest.files[name]
+        require_plain_file(directory / name, stored.size)
+        self.file = open_plainly(directory / name, stored.size)
+        checksums = bytearray(CHECKSUM * stored.blocks)  # the end of the file
+        end = Block(stored.size - len(checksums), len(checksums), stored.blocks_crc32)
         try:
-            read_block(self.file, block, memoryview(buffer))
+            read_block(self.file, end, memoryview(checksums))
         except BaseException:
             self.file.close()
             raise
-        self.checksums = bytes(buffer)
+        self._checksums = struct.unpack(f"<{stored.blocks}I", checksums)
+        self._block_size = manifest.block
+
+    def block(self, place: int, number: int) -> Block:
+        """Return a block of a tensor's part, by the tensor's place in the order of files; the last one may be short."""
+        start, end = self.layout.starts[place : place + 2]
+        start += number * self._block_size
+        return Block(start, min(self._block_size, end - start), self._checksums[self.layout.blocks[place] + number])
 
     def close(self) -> None:
         """Close the file."""

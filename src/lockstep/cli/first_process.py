@@ -10,29 +10,27 @@ import os
 import signal
 from typing import NoReturn
 
-_SI_KERNEL = 0x80  # of a signal that a terminal has sent, which the child has got, too
-_FAULTS = {"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS"}
-_OF_TERMINALS = {"SIGTSTP", "SIGTTIN", "SIGTTOU"}
+_SI_KERNEL = 0x80  # the code of a signal that a terminal has sent: to all in front of it, and so to the child, too
 
 
 def leave_first_process() -> None:
     """In the first process of a container, go on in a child; the first one passes on signals, and ends as it does."""
     if os.getpid() != 1:
         return
-    signals = {one for one in signal.Signals if one.name not in _FAULTS | _OF_TERMINALS}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # none is lost
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # none is lost
     child = os.fork()
     if child:
-        _attend(child, signals)
+        _stand_before(child)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _attend(child: int, signals: set[signal.Signals]) -> NoReturn:
+def _stand_before(child: int) -> NoReturn:
     while True:
-        came = signal.sigwaitinfo(signals)
+        came = signal.sigwaitinfo(signal.valid_signals())
         if came.si_signo == signal.SIGCHLD:
             _wait_for_the_dead(child)
-        elif came.si_code != _SI_KERNEL:
+        # Of a terminal that is gone, SIGHUP tells the leader of the session alone, as the first process may be.
+        elif came.si_code != _SI_KERNEL or came.si_signo == signal.SIGHUP:
             os.kill(child, came.si_signo)
 
 

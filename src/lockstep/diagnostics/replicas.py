@@ -53,7 +53,7 @@ class _Difference(NamedTuple):
         key: its name, and which part of it.
         usual: the ranks that agree, as most do.
         unusual: the other ranks.
-        lacking: those of them that do not have it at all.
+        lacking: the ranks that do not have it at all.
     """
 
     key: _Key

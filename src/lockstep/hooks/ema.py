@@ -100,6 +100,10 @@ class EMAHook(Hook):
     def before_train(self, runner: TrainRun) -> None:
         """Copy the model; its weights are already loaded."""
         self._build(runner)
+        of_epochs = ("epoch", self.begin_epoch, runner.max_epochs)
+        noun, begin, last = of_epochs if self.begin_epoch else ("iteration", self.begin_iter, runner.max_iters)
+        if last is not None and begin > last:
+            runner.logger.warning("EMAHook averages nothing: it begins in %s %d, but %d is the last", noun, begin, last)
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Add the weights to the average."""
@@ -113,8 +117,10 @@ class EMAHook(Hook):
             return
         self._sync_buffers()
         weights = list(self._weights())
-        copies = {id(one): one.detach().clone() for one in {id(one): one for *_, one in weights}.values()}
-        self._trained_weights = {name: copies[id(trained)] for name, _, trained in weights}
+        copies = {
+            one: one.detach().clone() for one in {trained for *_, trained in weights}
+        }  # tied ones are copied once
+        self._trained_weights = {name: copies[trained] for name, _, trained in weights}
         for _, averaged, trained in weights:
             trained.copy_(averaged)
 
@@ -136,12 +142,11 @@ class EMAHook(Hook):
         if not self._has_average():
             return
         self._sync_buffers()
-        trained: dict[str, Tensor] = checkpoint.setdefault(_KEY, {})
-        for name, own_name, averaged in self._named_as_in(checkpoint["model"]):
+        model, trained = checkpoint["model"], checkpoint.setdefault(_KEY, {})
+        for name, own_name, averaged in self._named_as_in(model):
             # The strategy's own weights if available: their dtype may be more precise than the model's.
-            kept = self._trained_weights
-            trained[name] = checkpoint["model"][name] if kept is None else kept[own_name]
-            checkpoint["model"][name] = averaged
+            trained[name] = model[name] if self._trained_weights is None else self._trained_weights[own_name]
+            model[name] = averaged
 
     def before_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Ask for both sets of weights.
@@ -165,11 +170,11 @@ class EMAHook(Hook):
         if saved["steps"] == 0:  # saved before averaging began
             return
         self._build(runner)
-        trained: dict[str, Tensor] = checkpoint.setdefault(_KEY, {})
-        for name, _, averaged in self._named_as_in(checkpoint["model"]):
-            trained[name] = torch.empty_like(checkpoint["model"][name])
+        model, trained = checkpoint["model"], checkpoint.setdefault(_KEY, {})
+        for name, _, averaged in self._named_as_in(model):
+            trained[name] = torch.empty_like(model[name])
             # Read directly into the average: the model's dtype may be less precise and would round it.
-            checkpoint["model"][name] = averaged
+            model[name] = averaged
 
     def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Restore the trained weights."""
@@ -210,7 +215,7 @@ class EMAHook(Hook):
         ema_model = MODELS.build(self.ema_cfg, model=self.src_model)
         if not isinstance(ema_model, BaseAveragedModel):
             raise ConfigError(f"`ema_type` must build a BaseAveragedModel, but built {type(ema_model).__name__}")
-        self.ema_model = ema_model.float() if any(x.dtype in _HALF for x in ema_model.parameters()) else ema_model
+        self.ema_model = ema_model._apply(lambda x: x.float() if x.dtype in _HALF else x)
         self._strategy = ref(runner.strategy)
         self.src_model.register_load_state_dict_post_hook(_Forgets(self))  # type: ignore[no-untyped-call]
 

@@ -87,7 +87,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         self._store: TCPStore | None = None
         self._ranks_store: TCPStore | None = None
         self._heartbeats: _Heartbeats | None = None
-        self._closed: tuple[int, int] | None = None
+        self._closed: tuple[int, int] | None = None  # which node has given up, and with which exit code
         self._members: Sequence[int] = range(job.nnodes)
         self._here: set[int] = set()  # on node 0: the nodes that have come to the present attempt
         self._enough_since = 0.0  # on node 0: when as many nodes had come as the job needs
@@ -176,7 +176,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
             try:
                 return self._serve(self._port)
             except OSError as error:
-                why = (error.strerror or str(error)).partition(" (while")[0]
+                why = (error.strerror or str(error)).partition(" (while")[0]  # the address, which is named anyway
                 remedy = "Choose an address of this machine and a free port, the same on all nodes"
                 if error.errno == errno.EADDRINUSE:
                     remedy = (
@@ -250,7 +250,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
                         f"{_same_rank(node)}, or this node's command was started again. Then start it once more"
                     )
                 if node != 0:  # only now, as node 0 takes a node for there that has come and is alive
-                    self._heartbeats.begin(node, self._token, self._connect())
+                    self._heartbeats.begin(node, self._token, self._connect)
             if self._is_member:
                 attempt.set("begun", "")
             if is_late and not attempt.check([_MEMBERS]):
@@ -290,8 +290,8 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         assert store is not None
 
         self._enough_since = time.monotonic()
-        is_first = self._job.node_rank == 0
-        if not is_first and self.attempt == 0 and self._least < self._job.nnodes:
+        is_node_0 = self._job.node_rank == 0
+        if not is_node_0 and self.attempt == 0 and self._least < self._job.nnodes:
             deadline += _SECONDS_FOR_MORE  # in which node 0 may still await others
 
         def missing() -> list[int]:
@@ -303,15 +303,15 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
             ended = [node for node in nodes if store.check([f"done_{node}"])]
             if ended and is_late:
                 raise JobEndedError("the job has ended without this node")
-            if ended and not (is_first and self._job.nnodes - len(ended) >= self._least):
+            if ended and not (is_node_0 and self._job.nnodes - len(ended) >= self._least):
                 raise rendezvous.RendezvousClosedError(f"node {ended[0]} has finished already and cannot start again")
             return nodes
 
         def in_words(nodes: list[int]) -> str:
-            return ranks_in_words(nodes if is_first else self._absent(attempt) or [0], "node")
+            return ranks_in_words(nodes if is_node_0 else self._absent(attempt) or [0], "node")
 
         self._wait(missing, deadline, in_words)
-        if is_first:
+        if is_node_0:
             self._begin(attempt)
 
     def _awaited(self, attempt: PrefixStore, deadline: float) -> list[int]:
@@ -452,10 +452,11 @@ class _Heartbeats:
                 raise rendezvous.RendezvousError(_same_rank(node))
         return before.partition(" ")[0]
 
-    def begin(self, node: int, token: str, connection: Store) -> None:
+    def begin(self, node: int, token: str, connect: Callable[[], Store]) -> None:
         """Begin to write as `node`, over a connection to the store for this alone, unless that has begun."""
         if self._thread is not None:
             return
+        connection = connect()
 
         def beat() -> None:
             count = 0

@@ -68,8 +68,7 @@ def on_backward(module: nn.Module, hook: Callable[[Tensor], None]) -> None:
 
     def watch(_: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            leaves = [output] if isinstance(output, Tensor) else [*tree_leaves(output), *hidden_tensors(output)]
-            for leaf in leaves:
+            for leaf in (*tree_leaves(output), *hidden_tensors(output)):
                 if isinstance(leaf, Tensor) and leaf.requires_grad and not (leaf.is_leaf and leaf in hooked):
                     leaf.register_hook(hook)  # type: ignore[no-untyped-call]
                     if leaf.is_leaf:

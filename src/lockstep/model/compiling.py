@@ -14,9 +14,6 @@ from lockstep.errors import require_known
 from lockstep.model.parts import leave_out_cache
 from lockstep.tree import tree_map
 
-# torch imports it where the first CUDA graph is made, and has no public function that tells (2.13).
-_CUDA_GRAPHS = "torch._inductor.cudagraph_trees"
-
 
 def compile_in_place(model: nn.Module, parts: Iterable[nn.Module], options: Mapping[str, Any]) -> None:
     """Compile parts of a model; each is compiled when it is first called.
@@ -32,7 +29,7 @@ def compile_in_place(model: nn.Module, parts: Iterable[nn.Module], options: Mapp
 
     **Cost**: seconds to minutes at the first call, and at the first call with other shapes; equal parts share it.
     """
-    require_known("compile", options, signature(torch.compile).parameters)
+    require_known("compile", options, list(signature(torch.compile).parameters)[1:])  # the first one is the model
     for part in parts:
         if part is model:
             model.compile(**options)
@@ -61,7 +58,7 @@ def begin_compiled_step() -> None:
 
     Without it, torch counts each call of a compiled function without gradients as a step.
     """
-    if _uses_cuda_graphs():
+    if _has_cuda_graphs():
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
 
@@ -70,8 +67,9 @@ def kept_outputs(outputs: Any) -> Any:
 
     **Cost**: a copy of the outputs, where something is compiled with CUDA graphs (`mode="reduce-overhead"`).
     """
-    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, outputs) if _uses_cuda_graphs() else outputs
+    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, outputs) if _has_cuda_graphs() else outputs
 
 
-def _uses_cuda_graphs() -> bool:
-    return _CUDA_GRAPHS in sys.modules
+def _has_cuda_graphs() -> bool:
+    # torch imports it where the first one is made, and has no public function that tells (2.13).
+    return "torch._inductor.cudagraph_trees" in sys.modules

@@ -153,8 +153,9 @@ class Saving:
             self.finish()
             self.is_stopping = True
             is_saved = run.iter <= self.saved_iter and (run.max_epochs is None or run.epoch <= self.saved_epoch)
-            has_validated = run.iter > 0 and not run.train_loop.makes_up_validations  # since it was saved
-            if not is_saved or run.train_loop.ends_here or has_validated:
+            # Since then it may have validated, which a training that resumes must know where it makes up for none.
+            may_have_validated = run.iter > 0 and not run.train_loop.makes_up_validations
+            if not is_saved or run.train_loop.ends_here or may_have_validated:
                 run.save_checkpoint(run.checkpoint_dir, f"iter_{run.iter}", epoch=run.epoch, iteration=run.iter)
             done = "before the first iteration"
             if run.iter > 0:

@@ -20,10 +20,11 @@ from lockstep.topology.placement import Stated, Statement, derive_placement
 Environment: TypeAlias = Mapping[str, str]
 LauncherName: TypeAlias = Literal["pytorch", "slurm", "mpi", "none"]
 """The launchers that are known; `"none"` is a process that no launcher started as a rank."""
-Parsed = TypeVar("Parsed")
+_Parsed = TypeVar("_Parsed")
+_NUMBER = re.compile("[0-9]{1,18}")  # Python refuses to read thousands of digits
 # Slurm's shorthand for host names and for tasks per node, which is read without `scontrol`.
 _NUMBERS = re.compile(r"\[(\d+)[\d,-]*\]")
-_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,13 +311,13 @@ def _job_key(env: Environment, names: _Names) -> str:
 def _number(env: Environment, variables: tuple[str, ...]) -> Stated | None:
     for name in variables:
         if name in env:
-            if not env[name].isdecimal() or not env[name].isascii():
+            if not _NUMBER.fullmatch(env[name]):
                 raise TopologyError(f"{name} must be a whole number, 0 or more, but is {env[name]!r}")
             return Stated(name, int(env[name]))
     return None
 
 
-def _parsed(env: Environment, name: str, parse: Callable[[str], Parsed]) -> Parsed:
+def _parsed(env: Environment, name: str, parse: Callable[[str], _Parsed]) -> _Parsed:
     try:
         return parse(env[name])
     except ValueError as error:
