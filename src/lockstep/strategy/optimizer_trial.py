@@ -85,7 +85,7 @@ def _check(optimizer: Optimizer) -> None:
     found = from_all((raised, apart))
     # One rank's shard alone may be refused, such as an empty one.
     if (first := next(filter(None, (raised for raised, _ in found)), None)) is not None:
-        can_loop = "_foreach_" in first and "foreach" in optimizer.defaults
+        can_loop = "foreach" in first and "foreach" in optimizer.defaults
         remedy = "Try it with foreach=False, or use" if can_loop else "Use"
         raise ConfigError(
             f"`optimizer` must be one that can update shards under FSDP, but {kind} can't: its first steps raise "
