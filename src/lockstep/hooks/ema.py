@@ -117,9 +117,8 @@ class EMAHook(Hook):
             return
         self._sync_buffers()
         weights = list(self._weights())
-        copies = {
-            one: one.detach().clone() for one in {trained for *_, trained in weights}
-        }  # tied ones are copied once
+        # Tied ones are copied once.
+        copies = {one: one.detach().clone() for one in {trained for *_, trained in weights}}
         self._trained_weights = {name: copies[trained] for name, _, trained in weights}
         for _, averaged, trained in weights:
             trained.copy_(averaged)
