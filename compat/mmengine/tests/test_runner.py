@@ -352,3 +352,15 @@ def test_a_loop_with_own_methods_resumes_in_the_window_that_was_open(cfg, tmp_pa
         weights.append(torch.cat([parameter.detach().flatten() for parameter in resumed.model.parameters()]))
     assert torch.equal(weights[1], weights[0])
     assert torch.equal(weights[2], weights[0])
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_workers_that_a_validation_keeps_draw_no_number_when_a_run_resumes(cfg, first):
+    cfg |= {"val_dataloader": {**LOADER, "num_workers": 1, "persistent_workers": True}}
+    cfg["train_cfg"] = {"by_epoch": True, "max_epochs": 4, "val_begin": first}
+    whole, stopped, resumed = Rates(), Rates(), Rates()
+    Runner(**{**cfg, "work_dir": f"{cfg['work_dir']}/whole"}, custom_hooks=[whole]).train()
+    for hook, last in ((stopped, 2), (resumed, 4)):
+        Runner(**cfg | {"train_cfg": {**cfg["train_cfg"], "max_epochs": last}}, custom_hooks=[hook], resume=True).train()
+    assert stopped.drawn + resumed.drawn == whole.drawn
+    assert len(set(whole.drawn)) == 4

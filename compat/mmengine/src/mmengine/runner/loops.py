@@ -20,6 +20,7 @@ from lockstep.runner import build
 from lockstep.runner.evaluation_loops import EvalLoop
 from lockstep.runner.loops import TrainLoop, no_batches
 from lockstep.runner.run import TrainRun
+from lockstep.runner.seeds import random_state_kept
 from lockstep.runner.uneven_inputs import Batch, buffers_kept
 from mmengine.registry import LOOPS
 from mmengine.runner.base_loop import BaseLoop, note_metrics
@@ -239,7 +240,24 @@ class _OpenEvalLoop(EvalLoop):
 
     def run(self) -> dict[str, Any]:
         """Return the metrics, the same on every rank."""
+        if self._has_lost_workers():
+            with random_state_kept():
+                for one in self.sets:
+                    iter(one.dataloader)
         return super().run()
+
+    def _has_lost_workers(self) -> bool:
+        """Return whether a run without interruption would still have its persistent workers of an earlier validation.
+
+        torch draws a number where it starts them. Drawn once more, it would change all that a resumed training draws.
+        """
+        run, loaders = self.runner, [one.dataloader for one in self.sets]
+        if not isinstance(run, TrainRun) or not any(getattr(one, "persistent_workers", False) for one in loaders):
+            return False
+        loop = run.train_loop
+        done = loop.iter if run.max_epochs is None else loop.epoch
+        is_begun = getattr(loaders[0], "_iterator", None) is not None
+        return not is_begun and any(loop._is_validation_due(earlier, 0) for earlier in range(1, done))
 
     @torch.no_grad()
     def run_iter(self, idx: int, data_batch: Any) -> None:
