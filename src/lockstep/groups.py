@@ -41,8 +41,8 @@ _BACKENDS_OF_CPU = ("gloo", "mpi")
 BIT_OPS = frozenset({"band", "bor", "bxor"})
 """The bitwise reductions."""
 _MISSING_OPS = {"gloo": frozenset[str](), "mpi": frozenset({"mean"}), "nccl": BIT_OPS}
-_FOR_WATCH = timedelta(minutes=1)
-_SECONDS_FOR_THREADS = 0.005
+_FOR_WATCH = timedelta(minutes=1)  # from lockstep's timeout to that of a device's backend
+_SECONDS_FOR_THREADS = 0.005  # for gloo's to leave Python before a process is forked
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,7 +131,7 @@ class Comm:
 
 
 SOLO = Comm(None, 0, 1, {}, frozenset(), "cpu")
-_is_told_alone = False  # a process without a group need not warn any more: it has had one, or its user has been told
+_may_be_alone = False  # whether a process without a group needs no warning: it has had one, or its user has been told
 
 # Weak keys, so that nothing here keeps a destroyed group alive.
 _resolved: WeakKeyDictionary[ProcessGroup, Comm] = WeakKeyDictionary()
@@ -194,9 +194,9 @@ def failure_of_any() -> DistError | None:
 
 def forget_groups() -> None:
     """Drop what is known about groups; their process groups are being destroyed."""
-    global _is_told_alone
+    global _may_be_alone
     _resolved.clear()
-    _is_told_alone = True
+    _may_be_alone = True
     if "torch.distributed.tensor" in sys.modules:
         # DTensor caches its plans by the ranks of a mesh; each plan holds names of groups that are gone (2.13).
         # torch.distributed.tensor.debug clears them in this way, but it imports the compiler, which takes a second.
@@ -231,18 +231,18 @@ def get_dist_info(group: GroupLike = None) -> tuple[int, int]:
 def _asked(group: GroupLike) -> Comm:
     """Return the communicator of `group` for a function that says this process's place in it."""
     comm = resolve(group)
-    if comm is SOLO and not _is_told_alone:
+    if comm is SOLO and not _may_be_alone:
         _warn_of_early_question()
     return comm
 
 
 def _warn_of_early_question() -> None:
     """Warn, once, if code of the user's own asks a rank for its place before there is a group, which says 0 of 1."""
-    global _is_told_alone
-    asking = sys._getframe(3)
+    global _may_be_alone
+    asking = sys._getframe(3)  # who has called the function that calls `_asked`
     if asking.f_globals.get("__name__", "").partition(".")[0] in ("lockstep", "mmengine"):
         return
-    _is_told_alone = True
+    _may_be_alone = True
     from torch.utils.data import get_worker_info  # not when this is imported, which takes time
 
     with suppress(TopologyError):
@@ -333,8 +333,7 @@ def get_local_group() -> ProcessGroup | None:
     if get_num_nodes() == 1:
         return get_default_group()
     raise DistError(
-        f"`get_local_group` on several nodes needs init_local_group() first, called on every rank "
-        f"({resolve().this_rank})"
+        f"`get_local_group` on several nodes needs init_local_group() first, called on every rank ({this_rank()})"
     )
 
 
@@ -353,7 +352,7 @@ def master_only(func: Callable[P, R]) -> Callable[P, R | None]:
 
     @wraps(func)
     def on_main_process(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        return func(*args, **kwargs) if is_main_process() else None
+        return func(*args, **kwargs) if _asked(None).rank == 0 else None
 
     return on_main_process
 

@@ -6,7 +6,7 @@ The places where its text becomes a path, each with the test that leads it out:
 |---|---|---|
 | `files` in the manifest | a file that is read | `leads_out`, `absolute`, `place_leads_out` |
 | `meta.weights.pretrained[].files`, `.stem` | files that an export writes | `files_lead_out`, `stem_leads_out` |
-| `meta.checkpoint_hook.runs` | folders whose old checkpoints are removed | `test_retention_stays_in_the_work_dir` |
+| `former_runs` in `meta.checkpoint_hook` | folders of old checkpoints | `test_retention_stays_in_the_work_dir` |
 | the pointer `last_checkpoint` | the checkpoint that is read | `test_a_pointer_that_leads_out_is_refused_by_name` |
 | `weight_map` in an index of weights | files that are read | `tests/weights/test_safetensors_file.py` |
 """
@@ -308,8 +308,9 @@ def test_retention_stays_in_the_work_dir(tmp_path: Path):
     outside, inside = current(tmp_path / "elsewhere"), current(tmp_path / "work" / "kept")
     train(tmp_path / "work", max_epochs=1)
     (directory,) = tmp_path.glob("work/*/epoch_1")
-    runs = ["../elsewhere/20260101_000000", str(outside.parent), "kept/20260101_000000", "..", directory.parent.name]
-    changed(directory, lambda content: content["meta"].update(checkpoint_hook={"best": {}, "runs": runs}))
+    runs = ["../elsewhere/20260101_000000", str(outside.parent), "kept/20260101_000000", "..", "kept"]
+    former = [{"run": run, "epoch": 9, "iter": 99} for run in runs]
+    changed(directory, lambda content: content["meta"].update(checkpoint_hook={"best": {}, "former_runs": former}))
     train(tmp_path / "work", resume=True, default_hooks={"checkpoint": {"max_keep_ckpts": 1}})
     assert [path.exists() for path in (outside, inside, directory)] == [True, True, False]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -42,6 +42,17 @@ def copies_of(move: Any, batch: Any) -> list[bool]:
 @dataclass
 class Record:
     image: Tensor
+
+
+class Edge(NamedTuple):
+    begin: Tensor
+    to: Tensor
+
+
+@dataclass
+class DirectedEdge:
+    begin: Tensor
+    to: Tensor
 
 
 class Graph:
@@ -84,6 +95,7 @@ BATCHES: dict[str, tuple[Any, list[bool]]] = {
     "a list": ([torch.ones(1), torch.ones(2)], [True, True]),
     "nested": ({"a": (torch.ones(1), "x"), "b": [Record(torch.ones(1))]}, [True, True]),
     "nodes of a tree": ([Sample(boxes=torch.ones(2, 4), masks=Masks())], [True, False]),
+    "with a field `to`": ([Edge(torch.ones(1), torch.ones(1)), DirectedEdge(torch.ones(1), torch.ones(1))], [True] * 4),
     "an object with non_blocking": ([Graph()], [True]),
     "an object without": ([Masks()], [False]),
 }

@@ -165,6 +165,21 @@ def test_a_save_that_was_waited_for_has_left_no_thread(tmp_path):
         assert "lockstep-save" not in {thread.name for thread in threading.enumerate()}
 
 
+def test_a_save_of_which_the_wait_was_interrupted_keeps_what_it_has_copied(tmp_path):
+    """As in a notebook, where the next save would put later weights into the first checkpoint."""
+    saver, weight = BackgroundSaver(), torch.ones(3)
+    with slow_writes(0.5):
+        saver.start(tmp_path / "first", {"model": {"weight": weight}}, {})
+        with patch.object(saver._thread, "join", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            saver.wait()
+        saver.start(tmp_path / "second", {"model": {"weight": weight.fill_(2.0)}}, {})
+        with patch.object(saver._thread, "join", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            saver.wait()
+        saver.abandon()
+    saved = [load_state(tmp_path / name, {"model": {"weight": torch.empty(3)}}) for name in ("first", "second")]
+    assert [one["model"]["weight"].tolist() for one in saved] == [[1.0] * 3, [2.0] * 3]
+
+
 @contextmanager
 def fails_on(rank):
     write = saving.write_share

@@ -333,6 +333,7 @@ def test_what_was_best_is_kept_beside_a_second_hook_that_saves_by_iterations(tmp
         ({"save_best": "loss"}, r"but is 'loss'. Known: `strangeness`. The loss is one if .* loss=lambda outputs"),
         ({"save_best": "acc"}, "must be a metric of the validation, but is 'acc'. Known: `strangeness`"),
         ({"save_best": "auto"}, "`rule` must be 'greater' or 'less' for the metric 'strangeness'"),
+        ({"save_best": ["auto", "accuracy"]}, "`rule` must be 'greater' or 'less' for the metric 'auto'"),
         ({"rule": "more"}, "`rule` must be.*'more'"),
         ({"max_keep_ckpts": 0}, "at least 1, or -1 for all, but is 0"),
         ({"max_keep_ckpts": "3"}, "`max_keep_ckpts` must be an int of at least -1, but is '3'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from dataclasses import dataclass
 from multiprocessing import active_children
 from pathlib import Path
 from textwrap import dedent
@@ -255,15 +256,31 @@ def train_wrongly_sized(folder: Path, **lengths: int) -> None:
     ).train()  # fmt: skip
 
 
+@dataclass
+class WithLengths:
+    """Keeps the lengths on the CPU."""
+
+    values: Tensor
+    lengths: Tensor
+
+    def to(self, device: torch.device) -> WithLengths:
+        return WithLengths(self.values.to(device), self.lengths)
+
+
 def test_what_no_stream_can_keep_is_moved_without_one(monkeypatch):
     """torch has `record_stream` of dense tensors alone, and a packed sequence keeps a part on the CPU."""
     stream, kept = MagicMock(), []
     monkeypatch.setattr(torch, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, on: kept.append(tensor.layout))
-    batch = {"dense": torch.ones(2), "sparse": torch.eye(2).to_sparse(), "packed": pack_sequence([torch.ones(3)])}
+    batch = {
+        "dense": torch.ones(2), "sparse": torch.eye(2).to_sparse(), "packed": pack_sequence([torch.ones(3)]),
+        "own": WithLengths(torch.ones(2), torch.ones(2)),
+    }  # fmt: skip
     moved = prefetching(torch.device("meta"))([batch, "name"])[0]
-    assert {part.device.type for part in (moved["dense"], moved["sparse"], moved["packed"].data)} == {"meta"}
+    values = (moved["dense"], moved["sparse"], moved["packed"].data, moved["own"].values)
+    assert {part.device.type for part in values} == {"meta"}
+    assert moved["own"].lengths.device.type == "cpu"
     assert kept == [torch.strided]
 
 

@@ -68,14 +68,14 @@ class BackgroundSaver:
             meta: metadata.
             last_of: the work_dir, or the folder in the bucket, whose last checkpoint it becomes.
 
-        **Collective**: every rank, after `wait`.
+        **Collective**: every rank.
 
         Raises:
             ConfigError: on every rank, if a value on some rank can't be saved; the message names it.
             OSError: on every rank, if no draft can be made.
             DistError: the ranks have no store that they can share, or some rank could not copy its part.
         """
-        assert self.job is None, "wait() comes first"
+        self.wait()  # a save of which the wait was interrupted still reads the memory that is used again
         rank, world_size = get_dist_info()
         plan = self._planner.plan(directory, state, meta, last_of)
         try:
@@ -98,19 +98,19 @@ class BackgroundSaver:
             OSError: some rank could not write. It is the same on every rank.
             DistError: something else failed.
         """
-        job, self.job = self.job, None
-        if job is not None:
+        if self.job is not None:
             # When the job is done, its thread still frees tensors. In an interpreter that shuts down, that aborts.
             self._thread.join()
+            job, self.job = self.job, None
             job.result()
 
     def abandon(self) -> None:
         """Give the save in progress some seconds to end, and end it otherwise, because the training has failed."""
-        job, self.job = self.job, None
-        if job is not None:
+        if self.job is not None:
             self._thread.join(_SECONDS_TO_GIVE_UP)
             self._exchange.is_abandoned.set()
             self._thread.join(_SECONDS_TO_GIVE_UP)
+            self.job = None
 
     def _copied(self, plan: Plan) -> Plan:
         """Return a plan with copies of this rank's pieces in the host's memory."""

@@ -150,7 +150,7 @@ class CheckpointHook(Hook):
         """Raise an error for what can't be saved, or a metric that there won't be."""
         if self.by_epoch:
             require_epochs(runner, "CheckpointHook(by_epoch=False, interval=<iterations>)")
-        names = [name for name in self._best_by() if name != "auto"]
+        names = [] if self.save_best == "auto" else self._best_by()
         check_metrics("save_best", names, runner)
         for name in names:
             self._rule(name)
@@ -174,13 +174,13 @@ class CheckpointHook(Hook):
         if self.save_best is None or not metrics or not isinstance(runner, TrainRun):
             return
         if self.save_best == "auto":
-            self.save_best = next((name for name, value in metrics.items() if _is_number(value)), None)
-            if self.save_best is None:
-                self.save_best = "auto"
+            numbers = [name for name, value in metrics.items() if _is_number(value)]
+            if not numbers:
                 raise ConfigError(
                     "`save_best` must be 'auto' only where a metric of the validation is a number, but none of "
                     f"{', '.join(metrics)} is. Let a metric return a number, or leave out `save_best`"
                 )
+            self.save_best = numbers[0]
         runner.saving.finish()  # which value is the best depends on whether the former one is saved
         for name in self._best_by():
             if name not in metrics and name not in self._seen:
@@ -266,12 +266,8 @@ class CheckpointHook(Hook):
                 regular = sorted((int(match[1]), path) for match, path in matches if match and is_checkpoint(path))
                 found += [path for done, path in regular if done <= last]
                 stopped = folder / f"iter_{former['iter']}"  # by a signal, amid an epoch; else it is the user's own
-                if (
-                    former.get("stopped") is True
-                    and stopped not in found
-                    and str(stopped) not in stay
-                    and is_checkpoint(stopped)
-                ):
+                is_further = stopped not in found and str(stopped) not in stay
+                if former.get("stopped") is True and is_further and is_checkpoint(stopped):
                     found.append(stopped)
         return found
 

@@ -112,7 +112,7 @@ class BaseModel(BaseModule):
         return wrapper.predict_step(self, data)
 
     def _run_forward(self, data: Any, mode: steps.Mode) -> Any:
-        """Call the model on a preprocessed batch, which is unpacked for `forward`."""
+        """Call the model on a preprocessed batch, as steps that were written for MMEngine do."""
         return steps.call_forward(self, self, data, mode)
 
     def parse_losses(self, losses: Any) -> tuple[Tensor, dict[str, Tensor]]:

@@ -81,16 +81,15 @@ def _moved(data: Any, device: torch.device, non_blocking: bool) -> Any:
         return type(data)(data)
     if isinstance(data, str | bytes | int | float | type | None):
         return data
-    is_container = isinstance(data, Mapping | list | tuple) and not is_tensordict(data) and not has_own_to(data)
-    if is_container or not hasattr(data, "to"):
+    if not has_own_to(data):
         return map_children(lambda value: _moved(value, device, non_blocking), data)
     kind: type = type(data)
     return data.to(device, non_blocking=True) if non_blocking and _takes_non_blocking(kind) else data.to(device)
 
 
 def has_own_to(data: Any) -> bool:
-    """Return whether a tuple or list is moved by its `.to`: a `PackedSequence` keeps a part of it on the CPU."""
-    return isinstance(data, list | tuple) and hasattr(data, "to")
+    """Return whether an object is moved by its `.to`: a `PackedSequence` keeps a part on the CPU. Dicts never are."""
+    return callable(getattr(data, "to", None)) and (is_tensordict(data) or not isinstance(data, Mapping))
 
 
 @cache

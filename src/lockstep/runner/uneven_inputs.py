@@ -38,7 +38,7 @@ from lockstep.dist import all_gather_object, broadcast_object, get_rank, get_wor
 from lockstep.errors import ConfigError
 from lockstep.groups import this_rank
 from lockstep.model.preprocessor import has_own_to, move_to_device
-from lockstep.tree import map_children
+from lockstep.tree import is_tensordict, map_children
 
 _logger = logging.getLogger(__name__)
 _NONE = object()
@@ -320,7 +320,7 @@ def prefetching(device: torch.device) -> Callable[[Any], Any]:
     What the device has been given before goes on; what it is given afterwards waits for the copy. So the batch of a
     step arrives during the step before, as long as no step lets the host wait for the device. No batch is taken from
     the loader earlier than without this: its position, and the random numbers that it draws, stay those of the step.
-    What has a `.to` of its own, and tensors that are sparse or nested, are copied on the present stream.
+    What has a `.to` of its own (but a `TensorDict`), and sparse or nested tensors, are copied on the present stream.
 
     Args:
         device: the accelerator.
@@ -334,7 +334,7 @@ def prefetching(device: torch.device) -> Callable[[Any], Any]:
 
         def copied(node: Any) -> Any:
             if not isinstance(node, Tensor):
-                return node if has_own_to(node) else map_children(copied, node)
+                return node if has_own_to(node) and not is_tensordict(node) else map_children(copied, node)
             if not node.is_cpu or node.layout is not torch.strided:  # the others have no `record_stream` (2.13)
                 return node
             copies.append(node.to(device, non_blocking=True))
