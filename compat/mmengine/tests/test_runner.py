@@ -361,6 +361,8 @@ def test_workers_that_a_validation_keeps_draw_no_number_when_a_run_resumes(cfg, 
     whole, stopped, resumed = Rates(), Rates(), Rates()
     Runner(**{**cfg, "work_dir": f"{cfg['work_dir']}/whole"}, custom_hooks=[whole]).train()
     for hook, last in ((stopped, 2), (resumed, 4)):
-        Runner(**cfg | {"train_cfg": {**cfg["train_cfg"], "max_epochs": last}}, custom_hooks=[hook], resume=True).train()
+        Runner(
+            **cfg | {"train_cfg": {**cfg["train_cfg"], "max_epochs": last}}, custom_hooks=[hook], resume=True
+        ).train()
     assert stopped.drawn + resumed.drawn == whole.drawn
     assert len(set(whole.drawn)) == 4
