@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from lockstep.dist import get_rank
 from lockstep.hooks import Hook, LoggerHook
+from lockstep.runner import Runner
 from lockstep.testing import RankFailure, ranks, run_ranks
 
 from .runs import make_runner
@@ -247,3 +249,42 @@ def test_only_iterations_that_make_an_update_have_a_norm_of_gradients(tmp_path: 
     rows = {one["iter"]: "grad_norm" in one for one in lines if one["mode"] == "train"}
     assert len(rows) > 3
     assert all(has == (number % 2 == 0 or number == max(rows)) for number, has in rows.items())
+
+
+class Pair(nn.Module):
+    """Two parts, each with an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    def train_step(self, data, optim_wrapper):
+        (inputs,) = data
+        for name in ("first", "second"):
+            optim_wrapper[name].update_params(getattr(self, name)(inputs).square().mean())
+        return {}
+
+
+def test_each_of_several_optimizers_has_a_norm_of_gradients(tmp_path: Path):
+    sgd = {"type": "SGD", "lr": 0.1}
+    wrapper = {"first": {"optimizer": sgd, "clip_grad": {"max_norm": 1.0}}, "second": {"optimizer": sgd}}
+    data = {"dataset": TensorDataset(torch.ones(6, 2)), "batch_size": 2}
+    Runner(Pair(), tmp_path, train_dataloader=data, train_cfg={"max_epochs": 1}, optim_wrapper=wrapper).train()
+    lines = [json.loads(line) for path in tmp_path.glob("*/metrics.jsonl") for line in path.read_text().splitlines()]
+    norms = [{name for name in one if "grad_norm" in name} for one in lines if one["mode"] == "train"]
+    assert norms == [{"first.grad_norm"}]
+
+
+def test_a_checkpoint_amid_an_epoch_has_the_sums_of_all_its_iterations(tmp_path: Path):
+    def records(work_dir: Path, **changes) -> list[dict]:
+        saves = {"checkpoint": {"interval": 1, "by_epoch": False, "max_keep_ckpts": -1}, "logger": {"interval": 4}}
+        make_runner(work_dir, [], default_hooks=saves, randomness={"seed": 1}, **changes).train()
+        path = max(work_dir.glob("*/metrics.jsonl"))
+        lines = map(json.loads, path.read_text().splitlines())
+        return [{key: one.get(key) for key in ("iter", "loss")} for one in lines if one["mode"] in ("train", "epoch")]
+
+    whole = records(tmp_path / "whole")
+    saved = next((tmp_path / "whole").glob("*/iter_2"))
+    resumed = records(tmp_path / "resumed", load_from=str(saved), resume=True)
+    assert resumed == whole[-len(resumed) :]
+    assert {one["iter"] for one in resumed} > {whole[-1]["iter"]}

@@ -12,6 +12,8 @@ from itertools import chain, islice
 from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from lockstep.device import get_device, peak_memory
 from lockstep.diagnostics.slow_ranks import OwnWork, Sample, StragglerWatch, described
 from lockstep.dist.objects import start_gather_bytes
@@ -19,6 +21,7 @@ from lockstep.errors import ConfigError, require_count, require_number
 from lockstep.hooks.arguments import not_saved_by
 from lockstep.logging.meters import Scalar, start_reading
 from lockstep.logging.sinks import placed, renamed
+from lockstep.optim import OptimWrapper, OptimWrapperDict
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.options import digest_of, optimizer_options
@@ -148,7 +151,7 @@ class LoggerHook(Hook):
         # On an accelerator: sends this rank's numbers of the last record, once the next iteration is under way.
         self._unsent: Callable[[], None] | None = None
         self._epoch = _Sums()
-        self._last_norm: Any = None  # with accumulation, most iterations have none of their own
+        self._last_norms: dict[str, Tensor] = {}  # with accumulation, most iterations have none of their own
         self._work: OwnWork | None = None
         self._watch: StragglerWatch | None = None
 
@@ -170,8 +173,8 @@ class LoggerHook(Hook):
             self._work.begin()
 
     def before_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None) -> None:
-        """Note the norm of the last update."""
-        self._last_norm = runner.optim_wrapper.grad_norm
+        """Note the norms of the last updates."""
+        self._last_norms = _norms(runner.optim_wrapper)
 
     def after_train_iter(
         self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
@@ -186,9 +189,9 @@ class LoggerHook(Hook):
             for name, value in renamed(outputs, _OWN).items():
                 hub.update_scalar(_PREFIX + name, value)
                 self._returned.setdefault(name, []).append(loop.samples)
-        norm = runner.optim_wrapper.grad_norm
-        if norm is not None and norm is not self._last_norm:
-            hub.update_scalar("train/grad_norm", norm)
+        for name, norm in _norms(runner.optim_wrapper).items():
+            if norm is not self._last_norms.get(name):
+                hub.update_scalar(_PREFIX + name, norm)
         self._samples.append(loop.samples)
         if self._work is not None:
             self._work.note(done, hub)
@@ -219,8 +222,8 @@ class LoggerHook(Hook):
         self._finish_gathering()
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
-        """Write the last record, and save the sums of the epoch, which a run that resumes from there would lack."""
-        if runner.saving.is_stopping and self._samples:
+        """Record what is left, and save the sums of the epoch: a run that resumes from there would lack both."""
+        if self._samples:
             self._make_record(runner, runner.iter, _first_learning_rates(runner))
         self._finish_gathering()
         sums = asdict(self._epoch) | {"parts": {name: [*part] for name, part in self._epoch.parts.items()}}
@@ -257,6 +260,7 @@ class LoggerHook(Hook):
             with suppress(RuntimeError):  # where the run has failed, the others may be gone
                 self._finish_last_gathering()
         finally:
+            self._samples = []  # a checkpoint that is saved later has no part in them
             if self._work is not None:
                 self._work.close()
 
@@ -418,6 +422,13 @@ def _first_learning_rates(runner: TrainRun) -> dict[str, float]:
     present = {name: rates[0] for name, rates in runner.optim_wrapper.get_lr().items() if not math.isnan(rates[0])}
     of_step: dict[str, float] = runner.train_loop.rates_of_step
     return present | of_step
+
+
+def _norms(optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+    """Return the norm of the gradients of each optimizer's last update, if it clips them, named as the rates are."""
+    several = optim_wrapper.items() if isinstance(optim_wrapper, OptimWrapperDict) else ()
+    norms = {f"{name}.grad_norm": one.grad_norm for name, one in several} or {"grad_norm": optim_wrapper.grad_norm}
+    return {name: norm for name, norm in norms.items() if norm is not None}
 
 
 def _check_options(by_rank: Sequence[tuple[int, Mapping[str, float]]], iteration: int) -> None:

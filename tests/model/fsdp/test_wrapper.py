@@ -663,3 +663,17 @@ def test_what_is_computed_again_keeps_no_cache_where_gradients_follow():
 def test_without_a_group_it_is_a_group_of_one():
     assert not is_distributed()
     assert_close(trained(wrapped_net()), trained_alone())
+
+
+@ranks(2)
+def test_layer_drop_is_warned_of():
+    net = Net()
+    net.config = SimpleNamespace(layerdrop=0.0)
+    with warned() as messages:
+        MMFullyShardedDataParallel(net)
+    assert messages == []
+    net = Net()
+    net.config = SimpleNamespace(layerdrop=0.1)
+    with warned() as messages:
+        MMFullyShardedDataParallel(net)
+    assert [message[:41] for message in messages] == ["the config of Net has layerdrop=0.1. Unde"] * (get_rank() == 0)

@@ -184,6 +184,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
         request = read_request(tensor_parallel)
         self.mesh, self.tensor_mesh, whole = make_meshes(device.type, sharding, request, process_group, device_mesh)
         _compare(module, whole, ignored)
+        _warn_of_layer_drop(module)
         parallel = None
         if request is not None and self.tensor_mesh is not None:
             parallel = TensorParallel(module, request.plan, self.tensor_mesh, ignored)
@@ -394,6 +395,19 @@ def _compare(module: nn.Module, mesh: DeviceMesh, ignored: Iterable[nn.Module]) 
             )
         groups = map(mesh.get_group, axes)
         require_same_parameters(module, mesh.mesh.flatten().tolist(), *groups, left_out=left_out)
+
+
+def _warn_of_layer_drop(module: nn.Module) -> None:
+    chances = [getattr(getattr(part, "config", None), "layerdrop", 0.0) for part in module.modules()]
+    chance = max((one for one in chances if isinstance(one, float)), default=0.0)
+    if chance > 0.0 and get_rank() == 0:
+        _logger.warning(
+            "the config of %s has layerdrop=%g. Under FSDP, wav2vec2 and its kin in transformers (5.24) call each "
+            "layer all the same, and so drop none; other models must drop the same layers on every rank: "
+            "randomness=dict(diff_rank_seed=False). Strategy 'ddp' with find_unused_parameters=True drops them; 0 says "
+            "that none is to be dropped",
+            type(module).__name__, chance,
+        )  # fmt: skip
 
 
 def _shard(
