@@ -5,12 +5,15 @@ import pty
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
+from lockstep.errors import LaunchError
 from lockstep.launch import JobSpec, launch
+from lockstep.launch.elastic import _end_by_signal
 from lockstep.launch.job import SENT_SIGNALS, usable_cores
 
 from .jobs import require
@@ -259,6 +262,41 @@ def test_no_rank_outlives_the_job(scripts, number, code):
     assert (f"{number.name}: all ranks were stopped" in err) == (number != signal.SIGKILL)
 
 
+def test_a_signal_in_the_last_save_lets_a_script_succeed(scripts):
+    script = scripts.write(
+        """
+        import time
+        import torch
+        from torch.utils.data import TensorDataset
+        from lockstep.hooks import Hook
+        from lockstep.runner import Runner
+
+        class Slow(Hook):
+            def before_save_checkpoint(self, runner, checkpoint):
+                if runner.rank == 0:
+                    print("saving", flush=True)
+                time.sleep(2)
+
+        Runner(
+            torch.nn.Linear(1, 1),
+            "work",
+            loss=torch.nn.MSELoss(),
+            train_dataloader={"dataset": TensorDataset(torch.ones(4, 1), torch.ones(4, 1)), "batch_size": 2},
+            train_cfg={"max_epochs": 1},
+            optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.1}},
+            custom_hooks=[Slow()],
+        ).train()
+        print("done", flush=True)
+        """
+    )
+    job = scripts.start(script, "--nproc", "2")
+    assert "saving\n" in iter(job.stdout.readline, "")
+    job.send_signal(signal.SIGTERM)
+    assert job.stdout.read().splitlines().count("done") == 2
+    assert job.wait(timeout=60) == 0
+    assert "were stopped" not in job.stderr.read()
+
+
 def test_a_job_under_nohup_outlives_its_terminal(scripts):
     script = scripts.write("import time\nprint('ready', flush=True)\ntime.sleep(1)\nprint('done')")
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -370,3 +408,11 @@ def test_a_signal_handler_that_python_does_not_know_does_not_fail_the_job(tmp_pa
 def test_a_number_is_no_job():
     with pytest.raises(TypeError, match=r"`job` must be a JobSpec, such as JobSpec\(2\) for two ranks, but is 2"):
         launch(["x.py"], 2)  # type: ignore[arg-type]
+
+
+def test_a_node_that_a_signal_stops_after_another_has_failed_ends_as_that_one_does():
+    agent = SimpleNamespace(is_complete=False, has_trained=True, has_failed=False, has_raised=False, killed=[])
+    rendezvous = SimpleNamespace(give_up=lambda code: (0, 1))
+    with pytest.raises(LaunchError, match="node 0 had failed before; what went wrong is written there") as raised:
+        _end_by_signal(signal.SIGTERM, agent, rendezvous, trains=False)
+    assert raised.value.exit_code == 1

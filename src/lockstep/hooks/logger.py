@@ -151,6 +151,7 @@ class LoggerHook(Hook):
         # On an accelerator: sends this rank's numbers of the last record, once the next iteration is under way.
         self._unsent: Callable[[], None] | None = None
         self._epoch = _Sums()
+        self._is_open = False  # while a training writes records
         self._last_norms: dict[str, Tensor] = {}  # with accumulation, most iterations have none of their own
         self._work: OwnWork | None = None
         self._watch: StragglerWatch | None = None
@@ -158,6 +159,7 @@ class LoggerHook(Hook):
     def before_train(self, runner: TrainRun) -> None:
         """Start to measure this rank's own work, and its wait for others."""
         runner.message_hub.keep(self.interval)  # a record is a mean over all of its iterations
+        self._is_open = True
         self._taken.clear()
         self._take(runner)  # what the hub has of the run that this one goes on from is in no record of this one
         if runner.rank == 0 and runner.resume_from is not None:
@@ -223,7 +225,7 @@ class LoggerHook(Hook):
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Record what is left, and save the sums of the epoch: a run that resumes from there would lack both."""
-        if self._samples:
+        if self._samples and self._is_open:
             self._make_record(runner, runner.iter, _first_learning_rates(runner))
         self._finish_gathering()
         sums = asdict(self._epoch) | {"parts": {name: [*part] for name, part in self._epoch.parts.items()}}
@@ -260,7 +262,7 @@ class LoggerHook(Hook):
             with suppress(RuntimeError):  # where the run has failed, the others may be gone
                 self._finish_last_gathering()
         finally:
-            self._samples = []  # a checkpoint that is saved later has no part in them
+            self._is_open = False
             if self._work is not None:
                 self._work.close()
 

@@ -112,7 +112,7 @@ def _end_by_signal(number: signal.Signals, agent: _Agent, rendezvous: NodesRende
 
     Return if the ranks of a training had done their work.
     """
-    if trains and agent.is_complete:
+    if (trains or agent.has_trained) and agent.is_complete:
         rendezvous.await_others()
         return
     if trains and not (agent.has_trained or agent.has_failed) and number in (signal.SIGINT, *SENT_SIGNALS):
@@ -140,7 +140,9 @@ def _end_by_signal(number: signal.Signals, agent: _Agent, rendezvous: NodesRende
         say(agent.describe())
     say(f"{number.name}: all ranks were stopped{killed_note}")
     sys.stdout.flush()
-    rendezvous.give_up(128 + number)
+    node, code = rendezvous.give_up(128 + number)
+    if code not in (128 + number, Preempted.EXIT_CODE):  # else that node was stopped, too
+        raise LaunchError(f"node {node} had failed before; what went wrong is written there", exit_code=code) from None
     signal.raise_signal(number)  # its usual effect on this process, now that the ranks have ended
     raise LaunchError(f"all ranks were stopped by {number.name}", exit_code=128 + number) from None  # if ignored
 
