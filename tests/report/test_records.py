@@ -45,6 +45,10 @@ def test_where_there_is_no_run_that_is_told(tmp_path: Path):
         find_run(tmp_path / "nothing")
     with pytest.raises(ConfigError, match=r"holds no run: there is no metrics.jsonl in it or in a folder of it"):
         find_run(tmp_path)
+    (tmp_path / "failed").mkdir()
+    (tmp_path / "failed" / "log.txt").touch()
+    with pytest.raises(ConfigError, match=r"or in a folder of it\. See .*failed/log\.txt"):
+        find_run(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"must be the folder of a run, but `.*file` is a file"):
         find_run(tmp_path / "file")

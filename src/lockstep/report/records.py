@@ -76,9 +76,11 @@ def find_run(path: Path) -> Path:
         return path
     runs = [folder for folder in path.iterdir() if (folder / _RECORDS).is_file()]
     if not runs:
+        logs = [one for one in (path / "log.txt", *path.glob("*/log.txt")) if one.is_file()]
+        last = max(logs, key=lambda one: one.stat().st_mtime, default=None)
         raise ConfigError(
             f"`{path}` holds no run: there is no {_RECORDS} in it or in a folder of it. "
-            "The folder of a run is what `lockstep train` names at its end"
+            + ("The folder of a run is what `lockstep train` names at its end" if last is None else f"See {last}")
         )
     runs = [folder for folder in runs if _has_trained(folder)] or runs
     return max(runs, key=lambda folder: ((folder / _RECORDS).stat().st_mtime, folder.name))

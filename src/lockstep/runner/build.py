@@ -251,7 +251,7 @@ def _warn_of_other_means(run: TrainRun, loop: TrainLoop) -> None:
         says = (
             "a mean over the weights of its labels, but ranks and accumulated batches count by their samples, so that "
             "updates differ from those of one process. Give train_cfg a batch_size_of, such as lambda batch: "
-            "weight[batch[1]].sum(), with the weights on the CPU"
+            "weight[batch[1]].sum(), of dicts weight[batch['labels']].sum(), with the weights on the CPU"
         )
     if says:
         _logger.warning("the loss %s is %s", name, says)
