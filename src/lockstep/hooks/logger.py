@@ -226,7 +226,7 @@ class LoggerHook(Hook):
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Record what is left, and save the sums of the epoch: a run that resumes from there would lack both."""
         if self._samples and self._is_open:
-            self._make_record(runner, runner.iter, _first_learning_rates(runner))
+            self._make_record(runner, checkpoint["meta"]["iter"], _first_learning_rates(runner))
         self._finish_gathering()
         sums = asdict(self._epoch) | {"parts": {name: [*part] for name, part in self._epoch.parts.items()}}
         of_step = dict(runner.train_loop.rates_of_step)
