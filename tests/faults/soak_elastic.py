@@ -185,7 +185,7 @@ def whole(tmp_path_factory) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
 _FIRST = int(os.environ.get("FIRST", "1"))
 
 
-@pytest.mark.parametrize("number", range(_FIRST, _FIRST + int(os.environ.get("CYCLES", "20"))))
+@pytest.mark.parametrize("number", range(_FIRST, _FIRST + int(os.environ.get("CYCLES", "8"))))
 def test_it_ends_as_if_nothing_had_been_killed(tmp_path: Path, number: int, whole) -> None:
     began = time.monotonic()
     job = start(tmp_path, async_save=bool(number % 2), seconds=0.1)

@@ -72,7 +72,7 @@ class BackgroundSaver:
 
         Raises:
             ConfigError: on every rank, if a value on some rank can't be saved; the message names it.
-            OSError: on every rank, if no draft can be made.
+            OSError: on every rank, if no draft can be made, or the save before could not be written.
             DistError: the ranks have no store that they can share, or some rank could not copy its part.
         """
         self.wait()  # a save of which the wait was interrupted still reads the memory that is used again

@@ -160,8 +160,9 @@ class Visualizers:
             text = f"has failed: {error_in_words(error)}. The run goes on without what it could not show"
             if self._is_closed:
                 text = (
-                    "shows nothing more: the training has ended, which has closed it. What comes is in metrics.jsonl "
-                    "alone. To have it shown too, let the loop and what follows it stand inside `with session:`"
+                    "shows nothing more: the training has ended, which has closed it. Records of a Session go on in "
+                    "metrics.jsonl. Show what follows before the end: of a loop by hand inside `with session:`, of a "
+                    "Runner's in a hook"
                 )
             warnings.warn(
                 f"the visualizer {type(part).__name__} {text}; further failures of it are not reported", stacklevel=5

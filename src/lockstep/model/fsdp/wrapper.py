@@ -404,8 +404,8 @@ def _warn_of_layer_drop(module: nn.Module) -> None:
         _logger.warning(
             "the config of %s has layerdrop=%g. Under FSDP, wav2vec2 and its kin in transformers (5.24) call each "
             "layer all the same, and so drop none; other models must drop the same layers on every rank: "
-            "randomness=dict(diff_rank_seed=False). Strategy 'ddp' with find_unused_parameters=True drops them; 0 says "
-            "that none is to be dropped",
+            "randomness=dict(diff_rank_seed=False). Use 'ddp' with find_unused_parameters=True, which drops them, or "
+            "set it to 0",
             type(module).__name__, chance,
         )  # fmt: skip
 

@@ -240,24 +240,22 @@ class _OpenEvalLoop(EvalLoop):
 
     def run(self) -> dict[str, Any]:
         """Return the metrics, the same on every rank."""
-        if self._has_lost_workers():
-            with random_state_kept():
-                for one in self.sets:
-                    iter(one.dataloader)
+        if isinstance(self.runner, TrainRun):
+            self._start_workers_again(self.runner.train_loop)
         return super().run()
 
-    def _has_lost_workers(self) -> bool:
-        """Return whether a run without interruption would still have its persistent workers of an earlier validation.
+    def _start_workers_again(self, loop: TrainLoop) -> None:
+        """Start persistent workers that a run without interruption would have from an earlier validation.
 
-        torch draws a number where it starts them. Drawn once more, it would change all that a resumed training draws.
+        torch draws a number where it starts some. Drawn once more, it would change all that a resumed training draws.
         """
-        run, loaders = self.runner, [one.dataloader for one in self.sets]
-        if not isinstance(run, TrainRun) or not any(getattr(one, "persistent_workers", False) for one in loaders):
-            return False
-        loop = run.train_loop
-        done = loop.iter if run.max_epochs is None else loop.epoch
-        is_begun = getattr(loaders[0], "_iterator", None) is not None
-        return not is_begun and any(loop._is_validation_due(earlier, 0) for earlier in range(1, done))
+        loaders = [one.dataloader for one in self.sets if getattr(one.dataloader, "persistent_workers", False)]
+        lost = [one for one in loaders if one._iterator is None]
+        done = loop.iter if self.runner.max_epochs is None else loop.epoch
+        if lost and any(loop._is_validation_due(earlier, 0) for earlier in range(1, done)):
+            with random_state_kept():
+                for loader in lost:
+                    iter(loader)
 
     @torch.no_grad()
     def run_iter(self, idx: int, data_batch: Any) -> None:
