@@ -155,10 +155,13 @@ def test_a_stream_may_shuffle_by_the_global_generators(workers):
 
 
 class Private(Stream):
-    """Shuffles by a generator that is another one in each process and pass."""
+    """Shuffles by a generator of each process's own, and begins with another item in each."""
 
     def __iter__(self) -> Iterator[int]:
-        return iter(random.Random(os.urandom(8)).sample(NUMBERS, 16))
+        worker = get_worker_info()
+        first = 4 * get_rank() + (0 if worker is None else worker.id)
+        rest = [number for number in NUMBERS if number != first]
+        return iter([first, *random.Random(os.urandom(8)).sample(rest, 15)])
 
 
 @ranks(2)
