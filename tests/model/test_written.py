@@ -211,6 +211,25 @@ def test_the_replicas_of_an_own_step_are_compared_after_updates_not_within_windo
         model.train_step(own_part(), optim_wrapper)
 
 
+@ranks(2)
+def test_replicas_are_compared_before_a_save_unless_they_have_updated_by_their_own_gradients():
+    """As local SGD by the user's own hand, between two averages."""
+    net = Net("not")
+    model = MMDistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model.begin_save()
+    for _ in range(3):
+        model.train_step(own_part(), OptimWrapper(optimizer))
+    model.begin_save()
+    with model.no_sync(), model.step_context(None):
+        net(*own_part()).backward()
+        optimizer.step()
+    model.begin_save()
+    model.train_step(own_part(), OptimWrapper(optimizer))
+    with pytest.raises(DivergenceError, match=r"after 4 updates, where a checkpoint was to be saved\."):
+        model.begin_save()
+
+
 @pytest.mark.parametrize(
     ("values", "differ"),
     [

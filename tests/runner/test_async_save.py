@@ -180,6 +180,27 @@ def test_a_save_of_which_the_wait_was_interrupted_keeps_what_it_has_copied(tmp_p
     assert [one["model"]["weight"].tolist() for one in saved] == [[1.0] * 3, [2.0] * 3]
 
 
+def test_a_save_of_which_the_wait_was_interrupted_counts_when_it_has_ended(tmp_path):
+    interrupted = []
+
+    class Interrupts(Hook):
+        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+            saver = runner.saving._background
+            if runner.iter == 1 and saver.job is not None:
+                with patch.object(saver._thread, "join", side_effect=KeyboardInterrupt):
+                    with pytest.raises(KeyboardInterrupt):
+                        runner.saving.finish()
+                interrupted.append(runner.saving.begun_iter)
+
+    with slow_writes(0.2):
+        train(
+            tmp_path, Interrupts(), checkpoint={"by_epoch": False, "interval": 1, "async_save": True, "max_keep_ckpts": 1}
+        )
+    assert interrupted == [1]
+    run_dir = next(path for path in tmp_path.iterdir() if path.is_dir())
+    assert len([name for name in names_in(run_dir) if name.startswith("iter_")]) == 1
+
+
 @contextmanager
 def fails_on(rank):
     write = saving.write_share

@@ -16,10 +16,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Runner, Session
 from lockstep.config import Config
-from lockstep.dist import barrier, get_rank
+from lockstep.dist import barrier, get_rank, get_world_size
 from lockstep.errors import ConfigError, DivergenceError
 from lockstep.evaluator import BaseMetric
 from lockstep.hooks import Hook
+from lockstep.model import unwrap_model
 from lockstep.testing import ranks
 
 DATA = TensorDataset(torch.ones(8, 2), torch.zeros(8, 1))
@@ -735,3 +736,34 @@ def test_weights_that_one_rank_writes_between_epochs_are_told(tmp_path, writes):
                 if epoch == 2 and (writes == "all ranks" or get_rank() == 0):  # the first three updates are compared
                     model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
             assert not differs
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("saves", ["at once", "at the end"])
+def test_replicas_that_have_drifted_apart_are_not_saved(tmp_path, saves):
+    """Ranks that update different models, later than the updates that are compared in any case."""
+    differs = get_world_size() == 2
+    says = r"must be the same on all ranks, but is not: .* where a checkpoint was to be saved\."
+    with Session(tmp_path, log_level="ERROR") as session:
+        both = nn.ModuleDict({"one": nn.Linear(2, 1), "two": nn.Linear(2, 1)})
+        sgd = {name: torch.optim.SGD(part.parameters(), lr=0.1) for name, part in both.items()}
+        both, sgd, batches = session.prepare(both, sgd, loader())
+        with pytest.raises(DivergenceError, match=says) if differs else nullcontext():
+            for number, (x, y) in enumerate(session.iterations(8)):
+                loss = nn.functional.mse_loss(both["one"](x), both["two"](x) + y)
+                sgd["two" if number >= 4 and get_rank() == 1 else "one"].update_params(loss)
+                if number == 5 and saves == "at once":
+                    session.save()
+    assert bool(list(tmp_path.glob("*/iter_*"))) is not differs
+
+
+@ranks(2)
+def test_weights_that_one_rank_has_written_since_the_last_update_are_not_saved(tmp_path):
+    class Writes(Hook):
+        def after_train_iter(self, runner: Any, *_: Any, **__: Any) -> None:
+            if runner.iter == 5 and get_rank() == 1:
+                unwrap_model(runner.model).weight.data.add_(1.0)
+
+    with pytest.raises(DivergenceError, match="`weight` must be the same on all ranks.* after 6 updates, where a chec"):
+        train(tmp_path, custom_hooks=[Writes()], train_cfg={"max_iters": 6}, log_level="ERROR")
+    assert not list(tmp_path.glob("*/iter_*"))

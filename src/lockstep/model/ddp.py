@@ -92,7 +92,7 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
 
     **Cost**: besides the gradients, one exchange of 256 bytes between the hosts in each of the first three backward
     passes, unless `find_unused_parameters` is on; and what `lockstep.model.written.DriftCheck` says after the first
-    three updates, every 500th, and in a Session the first of each epoch.
+    three updates, every 500th, in a Session the first of each epoch, and before each checkpoint.
     """
 
     prepares_backward = True
@@ -144,6 +144,10 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
     def begin_epoch(self) -> None:
         """Compare replicas after the first update of the epoch, too: one rank alone may have written weights."""
         self._drift.look_again()
+
+    def begin_save(self) -> None:
+        """Compare replicas, of which a checkpoint has one."""
+        self._drift.before_save()
 
     def _begin_drift_check(self) -> None:
         self._drift = DriftCheck(self.replicated, self.process_group, OWN_STEP if self._trains_itself else AVERAGED)
@@ -220,8 +224,8 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         # A step of the user's own may also update without a backward pass that averages gradients, or average without
         # an update.
         may_update = self._has_averaged or self._trains_itself
-        if may_update and not awaits_update(optim_wrapper):
-            self._drift.after_update()
+        if not awaits_update(optim_wrapper):
+            (self._drift.after_update if may_update else self._drift.after_local_update)()
 
     @contextmanager
     def backward_context(self, loss: Tensor, *, syncs: bool) -> Iterator[Tensor]:

@@ -97,6 +97,10 @@ class MMSeparateDistributedDataParallel(ModelWrapper):
         if not awaits_update(optim_wrapper):
             self._drift.after_update()
 
+    def begin_save(self) -> None:
+        """Compare replicas, of which a checkpoint has one."""
+        self._drift.before_save()
+
     def _outside(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, own) for name, own in self.module.named_parameters() if own not in self._inside]
 

@@ -103,9 +103,9 @@ def awaits_update(optim_wrapper: Any) -> bool:
 class DriftCheck:
     """Compares the parameters of all replicas, which stay equal only if each update is the same on every rank.
 
-    After the first three updates, every 500th, and each that `look_again` asks for, one digest of each parameter is
-    compared; or before them, if an engine lays replicas out so that an update makes them equal again, with a mixture of
-    what was in them.
+    After the first three updates, every 500th, and each that `look_again` asks for, and before a checkpoint is saved,
+    one digest of each parameter is compared; or before updates alone, if an engine lays replicas out so that an update
+    makes them equal again, with a mixture of what was in them.
 
     Args:
         named: returns the parameters that must be equal, with their names, the same on every rank.
@@ -121,6 +121,7 @@ class DriftCheck:
         self._has_peers = get_world_size(group) > 1
         self._updates = Sampled(first=3, every=500)
         self._looks_again = False
+        self._is_local = True  # until an update that is the same on every rank
 
     def look_again(self) -> None:
         """Compare after the next update, too: weights may have been written since the last one. On every rank."""
@@ -132,9 +133,23 @@ class DriftCheck:
         Raises:
             DivergenceError: on every rank, if replicas differ.
         """
+        self._is_local = False
         if self._updates.is_due() or self._looks_again:
             self._looks_again = False
             self._compare(f"after {counted(self._updates.count, 'update')}")
+
+    def after_local_update(self) -> None:
+        """Be told of a step that may have updated with gradients of this rank's own, so that replicas may differ."""
+        self._is_local = True
+
+    def before_save(self) -> None:
+        """Compare, unless replicas may differ: a checkpoint would hold the weights of one of them.
+
+        Raises:
+            DivergenceError: on every rank, if replicas differ.
+        """
+        if not self._is_local:
+            self._compare(f"after {counted(self._updates.count, 'update')}, where a checkpoint was to be saved")
 
     def before_update(self) -> None:
         """Compare if that is due, where an engine is about to update.

@@ -14,7 +14,7 @@ from lockstep.checkpoint.background import BackgroundSaver
 from lockstep.dataset.random_state import random_state
 from lockstep.errors import DistError, Preempted
 from lockstep.location import Location, RemotePath
-from lockstep.model import unwrap_model
+from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.weights import describe_model
 
 _NOT_WRITTEN = "a checkpoint could not be written"
@@ -81,6 +81,8 @@ class Saving:
         last_of = _root_of(run, save.directory) if save.is_last else None
         if save.has_optimizer and run.optim_wrapper.has_open_window and save.iteration != run.max_iters:
             self._warn_of_open_window(save)
+        if isinstance(run.model, ModelWrapper):
+            run.model.begin_save()
         with run.evaluated(), run.train_loop.as_resumed():
             state, meta = self._state(save)
             with self._ending(save):
@@ -121,10 +123,13 @@ class Saving:
         Raises:
             OSError: some rank could not write it. It is the same on every rank.
         """
-        save, self._pending = self._pending, None
-        if save is not None:
+        if (save := self._pending) is not None:
             with self._ending(save):
-                self._background.wait()
+                try:
+                    self._background.wait()
+                finally:
+                    if self._background.job is None:  # else the wait was interrupted, and the save goes on
+                        self._pending = None
 
     @contextmanager
     def until_complete(self) -> Iterator[None]:
