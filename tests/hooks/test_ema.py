@@ -166,6 +166,26 @@ def test_a_buffer_that_is_extended_after_it_was_averaged_stays_as_it_is(tmp_path
         torch.testing.assert_close([weight for weight, _ in metric.seen], [recorder.averages[i] for i in (4, 8)])
 
 
+class Registering(Net):
+    """Registers a buffer in its first forward pass, and another in its first one of a validation, as for masks."""
+
+    def forward(self, x: Tensor, y: Tensor, mode: str = "tensor"):
+        name = "mask" if self.training else "mask_of_all"
+        if not hasattr(self, name):
+            self.register_buffer(name, torch.ones(2), persistent=False)
+        return super().forward(x, y, mode)
+
+
+@pytest.mark.parametrize("update_buffers", [False, True])
+def test_a_buffer_that_is_registered_in_a_forward_pass_has_no_average(tmp_path: Path, update_buffers: bool):
+    recorder, metric = Recorder(), Predicted()
+    hooks = [EMAHook(momentum=0.1, update_buffers=update_buffers), recorder]
+    runner = make_runner(tmp_path, hooks, metric, Registering)
+    runner.train()
+    assert torch.equal(runner.model.linear.weight, recorder.weights[8])
+    torch.testing.assert_close([weight for weight, _ in metric.seen], [recorder.averages[i] for i in (4, 8)])
+
+
 @pytest.mark.parametrize("options", [{"begin_epoch": 2}, {"begin_iter": 5}])
 def test_averaging_begins_in_the_epoch_and_with_the_iteration_that_are_named(tmp_path: Path, options):
     recorder, metric, hook = Recorder(), Predicted(), EMAHook(momentum=0.5, **options)

@@ -200,7 +200,8 @@ class EMAHook(Hook):
         if self._trained_weights is None:
             return
         for name, _, trained in self._weights():
-            trained.copy_(self._trained_weights[name])
+            if name in self._trained_weights:  # but for buffers of which a forward pass has made the first use
+                trained.copy_(self._trained_weights[name])
         self._trained_weights = None
 
     def _build(self, runner: Run) -> None:
@@ -228,13 +229,13 @@ class EMAHook(Hook):
     def _weights(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield name, average and value of each tensor that is averaged, tied ones under each of their names.
 
-        A buffer that the model has extended since, such as a table for longer inputs, has no average.
+        A buffer that the model has extended or registered since, such as a table for longer inputs, has no average.
         """
         reshard(self.src_model)  # after a forward pass without a backward pass
         averaged = dict(self._tensors_of(self.ema_model.module))
         for name, trained in self._tensors_of(self.src_model):
-            if trained.shape == averaged[name].shape:
-                yield name, averaged[name], trained
+            if (average := averaged.get(name)) is not None and average.shape == trained.shape:
+                yield name, average, trained
 
     def _tensors_of(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from model.named_parameters(remove_duplicate=False)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import require_count
 from lockstep.model.shards import is_dtensor, own_shard
+from lockstep.model.wrapper import unwrap_model
 from lockstep.registry import MODELS
 
 _logger = logging.getLogger(__name__)
@@ -110,6 +111,10 @@ class BaseAveragedModel(nn.Module, ABC):
         """Return the tensors that are averaged and those that are copied, here and in `model`."""
         parameters, buffers = _tensors_of(self.module)
         their_parameters, their_buffers = _tensors_of(model)
+        if len(their_buffers) > len(buffers):  # a forward pass has registered some since, such as masks
+            theirs_by_name = dict(unwrap_model(model).named_buffers())
+            names = [name for name, _ in self.module.named_buffers()]
+            their_buffers = [own_shard(theirs_by_name[name]) for name in names if name in theirs_by_name]
         is_same = [x.shape for x in parameters] == [x.shape for x in their_parameters]
         if not is_same or len(buffers) != len(their_buffers):
             raise ValueError(
