@@ -241,6 +241,9 @@ def test_another_constructor_may_be_named():
     assert isinstance(build_optim_wrapper(model, plain), OptimWrapper)
     with pytest.raises(BuildError, match="unknown argument `rate`"):
         build_optim_wrapper(model, {**plain, "rate": 1})
+    with pytest.raises(BuildError, match="unknown argument `bf16`") as caught:
+        build_optim_wrapper(model, {**plain, "bf16": True})
+    assert "AmpOptimWrapper" in caught.value.__notes__[0]
 
 
 def builds_nothing(optim_wrapper_cfg, paramwise_cfg):

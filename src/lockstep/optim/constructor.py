@@ -18,7 +18,7 @@ from lockstep.optim.wrapper import OptimWrapper
 from lockstep.optim.wrapper_dict import OptimWrapperDict
 from lockstep.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS, in_default_scope
 from lockstep.registry.registry import SCOPE
-from lockstep.registry.signatures import Arguments
+from lockstep.registry.signatures import Arguments, BuildError
 
 Options = dict[str, Any]
 
@@ -43,6 +43,8 @@ _TAKES_SHARDS: Mapping[type, bool] = {Adam: True, AdamW: True, SGD: False}
 _DEVICES = ("cuda", "mps", "xpu")
 # Options by which the user may choose the implementation; `fused` excludes the others.
 _CHOICES = ("fused", "foreach", "differentiable")
+# What asks for half precision elsewhere, or of an AmpOptimWrapper.
+_OF_HALF_PRECISION = {"amp", "autocast", "bf16", "dtype", "fp16", "loss_scale", "mixed_precision", "precision"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +287,12 @@ class DefaultOptimWrapperConstructor:
                 f"`optimizer` is built already: {type(optimizer).__name__}"
             )
         cfg = {**self.optim_wrapper_cfg, "optimizer": optimizer}
-        wrapper: OptimWrapper = OPTIM_WRAPPERS.build(cfg, type="OptimWrapper")
+        try:
+            wrapper: OptimWrapper = OPTIM_WRAPPERS.build(cfg, type="OptimWrapper")
+        except BuildError as error:
+            if cfg.keys() & _OF_HALF_PRECISION and "type" not in cfg:
+                error.add_note("for half precision give optim_wrapper=dict(type='AmpOptimWrapper', dtype='bfloat16', ...)")
+            raise
         return wrapper
 
     def add_params(
