@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError
 from lockstep.report import page_html, read_run, write_page
-from lockstep.report.best import best
+from lockstep.report.figures import best
 from lockstep.report.page import highlighted
 
 from .samples import train_record, val_record, write_run, write_whole_run

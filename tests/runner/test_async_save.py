@@ -187,14 +187,16 @@ def test_a_save_of_which_the_wait_was_interrupted_counts_when_it_has_ended(tmp_p
         def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
             saver = runner.saving._background
             if runner.iter == 1 and saver.job is not None:
-                with patch.object(saver._thread, "join", side_effect=KeyboardInterrupt):
-                    with pytest.raises(KeyboardInterrupt):
-                        runner.saving.finish()
+                interrupt = patch.object(saver._thread, "join", side_effect=KeyboardInterrupt)
+                with interrupt, pytest.raises(KeyboardInterrupt):
+                    runner.saving.finish()
                 interrupted.append(runner.saving.begun_iter)
 
     with slow_writes(0.2):
         train(
-            tmp_path, Interrupts(), checkpoint={"by_epoch": False, "interval": 1, "async_save": True, "max_keep_ckpts": 1}
+            tmp_path,
+            Interrupts(),
+            checkpoint={"by_epoch": False, "interval": 1, "async_save": True, "max_keep_ckpts": 1},
         )
     assert interrupted == [1]
     run_dir = next(path for path in tmp_path.iterdir() if path.is_dir())

@@ -747,7 +747,7 @@ def test_replicas_that_have_drifted_apart_are_not_saved(tmp_path, saves):
     with Session(tmp_path, log_level="ERROR") as session:
         both = nn.ModuleDict({"one": nn.Linear(2, 1), "two": nn.Linear(2, 1)})
         sgd = {name: torch.optim.SGD(part.parameters(), lr=0.1) for name, part in both.items()}
-        both, sgd, batches = session.prepare(both, sgd, loader())
+        both, sgd, _ = session.prepare(both, sgd, loader())
         with pytest.raises(DivergenceError, match=says) if differs else nullcontext():
             for number, (x, y) in enumerate(session.iterations(8)):
                 loss = nn.functional.mse_loss(both["one"](x), both["two"](x) + y)
@@ -764,6 +764,8 @@ def test_weights_that_one_rank_has_written_since_the_last_update_are_not_saved(t
             if runner.iter == 5 and get_rank() == 1:
                 unwrap_model(runner.model).weight.data.add_(1.0)
 
-    with pytest.raises(DivergenceError, match="`weight` must be the same on all ranks.* after 6 updates, where a chec"):
+    with pytest.raises(
+        DivergenceError, match=r"`weight` must be the same on all ranks.* after 6 updates, where a chec"
+    ):
         train(tmp_path, custom_hooks=[Writes()], train_cfg={"max_iters": 6}, log_level="ERROR")
     assert not list(tmp_path.glob("*/iter_*"))

@@ -148,8 +148,8 @@ class Evaluator:
             if not isinstance(metric, BaseMetric):
                 raise TypeError(
                     "an evaluator must be a BaseMetric, a metric of torchmetrics, a config dict or a list of these, "
-                    f"but has {metric!r} of type {type(metric).__name__}. A metric of your own is a subclass of BaseMetric "
-                    "with `process` and `compute_metrics`"
+                    f"but has {metric!r} of type {type(metric).__name__}. A metric of your own is a subclass of "
+                    "BaseMetric with `process` and `compute_metrics`"
                 )
             self.metrics.append(metric)
         if not self.metrics:

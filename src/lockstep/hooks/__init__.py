@@ -14,11 +14,10 @@ from lockstep.hooks.buffers import SyncBuffersHook
 from lockstep.hooks.checkpoint import CheckpointHook
 from lockstep.hooks.early_stopping import EarlyStoppingHook
 from lockstep.hooks.ema import EMAHook
-from lockstep.hooks.empty_cache import EmptyCacheHook
+from lockstep.hooks.epochs import DistSamplerSeedHook, EmptyCacheHook
 from lockstep.hooks.logger import LoggerHook
 from lockstep.hooks.progress import ProgressHook
 from lockstep.hooks.runtime_info import RuntimeInfoHook
-from lockstep.hooks.sampler_seed import DistSamplerSeedHook
 from lockstep.hooks.scheduler import ParamSchedulerHook
 from lockstep.runner.hook import PRIORITIES, Hook, HookList
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from lockstep.errors import CheckpointError, ConfigError, did_you_mean
-from lockstep.report.best import direction_of
+from lockstep.report.figures import direction_of
 from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop
 from lockstep.runner.run import TrainRun
 from lockstep.session.loop import OwnLoop

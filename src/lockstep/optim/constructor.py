@@ -291,7 +291,9 @@ class DefaultOptimWrapperConstructor:
             wrapper: OptimWrapper = OPTIM_WRAPPERS.build(cfg, type="OptimWrapper")
         except BuildError as error:
             if cfg.keys() & _OF_HALF_PRECISION and "type" not in cfg:
-                error.add_note("for half precision give optim_wrapper=dict(type='AmpOptimWrapper', dtype='bfloat16', ...)")
+                error.add_note(
+                    "for half precision give optim_wrapper=dict(type='AmpOptimWrapper', dtype='bfloat16', ...)"
+                )
             raise
         return wrapper
 

@@ -10,9 +10,8 @@ from statistics import median
 from typing import Any
 
 from lockstep.errors import ranks_in_words
-from lockstep.report.best import best
 from lockstep.report.contents import metric_names, points_of
-from lockstep.report.figures import Point, shown, unit_html
+from lockstep.report.figures import Point, best, shown, unit_html
 from lockstep.report.records import MODES, Record, RunRecords, number
 
 _TILE_METRICS = 2

@@ -1,4 +1,4 @@
-"""A hook that releases unused accelerator memory."""
+"""Hooks of a few lines that act where an epoch begins or ends: on the order of the samples, and on cached memory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,19 @@ from typing import Any
 
 import torch
 
+from lockstep.dataset import set_epoch
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
-from lockstep.runner.run import Run
+from lockstep.runner.run import Run, TrainRun
+
+
+@HOOKS.register_module()
+class DistSamplerSeedHook(Hook):
+    """Tell the training data which epoch begins, so that each has an order of its own; the name is MMEngine's."""
+
+    def before_train_epoch(self, runner: TrainRun) -> None:
+        """Call `set_epoch` of the sampler and of the datasets, where they have it, and seed the workers anew."""
+        set_epoch(runner.train_dataloader, runner.epoch)
 
 
 @HOOKS.register_module()
