@@ -9,12 +9,15 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+from lockstep.calls import unlike_most
 from lockstep.checkpoint import Planner, save_state
 from lockstep.checkpoint.background import BackgroundSaver
 from lockstep.dataset.random_state import random_state
-from lockstep.errors import DistError, Preempted
+from lockstep.dist.agreement import differing
+from lockstep.errors import DistError, DivergenceError, Preempted, ranks_in_words
 from lockstep.location import Location, RemotePath
 from lockstep.model import ModelWrapper, unwrap_model
+from lockstep.optim import OptimWrapperDict
 from lockstep.weights import describe_model
 
 _NOT_WRITTEN = "a checkpoint could not be written"
@@ -81,6 +84,7 @@ class Saving:
         last_of = _root_of(run, save.directory) if save.is_last else None
         if save.has_optimizer and run.optim_wrapper.has_open_window and save.iteration != run.max_iters:
             self._warn_of_open_window(save)
+        _require_same_updates(run)
         if isinstance(run.model, ModelWrapper):
             run.model.begin_save()
         with run.evaluated(), run.train_loop.as_resumed():
@@ -228,6 +232,32 @@ def _is_fatal(save: Save, error: BaseException | None) -> bool:
     """Return whether an error of a save ends the training; with `may_fail`, one of the disk does not."""
     is_of_disk = isinstance(error, OSError) and not isinstance(error, DistError)  # CollectiveTimeoutError is both
     return error is not None and not (save.may_fail and is_of_disk)
+
+
+def _require_same_updates(run: Any) -> None:
+    """Raise a `DivergenceError` on every rank if ranks have trained with other optimizers, or otherwise often.
+
+    Each rank then has updated its replica or, which nothing else shows, its shards of other parameters.
+
+    **Collective**: every rank. **Cost**: one exchange between the hosts.
+    """
+    wrapper = run.optim_wrapper
+    parts = wrapper.items() if isinstance(wrapper, OptimWrapperDict) else [("", wrapper)]
+    if (by_rank := differing({name: part.inner_count for name, part in parts})) is None:
+        return
+    name = next(name for name in by_rank[0] if len({counts[name] for counts in by_rank}) > 1)
+    counts = dict(enumerate(counts[name] for counts in by_rank))
+    ranks = unlike_most(counts)
+    usual = next(count for rank, count in counts.items() if rank not in ranks)
+    raise DivergenceError(
+        f"all ranks must train the same parts of the model, but the optimizer{f' `{name}`' if name else ''} has had "
+        f"{counts[ranks[0]]} backward passes on {ranks_in_words(ranks)} of {run.world_size}, and {usual} on the "
+        "others, where a checkpoint was to be saved. What chooses an optimizer, or whether there is a step, must "
+        "choose alike on every rank: by the iteration, by random numbers of a seed that all ranks share, or by a value "
+        "that was reduced over the ranks",
+        name=name,
+        ranks=ranks,
+    )
 
 
 def _root_of(run: Any, directory: Location) -> Location:
