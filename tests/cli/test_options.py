@@ -88,7 +88,7 @@ def test_an_option_that_is_nearly_one_of_the_commands_is_refused_unless_the_scri
         said = invoke(scripted, ScriptCommand, [str(script), name, "2"])
         assert f"`{name}` is no option of" in said
         assert "did you mean `--nproc`?" in " ".join(said.replace("│", "").split())
-    for words in (["--nprocs", "2"], ["--lr", "2"], ["--", "--nprok", "2"]):
+    for words in (["--nprocs", "2"], ["--lr", "2"], ["--", "--nprok", "2"], ["--log_dir", "x"]):
         given = [one for one in words if one != "--"]
         assert invoke(scripted, ScriptCommand, [str(script), *words]) == f"{[str(script), *given]} False None"
 

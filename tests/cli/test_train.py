@@ -231,6 +231,7 @@ def test_options_that_do_not_fit(here, words, code, says):
         (["--nproc", "3"], "`--nproc` must be 2, as of the ranks found in the environment (pytorch), but is 3"),
         (["--nnodes", "2", "--rdzv", "a:1"], "`--nnodes` must be 1, as of"),
         (["--max-restarts", "1"], "`--max-restarts` must be 0, as of the ranks found in the environment (pytorch)"),
+        (["--numa", "node"], "`--numa` must not be given, as of the ranks found"),
     ],
 )
 def test_options_that_contradict_the_ranks_found(here, monkeypatch, words, says):

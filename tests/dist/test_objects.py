@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -258,6 +259,15 @@ def test_one_tensor_in_two_places_stays_one() -> None:
     for part in all_gather_object({"a": small, "b": [small, large], "c": large}):
         assert part["a"] is part["b"][0]
         assert part["b"][1] is part["c"]
+
+
+@ranks(2)
+def test_a_nested_tensor_arrives_as_pickle_sends_it() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a prototype, says torch
+        sent = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)])
+    for received in all_gather_object(sent):
+        assert [part.tolist() for part in received.unbind()] == [[1.0] * 2, [0.0] * 3]
 
 
 # --- sizes at and above the thresholds

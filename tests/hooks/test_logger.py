@@ -275,6 +275,26 @@ def test_each_of_several_optimizers_has_a_norm_of_gradients(tmp_path: Path):
     assert norms == [{"first.grad_norm"}]
 
 
+def test_weights_that_are_exported_amid_an_epoch_make_no_record(tmp_path: Path):
+    class Exports(Hook):
+        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+            if runner.iter == 1:
+                runner.save_pretrained(tmp_path / "exported")
+
+    runner = make_runner(tmp_path / "run", [Exports()], default_hooks={"logger": {"interval": 3}})
+    runner.train()
+    assert written(runner.run_dir)[0] == 3
+    assert list((tmp_path / "exported").iterdir())
+
+
+def test_without_a_timer_no_rate_is_recorded(tmp_path: Path):
+    runner = make_runner(tmp_path, [], default_hooks={"timer": None})
+    runner.train()
+    lines = [json.loads(line) for line in (runner.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert "loss" in lines[0]
+    assert not [one for one in lines if "samples_per_second" in one]
+
+
 def test_a_checkpoint_amid_an_epoch_has_the_sums_of_all_its_iterations(tmp_path: Path):
     def records(work_dir: Path, **changes) -> list[dict]:
         saves = {"checkpoint": {"interval": 1, "by_epoch": False, "max_keep_ckpts": -1}, "logger": {"interval": 4}}

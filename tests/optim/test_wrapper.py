@@ -117,6 +117,49 @@ def test_without_a_known_end_an_open_window_is_kept():
     assert not wrapper.should_update()
 
 
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (1, 4), (4, 1)])
+def test_a_number_that_is_set_between_the_last_backward_and_its_step_leaves_that_update_alone(before: int, after: int):
+    def trained(sets_early: bool) -> torch.Tensor:
+        model, wrapper = make(before)
+        for batch in BATCHES[:before]:
+            wrapper.backward(wrapper.scale_loss(model(batch).square().mean()))
+        if sets_early:
+            wrapper.accumulative_counts = after
+        wrapper.step()
+        wrapper.zero_grad()
+        wrapper.accumulative_counts = after
+        for batch in BATCHES[:4]:
+            wrapper.update_params(model(batch).square().mean())
+        return model.weight.detach()
+
+    assert torch.equal(trained(True), trained(False))
+
+
+def test_a_batch_counts_when_its_backward_pass_has_succeeded():
+    """One that runs out of memory may be tried again, and one whose loss is no number may be left out."""
+
+    class OutOfMemory(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise MemoryError
+
+    def trained(fails: bool) -> torch.Tensor:
+        model, wrapper = make(2)
+        wrapper.update_params(model(BATCHES[0]).square().mean())
+        if fails:
+            with pytest.raises(MemoryError):
+                wrapper.update_params(OutOfMemory.apply(model(BATCHES[1]).square().mean()))
+            wrapper.scale_loss(model(BATCHES[1]).square().mean() * float("nan"))
+        wrapper.update_params(model(BATCHES[1]).square().mean())
+        return model.weight.detach()
+
+    assert torch.equal(trained(True), trained(False))
+
+
 def test_no_sync_is_entered_only_between_updates():
     entered = []
 

@@ -222,6 +222,11 @@ def test_what_is_not_there_is_told_with_where_it_was_looked_for(key, says):
         registry[key]
 
 
+def test_a_scope_that_is_also_an_imported_package_is_the_scope():
+    with pytest.raises(RegistryError, match=r"`lockstep\.AdamWW` in the registry of scope `lockstep`.* `AdamW`\?$"):
+        OPTIMIZERS["lockstep.AdamWW"]
+
+
 # The default scope, and registries that build in a way of their own.
 
 

@@ -21,6 +21,9 @@ from lockstep.errors import ConfigError, DivergenceError
 from lockstep.evaluator import BaseMetric
 from lockstep.hooks import Hook
 from lockstep.model import unwrap_model
+from lockstep.registry import HOOKS, Registry
+from lockstep.runner.arguments import RunnerArguments
+from lockstep.runner.resume_from import out_dirs
 from lockstep.testing import ranks
 
 DATA = TensorDataset(torch.ones(8, 2), torch.zeros(8, 1))
@@ -54,7 +57,7 @@ def loader() -> DataLoader[Any]:
 def train(folder: Path, model: Any = None, **options: Any) -> None:
     wrapper = {"optimizer": {"type": "SGD", "lr": 0.1}}
     options = {"loss": nn.MSELoss(), "train_cfg": {"max_epochs": 1}, "optim_wrapper": wrapper, **options}
-    Runner(model or nn.Linear(2, 1), folder, train_dataloader=loader(), **options).train()
+    Runner(model or nn.Linear(2, 1), folder, **{"train_dataloader": loader(), **options}).train()
 
 
 def log_of(folder: Path) -> str:
@@ -700,6 +703,42 @@ class OfLightning:
 def test_a_data_module_of_lightnings_is_told_to_hand_in_its_loaders(tmp_path):
     with pytest.raises(TypeError, match=r"Hand in its loaders: .* what train_dataloader\(\) returns"):
         Runner(nn.Linear(2, 1), tmp_path, train_dataloader=OfLightning()).train()
+
+
+class OfAccelerate(DataLoader[Any]):
+    """Stands for a loader that accelerate has prepared."""
+
+    __module__ = "accelerate.data_loader"
+
+
+class Batches:
+    """An iterable of batches that is no loader of torch's, as one of webdataset."""
+
+    def __iter__(self) -> Any:
+        return iter(loader())
+
+    def __len__(self) -> int:
+        return 4
+
+
+def test_a_prepared_loader_is_refused_among_several(tmp_path):
+    with pytest.raises(TypeError, match="`val_dataloader` must be your own, but is accelerate's OfAccelerate"):
+        train(tmp_path, val_dataloader={"clean": loader(), "noisy": OfAccelerate(DATA)})
+
+
+def test_several_sets_may_be_iterables_of_batches(tmp_path):
+    train(tmp_path, val_dataloader={"clean": Batches(), "noisy": Batches()}, train_dataloader=loader())
+    records = [json.loads(line) for path in tmp_path.glob("*/metrics.jsonl") for line in path.read_text().splitlines()]
+    assert {"clean/loss", "noisy/loss"} <= {name for one in records for name in one}
+
+
+def test_a_hook_of_another_scope_that_writes_checkpoints_is_found(tmp_path):
+    class Elsewhere(Hook):
+        writes_checkpoints = True
+
+    Registry("hook", scope="hooks_elsewhere", parent=HOOKS).register_module(module=Elsewhere)
+    hook = {"type": "Elsewhere", "_scope_": "hooks_elsewhere", "out_dir": "/there"}
+    assert "/there" in out_dirs(RunnerArguments(nn.Linear(1, 1), str(tmp_path), custom_hooks=[hook]))
 
 
 class Tokens(nn.Module):

@@ -116,7 +116,8 @@ class Job(RankOptions, ABC):
         """Run the config in this process, or in ranks that are started here."""
         spec, max_restarts = self.job_spec(), getattr(self, "max_restarts", 0)
         launcher = self.launcher or infer_launcher(os.environ)
-        here = launcher != "none" or (spec.nproc == 1 and spec.nnodes == 1 and max_restarts == 0)
+        is_alone = spec.nproc == 1 and spec.nnodes == 1 and max_restarts == 0 and getattr(self, "numa", None) is None
+        here = launcher != "none" or is_alone
         if launcher != "none":
             check_ranks_found(launcher, self)
         loading = "loading torch" if here else f"loading torch to {'check' if self.check else 'read'} {self.config}"
@@ -168,7 +169,8 @@ def _stops_before_it_begins() -> Iterator[None]:
         yield
     finally:
         for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
+            if signal.getsignal(number) is stop:  # else the config, or what it imports, has set one of its own
+                signal.signal(number, signal.SIG_DFL)
 
 
 def ignore_stop_signals() -> None:
@@ -227,6 +229,9 @@ class Predict(Test):
         ),
     ]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "out", self.out.expanduser())  # a shell leaves the ~ of --out=~/file as it is
+
     def complete(self, cfg: Config) -> None:
         """Set the weights to load, and make the folder of a file, which is written at the end."""
         Test.complete(self, cfg)
@@ -283,10 +288,12 @@ def check_ranks_found(launcher: str, options: RankOptions) -> None:
         ("--nproc", options.nproc, topology.local_size),
         ("--nnodes", options.nnodes if options.nnodes > 1 else None, topology.num_nodes),
         ("--max-restarts", getattr(options, "max_restarts", None) or None, 0),
+        ("--numa", getattr(options, "numa", None), None),
     ):
         if wanted is not None and wanted != found:
+            fits = "not be given" if found is None else f"be {found}"
             raise TopologyError(
-                f"`{option}` must be {found}, as of the ranks found in the environment ({launcher}), but is {wanted}. "
+                f"`{option}` must {fits}, as of the ranks found in the environment ({launcher}), but is {wanted}. "
                 "Leave it out to join them, or give --launcher none to start others"
             )
     if topology.rank == 0:

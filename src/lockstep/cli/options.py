@@ -142,7 +142,7 @@ class LaunchOptions(RankOptions):
     ] = 900.0
     numa: Annotated[
         str | None,
-        typer.Option(metavar="|".join(NUMA_MODES), help="Bind each rank to CPUs near its GPU, as torchrun does."),
+        rank_option(metavar="|".join(NUMA_MODES), help="Bind each rank to CPUs near its GPU, as torchrun does."),
     ] = None
 
 
@@ -229,11 +229,12 @@ class ScriptCommand(TyperCommand):
         if late + others and not ctx.resilient_parsing:
             with suppress(OSError, UnicodeError):  # a module, or no file that can be read
                 text = Path(script[0]).read_text(encoding="utf-8")
-            if told := [name for name in late if name in _OF_SCRIPTS or re.search(rf"[\"']{name}[\"']", text)]:
+            if told := [name for name in late if name in _OF_SCRIPTS or _has(text, name)]:
                 say(f"`lockstep launch` takes {', '.join(told)}; after --, {script[0]} would")
         for name in others if text else ():
             is_its_own = name in text or name.strip("-").replace("-", "_") in text  # also as a field of a dataclass
-            if not is_its_own and (meant := _nearly(name, takes_value)):
+            meant = None if is_its_own else _nearly(name, takes_value)
+            if meant is not None and meant not in _OF_SCRIPTS:
                 ctx.fail(
                     f"`{name}` is no option of lockstep launch, and {script[0]} does not have it either: did you "
                     f"mean `{meant}`? After -- it goes to the script"
@@ -241,15 +242,21 @@ class ScriptCommand(TyperCommand):
         return super().parse_args(ctx, [*own, "--", *script])
 
 
+def _has(script: str, option: str) -> bool:
+    """Return whether a script's text has an option: as it is typed, or as the name of a field, as of a dataclass."""
+    field = option.strip("-").replace("-", "_")
+    return re.search(rf"[\"']{option}[\"']|^\s*{field}\s*:", script, re.MULTILINE) is not None
+
+
 def _nearly(name: str, options: Iterable[str]) -> str | None:
     """Return the option that is misspelt, or that another launcher calls `name`; None if there is none.
 
     Example:
-        >>> _nearly("--nproc_per_node", ["--nproc", "--help"]), _nearly("--epochs", ["--nproc", "--help"])
+        >>> _nearly("--nproc_per_node", ["--nproc"]), _nearly("--epochs", ["--nproc"])
         ('--nproc', None)
     """
     plain = name.replace("_", "-")
-    known = [option for option in options if option.startswith("--") and option != "--help"]
+    known = [option for option in options if option.startswith("--")]
     begins = (option for option in known if plain.startswith(option))
     return next(begins, None) or next(iter(get_close_matches(plain, known, 1, 0.85)), None)
 

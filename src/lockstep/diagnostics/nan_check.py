@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep.device import get_device
 from lockstep.dist import all_gather_object, all_reduce
 from lockstep.errors import caused_by, require_count
-from lockstep.logging import start_reading
+from lockstep.logging import Reading
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
@@ -101,7 +101,7 @@ class NaNCheckHook(Hook):
         """
         losses = _losses_in(self._seen)
         self._seen.clear()
-        numbers = start_reading(value for _, _, value in losses)
+        numbers = Reading(value for _, _, value in losses)
         yield
         fault = _first_fault(losses, numbers())
         found = torch.tensor(int(fault is not None), device="cpu")

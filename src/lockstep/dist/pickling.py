@@ -38,7 +38,7 @@ def dump(obj: object, comm: Comm, on_tensors: Callable[[list[Tensor]], None] | N
     Args:
         obj: the object.
         comm: the group, for errors.
-        on_tensors: called with the tensors in the object, other than parameters.
+        on_tensors: called with the tensors in the object, of parameters with their data.
 
     **Raises**: TypeError if it can't be pickled, chained to the cause, naming this rank of `comm`.
     """
@@ -182,7 +182,7 @@ def _places_for(sizes: Sequence[int]) -> Parts:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as buffers; `tensors` are those, but for parameters.
+    """Pickles tensors as buffers; `tensors` are those, of parameters their data.
 
     A pickler refers to every object that went through it. It must not be part of a reference cycle, which would keep
     them alive until the next garbage collection.
@@ -191,7 +191,7 @@ class _Pickler(pickle.Pickler):
     tensors: list[Tensor]
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is Tensor and obj.layout is torch.strided and not (obj.is_quantized or obj.is_meta):
+        if type(obj) is Tensor and _is_buffer(obj):
             return *self._reduce_tensor(obj), *_attributes_of(obj)
         if type(obj) is torch.nn.Parameter:
             return torch.nn.Parameter, (obj.data, obj.requires_grad), *_attributes_of(obj)
@@ -203,6 +203,10 @@ class _Pickler(pickle.Pickler):
         accelerator = "" if flat.device.type == "cpu" else flat.device.type
         buffer = pickle.PickleBuffer(bytes_of(flat.cpu()))
         return _rebuild_tensor, (buffer, flat.dtype, tuple(flat.shape), data.requires_grad, accelerator)
+
+
+def _is_buffer(data: Tensor) -> bool:
+    return data.layout is torch.strided and not (data.is_quantized or data.is_meta or data.is_nested)
 
 
 def _keep_in_band(segments: Parts, buffer: pickle.PickleBuffer) -> bool:
@@ -220,8 +224,8 @@ def _rebuild_tensor(
     flat = torch.empty(0, dtype=torch.uint8, device="cpu") if is_empty else torch.frombuffer(buffer, dtype=torch.uint8)
     data = flat.view(dtype).reshape(shape)
     # The receiver's own device of that type, whatever the sender's index was: one context per process.
-    if accelerator != data.device.type:
-        data = data.to(accelerator or "cpu")
+    if accelerator:
+        data = data.to(accelerator)
     return data.requires_grad_(requires_grad)
 
 

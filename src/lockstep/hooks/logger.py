@@ -19,7 +19,7 @@ from lockstep.diagnostics.slow_ranks import OwnWork, Sample, StragglerWatch, des
 from lockstep.dist.objects import start_gather_bytes
 from lockstep.errors import ConfigError, require_count, require_number
 from lockstep.hooks.arguments import not_saved_by
-from lockstep.logging.meters import Scalar, start_reading
+from lockstep.logging.meters import Reading, Scalar
 from lockstep.logging.sinks import placed, renamed
 from lockstep.optim import OptimWrapper, OptimWrapperDict
 from lockstep.registry import HOOKS
@@ -32,7 +32,10 @@ _PREFIX = "train/"
 # What a hook counts under `amounts/NAME` of the message hub, such as tokens, is recorded as `NAME_per_second`.
 _AMOUNTS = "amounts/"
 # What hooks record themselves, which a value of the same name that the model returns must not be mixed with.
-_OWN = frozenset(("comm_time", "data_time", "grad_norm", "lr", "memory_mib", "samples", "time"))
+_OWN = frozenset(
+    ("comm_time", "data_time", "flops_per_second", "grad_norm", "lr", "memory_mib", "mfu", "samples",
+     "samples_per_second", "time")
+)  # fmt: skip
 _KEY = "logger"
 # Iterations after which rank 0 reads what the others have sent for a record. Ranks that exchange gradients have sent it
 # by then, so that rank 0 need not wait; see docs/decisions/0009.
@@ -67,8 +70,8 @@ class _Sums:
     """Numbers that are added up over ranks and iterations.
 
     Attributes:
-        parts: by name, a total and the sum of its weights, which for values that the model returned are samples, for
-            amounts 0, and for all others iterations.
+        parts: by name, a total and the sum of its weights, which for values that the model returned are samples, and
+            for all others iterations. A weight of 0 marks an amount, to be divided by seconds.
         seconds: the time of these iterations.
         peak_flops: what all ranks can compute in a second; 0 if that is not known.
         memory_mib: the peak memory of any rank; 0 if that is not known.
@@ -91,9 +94,8 @@ class _Sums:
         if self.memory_mib:
             means["memory_mib"] = self.memory_mib
         for name, (total, weight) in self.parts.items():
-            if not weight:
-                per_second = total / self.seconds if self.seconds else 0.0
-                means[f"{name.removeprefix(_AMOUNTS)}_per_second"] = per_second
+            if not weight and self.seconds:  # not known without `IterTimerHook`
+                means[f"{name.removeprefix(_AMOUNTS)}_per_second"] = total / self.seconds
         if self.peak_flops and "flops_per_second" in means:
             means["mfu"] = means["flops_per_second"] / self.peak_flops
         return means
@@ -109,8 +111,8 @@ class LoggerHook(Hook):
     the total samples per second of all ranks, and whatever other hooks count under `amounts/NAME` of the message hub,
     as `NAME_per_second`; and the peak memory of any rank, where the device keeps count of it. Between records, values
     are only stored: nothing is sent, and no accelerator is synchronised. Rank 0 reads what the others send for a record
-    two iterations later, and writes it; at the latest before a validation, a checkpoint and the end of an epoch, and
-    when the run fails.
+    two iterations later, on an accelerator three, and writes it; at the latest before the next record, a validation, a
+    checkpoint and the end of an epoch, and when the run fails, unless the device does not complete its work then.
 
     With each record, the options of the optimizers are compared over ranks: a learning rate that only some ranks have
     changed ends the training. The own work of all ranks is compared, too: a step without the wait for slower ranks. A
@@ -150,6 +152,7 @@ class LoggerHook(Hook):
         self._gathering: _Unwritten | None = None  # the last record, until rank 0 writes it
         # On an accelerator: sends this rank's numbers of the last record, once the next iteration is under way.
         self._unsent: Callable[[], None] | None = None
+        self._is_read: Callable[[], bool] = bool  # whether it would not wait for the device
         self._epoch = _Sums()
         self._is_open = False  # while a training writes records
         self._last_norms: dict[str, Tensor] = {}  # with accumulation, most iterations have none of their own
@@ -225,6 +228,8 @@ class LoggerHook(Hook):
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Record what is left, and save the sums of the epoch: a run that resumes from there would lack both."""
+        if "iter" not in checkpoint["meta"]:  # weights alone are exported, as by `save_pretrained`
+            return
         if self._samples and self._is_open:
             self._make_record(runner, checkpoint["meta"]["iter"], _first_learning_rates(runner))
         self._finish_gathering()
@@ -271,7 +276,7 @@ class LoggerHook(Hook):
         samples, self._samples = self._samples, []
         returned, self._returned = self._returned, {}
         last = self._take(runner)
-        reading = start_reading(chain.from_iterable(last.values()))
+        reading = Reading(chain.from_iterable(last.values()))
         peak_flops = runner.message_hub.get_info("peak_flops", 0.0)
 
         share = runner.data_shard.size / runner.world_size  # ranks that compute on the same samples count them once
@@ -297,6 +302,7 @@ class LoggerHook(Hook):
         if is_on_cpu:
             send()
         else:
+            self._is_read = reading.is_ready
             self._unsent = send  # called after the next iteration, so that the host does not wait for the device now
 
     def _take(self, runner: TrainRun) -> dict[str, list[Scalar]]:
@@ -324,8 +330,12 @@ class LoggerHook(Hook):
 
     def _finish_last_gathering(self) -> None:
         """Finish the gathering at the end of a run, if the numbers arrive in time: other ranks may have failed."""
-        self._send()
         end = perf_counter() + _LAST_WAIT_SECONDS
+        while self._unsent is not None and not self._is_read():  # a device may wait for a rank that is gone
+            if perf_counter() > end:
+                return
+            sleep(0.01)
+        self._send()
         while self._gathering is not None and not self._gathering.handle.is_completed():
             if perf_counter() > end:
                 return
@@ -375,7 +385,8 @@ class LoggerHook(Hook):
     ) -> dict[str, tuple[float, float]]:
         """Return the totals and weights of this rank in the iterations since the last record; see `_Sums`.
 
-        A value of some of them counts in these alone. Of its amounts, it counts the part `share`.
+        A value that some of them have counts in these alone; an amount, as if all had it. Of its amounts, it counts the
+        part `share`.
         """
         parts = {_AMOUNTS + "samples": (sum(samples) * share, 0.0)}
         read = iter(read_values)
@@ -399,7 +410,7 @@ class LoggerHook(Hook):
             is_epoch_based = runner.max_epochs is not None
             # Records count epochs from 1. An epoch-based loop validates after it has counted the epoch that has ended.
             place = {"epoch": runner.epoch, "iter": runner.iter, **runner.loaded}
-            place["epoch"] += not is_epoch_based
+            place["epoch"] += isinstance(runner, TrainRun) and not is_epoch_based
             step = place["epoch"] if self.log_metric_by_epoch and is_epoch_based else place["iter"]
             self._write(runner, mode, place, metrics, step)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from time import perf_counter
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from lockstep.errors import require_number
 from lockstep.evaluator import format_metrics
-from lockstep.logging import start_reading
+from lockstep.logging import Reading
 from lockstep.logging.loggers import MAY_BE_CUT
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
@@ -51,7 +51,7 @@ class ProgressHook(Hook):
         self._epoch_line: tuple[list[str], list[str]] | None = None  # what stands before its metrics, and after them
         self._metrics: list[str] = []
         self._values: list[str] = []
-        self._losses: Callable[[], list[float]] | None = None  # on their way to the host, to be drawn
+        self._losses: Reading | None = None  # on their way to the host, to be drawn
 
     def before_train(self, runner: TrainRun) -> None:
         """Start the clock of the whole training."""
@@ -78,7 +78,7 @@ class ProgressHook(Hook):
         if self._is_due():
             # They are drawn an iteration later: to read them now would let the host wait for the device.
             losses = runner.message_hub.log_scalars.get("train/loss")
-            self._losses = start_reading([] if losses is None else losses.tail(_WINDOW))
+            self._losses = Reading([] if losses is None else losses.tail(_WINDOW))
 
     def after_train_epoch(self, runner: TrainRun) -> None:
         """Prepare the line of the epoch; its metrics may follow. One that was resumed at its end has none."""

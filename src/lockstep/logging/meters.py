@@ -54,33 +54,41 @@ def _whole(value: Scalar) -> Scalar:
 
 def read_scalars(values: Iterable[Scalar]) -> list[float]:
     """Convert numbers and one-element tensors to numbers, with one read of an accelerator for each dtype."""
-    return start_reading(values)()
+    return Reading(values)()
 
 
-def start_reading(values: Iterable[Scalar]) -> Callable[[], list[float]]:
-    """Begin to convert numbers and one-element tensors to numbers; return a function that waits and returns them.
+class Reading:
+    """Numbers that are under way from an accelerator.
 
-    Tensors of an accelerator are copied to the host behind the work that is queued there now. A call of the function an
-    iteration later waits for that work only, and not for what has been queued since.
+    Tensors are copied to the host behind the work that is queued there now. A call an iteration later waits for that
+    work only, and not for what has been queued since.
+
+    Args:
+        values: numbers and one-element tensors.
     """
-    values = list(map(_whole, values))
-    read: dict[int, float] = {}
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # a common dtype might round a value
-    for value in values:
-        if isinstance(value, Tensor) and value.is_cpu:
-            read[id(value)] = float(value.item())  # ten of these take a quarter of the time of a stack
-        elif isinstance(value, Tensor):
-            alike.setdefault((value.device, value.dtype), []).append(value)
-    under_way = [(tensors, *_copy_to_host(tensors, device)) for (device, _), tensors in alike.items()]
 
-    def complete() -> list[float]:
-        for tensors, numbers, event in under_way:
+    def __init__(self, values: Iterable[Scalar]) -> None:
+        self._values = list(map(_whole, values))
+        self._read: dict[int, float] = {}
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # a common dtype might round a value
+        for value in self._values:
+            if isinstance(value, Tensor) and value.is_cpu:
+                self._read[id(value)] = float(value.item())  # ten of these take a quarter of the time of a stack
+            elif isinstance(value, Tensor):
+                alike.setdefault((value.device, value.dtype), []).append(value)
+        self._under_way = [(tensors, *_copy_to_host(tensors, device)) for (device, _), tensors in alike.items()]
+
+    def is_ready(self) -> bool:
+        """Return whether a call would not wait."""
+        return all(event.query() for *_, event in self._under_way)
+
+    def __call__(self) -> list[float]:
+        """Wait, and return the numbers."""
+        for tensors, numbers, event in self._under_way:
             if not event.query():  # the tests' device counts each call of `synchronize` as a wait
                 event.synchronize()
-            read.update(zip(map(id, tensors), numbers.tolist(), strict=True))
-        return [read[id(value)] if isinstance(value, Tensor) else float(value) for value in values]
-
-    return complete
+            self._read.update(zip(map(id, tensors), numbers.tolist(), strict=True))
+        return [self._read[id(value)] if isinstance(value, Tensor) else float(value) for value in self._values]
 
 
 def _copy_to_host(tensors: list[Tensor], device: torch.device) -> tuple[Tensor, torch.Event]:

@@ -43,10 +43,11 @@ class CallOrder:
     Attributes:
         groups: the groups of the mesh's axes; collectives over one after the other reach all ranks.
         has_peers: whether there are several ranks.
-        is_sampled: whether the present pass is one of those that are compared if there are several ranks.
-        is_compared: whether the present pass is compared.
+        is_sampled: whether the present pass is due to be compared, which happens only if there are several ranks.
+        is_compared: whether the present pass is compared, and no rank has gone another way yet.
 
-    **Cost**: an exchange between the hosts, in the first passes for each call, later for each compared pass.
+    **Cost**: an exchange between the hosts over each axis of the mesh, in the first passes for each call, later for
+    each compared pass.
     """
 
     def __init__(
@@ -115,6 +116,8 @@ class CallOrder:
 
     def end(self, *, failed: bool) -> None:
         """Meet the other ranks at the end of a pass; raises as `call` does."""
+        if failed and not self._meets_at_calls:  # the others gather units, and a device may let them come to no end
+            return
         self._meet(_FAILS if failed else _ENDS, zlib.crc32(repr(self._called).encode()))
 
     def samples(self, kind: str) -> bool:

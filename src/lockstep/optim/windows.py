@@ -20,7 +20,7 @@ class Windows:
     of samples; if the window is full and all batches have the same size, that is exactly 1.
 
     Args:
-        size: backward passes in a window, until `next_size` is set.
+        size: backward passes in a window, until `set_size` is called.
 
     Attributes:
         size: backward passes in the present window.
@@ -58,7 +58,7 @@ class Windows:
         # The window goes on with what is left of it, unless windows have another size now.
         self._left = self.size - lost if lost and state["size"] == self.size else 0
         self._made = 0
-        self._reference, self._samples = 1.0, 0.0
+        self._reference, self._samples, self._of_batch = 1.0, 0.0, 0.0
         return lost
 
     def begin_iteration(self, index: int) -> None:
@@ -86,18 +86,26 @@ class Windows:
         """Backward passes of the open window so far; 0 if there is none."""
         return 0 if self.is_complete else self._made
 
+    def set_size(self, size: int) -> None:
+        """Set the size of windows that begin after the present one, which ends with its update."""
+        self.next_size = size
+        if not self.made and not self._samples:
+            self.size = size
+
     def weigh(self) -> float:
-        """Count the samples of the present batch, and return the factor for its loss, which is divided by `size`."""
+        """Return the factor for the loss of the present batch, which is divided by `size`."""
         if self.is_complete or self._made == 0:
             self.size, self._reference, self._samples = self.next_size, self.mean or 1.0, 0.0
-        self._samples += self.mean
+        self._of_batch = self.mean
         return self.own / self._reference
 
     def add(self) -> None:
-        """Count a backward pass."""
+        """Count a backward pass, and the samples of its batch, if that has been weighed."""
         if self.is_complete:
             self.size = self._left = self.next_size
             self._made = 0
+        self._samples += self._of_batch
+        self._of_batch = 0.0
         self.count += 1
         self._made += 1
         self._left -= 1
@@ -107,7 +115,8 @@ class Windows:
     def correction(self) -> float:
         """Return the factor for the gradients of a complete window, and forget its samples."""
         samples, self._samples = self._samples, 0.0
-        return self._reference * self.size / samples if samples else 1.0
+        size, self.size = self.size, self.next_size
+        return self._reference * size / samples if samples else 1.0
 
     def state(self) -> dict[str, Any]:
         """Return what resuming needs, in JSON values."""

@@ -92,9 +92,7 @@ class OptimWrapper:
     @accumulative_counts.setter
     def accumulative_counts(self, counts: int) -> None:
         require_count("accumulative_counts", counts)
-        self._windows.next_size = counts
-        if not self._windows.made:
-            self._windows.size = counts
+        self._windows.set_size(counts)
 
     def initialize_count_status(self, model: nn.Module, init_counts: int = 0, max_counts: int | None = None) -> None:
         """Set how many batches there have been and will be, so that a shorter last window is averaged correctly.
@@ -246,6 +244,7 @@ class OptimWrapper:
             with backend_errors_translated(group):  # entered here alone, because every step would pay for it
                 raise
         self._windows.add()
+        self._no_sync = None  # of a pass that `update_params` would have run
 
     def _run_backward(self, loss: Tensor, **kwargs: Any) -> None:
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
@@ -387,7 +386,7 @@ class OptimWrapper:
     def _even_out(self) -> None:
         """Rescale the gradients to those of the mean over all samples of a window, which must be complete."""
         self._require_window_closed("step")
-        factor = 1.0 if self.accumulative_counts == 1 else self._windows.correction()
+        factor = self._windows.correction()
         if factor != 1:
             self._multiply_gradients(factor)
 

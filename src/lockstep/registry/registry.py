@@ -206,7 +206,7 @@ class Registry:
         scoped = next((other for other in self.root._family() if other.scope == looked_in != self.scope), None)
         if scoped is not None:
             return scoped.suggest(name)
-        if module in sys.modules:
+        if module in sys.modules and module != self.scope:  # else it is the scope that is meant
             known = [one for one, value in vars(sys.modules[module]).items() if one[0] != "_" and callable(value)]
             return f"in the module `{module}`{did_you_mean(name, known)}"
         here = f"in the registry of scope `{self.scope}`"

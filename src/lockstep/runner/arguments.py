@@ -271,7 +271,8 @@ def invalid_arguments(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if name in given and argument.types and not isinstance(given[name], argument.types):
             yield name, f"must be {argument.must_be}, but is {given[name]!r} of {type(given[name]).__name__}"
     for name in ("optim_wrapper", "train_dataloader", "val_dataloader", "test_dataloader"):
-        if (says := fault_of_prepared(given.get(name))) is not None:
+        faults = map(fault_of_prepared, named_loaders(given.get(name)).values())
+        if (says := next(filter(None, faults), None)) is not None:
             yield name, says
     if "" not in (several := named_loaders(given.get("train_dataloader"))):
         says = (
@@ -314,7 +315,7 @@ def named_loaders(given: Any) -> dict[str, Any]:
         >>> [*named_loaders(second)], [*named_loaders([{"x": 1}])]
         ([''], [''])
     """
-    if isinstance(given, Mapping) and "dataset" not in given and any(map(_is_loader, given.values())):
+    if isinstance(given, Mapping) and "dataset" not in given and _are_loaders(given.values()):
         return {str(name): loader for name, loader in given.items()}
     if isinstance(given, list | tuple) and any(map(_is_loader, given)):
         return {str(index): loader for index, loader in enumerate(given)}
@@ -347,6 +348,12 @@ def evaluators_by_name(argument: str, given: Any, names: Sequence[str]) -> dict[
 
 def _is_loader(given: Any) -> bool:
     return isinstance(given, DataLoader) or (isinstance(given, Mapping) and "dataset" in given)
+
+
+def _are_loaders(values: Collection[Any]) -> bool:
+    """Return whether the values of a dict are loaders: one of torch's is among them, or all are iterable objects."""
+    is_iterable = [hasattr(one, "__iter__") and not isinstance(one, str | Mapping | list | tuple) for one in values]
+    return any(map(_is_loader, values)) or (all(is_iterable) and bool(values))
 
 
 def missing_arguments(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

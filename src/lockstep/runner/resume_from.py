@@ -22,6 +22,7 @@ from lockstep.groups import this_rank
 from lockstep.launch.worker import RESUME_SINCE, noted_runs
 from lockstep.location import Location, RemotePath, absolute, locate
 from lockstep.registry import HOOKS, in_default_scope
+from lockstep.registry.registry import SCOPE
 from lockstep.runner.arguments import RunnerArguments
 from lockstep.runner.build import default_hooks
 from lockstep.runner.run import Run, TrainRun
@@ -53,7 +54,7 @@ def out_dirs(args: RunnerArguments, hooks: Iterable[Any] = ()) -> list[Any]:
         is_config = isinstance(hook, Mapping)
         kind = hook.get("type") if is_config else type(hook)
         if isinstance(kind, str):
-            with in_default_scope(args.default_scope):
+            with in_default_scope((is_config and hook.get(SCOPE)) or args.default_scope):
                 kind = HOOKS.get(kind)
         if getattr(kind, "writes_checkpoints", False):
             found.append(hook.get("out_dir", getattr(kind, "out_dir", None)) if is_config else hook.out_dir)

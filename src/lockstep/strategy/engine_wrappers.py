@@ -120,6 +120,8 @@ class EngineOptimWrapper(OptimWrapper):
 
     @accumulative_counts.setter
     def accumulative_counts(self, counts: int) -> None:
+        if counts == self.accumulative_counts:
+            return
         raise ConfigError(
             f"`accumulative_counts` must stay {self.accumulative_counts} under {self.engine_name}, which was made for "
             f"it, but was set to {counts}. Use strategy 'ddp' or 'fsdp', or resume with another number"

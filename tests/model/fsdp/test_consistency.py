@@ -19,7 +19,7 @@ from lockstep.groups import resolve
 from lockstep.model import MMFullyShardedDataParallel, call_order, checkpoint_activations
 from lockstep.model.shards import gather_full
 from lockstep.optim import OptimWrapper
-from lockstep.testing import ranks
+from lockstep.testing import RankFailure, ranks, run_ranks
 
 from .branches import INPUTS, WIDTH, Expert, Experts, Twins, own_inputs, seeded
 
@@ -217,6 +217,20 @@ def test_a_rank_that_fails_in_a_forward_pass_is_named_by_the_others():
         (PeerError, "rank 1 failed in the forward pass") if get_rank() == 0 else (ValueError, "no good sample")
     )
     refused(lambda: model(own_inputs(), fails=True), says, error)
+
+
+def fail_in_pass(number: int) -> None:
+    model = MMFullyShardedDataParallel(seeded(Late), auto_wrap_policy="Expert")
+    model.module.calls = 8 - (number - 1)
+    for _ in range(number):
+        model(own_inputs(), fails=True)
+
+
+@pytest.mark.parametrize("number", [call_order.EVERY, call_order.EVERY + 1])
+def test_a_rank_that_fails_in_a_later_forward_pass_is_at_fault_also_where_passes_are_compared(number):
+    """The others are gathering a unit then, over the same group: an exchange would end them by SIGABRT."""
+    with pytest.raises(RankFailure, match="rank 1 raised: ValueError: no good sample"):
+        run_ranks(2, fail_in_pass, number)
 
 
 @ranks(2)

@@ -66,6 +66,7 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
     _ran_backward = False  # since the last call of `step`
     _holds_gradients = False  # of a backward pass since the last update
     _has_synced = False  # ZeRO has summed gradients over the ranks since the last update
+    _has_skipped = False  # the engine has left out the last update, whose float16 gradients were not finite
     # Indices of the parameters in `_flow` that losses of the first window have reached; None after that window.
     _reached: set[int] | None = None
 
@@ -126,8 +127,15 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
         if not ends:
             self.engine.step()  # which counts the batch
 
+    @property
+    def has_skipped(self) -> bool:
+        """Whether the last update was skipped."""
+        return self._has_skipped
+
     def _run_step(self, **kwargs: Any) -> None:
+        skipped = self.engine.skipped_steps
         self.engine.step(**kwargs)
+        self._has_skipped = self.engine.skipped_steps > skipped
         if self.clip_grad is not None:
             self._grad_norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32)
 
