@@ -219,8 +219,8 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
     def _serve(self, port: int) -> TCPStore:
         sock = listener(self._host, port)
         port = sock.getsockname()[1]
-        try:  # where this machine does not reach its own address, torch would try for five minutes
-            socket.create_connection((self._host, port), timeout=_PATIENCE_SECONDS).close()
+        try:  # where this machine does not reach its own address, torch would try for five minutes, deaf to signals
+            _require_reached(sock, self._host, port)
         except OSError:
             sock.close()
             raise
@@ -489,6 +489,24 @@ class _Heartbeats:
     def _read(self, node: int) -> str:
         key = f"beat_{node}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
+
+
+def _require_reached(server: socket.socket, host: str, port: int) -> None:
+    """Raise an `OSError` unless a connection to an address, with what it sends, arrives at a socket of this process.
+
+    The address may be another machine's, where another program listens. Other nodes may connect here meanwhile.
+    """
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    with socket.create_connection((host, port), timeout=_PATIENCE_SECONDS) as connection:
+        connection.sendall(token := uuid.uuid4().bytes)
+        while (left := deadline - time.monotonic()) > 0:
+            server.settimeout(left)
+            with suppress(OSError), server.accept()[0] as arrived:
+                arrived.settimeout(_POLL_SECONDS)
+                if arrived.recv(len(token)) == token:
+                    server.settimeout(None)
+                    return
+    raise OSError(errno.EADDRNOTAVAIL, "another program answers there, so that it is another machine's address")
 
 
 def _limit_silence(port: int) -> None:
