@@ -91,6 +91,12 @@ def test_the_doctor_finds_that_ranks_can_meet(lockstep):
         ),
         ({"WORLD_SIZE": "2"}, "RANK must be set for launcher 'pytorch'", "1 fault, see above: launcher"),
         ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "x"}, "MASTER_PORT must be a", "1 fault, see above: launcher"),
+        (
+            {"LOCKSTEP_CHECK": "some"},
+            "LOCKSTEP_CHECK must be one of off, sample, always",
+            "1 fault, see above: variables",
+        ),
+        ({"LOCKSTEP_HEARTBEAT": "x"}, "LOCKSTEP_HEARTBEAT must be a number of", "1 fault, see above: variables"),
         ({"MASTER_PORT": "x"}, "MASTER_PORT must be a port from 1 to 65535", "1 fault, see above: variables"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT must be a port from 1 to 65535", "1 fault, see above: variables"),
         (

@@ -33,6 +33,17 @@ def child(write):
     return child
 
 
+def test_registries_that_an_import_brings_are_no_keys(child):
+    cfg = child("""
+        from lockstep.registry import *
+        from lockstep.config import read_base
+
+        with read_base():
+            from .._base_.data import size
+    """)
+    assert cfg == {"size": 4}
+
+
 def test_imported_keys_are_keys_and_can_be_changed_in_place(child):
     cfg = child("""
         import math

@@ -86,6 +86,7 @@ def test_an_error_counts_also_where_the_launcher_had_to_kill_the_rank():
     killed = {"status": -signal.SIGKILL, "ended": 20.1, "signals": [signal.SIGKILL], "signalled": 20.0}
     ledger = Ledger([raised(0, "PeerError", 10.0, follows="gone"), raised(1, "ValueError", 9.0, **killed)])
     assert ledger.describe().startswith("rank 1 raised ValueError (pid 101).")
+    assert "did not end by itself" not in ledger.describe().partition("After it")[0]
     assert ledger.exit_code == 1
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from threading import Event, Thread
 from threading import enumerate as enumerate_threads
 
@@ -44,6 +45,17 @@ TALK = """
 @pytest.fixture
 def rdzv():
     return f"{LOOPBACK}:{free_port()}"
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_node_0_finds_out_whether_what_answers_at_its_address_is_itself(is_here):
+    """Behind NAT it listens on all addresses; another machine's may be given, where another program listens."""
+    with socket.create_server((LOOPBACK, 0)) as here, socket.create_server((LOOPBACK, 0)) as there:
+        with socket.create_connection(here.getsockname()):  # another node, which looks whether node 0 is there
+            address = (here if is_here else there).getsockname()
+            with nullcontext() if is_here else pytest.raises(OSError, match="another program answers there"):
+                rendezvous._require_reached(here, *address)
+        assert here.gettimeout() is None or not is_here
 
 
 @pytest.fixture

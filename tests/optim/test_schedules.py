@@ -118,6 +118,14 @@ def test_poly_and_cosine_have_floors():
             assert values[8] == pytest.approx(lowest)
 
 
+def test_a_schedule_of_torchs_that_sets_the_first_rate_itself_begins_with_it():
+    mine, other = sgd(), sgd()
+    options = {"base_lr": 0.001, "max_lr": 0.1, "step_size_up": 3}
+    values = course(mine, TorchScheduler(lr_scheduler.CyclicLR, mine, by_epoch=False, **options), 9)
+    assert values == course(other, lr_scheduler.CyclicLR(other, **options), 9)
+    assert values[0] == [0.001, 0.001]
+
+
 @given(
     total=st.integers(5, 60), pct_start=st.floats(0.1, 0.5), three_phase=st.booleans(),
     anneal=st.sampled_from(["cos", "linear"]), div=st.floats(1.5, 50), final=st.floats(2, 1e4),

@@ -68,6 +68,35 @@ def leave(session, model, batches, how: str, *, steps_first: bool = True) -> Non
             break
 
 
+@ranks(1, 2)
+@pytest.mark.parametrize("ends", ["at the end", "in the next epoch"])
+def test_hooks_know_after_a_resume_what_they_were_told_after_the_checkpoint_of_the_epoch(tmp_path, ends):
+    """It was saved before the validation, in the rest of the epoch's body."""
+    scores = [0.5, 0.9, 0.7, 0.6, 0.55]
+
+    def train(epochs: int, *, resume: bool) -> Session:
+        session, model, _, batches = prepared(
+            tmp_path,
+            resume=resume,
+            default_hooks={"checkpoint": {"save_best": "accuracy"}},
+            custom_hooks=[{"type": "EarlyStoppingHook", "monitor": "accuracy", "patience": 2, "min_delta": 0.0}],
+        )
+        with suppress(KeyboardInterrupt):
+            for epoch in session.epochs(epochs):
+                for x, y in batches:
+                    session.step(F.cross_entropy(model(x), y))
+                    if ends == "in the next epoch" and not resume and epoch == 2:
+                        raise KeyboardInterrupt
+                session.log_metrics(accuracy=scores[epoch])
+        return session
+
+    train(2 if ends == "at the end" else 5, resume=False)
+    session = train(5, resume=True)
+    assert (session.epoch, session.best_checkpoint.name) == (4, "best_accuracy_epoch_2")
+    stopped = train(5, resume=True)  # it is told of the last validation, too, and trains no further epoch
+    assert (stopped.epoch, stopped.best_checkpoint.name) == (4, "best_accuracy_epoch_2")
+
+
 @pytest.mark.parametrize("how", ["return", "break", "raise", "exit", "raise in a block"])
 @ranks(1, 2)
 def test_a_save_is_made_however_the_loop_is_left(tmp_path, how):

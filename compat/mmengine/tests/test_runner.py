@@ -180,6 +180,14 @@ def test_a_backend_of_the_default_scope_gets_its_folder_from_the_runner(cfg):
     assert runner.visualizer.instance_name == runner.experiment_name
 
 
+def test_a_flexible_runner_joins_the_ranks_that_are_found(cfg, monkeypatch):
+    joined = []
+    monkeypatch.setattr("lockstep.runner.start.join_ranks", lambda launcher, env_cfg: joined.append(launcher))
+    for kind in (FlexibleRunner, Runner):
+        kind.from_cfg(cfg)
+    assert list(dict.fromkeys(joined)) == [None, "none"]
+
+
 def test_a_runner_type_names_the_runner(cfg):
     runner = RUNNERS.build({**cfg, "runner_type": "FlexibleRunner", "strategy": {"type": "SingleDeviceStrategy"}})
     assert type(runner) is FlexibleRunner

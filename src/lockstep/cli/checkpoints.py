@@ -168,7 +168,9 @@ def prune(
             break
         (whole if fault_found_by(verify, path) is None else damaged).append(path)
     if not whole:
-        raise ConfigError(f"{directory} must hold a whole checkpoint to be pruned, but holds none")
+        best = "one" if len(found) - len(regular) == 1 else "ones"
+        besides = f" besides the best {best}, which resuming falls back to," if len(found) > len(regular) else ""
+        raise ConfigError(f"{directory} must hold a whole checkpoint{besides} to be pruned, but holds none")
     gone = {path for path in found if not is_there(path)}  # a run has removed them meanwhile
     kept = {*whole, last, *gone}
     if last is not None and last not in {*whole, *gone} and (fault := fault_found_by(verify, last)) is not None:

@@ -145,7 +145,8 @@ class PythonFile(ConfigFile):
         from another module that is assigned to a name is a value.
         """
         home = getattr(value, "__module__", None)
-        if isinstance(value, ModuleType | __future__._Feature) or home == "typing":
+        is_registry = callable(getattr(value, "register_module", None))  # as `from package import *` brings
+        if isinstance(value, ModuleType | __future__._Feature) or home == "typing" or is_registry:
             return True
         if not isinstance(value, type | FunctionType | BuiltinFunctionType):
             return False

@@ -20,6 +20,7 @@ FUNCTION = "--function"
 """What a rank is started with in the place of a script, when `launch` was given a function."""
 SENT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """What asks a training to save and to stop, and is sent by programs; Ctrl-C does so, too, but a second one ends it."""
+_CHECK_MODES = ("off", "sample", "always")  # those of `lockstep.dist.CheckMode`, which is not imported here
 NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 """What a rank may be bound to: the values of `torch.numa.binding.AffinityMode`, which is not imported here."""
 
@@ -121,12 +122,24 @@ def threads_in(text: str) -> int | None:
     return int(numbers[0])
 
 
+def _is_positive(number: str) -> bool:
+    try:
+        return float(number) > 0
+    except ValueError:
+        return False
+
+
 def variable_faults(env: Mapping[str, str]) -> list[str]:
     """Return what is wrong with the variables that ranks inherit from this process; an empty one counts as unset."""
     faults = []
     threads = env.get("OMP_NUM_THREADS") or "1"
     if threads_in(threads) is None:
         faults.append(f"OMP_NUM_THREADS must be a number of threads, at least 1, but is {threads!r}. Unset it")
+    if (mode := env.get("LOCKSTEP_CHECK") or "off") not in _CHECK_MODES:
+        faults.append(f"LOCKSTEP_CHECK must be one of {', '.join(_CHECK_MODES)}, but is {mode!r}. Unset it")
+    seconds = env.get("LOCKSTEP_HEARTBEAT") or "1"
+    if not _is_positive(seconds):
+        faults.append(f"LOCKSTEP_HEARTBEAT must be a number of seconds above 0, but is {seconds!r}. Unset it")
     known = [name for _, name in socket.if_nameindex()]
     return faults + [
         f"GLOO_SOCKET_IFNAME must be one of {', '.join(known)}, but is {name!r}. Unset it"

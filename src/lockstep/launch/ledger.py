@@ -255,7 +255,7 @@ class Ledger:
                 parts.append(culprit.own_report.traceback)
         elif culprit.stack:
             parts.append(f"It was here (most recent call first):\n{culprit.stack}")
-        if culprit.was_killed:
+        if culprit.was_killed and culprit.own_report is None:  # its error has been said, and may take long to end it
             parts.append("It did not end by itself, so the launcher killed it.")
         if culprit.own_report is None and culprit.own_status == -signal.SIGKILL:
             parts.append(_OUT_OF_MEMORY.format(self._oom_kills) if self._oom_kills else _KILLED)

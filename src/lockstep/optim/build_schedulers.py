@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -69,9 +68,6 @@ class TorchScheduler(ParamScheduler):
     def advance(self, t: int) -> None:
         """Let torch's schedule set the learning rates."""
         if self._inner is None:
-            for group in self.optimizer.param_groups:
-                rate = group["lr"]
-                group.setdefault("initial_lr", rate.clone() if isinstance(rate, Tensor) else rate)
             # By name: it is not the first parameter of transformers' get_scheduler.
             self._inner = self._schedule(optimizer=self.optimizer, **self._kwargs)
             if not isinstance(self._inner, LRScheduler):

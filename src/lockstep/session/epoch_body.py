@@ -8,16 +8,21 @@ the first time, and pass over calls of `log_metrics` that have been recorded the
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
+from lockstep.dist import run_on_main
 from lockstep.runner.options import as_text
 from lockstep.runner.resumed_options import set_option
 from lockstep.runner.run import TrainRun
 from lockstep.session.schedules import At, schedules_at
+
+_PLACE = ("mode", "epoch", "iter")  # of a record
 
 
 class Rates:
@@ -161,3 +166,31 @@ class EpochBody:
             yield
         finally:
             now.restore()
+
+
+def metrics_since(run: TrainRun) -> list[dict[str, Any]]:
+    """Return what `log_metrics` was given after the checkpoint that is resumed from, and before the next iteration.
+
+    It is in the records of the training that saved the checkpoint. Where those are not there, nothing is returned.
+
+    **Collective**: every rank.
+    """
+    source = run.resume_from
+    if source is None:
+        return []
+    return run_on_main(lambda: _validations(run.work_dir / source.parent.name / "metrics.jsonl", run.iter))
+
+
+def _validations(path: Path, iteration: int) -> list[dict[str, Any]]:
+    found = []
+    with suppress(OSError):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError):  # a kill may have torn the last one
+                record = json.loads(line)
+                if isinstance(record, dict) and (record.get("mode"), record.get("iter")) == ("val", iteration):
+                    found.append({name: _number(value) for name, value in record.items() if name not in _PLACE})
+    return found
+
+
+def _number(value: Any) -> Any:
+    return float(value) if value in ("nan", "inf", "-inf") else value

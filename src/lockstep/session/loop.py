@@ -30,7 +30,7 @@ from lockstep.runner.preemption import ranks_meet
 from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import random_state_kept
 from lockstep.runner.uneven_inputs import Batch, buffers_kept
-from lockstep.session.epoch_body import EpochBody
+from lockstep.session.epoch_body import EpochBody, metrics_since
 from lockstep.session.schedules import schedules_at, warn_of_length, warn_of_rest
 from lockstep.tree import tree_map
 
@@ -95,6 +95,7 @@ class OwnLoop(TrainLoop):
         self._tell_if_complete(self.epoch, count, "epoch")
         self._is_complete = False
         run.call_hook("before_train")
+        self._tell_of_validations()
         # In what is left of an epoch, a schedule may have no step to make.
         first, begun_at = self.epoch, set() if self._begin.batches else schedules_at(self.runner)
         self._go_on_drawing()  # a validation, and a stop in it, may come before the batches
@@ -331,6 +332,21 @@ class OwnLoop(TrainLoop):
                     f"{by_rank[other]} on rank {other} (rank {run.rank} of {run.world_size}). Compute them from what "
                     "session.gather() returns in a pass through a loader of prepare_evaluation(), or reduce them"
                 )
+        self._tell_hooks(metrics)
+
+    def _tell_of_validations(self) -> None:
+        """Tell hooks what they had been told after the checkpoint of an epoch, which was saved before."""
+        if self.iter == 0 or self.iter != self.epoch_begin or self.has_validated:
+            return
+        if told := metrics_since(self.runner):
+            self.runner.logger.info(
+                "hooks are told again what log_metrics() was given after the checkpoint that is resumed from was saved"
+            )
+        for metrics in told:
+            self._tell_hooks(metrics)
+
+    def _tell_hooks(self, metrics: dict[str, Any]) -> None:
+        run = self.runner
         if run.val_loop is None:
             # What hooks ask of a loop that validates.
             run.val_loop = SimpleNamespace(dataloader=None, evaluator=None, length=None, units={}, metric_names=None)

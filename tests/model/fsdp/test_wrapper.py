@@ -565,6 +565,60 @@ def test_an_encoder_that_generate_calls_by_itself_finds_the_shared_weights(optio
         torch.testing.assert_close(ours.float(), theirs, rtol=tolerance, atol=tolerance)
 
 
+class Around(nn.Module):
+    """Hands on what it lacks to the model inside, as peft's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Evaluates()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "inner":
+                raise
+            return getattr(self.inner, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Evaluates(Translator):
+    def val_step(self, x: Tensor) -> Tensor:
+        return self(x)
+
+    def test_step(self, x: Tensor) -> Tensor:
+        return self.generate(x)
+
+
+@ranks(2)
+def test_the_steps_of_a_model_inside_of_another_one_find_their_weights():
+    torch.manual_seed(0)
+    alone = Around()
+    wrapped = MMFullyShardedDataParallel(copy.deepcopy(alone), auto_wrap_policy="Block")
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(wrapped.val_step(INPUTS), alone.val_step(INPUTS))
+            torch.testing.assert_close(wrapped.test_step(INPUTS), alone.test_step(INPUTS))
+            torch.testing.assert_close(wrapped(INPUTS), alone(INPUTS))
+
+
+@ranks(2)
+def test_parts_that_share_a_module_are_refused_where_nobody_calls_them_as_a_whole():
+    class Parts(nn.ModuleDict):
+        def train_step(self, data: Any, optim_wrapper: Any) -> Any:
+            raise AssertionError
+
+        def forward(self) -> None:
+            raise AssertionError
+
+    trunk = nn.Linear(2, 2)
+    parts = Parts({"actor": nn.Sequential(trunk, nn.Linear(2, 1)), "critic": nn.Sequential(trunk, nn.Linear(2, 1))})
+    with pytest.raises(ConfigError, match=r"`actor\.0\.weight` is `critic\.0\.weight`\. Hand in what they share"):
+        MMFullyShardedDataParallel(parts)
+
+
 @ranks(2)
 def test_mixed_precision_computes_in_half_and_keeps_parameters_and_norms_in_full():
     net = Normed()

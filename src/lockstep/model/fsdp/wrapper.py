@@ -177,6 +177,8 @@ class MMFullyShardedDataParallel(ModelWrapper):
         units = choose_units(module, policy, ignored)
         self._trains_itself = steps.calls_parts(module)
         if self._trains_itself:
+            if isinstance(module, nn.ModuleDict):  # nobody calls it as a whole, which would gather what they share
+                _refuse_shared_parts(module)
             units += [part for part in directly_callable_parts(module, ignored) if part not in units]
         units += cut_by_dtype(module, units, ignored)
         for part in [module, *(units if self._trains_itself else ())]:  # whose outputs a loss is computed from
@@ -204,6 +206,10 @@ class MMFullyShardedDataParallel(ModelWrapper):
             # `generate` of transformers and peft calls parts by themselves, such as an encoder, whose own weights would
             # be shards there: of what is no unit, the outermost one gathers the weights.
             register_fsdp_forward_method(module, "generate")
+        for name in ("val_step", "test_step"):
+            step = getattr(module, name, None)
+            if inspect.ismethod(step) and step.__self__ is not module:  # of a part, as of the model inside of peft's
+                register_fsdp_forward_method(module, name)
         broadcast_from_first(scalars, *whole.get_all_groups())
         self.module = module
         self._ids = None if whole.size() == 1 else set(map(id, module.parameters()))
@@ -378,6 +384,20 @@ def _check_module(module: Any) -> None:
         raise wrong_type("module", "a torch.nn.Module", module)
     if any(isinstance(part, FSDPModule) for part in module.modules()):
         raise ValueError(f"`module` must not be sharded yet, but {type(module).__name__} is, or a part of it")
+
+
+def _refuse_shared_parts(module: nn.Module) -> None:
+    """Refuse parts that are called by themselves and that share a parameter, which only one of them can gather."""
+    owners: dict[nn.Parameter, tuple[str, str]] = {}
+    for name, part in module.named_children():
+        for inside, parameter in part.named_parameters():
+            owner, inside_owner = owners.setdefault(parameter, (name, inside))
+            if owner != name:
+                raise ConfigError(
+                    f"parts of a model must share no parameters under FSDP, but `{owner}.{inside_owner}` is "
+                    f"`{name}.{inside}`. Hand in what they share as a part of its own, and give the others its output; "
+                    "or use strategy 'ddp'"
+                )
 
 
 def _compare(module: nn.Module, mesh: DeviceMesh, ignored: Iterable[nn.Module]) -> None:

@@ -502,7 +502,14 @@ class Runner(BuildsParts, lockstep.runner.Runner):
 
 @RUNNERS.register_module()
 class FlexibleRunner(Runner):
-    """`Runner` under MMEngine's name of one that takes a strategy, as every `Runner` here does."""
+    """`Runner` under MMEngine's name of one that takes a strategy, as every `Runner` here does.
+
+    As in MMEngine, it joins the ranks that a launcher has started unless `launcher` says otherwise.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        options.setdefault("launcher", None)
+        super().__init__(*args, **options)
 
 
 def _with_backend(env_cfg: Mapping[str, Any] | None) -> dict[str, Any]:
