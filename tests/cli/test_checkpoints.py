@@ -108,12 +108,7 @@ def test_the_only_whole_one_is_not_removed_for_damaged_ones(work_dir: Path):
     (work_dir / RUN / "epoch_1" / "manifest.json").unlink()
     code, shown = called("prune", work_dir, "--keep", 1, "--yes")
     assert code == 1
-    assert "must hold a whole checkpoint to be pruned, but holds none" in shown
-    (work_dir / RUN / "epoch_3").rename(work_dir / RUN / "best_loss_epoch_3")
-    assert (
-        "must hold a whole checkpoint besides the best one, which resuming falls back to, to be"
-        in called("prune", work_dir, "--keep", 1, "--yes")[1]
-    )
+    assert "must hold a whole checkpoint besides the best one, which resuming falls back to, to be pruned" in shown
 
 
 @pytest.mark.parametrize("is_hostile", [False, True])
