@@ -16,6 +16,7 @@ from lockstep.config import Config
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hook
 from lockstep.lint import check_config, find_faults
+from lockstep.lint.parts import _nested_faults
 from lockstep.model import MMFullyShardedDataParallel
 from lockstep.registry import HOOKS, MODEL_WRAPPERS, MODELS, Registry
 
@@ -420,6 +421,26 @@ def test_types_are_looked_for_in_the_default_scope():
     hooks = [{"type": "Watched", "interval": 2}]
     assert not found(custom_hooks=hooks, default_scope="lint_zoo")
     assert only(custom_hooks=hooks).startswith("`custom_hooks.0.type` = 'Watched' is no hook")
+
+
+def test_a_scope_inside_of_a_part_is_heeded():
+    zoo = Registry("model", parent=MODELS, scope="lint_models")
+    zoo.register_module("Scoped", module=Counted)
+    MODELS.register_module("Scoped", module=Described, force=True)
+    inner = {"type": "Scoped", "_scope_": "lint_models", "counts": 2}
+    assert not list(_nested_faults("model.head", inner, MODELS))
+    elsewhere = _nested_faults("model.head", {"type": "Scoped", "counts": 2}, MODELS)
+    assert [one.key for one in elsewhere] == ["model.head.counts"]
+
+
+class Counted(nn.Module):
+    def __init__(self, counts: int) -> None:
+        super().__init__()
+
+
+class Described(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
 
 
 def test_the_default_scope_of_a_script_hides_no_fault():

@@ -322,7 +322,7 @@ def _culprits(records: Sequence[RankRecord], whole_job: bool) -> list[RankRecord
     most = max((named[record.rank] for record in suspects), default=0)
     if most:
         return [record for record in suspects if named[record.rank] == most][:1]
-    return suspects[:1] if suspects is failed else suspects
+    return suspects[:1] if suspects is failed else suspects or list(records[:1])
 
 
 def _has_compared(record: RankRecord) -> bool:

@@ -130,7 +130,9 @@ def resolve(kind: object, registry: Registry) -> tuple[Callable[..., Any] | None
         return None, "must be a name, a class or a function"
     try:
         return registry[kind], None
-    except RegistryError:
+    except RegistryError as error:
+        if registry.suggest(kind) not in str(error):  # another reason, as of a config that is not trusted
+            return None, f"can't be used: {error_in_words(error)}"
         return None, f"is no {registry.name} {registry.suggest(kind)}"
     except Exception as error:  # raised by a module that the lookup imports
         return None, f"cannot be imported: {error_in_words(error)}"
@@ -143,6 +145,11 @@ def _nested_faults(key: str, value: object, registry: Registry) -> Iterator[Faul
     missing arguments and unknown types are not faults here, and an unknown key is one only if it is similar to an
     argument that is not given.
     """
+    with in_default_scope(value.get(SCOPE) if isinstance(value, Mapping) else None):
+        yield from _nested_faults_in_scope(key, value, registry)
+
+
+def _nested_faults_in_scope(key: str, value: object, registry: Registry) -> Iterator[Fault]:
     if isinstance(value, Mapping) and (constructor := resolve(value.get("type"), registry)[0]) is not None:
         takes = Arguments.of(constructor)
         given = {name: item for name, item in value.items() if name not in ("type", SCOPE)}
