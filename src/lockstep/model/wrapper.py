@@ -74,7 +74,7 @@ class ModelWrapper(nn.Module):
         """Be told that an epoch begins, on every rank; code of the user's own may have run since the last one."""
 
     def begin_save(self) -> None:
-        """Be told that a checkpoint is to be saved, on every rank, before anything is collected for it."""
+        """Be told that a checkpoint is to be saved, on every rank, before anything of it is written."""
 
     def evaluation_context(self) -> AbstractContextManager[Any]:
         """Return the context in which `val_step` and `test_step` run."""

@@ -85,10 +85,10 @@ class Saving:
         if save.has_optimizer and run.optim_wrapper.has_open_window and save.iteration != run.max_iters:
             self._warn_of_open_window(save)
         _require_same_updates(run)
-        if isinstance(run.model, ModelWrapper):
-            run.model.begin_save()
         with run.evaluated(), run.train_loop.as_resumed():
-            state, meta = self._state(save)
+            state, meta = self._state(save)  # after `ReplicaCheckHook`, which compares more, and knows when all was equal
+            if isinstance(run.model, ModelWrapper):
+                run.model.begin_save()
             with self._ending(save):
                 if async_save and run.agreement.is_open:  # else the ranks have no store that they can share
                     job = self._background.start(save.directory, state, meta, last_of)
