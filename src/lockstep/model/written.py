@@ -194,8 +194,8 @@ OWN_STEP = (
 """What to do if a training step of the user's own has let replicas drift apart."""
 AVERAGED = (
     f"Its gradients are averaged, so it was written {_BY_OWN_BATCH}; or an option of the optimizer, a hook, or random "
-    "numbers in the update differ between ranks, or the memory of one is faulty. Let an optimizer that draws some do so within "
-    f"torch.random.fork_rng(), after a torch.manual_seed that is the same on every rank. {_ALIKE}"
+    "numbers in the update differ between ranks, or the memory of one is faulty. Let an optimizer that draws some do "
+    f"so within torch.random.fork_rng(), after a torch.manual_seed that is the same on every rank. {_ALIKE}"
 )
 """What to do if replicas have drifted apart whose gradients were averaged."""
 BY_RANK = f"Each rank has written other values, as {_BY_OWN_BATCH}. {_ALIKE}"

@@ -86,9 +86,9 @@ class Saving:
             self._warn_of_open_window(save)
         _require_same_updates(run)
         with run.evaluated(), run.train_loop.as_resumed():
-            state, meta = self._state(save)  # after `ReplicaCheckHook`, which compares more, and knows when all was equal
+            state, meta = self._state(save)
             if isinstance(run.model, ModelWrapper):
-                run.model.begin_save()
+                run.model.begin_save()  # after hooks: `ReplicaCheckHook` compares more, and knows when all was equal
             with self._ending(save):
                 if async_save and run.agreement.is_open:  # else the ranks have no store that they can share
                     job = self._background.start(save.directory, state, meta, last_of)
