@@ -101,9 +101,7 @@ class TrainLoop(ABC):
         self._will_stop = False  # after the present epoch, as was asked for before the training resumed
         self._left_out: set[str] = set()
         self._has_begun = False
-        self.has_validated = (
-            False  # the training that is resumed, before it saved the checkpoint and after its last step
-        )
+        self.has_validated = False  # the resumed training, after its last step and before it saved the checkpoint
         self.frozen_before: set[str] = set()  # parameters, in the checkpoint; until the first iteration after it
         self.is_ending_iter = False
         self.iters_with_backward = self.iters_without = 0  # since the training began or resumed
