@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
-from lockstep.checkpoint import layout, load_state, read_meta, read_shapes, save_state, verify
+from lockstep.checkpoint import Planner, layout, load_state, read_meta, read_shapes, save_state, verify
 from lockstep.checkpoint.manifest import BLOCK, ITEM_SIZES
 from lockstep.checkpoint.values import NUMBER, decode, encode
 from lockstep.dist import get_rank, get_world_size
@@ -207,3 +207,14 @@ def test_each_rank_gets_back_what_is_its_own(tmp_path: Path):
     assert read["python"] == own["python"]
     assert numpy.array_equal(read["numpy"][1], own["numpy"][1])
     assert read_meta(tmp_path / "state") == {"note": (1, math.inf)}
+
+
+@ranks(1, 2)
+def test_a_folder_that_is_gone_is_not_made_again(tmp_path: Path):
+    """As where the disk of the work_dir is no longer there: the checkpoint would land on another one, alone."""
+    run, planner = tmp_path / "run", Planner([tmp_path / "run"])
+    state = {"model": {"weight": torch.ones(3)}}
+    with pytest.raises(OSError, match=r"could not be written: .*has been moved or removed since the run began"):
+        save_state(run / "iter_1", state, {}, None, planner)
+    save_state(tmp_path / "elsewhere" / "iter_1", state, {}, None, planner)
+    assert not run.exists()

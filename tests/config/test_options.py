@@ -96,6 +96,18 @@ def test_dotted_keys_reach_dicts_and_lists_and_make_what_is_missing(cfg):
     assert cfg.env.cudnn.on is True
 
 
+def test_a_dict_of_numbers_changes_items_of_a_list():
+    """As MMEngine's `merge_from_dict` does, at any depth."""
+    cfg = Config({"pipeline": [{"type": "Load"}, {"type": "Flip", "p": 0.5}], "model": {"stages": [{"a": 1}, 2]}})
+    cfg.merge_from_dict({"pipeline": {"0": {"type": "SelfLoad"}}, "model": {"stages": {"0": {"b": 3}, "1": 4}}})
+    assert cfg.pipeline == [{"type": "SelfLoad"}, {"type": "Flip", "p": 0.5}]
+    assert cfg.model.stages == [{"a": 1, "b": 3}, 4]
+    with pytest.raises(ConfigError, match="must index the list `pipeline` by a number below 2, but has '5'"):
+        cfg.merge_from_dict({"pipeline": {"5": {}}})
+    cfg.merge_from_dict({"pipeline": {"type": "One"}, "model": {"stages": {"_delete_": True, "0": 1}}})
+    assert (cfg.pipeline, cfg.model.stages) == ({"type": "One"}, {"0": 1})
+
+
 def test_a_dict_is_merged_unless_it_deletes(cfg):
     cfg.merge_from_dict({"model": {"_delete_": True, "x": 1}, "lr": {"value": 1}})
     assert cfg == {"model": {"x": 1}, "lr": {"value": 1}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -353,6 +354,20 @@ def test_what_has_been_prepared_already_is_refused(tmp_path):
         session_of(tmp_path).prepare(network(), prepared)
     with pytest.raises(TypeError, match="`optim_wrapper`" + says):
         Runner(model, tmp_path, optim_wrapper=prepared)
+
+
+def test_a_model_that_a_session_has_prepared_can_be_trained_by_a_runner(tmp_path):
+    """As in the next cell of a notebook; also a copy of it, and where the loop has failed."""
+    model = network()
+    session = session_of(tmp_path / "session")
+    model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    for _ in session.epochs(1):
+        for x, y in batches:
+            session.step(F.cross_entropy(model(x), y))
+    options = {"optim_wrapper": {"optimizer": {"type": "SGD", "lr": 0.1}}, "train_cfg": {"max_epochs": 1}}
+    options |= {"loss": nn.CrossEntropyLoss(), "log_level": "ERROR"}
+    for number, one in enumerate((copy.deepcopy(model), model)):
+        Runner(one, tmp_path / str(number), train_dataloader=loader(), **options).train()
 
 
 @ranks(1, 2)

@@ -188,6 +188,15 @@ def test_a_flexible_runner_joins_the_ranks_that_are_found(cfg, monkeypatch):
     assert list(dict.fromkeys(joined)) == [None, "none"]
 
 
+def test_a_loop_of_ones_own_may_make_others_from_configs(cfg):
+    runner = Runner.from_cfg(cfg)
+    loader = Runner.build_dataloader(LOADER)
+    metric = {"type": "ToyMetric"}
+    for data, evaluator in ((loader, metric), (LOADER, [metric]), (LOADER, {"type": "Evaluator", "metrics": metric})):
+        loop = ValLoop(runner, data, evaluator)
+        assert [type(one).__name__ for one in loop.evaluator.metrics] == ["ToyMetric"]
+
+
 def test_a_runner_type_names_the_runner(cfg):
     runner = RUNNERS.build({**cfg, "runner_type": "FlexibleRunner", "strategy": {"type": "SingleDeviceStrategy"}})
     assert type(runner) is FlexibleRunner

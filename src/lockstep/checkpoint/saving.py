@@ -10,6 +10,7 @@ copies, and at last the checksums of their blocks, under a name of their own.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import time
@@ -18,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial, reduce
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -145,9 +147,14 @@ class _Offer(NamedTuple):
 
 
 class Planner:
-    """Decides who writes what, in one save after the other. A plan holds as long as all ranks hold the same."""
+    """Decides who writes what, in one save after the other. A plan holds as long as all ranks hold the same.
 
-    def __init__(self) -> None:
+    Args:
+        folders: folders that are there; of these, and of those of earlier saves, one that is gone is not made again.
+    """
+
+    def __init__(self, folders: Iterable[Location] = ()) -> None:
+        self._folders = set(folders)
         self._digest = ""  # what this rank held when the last plan was made, as a digest
         self._plan_id = ""  # what all ranks held then
         self._written = b""  # which of its pieces this rank writes, as bits
@@ -211,7 +218,12 @@ class Planner:
         values: Sequence[Mapping[str, Any]],
     ) -> list[tuple[Location, Outline | None]]:
         """On rank 0: make the draft. Return the file of each rank, and for rank 0 what it publishes."""
+        folder = directory.parent
+        if isinstance(folder, Path) and folder in self._folders and not folder.is_dir():
+            says = "the folder has been moved or removed since the run began, or its disk is gone"
+            raise FileNotFoundError(errno.ENOENT, says, str(folder))
         draft = make_draft(directory)
+        self._folders.add(folder)
         try:
             outline = Outline(directory, draft, last_of, offers[0].meta, reduce(merge, values, {}), self._tensors)
         except BaseException:

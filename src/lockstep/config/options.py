@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-from lockstep.config.dictionary import ConfigDict, merged
+from lockstep.config.dictionary import DELETE, ConfigDict, merged
 from lockstep.errors import ConfigError
 
 # Not YAML's rules for scalars: in YAML 1.1 `1e-3` is a string, `off` is False and `12:30` is 750.
@@ -95,7 +95,8 @@ def _split(text: str) -> list[str]:
 def set_dotted(target: ConfigDict, dotted: str, value: Any) -> None:
     """Set the value at a dotted key; numbers index lists, and missing dicts are created.
 
-    A dict is merged into an existing dict, unless it has ``_delete_=True``.
+    A dict is merged into an existing dict, unless it has ``_delete_=True``; one whose keys are numbers is merged into
+    the items of an existing list that they index.
 
     Raises:
         ConfigError: the path of the key has a part that is neither a dict nor a list, or an index out of range.
@@ -108,8 +109,27 @@ def set_dotted(target: ConfigDict, dotted: str, value: Any) -> None:
     at = _key_or_index(holder, last, path, dotted)
     if isinstance(value, dict):
         below = holder[at] if isinstance(holder, list) else holder.get(at, {})
+        value = _with_lists(below, value, dotted)
+    if isinstance(value, dict):
         value = merged(below if isinstance(below, dict) else {}, value, _option_error, f"{dotted}.")
     holder[at] = value
+
+
+def _with_lists(old: Any, new: Any, dotted: str) -> Any:
+    """Return `new` with the whole list in the place of each dict of items of a list of `old`, by index."""
+    if not isinstance(new, dict) or new.get(DELETE):
+        return new
+    if isinstance(old, dict):
+        return {key: _with_lists(old.get(key), item, f"{dotted}.{key}") for key, item in new.items()}
+    if not isinstance(old, list) or not new or not all(str(key).isdigit() for key in new):
+        return new
+    items = list(old)
+    for key, item in new.items():
+        at = _key_or_index(items, str(key), dotted.split("."), f"{dotted}.{key}")
+        item = _with_lists(items[at], item, f"{dotted}.{key}")
+        are_dicts = isinstance(item, dict) and isinstance(items[at], dict)
+        items[at] = merged(items[at], item, _option_error, f"{dotted}.{key}.") if are_dicts else item
+    return items
 
 
 def _key_or_index(holder: Any, part: str, path: list[str], dotted: str) -> Any:

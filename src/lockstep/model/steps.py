@@ -46,6 +46,12 @@ def defines_step(module: nn.Module, name: str) -> bool:
     return callable(step) and not getattr(step, "is_default_step", False) and not is_stub(step)
 
 
+def forget_session(module: nn.Module) -> None:
+    """Remove the step that a Session has put into a module that it trained, or that was copied from such a one."""
+    if getattr(vars(module).get("train_step"), "is_of_session", False):
+        del module.train_step
+
+
 def is_stub(method: object) -> bool:
     """Return whether a method is that of Lightning's base class, which has all of them."""
     return (getattr(method, "__module__", None) or "").partition(".")[0] in ("lightning", "pytorch_lightning")

@@ -62,7 +62,7 @@ class Saving:
 
     def __init__(self, run: Any) -> None:
         self._run = run
-        self._planner = Planner()
+        self._planner = Planner([run.run_dir])
         self._background = BackgroundSaver(self._planner)
         self._pending: Save | None = None  # in the background
         self._has_warned = False

@@ -22,7 +22,7 @@ from lockstep.evaluator import Evaluator
 from lockstep.evaluator.metric import Predictions
 from lockstep.location import Location, locate
 from lockstep.logging import MessageHub
-from lockstep.model import unwrap_model
+from lockstep.model import steps, unwrap_model
 from lockstep.optim import OptimWrapper
 from lockstep.registry import RUNNERS
 from lockstep.runner import build, description, resume_from, resuming, start
@@ -131,6 +131,8 @@ class Runner(_AttributesOfRun):
     @taking(RunnerArguments)
     def __init__(self, args: RunnerArguments) -> None:
         refuse_in_config()
+        if isinstance(args.model, nn.Module):
+            steps.forget_session(args.model)
         self.args = args
         self.message_hub = MessageHub()
         self._number = next(_numbers)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, Unpack, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -233,7 +233,6 @@ class Session:
                 f"`optimizer` must have the names of parts of the model, {listed(names)}, but has others: "
                 f"{listed(others)}. Name each optimizer after one part; it may have parameters of others"
             )
-        vars(model)["train_step"] = _SessionStep(calls_parts=isinstance(model, Parts))
         schedules = [*schedulers] if isinstance(schedulers, list | tuple) else [schedulers]
         optimizers = optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]
         for argument, given in {"optimizer": optimizers, "dataloader": [dataloader], "schedulers": schedules}.items():
@@ -263,6 +262,7 @@ class Session:
         options["default_hooks"] = {"param_scheduler": None, **(options.get("default_hooks") or {})}
         data = _NO_DATA if dataloader is None else dataloader
         self._runner = Runner(model, train_dataloader=data, optim_wrapper=optim, **options)
+        vars(model)["train_step"] = _SessionStep(calls_parts=isinstance(model, Parts))
         run = self._closing.enter_context(self._runner.training(self._make_loop, schedules))
         assert isinstance(run.train_loop, OwnLoop)
         self._loop, self._evaluation = run.train_loop, OwnEvaluation(run.train_loop)
@@ -546,6 +546,7 @@ class _SessionStep:
     """Stands for the training step of a model that a session trains: to a strategy, it is a step of the user's own."""
 
     calls_parts: bool  # by themselves
+    is_of_session: ClassVar[bool] = True
 
     def __call__(self, data: Any, optim_wrapper: Any) -> Any:
         raise RuntimeError("this model is trained by the loop of a Session, so that no Runner can train it")

@@ -17,12 +17,13 @@ from lockstep.dataset import batch_size_of, set_epoch
 from lockstep.launch.worker import note_trained
 from lockstep.model import predict_step, step_of
 from lockstep.runner import build
+from lockstep.runner.arguments import named_loaders
 from lockstep.runner.evaluation_loops import EvalLoop
 from lockstep.runner.loops import TrainLoop, no_batches
 from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import random_state_kept
 from lockstep.runner.uneven_inputs import Batch, buffers_kept
-from mmengine.registry import LOOPS
+from mmengine.registry import EVALUATOR, LOOPS
 from mmengine.runner.base_loop import BaseLoop, note_metrics
 
 __all__ = ["EpochBasedTrainLoop", "IterBasedTrainLoop", "TestLoop", "ValLoop"]
@@ -230,6 +231,11 @@ class _OpenEvalLoop(EvalLoop):
     keeps_random_state = False
 
     def __post_init__(self) -> None:
+        given: Any = self.evaluator
+        is_single = "" in named_loaders(self.dataloader)
+        if is_single and isinstance(given, Mapping | list | tuple):  # configs, where the user's code makes the loop
+            given = given if isinstance(given, Mapping) and "metrics" in given else {"metrics": given}
+            self.evaluator = EVALUATOR.build({"type": "Evaluator", **given})
         super().__post_init__()
         show_meta(self)
 
