@@ -195,6 +195,7 @@ def test_a_loop_of_ones_own_may_make_others_from_configs(cfg):
     for data, evaluator in ((loader, metric), (LOADER, [metric]), (LOADER, {"type": "Evaluator", "metrics": metric})):
         loop = ValLoop(runner, data, evaluator)
         assert [type(one).__name__ for one in loop.evaluator.metrics] == ["ToyMetric"]
+        assert [sorted(batch) for batch in loop.dataloader] == [sorted(batch) for batch in loader]
 
 
 def test_a_runner_type_names_the_runner(cfg):

@@ -59,6 +59,10 @@ class ConfigImportError(ConfigError, ImportError):
 class ConfigSyntaxError(ConfigError, SyntaxError):
     """A `ConfigError` that MMEngine raises as a SyntaxError."""
 
+    def __init__(self, says: str) -> None:
+        super().__init__(says)
+        self.msg = says  # which `str` and tracebacks show
+
 
 class ConfigFileError(ConfigError, OSError):
     """A `ConfigError` that MMEngine raises as an OSError."""

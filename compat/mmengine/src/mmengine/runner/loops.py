@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 
 import lockstep.runner
-from lockstep.dataset import batch_size_of, set_epoch
+from lockstep.dataset import batch_size_of, build_dataloader, set_epoch
 from lockstep.launch.worker import note_trained
 from lockstep.model import predict_step, step_of
 from lockstep.runner import build
@@ -25,6 +25,7 @@ from lockstep.runner.seeds import random_state_kept
 from lockstep.runner.uneven_inputs import Batch, buffers_kept
 from mmengine.registry import EVALUATOR, LOOPS
 from mmengine.runner.base_loop import BaseLoop, note_metrics
+from mmengine.runner.data import as_mmengine
 
 __all__ = ["EpochBasedTrainLoop", "IterBasedTrainLoop", "TestLoop", "ValLoop"]
 
@@ -231,6 +232,10 @@ class _OpenEvalLoop(EvalLoop):
     keeps_random_state = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.dataloader, Mapping) and "dataset" in self.dataloader:
+            cfg, seed = as_mmengine(self.dataloader, self.runner.seed), self.runner.seed
+            shard = self.runner.data_shard[:2]
+            self.dataloader = build_dataloader(cfg, seed=seed, evaluation=True, shard=shard)
         given: Any = self.evaluator
         is_single = "" in named_loaders(self.dataloader)
         if is_single and isinstance(given, Mapping | list | tuple):  # configs, where the user's code makes the loop
