@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import socket
+from typing import get_args
 
 import pytest
 
-from lockstep.launch import JobSpec
-from lockstep.launch.job import loopback_of, quotas
+from lockstep.dist.consistency import CheckMode
+from lockstep.launch import JobSpec, job
+from lockstep.launch.job import loopback_of, quotas, variable_faults
 
 
 def test_an_endpoint_is_host_and_port():
@@ -75,3 +77,10 @@ def test_the_quotas_of_control_groups_and_of_those_around_them_count(tmp_path, l
     groups.write_text(listed)
     assert list(quotas(groups, tmp_path)) == found
     assert list(quotas(tmp_path / "none", tmp_path)) == []
+
+
+def test_the_modes_of_checks_are_those_of_the_collectives():
+    assert get_args(CheckMode) == job._CHECK_MODES
+    for value in ("", "inf", "nan", "0", "30"):
+        faults = variable_faults({"LOCKSTEP_HEARTBEAT": value, "LOCKSTEP_CHECK": ""})
+        assert [one.partition(" ")[0] for one in faults] == ["LOCKSTEP_HEARTBEAT"] * (value not in ("", "30"))

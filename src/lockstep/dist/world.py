@@ -285,7 +285,7 @@ def _checked_timeout(timeout: float | timedelta | None) -> timedelta | None:
 def _read_check_mode() -> None:
     """Set the mode of `check_collectives` to what the variable LOCKSTEP_CHECK says, if it is set."""
     try:
-        check_collectives(cast(CheckMode, os.environ.get("LOCKSTEP_CHECK", check_mode())))
+        check_collectives(cast(CheckMode, os.environ.get("LOCKSTEP_CHECK") or check_mode()))
     except ValueError as error:
         raise ValueError(f"LOCKSTEP_CHECK is not understood: {error}") from None
 

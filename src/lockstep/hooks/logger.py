@@ -151,8 +151,7 @@ class LoggerHook(Hook):
         self._last_rates: tuple[int, dict[str, float]] = 0, {}  # of the last iteration of an epoch, and its number
         self._gathering: _Unwritten | None = None  # the last record, until rank 0 writes it
         # On an accelerator: sends this rank's numbers of the last record, once the next iteration is under way.
-        self._unsent: Callable[[], None] | None = None
-        self._is_read: Callable[[], bool] = bool  # whether it would not wait for the device
+        self._unsent: tuple[Reading, Callable[[], None]] | None = None
         self._epoch = _Sums()
         self._is_open = False  # while a training writes records
         self._last_norms: dict[str, Tensor] = {}  # with accumulation, most iterations have none of their own
@@ -302,8 +301,8 @@ class LoggerHook(Hook):
         if is_on_cpu:
             send()
         else:
-            self._is_read = reading.is_ready
-            self._unsent = send  # called after the next iteration, so that the host does not wait for the device now
+            # It is called after the next iteration, so that the host does not wait for the device now.
+            self._unsent = reading, send
 
     def _take(self, runner: TrainRun) -> dict[str, list[Scalar]]:
         """Return the values that no record has yet, the latest first."""
@@ -331,7 +330,7 @@ class LoggerHook(Hook):
     def _finish_last_gathering(self) -> None:
         """Finish the gathering at the end of a run, if the numbers arrive in time: other ranks may have failed."""
         end = perf_counter() + _LAST_WAIT_SECONDS
-        while self._unsent is not None and not self._is_read():  # a device may wait for a rank that is gone
+        while self._unsent is not None and not self._unsent[0].is_ready():  # a device may wait for a rank that is gone
             if perf_counter() > end:
                 return
             sleep(0.01)
@@ -344,7 +343,7 @@ class LoggerHook(Hook):
 
     def _send(self) -> None:
         if self._unsent is not None:
-            send, self._unsent = self._unsent, None
+            (_, send), self._unsent = self._unsent, None
             send()
 
     def _report_stragglers(self, runner: TrainRun, by_rank: Sequence[Mapping[str, Any]]) -> None:

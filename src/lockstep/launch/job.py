@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 import signal
 import socket
@@ -124,7 +125,7 @@ def threads_in(text: str) -> int | None:
 
 def _is_positive(number: str) -> bool:
     try:
-        return float(number) > 0
+        return 0 < float(number) < math.inf
     except ValueError:
         return False
 

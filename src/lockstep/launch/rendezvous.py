@@ -506,7 +506,9 @@ def _require_reached(server: socket.socket, host: str, port: int) -> None:
                 if arrived.recv(len(token)) == token:
                     server.settimeout(None)
                     return
-    raise OSError(errno.EADDRNOTAVAIL, "another program answers there, so that it is another machine's address")
+    raise OSError(
+        errno.EADDRNOTAVAIL, "what connects there does not arrive here, so that it is another machine's address"
+    )
 
 
 def _limit_silence(port: int) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from torch import Tensor
 
 from lockstep.config.dictionary import items_below
-from lockstep.errors import RegistryError, did_you_mean, error_in_words, lacks_key, nearest
+from lockstep.errors import did_you_mean, error_in_words, lacks_key, nearest
 from lockstep.masking import mask_value
 from lockstep.registry import CONVERTERS, Registry, in_default_scope
 from lockstep.registry.registry import SCOPE
@@ -129,13 +129,10 @@ def resolve(kind: object, registry: Registry) -> tuple[Callable[..., Any] | None
     if not isinstance(kind, str):
         return None, "must be a name, a class or a function"
     try:
-        return registry[kind], None
-    except RegistryError as error:
-        if registry.suggest(kind) not in str(error):  # another reason, as of a config that is not trusted
-            return None, f"can't be used: {error_in_words(error)}"
-        return None, f"is no {registry.name} {registry.suggest(kind)}"
-    except Exception as error:  # raised by a module that the lookup imports
+        found = registry.get(kind)
+    except Exception as error:  # raised by a module that the lookup imports, or because it must not be imported
         return None, f"cannot be imported: {error_in_words(error)}"
+    return found, f"is no {registry.name} {registry.suggest(kind)}" if found is None else None
 
 
 def _nested_faults(key: str, value: object, registry: Registry) -> Iterator[Fault]:
@@ -146,7 +143,8 @@ def _nested_faults(key: str, value: object, registry: Registry) -> Iterator[Faul
     argument that is not given.
     """
     with in_default_scope(value.get(SCOPE) if isinstance(value, Mapping) else None):
-        yield from _nested_faults_in_scope(key, value, registry)
+        faults = [*_nested_faults_in_scope(key, value, registry)]
+    yield from faults
 
 
 def _nested_faults_in_scope(key: str, value: object, registry: Registry) -> Iterator[Fault]:

@@ -286,7 +286,7 @@ class Watch(WatchOfRank):
 
 def heartbeat_seconds() -> float:
     """Return after how many seconds to say first for whom a rank waits; ValueError if the variable is wrong."""
-    text = os.environ.get(_HEARTBEAT, "30")
+    text = os.environ.get(_HEARTBEAT) or "30"
     try:
         seconds = float(text)
     except ValueError:

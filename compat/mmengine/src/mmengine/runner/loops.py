@@ -233,8 +233,8 @@ class _OpenEvalLoop(EvalLoop):
 
     def __post_init__(self) -> None:
         if isinstance(self.dataloader, Mapping) and "dataset" in self.dataloader:
-            cfg, seed = as_mmengine(self.dataloader, self.runner.seed), self.runner.seed
-            shard = self.runner.data_shard[:2]
+            seed, shard = self.runner.seed, self.runner.data_shard[:2]
+            cfg = as_mmengine(self.dataloader, seed)
             self.dataloader = build_dataloader(cfg, seed=seed, evaluation=True, shard=shard)
         given: Any = self.evaluator
         is_single = "" in named_loaders(self.dataloader)
