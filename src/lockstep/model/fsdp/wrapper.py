@@ -208,7 +208,8 @@ class MMFullyShardedDataParallel(ModelWrapper):
             register_fsdp_forward_method(module, "generate")
         for name in ("val_step", "test_step"):
             step = getattr(module, name, None)
-            if inspect.ismethod(step) and step.__self__ is not module:  # of a part, as of the model inside of peft's
+            owner = step.__self__ if inspect.ismethod(step) else None
+            if isinstance(owner, nn.Module) and owner is not module:  # a part of it, as the model inside of peft's
                 register_fsdp_forward_method(module, name)
         broadcast_from_first(scalars, *whole.get_all_groups())
         self.module = module
