@@ -74,7 +74,11 @@ def test_arrays_of_another_byte_order_and_the_largest_number_are_kept():
 @ranks(1, 2)
 @pytest.mark.parametrize(
     "value",
-    [{1, 2}, object(), b"bytes", Path("x"), torch.device("cpu"), numpy.array(["a"]), numpy.zeros(2, numpy.longdouble)],
+    [
+        *({1, 2}, object(), b"bytes", Path("x"), torch.device("cpu"), numpy.array(["a"])),
+        *(numpy.zeros(2, numpy.longdouble), numpy.ma.masked_array([1, 2], [True, False])),
+        *(numpy.datetime64("NaT"), numpy.datetime64(1, "ns"), numpy.timedelta64(1, "ns")),
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_what_is_no_plain_value_is_refused_by_name_on_every_rank(value: Any, tmp_path: Path):
@@ -207,6 +211,16 @@ def test_each_rank_gets_back_what_is_its_own(tmp_path: Path):
     assert read["python"] == own["python"]
     assert numpy.array_equal(read["numpy"][1], own["numpy"][1])
     assert read_meta(tmp_path / "state") == {"note": (1, math.inf)}
+
+
+@ranks(2)
+def test_what_each_rank_gives_under_its_number_is_kept(tmp_path: Path):
+    """As a hook may: numbers are no keys of JSON; rank 0 has nothing at all under `late`."""
+    rank = get_rank()
+    mine = {"seen": {rank: torch.ones(1) * rank, "both": rank}, "late": {1: "b"} if rank else {}}
+    save_state(tmp_path / "state", {"mine": mine}, {})
+    read = load_state(tmp_path / "state", {"mine": None})["mine"]
+    assert read == {"seen": {0: torch.zeros(1), 1: torch.ones(1), "both": 0}, "late": {1: "b"}}
 
 
 @ranks(1, 2)

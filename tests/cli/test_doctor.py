@@ -9,12 +9,14 @@ import socket
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import torch
 
-from lockstep.cli.doctor import Doctor
-from lockstep.cli.doctor.finding import Finding, print_table
+from lockstep.cli.doctor import Doctor, machine
+from lockstep.cli.doctor.finding import Finding, print_table, run_check
 from lockstep.cli.doctor.over_ranks import _devices, _threads
 from lockstep.testing.pool import free_port
 
@@ -87,6 +89,51 @@ def test_more_threads_than_cores():
     assert found["cores"]["status"] == "warning"
     assert found["cores"]["facts"]["affinity"] == [one]
     assert "OMP_NUM_THREADS to 1" in found["cores"]["remedy"]
+
+
+def test_one_thread_is_not_too_many_for_half_a_core(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(machine, "usable_cores", lambda: 0.5)
+    assert machine.cores({"OMP_NUM_THREADS": "1"}).status == "ok"
+    assert machine.cores({"OMP_NUM_THREADS": "2"}).status == "warning"
+
+
+def test_gpus_that_torch_counts_but_cannot_use_are_a_fault(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    for env in ({}, {"CUDA_VISIBLE_DEVICES": "0,1"}):
+        found = machine.accelerators(env)
+        assert found.status == "fault"
+        assert "torch finds 8, but can't use them: Torch not compiled with CUDA" in found.text
+
+
+def of_several_nodes(node: int, **others: str) -> dict[str, str]:
+    ranks = {"RANK": str(node), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return {**ranks, "MASTER_ADDR": "node0", "MASTER_PORT": "1", **others}
+
+
+def test_a_host_name_that_is_a_loopback_address_keeps_gloo_from_other_nodes(monkeypatch: pytest.MonkeyPatch):
+    """As Debian writes it to /etc/hosts: 127.0.1.1 for the host's own name."""
+    monkeypatch.setattr(machine, "addresses_of", lambda _: ["127.0.1.1"])
+    found = machine.interfaces(of_several_nodes(1))
+    assert found.status == "fault"
+    assert "which is 127.0.1.1 here: no other node reaches it" in found.text
+    assert "Set GLOO_SOCKET_IFNAME" in found.remedy
+    # Rank 0 listens at all its addresses, and gloo takes the interface that is named.
+    with_interface = {"GLOO_SOCKET_IFNAME": "eth0"}
+    assert machine.host(of_several_nodes(0, **with_interface)).status == "ok"
+    assert machine.host(of_several_nodes(0)).status == "fault"
+    assert machine.host(of_several_nodes(1, **with_interface)).status == "fault"
+    monkeypatch.setattr(machine, "addresses_of", lambda _: ["10.0.0.1"])
+    assert machine.interfaces(of_several_nodes(1)).status == "ok"
+
+
+def test_an_interface_is_up_where_the_system_does_not_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(machine, "_INTERFACES", tmp_path / "none")
+    assert machine.interfaces({"GLOO_SOCKET_IFNAME": "lo"}).status == "ok"
+
+
+def test_a_number_of_thousands_of_digits_is_no_traceback():
+    finding = run_check(machine.port, {"MASTER_PORT": "1" * 5000})
+    assert (finding.name, finding.status) == ("port", "warning")
 
 
 def test_no_secret_is_shown_in_a_table(capsys: pytest.CaptureFixture[str]):

@@ -137,6 +137,28 @@ def test_without_port_and_job_nobody_can_be_found() -> None:
     message = rf"MASTER_PORT must be set, since the launcher 'pytorch' gives .* \(rank {rank} of 2\)"
     with pytest.raises(TopologyError, match=message):
         init_dist("pytorch")
+    # On several nodes neither: the ranks of another job would come to the same place.
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    with pytest.raises(TopologyError, match=message):
+        init_dist("pytorch")
+
+
+def test_a_search_for_rank_0_goes_on_at_short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a sidecar of a service mesh takes each connection, and closes it while rank 0 is not there."""
+    now, attempts = 0.0, 0
+
+    def connect(search: rendezvous._Search) -> None:
+        nonlocal attempts
+        attempts += 1
+
+    monkeypatch.setattr(rendezvous._Search, "_may_be_store", lambda _: True)
+    monkeypatch.setattr(rendezvous._Search, "_connect", connect)
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now)
+    search = rendezvous._Search("127.0.0.1", 1, 2)
+    for _ in range(600):
+        now += 0.5
+        assert search.find("group") is None
+    assert 300 / 6 < attempts < 300
 
 
 @ranks(1, fresh=True)

@@ -15,11 +15,14 @@ import pytest
 import torch.distributed as torch_dist
 
 from lockstep.dist import all_gather, all_reduce, barrier, destroy_dist, gather, get_rank, init_dist
+from lockstep.dist.consistency import check_call
 from lockstep.errors import CollectiveTimeoutError, DistError
 from lockstep.groups import resolve
 from lockstep.testing import ranks
+from lockstep.transport.handles import waiting
 from lockstep.watch import absent
 from lockstep.watch.absent import AbsentSearch
+from lockstep.watch.failures import backend_errors_translated
 from lockstep.watch.watch import current_watch
 
 from ..dist.reference import assert_group_works, ones, raised
@@ -239,6 +242,26 @@ def test_who_is_absent_is_heard_from_a_rank_whose_watch_has_found_it_before_its_
         assert "rank 2 of the default group (3) did not take part" in raised(barrier, CollectiveTimeoutError)
         (tmp_path / str(get_rank())).touch()
     until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)))
+
+
+@ranks(2, fresh=True)
+def test_a_rank_that_is_late_in_code_of_its_own_inside_of_a_call_does_not_take_the_others_for_late(
+    tmp_path: Path,
+) -> None:
+    """As in a backward pass, which it began before them: its watch must not find that nobody is absent."""
+    init_dist("pytorch", timeout=3)
+    barrier()
+    check_call("backward_pass", resolve(), compares=False)
+    have_raised = tmp_path / "raised"
+    with waiting(resolve()):
+        if get_rank() == 1:
+            until(have_raised.exists)
+        else:
+            time.sleep(0.8)
+            says = r"rank 1 of the default group \(2\) did not take part in (.|\n)*, in until"
+            with pytest.raises(CollectiveTimeoutError, match=says), backend_errors_translated():
+                torch_dist.barrier()
+            have_raised.touch()
 
 
 @ranks(6, fresh=True)

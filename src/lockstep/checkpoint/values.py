@@ -59,12 +59,13 @@ def encode(value: Any, path: Path = (), tensors: dict[str, Tensor] | None = None
     if tensors is not None and torch is not None:
         if isinstance(value, torch.Tensor):
             return {"$tensor": _put(value, path, tensors)}
-        # torch has neither long doubles nor other byte orders.
-        is_array = numpy is not None and isinstance(value, numpy.ndarray)
+        # torch has neither long doubles nor other byte orders, and would drop a mask.
+        is_array = numpy is not None and isinstance(value, numpy.ndarray) and not hasattr(value, "mask")
         if is_array and value.dtype.kind in "biuf" and value.itemsize <= 8:
             native = value.astype(value.dtype.newbyteorder("="), order="C")
             return {"$array": _put(torch.from_numpy(native), path, tensors)}
-    if numpy is not None and isinstance(value, numpy.generic):
+    # A time that is none would become None, and one in nanoseconds a number.
+    if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind not in "mM":
         value = value.item()
     match value:
         case None | bool():
@@ -175,9 +176,15 @@ def tagged(node: Any) -> tuple[str | None, Any]:
 
 def merge(first: Any, second: Any) -> Any:
     """Return the union of what two ranks have encoded; where both have a value, that of the first one."""
-    if isinstance(first, dict) and isinstance(second, dict) and tagged(first)[0] is None and tagged(second)[0] is None:
-        return {**second, **{key: merge(item, second[key]) if key in second else item for key, item in first.items()}}
-    return first
+    own, others = _pairs(first), _pairs(second)
+    if own is None or others is None:
+        return first
+    merged = {repr(key): (key, item) for key, item in others}
+    for key, item in own:
+        merged[repr(key)] = key, merge(item, merged[repr(key)][1]) if repr(key) in merged else item
+    if tagged(first)[0] is None and tagged(second)[0] is None:
+        return dict(merged.values())
+    return {"$dict": [list(pair) for pair in merged.values()]}
 
 
 def leaves(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -268,9 +275,16 @@ def check_resumable_form(meta: Any, state: Any) -> None:
         if any("params" not in group for group in state["optimizer"]["param_groups"]):
             raise ValueError("a group of `state.optimizer.param_groups` must have 'params', but has none")
     holder = meta["position"].get("held_by")
+    # One that is missing is enough for the error: a forged number may be of any size.
     needed = {*range(min(meta.get("rank_states", 0), len(state.get("ranks", {})) + 1)), holder} - {None}
     if needed:
         check_form(state, Whole(ranks=Whole({str(rank): _RANK for rank in needed})), "state")
+
+
+def _pairs(node: Any) -> list[Any] | None:
+    """Return keys and values of an encoded dict; None for what is none."""
+    tag, held = tagged(node)
+    return held if tag == "$dict" else [*node.items()] if isinstance(node, dict) and tag is None else None
 
 
 def _is_pair(node: Any) -> bool:

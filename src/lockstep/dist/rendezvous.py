@@ -105,9 +105,11 @@ def await_all(store: Store, topology: Topology, timeout: timedelta) -> None:
 
 
 def _come(store: Store, topology: Topology) -> None:
-    """Say in the store that this rank has come; raise an error if another process goes on as this rank already.
+    """Say in the store that this rank has come.
 
-    So it does if ranks that came before have another WORLD_SIZE, and says so to them.
+    Raises:
+        TopologyError: another process goes on as this rank already; or ranks that came before have another WORLD_SIZE,
+            which they hear of.
     """
     own = agreed = str(topology.world_size)
     if not topology.agent_store:  # an agent may start all again, in other numbers, at the same store
@@ -194,10 +196,10 @@ def _host_of_rank_0(topology: Topology) -> str:
 
 
 def _port_of_job(topology: Topology) -> int:
-    """Return a port that is the same on every rank without communication, and different for two jobs on a node."""
+    """Return a port that is the same on every rank without communication, and different for two jobs."""
     if topology.world_size == 1:
         return 0  # any free one
-    if not topology.job_key and is_one_node(topology):
+    if not topology.job_key:
         raise TopologyError(
             f"MASTER_PORT must be set, since the launcher {topology.launcher!r} gives its ranks nothing by which "
             f"to find each other ({_this_rank(topology)})"
@@ -265,7 +267,7 @@ class _Search:
                 return found if prefix is None or found.check([_OPEN_KEY]) else None
         if not self._attempt.is_alive():
             self._attempt = self._store = None
-            self._next, self._pause = time.monotonic() + self._pause, 4 * self._pause
+            self._next, self._pause = time.monotonic() + self._pause, min(4 * self._pause, _SECONDS_TO_SAY)
         return None
 
     def _connect(self) -> None:

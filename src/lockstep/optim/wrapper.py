@@ -103,10 +103,11 @@ class OptimWrapper:
             max_counts: number of batches in the whole training; the last batch ends with an update. A batch is one call
                 of `update_params`, unless `begin_iteration` announces each batch.
         """
-        if self._windows.made:  # a training before has ended inside a window
-            self.optimizer.zero_grad()
-            self._with_gradient = None
+        was_open = self._windows.made  # a training before has ended inside a window
         lost = self._windows.restart(init_counts, max_counts)
+        if was_open:
+            self.zero_grad()
+            self._with_gradient = None
         self._grad_norm = None
         if lost:
             _logger.warning(

@@ -88,7 +88,7 @@ class Saving:
         with run.evaluated(), run.train_loop.as_resumed():
             state, meta = self._state(save)
             if isinstance(run.model, ModelWrapper):
-                run.model.begin_save()  # after hooks: `ReplicaCheckHook` compares more, and knows when all was equal
+                run.model.begin_save()  # after hooks: ReplicaCheckHook compares more, and its error says since when
             with self._ending(save):
                 if async_save and run.agreement.is_open:  # else the ranks have no store that they can share
                     job = self._background.start(save.directory, state, meta, last_of)

@@ -71,4 +71,9 @@ def stack_of_main_thread() -> list[str]:
 
 def is_waiting(state: State) -> bool:
     """Return whether a rank's main thread is where torch or lockstep wait for other ranks, or has waited in vain."""
-    return state["looks"] or any(name in line for line in state["stack"][:1] for name in _WAITING)
+    return state["looks"] or any(map(waits_at, state["stack"][:1]))
+
+
+def waits_at(place: str) -> bool:
+    """Return whether a thread that is in a file of this path, innermost, may wait for other ranks there."""
+    return any(name in place for name in _WAITING)

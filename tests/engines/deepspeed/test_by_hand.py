@@ -11,7 +11,7 @@ from lockstep.testing import ranks, run_ranks
 
 from ..by_hand import ClearsGradients, ClipsByHand, DropsGradient, SeveralBackwards
 from ..own_steps import alone, train_own
-from .training import strategy_of
+from .training import Training, strategy_of
 
 
 def train(kind: type[Any], stage: int, options: dict[str, Any]) -> list[float]:
@@ -49,3 +49,12 @@ def test_a_gradient_that_is_dropped_or_used_is_named(stage: int):
         train(ClipsByHand, stage, {})
     with pytest.raises(ConfigError, match=r"`zero_grad` must not be called between a backward pass and the update"):
         train(ClearsGradients, stage, {})
+
+
+@ranks(1)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_training_does_not_begin_with_the_gradients_of_one_that_ended_inside_a_window(stage: int):
+    training = Training(f"zero{stage}", {"optimizer": {"type": "SGD", "lr": 0.1}, "accumulative_counts": 2})
+    training.run(0, 1)
+    with pytest.raises(ConfigError, match=r"ZeRO, which would keep the gradients .*, and no training must begin there"):
+        training.optim_wrapper.initialize_count_status(training.model, 0, 4)

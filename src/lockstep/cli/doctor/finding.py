@@ -75,7 +75,7 @@ def run_check(check: Callable[[Mapping[str, str]], Finding], env: Mapping[str, s
     """Return what a check finds in an environment; if the system does not allow it, a warning."""
     try:
         return check(env)
-    except (AttributeError, OSError) as error:  # other systems lack some of it
+    except (AttributeError, OSError, ValueError) as error:  # other systems lack some of it; numbers of 5,000 digits
         return Finding(check.__name__.replace("_", " "), f"could not be found out: {error}", "warning")
 
 

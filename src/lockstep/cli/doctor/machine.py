@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.cli.doctor.finding import Finding, Status, summarise
-from lockstep.errors import TopologyError, counted
+from lockstep.errors import TopologyError, counted, message_of
 from lockstep.launch.job import (
     LOOPBACK,
     address_of,
@@ -30,6 +30,7 @@ from lockstep.launch.job import (
     variable_faults,
 )
 from lockstep.topology import infer_launcher, read_topology, topology_if_known
+from lockstep.topology.environ import is_loopback
 from lockstep.version import __version__
 
 _OPTIONAL = (
@@ -40,7 +41,8 @@ _SHM = Path("/dev/shm")
 _SHM_PER_RANK = 256 * 2**20  # what the workers of a data loader soon need, and NCCL
 _MIB = 2**20
 _FEW_FILES, _TOO_FEW_FILES = 1024, 128
-_IFF_UP, _IFF_LOOPBACK = 0x1, 0x8  # in /sys/class/net/NAME/flags
+_INTERFACES = Path("/sys/class/net")
+_IFF_UP, _IFF_LOOPBACK = 0x1, 0x8  # in `flags` of each
 _PATIENCE_SECONDS = 2.0
 
 
@@ -140,7 +142,7 @@ def limits(env: Mapping[str, str]) -> Finding:
 
 
 def cores(env: Mapping[str, str]) -> Finding:
-    """Check that the threads of this node's ranks have a core each."""
+    """Check that the threads of a rank have a core each."""
     ranks = topology_if_known(env).local_size
     usable = usable_cores()
     given = threads_in(env.get("OMP_NUM_THREADS", ""))
@@ -155,9 +157,9 @@ def cores(env: Mapping[str, str]) -> Finding:
     text = f"{os.cpu_count()}, of which this process may use {usable:g}"
     if given:
         text += f"; OMP_NUM_THREADS={env['OMP_NUM_THREADS']}"
-    if threads > usable:
+    if threads > max(usable, 1):
         text += ", more than that: threads wait for each other"
-        return Finding("cores", text, "warning", f"Set OMP_NUM_THREADS to {int(usable) or 1} at most.", facts)
+        return Finding("cores", text, "warning", f"Set OMP_NUM_THREADS to {max(int(usable), 1)} at most.", facts)
     return Finding("cores", text, facts=facts)
 
 
@@ -191,8 +193,10 @@ def host(env: Mapping[str, str]) -> Finding:
     facts = {"name": name, "addresses": own}
     if at.master_addr is not None:
         facts["master_addresses"] = found = addresses_of(at.master_addr)
+        what = "MASTER_ADDR" if env.get("MASTER_ADDR") else "the node of rank 0"
+        # Debian gives a host's own name such an address, at which rank 0 listens all the same, beside all others.
+        serves = at.node_rank == 0 and bool(env.get("GLOO_SOCKET_IFNAME"))
         if not found:
-            what = "MASTER_ADDR" if env.get("MASTER_ADDR") else "the node of rank 0"
             remedy = "Give MASTER_ADDR the address or a name of the node of rank 0 that resolves on all nodes."
             if at.num_nodes == 1 and at.local_size == at.world_size and not at.agent_store:
                 others.append(
@@ -205,8 +209,8 @@ def host(env: Mapping[str, str]) -> Finding:
             else:
                 says = f"{what}, {at.master_addr}, does not resolve: the ranks cannot meet there"
                 others.append(("fault", says, remedy))
-        elif at.num_nodes > 1 and all(address.startswith("127.") or address == "::1" for address in found):
-            says = f"MASTER_ADDR, {at.master_addr}, is {found[0]} here, which no other node reaches"
+        elif at.num_nodes > 1 and all(map(is_loopback, found)) and not serves:
+            says = f"{what}, {at.master_addr}, is {found[0]} here, which no other node reaches"
             others.append(("fault", says, "Give an address of the node of rank 0 in the network between the nodes."))
     return summarise("host", f"{name} ({', '.join(own) or 'no address'})", others, facts)
 
@@ -225,8 +229,17 @@ def interfaces(env: Mapping[str, str]) -> Finding:
     at = topology_if_known(env)
     several = at.num_nodes > 1
     given = env.get("GLOO_SOCKET_IFNAME", "")
-    taken = given or interface_towards(at.master_addr if at.master_addr is not None and several else LOOPBACK)
+    set_by_launcher = os.environ.get("GLOO_SOCKET_IFNAME")  # which `env` lacks: it is not the user's to unset
+    taken = given or set_by_launcher or (None if several else interface_towards(LOOPBACK))
     others: list[tuple[Status, str, str]] = []
+    name = socket.gethostname()
+    if taken is None and (own := addresses_of(name)) and all(map(is_loopback, own)):
+        towards = interface_towards(at.master_addr or LOOPBACK)
+        remedy = "Set GLOO_SOCKET_IFNAME to the interface between the nodes"
+        if at.node_rank != 0 and towards is not None:
+            remedy += f", here {towards}"
+        says = f"gloo takes that of the host name, {name}, which is {own[0]} here: no other node reaches it"
+        others.append(("fault", says, f"{remedy}."))
     for each in known:
         if each.name not in given.split(","):
             continue
@@ -268,9 +281,9 @@ def port(env: Mapping[str, str]) -> Finding:
 
 def _interfaces() -> Iterator[Interface]:
     for _, name in socket.if_nameindex():
-        flags = 0
+        flags = 0 if _INTERFACES.is_dir() else _IFF_UP  # other systems do not say
         with suppress(OSError):
-            flags = int(Path("/sys/class/net", name, "flags").read_text(encoding="ascii"), 16)
+            flags = int((_INTERFACES / name / "flags").read_text(encoding="ascii"), 16)
         yield Interface(name, address_of(name), bool(flags & _IFF_UP), bool(flags & _IFF_LOOPBACK))
 
 
@@ -297,6 +310,10 @@ def accelerators(env: Mapping[str, str]) -> Finding:
         )
         return Finding("accelerators", says, "fault", "Unset it, or see what nvidia-smi shows.", {"count": found})
     if not torch.accelerator.is_available():
+        if found:  # the driver's library counts them, also where no program can use them
+            says = f"torch finds {found}, but can't use them: {_why_no_cuda()}"
+            remedy = "See what nvidia-smi says of the driver, and python -c 'import torch; torch.cuda.init()'."
+            return Finding("accelerators", says, "fault", remedy, {"count": 0})
         return Finding("accelerators", "none: ranks compute on the CPU", facts={"count": 0})
     kind = torch.accelerator.current_accelerator()
     count = torch.accelerator.device_count()
@@ -304,6 +321,16 @@ def accelerators(env: Mapping[str, str]) -> Finding:
     names = [str(getattr(module, "get_device_name", str)(index)) for index in range(count)]
     text = f"{count} x {kind} ({', '.join(sorted(set(names)))})"
     return Finding("accelerators", text, facts={"count": count, "kind": str(kind), "names": names})
+
+
+def _why_no_cuda() -> str:
+    import torch
+
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        return message_of(error)
+    return "torch does not say why"
 
 
 def backends(env: Mapping[str, str]) -> Finding:

@@ -68,7 +68,8 @@ def start_engine(model: nn.Module, optimizer: Optimizer, config: Mapping[str, An
     broadcast_from_first(model.buffers(), None)  # DeepSpeed sends parameters only
     try:
         with undisturbed({}), device_number_known():
-            if "-" in (visible := os.environ.get("CUDA_VISIBLE_DEVICES", "")):  # UUIDs, where DeepSpeed reads numbers
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            if "-" in visible.lstrip("-"):  # UUIDs, where DeepSpeed reads numbers; -1 stands for none
                 os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(visible.count(",") + 1)))
             engine, *_ = load_engine("deepspeed").initialize(
                 model=model, optimizer=optimizer, config=dict(config), dist_init_required=False
@@ -128,7 +129,7 @@ class MMDeepSpeedEngineWrapper(EngineModelWrapper):
         with self._device_number():
             with self._order.compared() as is_checked, all_entered(self._forward_checks if is_checked else ()):
                 outputs = super().forward(*args, **kwargs)
-            if is_checked and torch.is_grad_enabled():  # a rank that fails has met the others where `compared` ends
+            if is_checked and torch.is_grad_enabled():  # the others of a rank that fails hear of it in `compared`
                 self._writes.compare()
         return outputs
 

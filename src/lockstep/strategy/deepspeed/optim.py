@@ -107,8 +107,8 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
         if self._holds_gradients:
             raise ConfigError(
                 "`zero_grad` must not be called between a backward pass and the update under DeepSpeed's ZeRO, which "
-                f"would keep the gradients ({this_rank()}). For a batch that is to change nothing, pass a loss times "
-                "0; or use strategy 'ddp' or 'fsdp'"
+                f"would keep the gradients ({this_rank()}), and no training must begin there. For a batch that is to "
+                "change nothing, pass a loss times 0; or use strategy 'ddp' or 'fsdp'"
             )
         self.engine.optimizer.zero_grad(**kwargs)
 
@@ -136,7 +136,7 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
         skipped = self.engine.skipped_steps
         self.engine.step(**kwargs)
         self._has_skipped = self.engine.skipped_steps > skipped
-        if self.clip_grad is not None:
+        if self.clip_grad is not None and not self._has_skipped:
             self._grad_norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32)
 
     def _reconciled(self, loss: Tensor, *, ends: bool) -> Tensor:
