@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ from lockstep.checkpoint import read_meta
 from lockstep.dist import destroy_dist
 from lockstep.errors import ConfigError, Preempted
 from mmengine import registry
+from mmengine.config import Config
 from mmengine.evaluator import DumpResults, Evaluator
 from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
@@ -77,7 +79,8 @@ def test_the_parts_that_are_touched_are_those_that_are_trained(cfg):
     model = runner.model
     assert isinstance(model, ToyModel)
     assert (runner.max_epochs, runner.epoch, runner.iter, runner.seed, runner.rank) == (2, 0, 0, 1, 0)
-    assert runner.timestamp in str(runner.log_dir)
+    assert runner.timestamp in runner.log_dir
+    assert json.dumps(runner.work_dir) == json.dumps(str(cfg["work_dir"]))
     names = [type(hook).__name__ for hook in runner.hooks]
     assert "CheckpointHook" in names
     assert "CheckpointHook" in runner.get_hooks_info()
@@ -92,7 +95,7 @@ def test_the_parts_that_are_touched_are_those_that_are_trained(cfg):
     assert (watch.saved["epoch"], watch.saved["iter"]) == (2, 9)  # as if in `after_train_iter`
     assert watch.told == {
         "experiment_name": f"exp_{runner.timestamp}",
-        "log_dir": runner.run_dir,
+        "log_dir": str(runner.run_dir),
         "model_name": "ToyModel",
         "launcher": "none",
         "deterministic": False,
@@ -127,6 +130,61 @@ def test_loops_and_optim_wrapper_are_built_before_the_training(cfg):
     runner.train()
     assert runner.train_loop is loop
     assert runner.iter == 8
+
+
+def test_the_length_of_the_training_is_known_before_it(cfg):
+    runner = Runner.from_cfg(cfg)
+    assert (runner.max_iters, runner.max_epochs) == (8, 2)
+
+
+@pytest.mark.parametrize("touches", [False, True])
+@pytest.mark.parametrize("as_file", [False, True])
+def test_resume_goes_on_where_a_checkpoint_is(cfg, tmp_path, touches, as_file):
+    """Of lockstep or, as `as_files` writes it, of MMEngine."""
+    cfg["default_hooks"] = {"checkpoint": {"type": "mmengine.CheckpointHook", "interval": 1, "as_files": True}}
+    whole = Runner.from_cfg({**cfg, "work_dir": str(tmp_path / "whole")})
+    whole.train()
+    checkpoint = tmp_path / "whole" / "epoch_1.pth" if as_file else whole.run_dir / "epoch_1"
+    runner = Runner.from_cfg({**cfg, "work_dir": str(tmp_path / "resumed")})
+    if touches:
+        _ = runner.train_loop
+    runner.resume(checkpoint)
+    assert (runner.epoch, runner.iter) == (1, 4)
+    runner.train()
+    assert (runner.epoch, runner.iter, runner.optim_wrapper.get_lr()) == (2, 8, whole.optim_wrapper.get_lr())
+    assert torch.equal(runner.model.linear1.weight, whole.model.linear1.weight)
+    with pytest.raises(RuntimeError, match="before the training, but that has made 8 iterations"):
+        runner.resume(checkpoint)
+
+
+def test_resume_takes_the_seed_of_the_checkpoint_and_the_schedules_that_it_is_told_to_take(cfg, tmp_path):
+    del cfg["randomness"]
+    former = Runner.from_cfg({**cfg, "work_dir": str(tmp_path / "former"), "randomness": {"seed": 7}})
+    former.train()
+    checkpoint = former.run_dir / "epoch_1"
+    runner = Runner.from_cfg({**cfg, "param_scheduler": []})
+    with pytest.raises(ConfigError, match="`resume_optimizer` must be True"):
+        runner.resume(checkpoint, resume_optimizer=False)
+    runner.resume(checkpoint, resume_param_scheduler=False)
+    assert (runner.seed, runner.iter, runner.param_schedulers) == (7, 4, [])
+    late = Runner.from_cfg(cfg)
+    _ = late.train_loop
+    with pytest.raises(RuntimeError, match=r"the checkpoint 7\. Give that in `randomness`"):
+        late.resume(checkpoint)
+
+
+def test_infos_of_the_hub_are_those_of_mmengine(cfg):
+    seen = []
+
+    class Seen(Hook):
+        def before_val(self, runner):
+            seen.append((runner.message_hub.get_info("epoch"), runner.message_hub.get_info("iter")))
+
+    runner = Runner.from_cfg(Config(cfg))
+    runner.register_hook(Seen())
+    runner.train()
+    assert seen == [(0, 3), (1, 7)]
+    assert runner.message_hub.get_info("cfg") == Config(cfg).pretty_text
 
 
 def test_a_metric_is_added_before_the_test(cfg, tmp_path):
@@ -176,7 +234,7 @@ def test_a_backend_of_the_default_scope_gets_its_folder_from_the_runner(cfg):
     runner = Runner.from_cfg(cfg)
     runner.train()
     assert runner.visualizer.dataset_meta == ToyDataset.METAINFO
-    assert told == [str(runner.log_dir / "vis_data")]
+    assert told == [f"{runner.log_dir}/vis_data"]
     assert runner.visualizer.instance_name == runner.experiment_name
 
 

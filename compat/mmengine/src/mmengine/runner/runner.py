@@ -19,15 +19,18 @@ from torch.utils.data import DataLoader
 import lockstep.runner
 from lockstep.dataset import DataShard, build_dataloader
 from lockstep.dist import get_rank, infer_launcher
+from lockstep.errors import ConfigError
 from lockstep.location import Location, locate
 from lockstep.model import unwrap_model
 from lockstep.registry import in_default_scope
 from lockstep.runner import build, start
 from lockstep.runner.arguments import DEFAULT_HOOKS, RunnerArguments
 from lockstep.runner.hook import HookList
+from lockstep.runner.resume_from import find_resumption
 from lockstep.runner.run import Run, TrainRun, Workspace
+from lockstep.runner.seeds import set_randomness
 from lockstep.strategy import Strategy, build_strategy
-from lockstep.weights import find_checkpoint, load_weights
+from lockstep.weights import Weights, find_checkpoint, load_weights
 from mmengine.config import Config
 from mmengine.dist.utils import prefer_launcher
 from mmengine.registry import RUNNERS, init_default_scope
@@ -165,7 +168,8 @@ class Runner(BuildsParts, lockstep.runner.Runner):
     _run_type = _Run
     _train_run_type = _TrainRun
 
-    log_dir = property(attrgetter("run_dir"))
+    work_dir = property(lambda self: str(self._workspace.work_dir))  # both are texts in MMEngine
+    log_dir = property(lambda self: str(self.run_dir))
     experiment_name = property(attrgetter("run_dir.name"))
 
     def __init__(
@@ -254,7 +258,7 @@ class Runner(BuildsParts, lockstep.runner.Runner):
             self.built()
             return getattr(self, name)
         if name in ("max_epochs", "max_iters") and isinstance(cfg := self.args.train_cfg, Mapping):
-            return cfg.get(name, super().__getattr__(name))  # type: ignore[misc]
+            return cfg[name] if name in cfg else getattr(self.built(), name)
         return super().__getattr__(name)  # type: ignore[misc]
 
     def _of_the_run(self, name: str) -> Any:
@@ -345,7 +349,8 @@ class Runner(BuildsParts, lockstep.runner.Runner):
     def dump_config(self) -> None:
         """Write the config to the work_dir."""
         if get_rank() == 0:
-            self.cfg.dump(self.work_dir / Path(getattr(self.cfg, "filename", None) or f"{self.timestamp}.py").name)
+            name = Path(getattr(self.cfg, "filename", None) or f"{self.timestamp}.py").name
+            self.cfg.dump(Path(self.work_dir, name))
 
     def load_checkpoint(
         self,
@@ -376,10 +381,47 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         resume_param_scheduler: bool = True,
         map_location: Any = "default",
     ) -> None:
-        """Resume from a checkpoint of MMEngine as soon as the training is built. **Collective**: every rank."""
-        if self._run is not None:
-            raise RuntimeError("resume() must be called before the training is built, but it is")
-        self._file = MMEngineFile(str(filename))
+        """Build the training, and resume it from a checkpoint of lockstep or of MMEngine. **Collective**: every rank.
+
+        Args:
+            filename: the checkpoint.
+            resume_optimizer: must be True.
+            resume_param_scheduler: whether the optimizer's options and the schedules are those that were saved.
+            map_location: for MMEngine's signature; the state goes to the model's device.
+
+        Raises:
+            ConfigError: there is no such checkpoint, or `resume_optimizer` is False.
+            RuntimeError: the training has begun; or it has been built with another seed than the checkpoint's.
+        """
+        if not resume_optimizer:
+            raise ConfigError(
+                "`resume_optimizer` must be True, but is False: a training resumes with its optimizer's state. To "
+                "begin another one with these weights, call load_checkpoint()"
+            )
+        run: Any = self._run or self._workspace
+        if isinstance(run, TrainRun) and run.iter:
+            raise RuntimeError(f"resume() must be called before the training, but that has made {run.iter} iterations")
+        if not resume_param_scheduler:
+            run.args = self.args = replace(self.args, resume_options="config")
+        if find_checkpoint(locate(filename)) is None:
+            self._file = MMEngineFile(str(filename))
+            seed = self._file.seed
+        else:
+            run.stored, run.skipped = find_resumption(Weights(locate(filename), None, REVISE_KEYS), [])
+            seed = None if run.stored is None else run.stored.meta["seed"]
+        if seed is not None and (self.args.randomness or {}).get("seed") is None and seed != run.seed:
+            if self._run is not None:
+                raise RuntimeError(
+                    f"resume() must be called before the training is built, but that has the seed {run.seed}, and the "
+                    f"checkpoint {seed}. Give that in `randomness`, or touch no loop, optim_wrapper or schedule before"
+                )
+            run.seed = set_randomness({**(self.args.randomness or {}), "seed": seed})
+        if isinstance(run, TrainRun):
+            self._is_loaded = False
+            with start.logging_to_folder(run):
+                self._hook_and_load(run)
+        else:
+            self.built()
 
     def _strategy_and_model(self, *, training: bool) -> tuple[Strategy, nn.Module]:
         if self._run is not None:
