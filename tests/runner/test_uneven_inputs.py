@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from multiprocessing import active_children
 from pathlib import Path
 from textwrap import dedent
-from unittest.mock import MagicMock
+from typing import Any
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from lockstep.dataset.position import Position
 from lockstep.dist import barrier, get_rank, get_world_size
 from lockstep.errors import ConfigError
 from lockstep.evaluator import BaseMetric
-from lockstep.runner import Runner
+from lockstep.runner import Runner, uneven_inputs
 from lockstep.runner.uneven_inputs import EvenBatches, prefetching
 from lockstep.testing import ranks
 
@@ -302,3 +303,16 @@ def test_a_dataset_that_grows_is_told_of_once():
     assert [text.partition(":")[0] for text in said] == [
         "the dataset, a list, has 10 samples now, but had 8 when its loader was prepared"
     ]
+
+
+@ranks(1, 2)
+def test_labels_that_are_left_out_are_told_of_where_samples_are_counted():
+    def told(labels: list[list[int]], shards: int = get_world_size(), **options: Any) -> str:
+        with patch.object(uneven_inputs, "_logger") as logger:
+            list(EvenBatches([{"labels": torch.tensor(labels)}], shards=shards, **options).iterate())
+        return str(logger.warning.call_args)
+
+    padded = [[5, -100], [6, 7]]
+    assert ("each sample counts alike, however many labels it has" in told(padded)) == (get_world_size() > 1)
+    for others in (told([[5, 6], [6, 7]]), told(padded, count=len), told(padded, shards=0)):
+        assert others == "None"

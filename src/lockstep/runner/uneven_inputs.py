@@ -42,6 +42,7 @@ from lockstep.tree import is_tensordict, map_children
 
 _logger = logging.getLogger(__name__)
 _NONE = object()
+_LEFT_OUT = -100  # torch's default for the `ignore_index` of a loss, and transformers' label of padding
 
 
 class Batch(NamedTuple):
@@ -123,6 +124,7 @@ class EvenBatches:
         self._amounts: list[tuple[int, int, bool]] | None = None if None in amounts else amounts
         knows_ranks = is_rank_aware(loader.dataset.dataset if self._is_stream else loader)
         self._looks_for_repeats = shards == self._world_size and self.global_order is None and not knows_ranks
+        self._counts_samples = count is None and shards > 1  # in a training, over several shards
         self._checksums: list[int | None] = []  # of the first two batches
         self._stand_in: Any = _NONE
         self._drawn: Drawn | None = None  # in the last pass
@@ -243,6 +245,8 @@ class EvenBatches:
         if len(self._checksums) == 2:
             return
         self._checksums.append(checksum_of(batch))
+        if len(self._checksums) == 1 and self._counts_samples:
+            _warn_of_labels_left_out(batch)
         if len(self._checksums) == 1 and self._world_size > 1:
             check_alike(self._loader)
             if self._looks_for_repeats:
@@ -371,3 +375,16 @@ def _layout_of(loader: Any) -> list[Any]:
     if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
         return [shards, batch_size, None]
     return [shards, loader.batch_size, max(1, loader.num_workers)]
+
+
+def _warn_of_labels_left_out(batch: Any) -> None:
+    """Warn of labels that a mean leaves out, as those of padding: the mean over ranks is not that over the others."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if isinstance(labels, Tensor) and labels.is_cpu and labels.dim() > 1 and bool((labels == _LEFT_OUT).any()):
+        _logger.warning(
+            "some `labels` of the first batch are %d, which losses leave out, but each sample counts alike, however many "
+            "labels it has: the updates differ from those of one process with the same global batch. Give "
+            "batch_size_of, such as lambda batch: int((batch['labels'] != %d).sum()); for a causal language model, of "
+            "batch['labels'][:, 1:]",
+            _LEFT_OUT, _LEFT_OUT,
+        )  # fmt: skip
