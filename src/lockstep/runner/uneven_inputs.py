@@ -382,8 +382,8 @@ def _warn_of_labels_left_out(batch: Any) -> None:
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if isinstance(labels, Tensor) and labels.is_cpu and labels.dim() > 1 and bool((labels == _LEFT_OUT).any()):
         _logger.warning(
-            "some `labels` of the first batch are %d, which losses leave out, but each sample counts alike, however many "
-            "labels it has: the updates differ from those of one process with the same global batch. Give "
+            "some `labels` of the first batch are %d, which losses leave out, but each sample counts alike, however "
+            "many labels it has: the updates differ from those of one process with the same global batch. Give "
             "batch_size_of, such as lambda batch: int((batch['labels'] != %d).sum()); for a causal language model, of "
             "batch['labels'][:, 1:]",
             _LEFT_OUT, _LEFT_OUT,
