@@ -13,7 +13,7 @@ import torch
 import lockstep
 from lockstep.checkpoint import load_state
 from lockstep.checkpoint.background import BackgroundSaver
-from lockstep.dataset.order import drawn
+from lockstep.dataset.order import drawn_order
 
 SOURCES = Path(lockstep.__file__).parent
 NAMES = "arange empty eye full linspace ones rand randint randn randperm range tensor tril_indices triu_indices zeros"
@@ -56,5 +56,5 @@ def test_a_state_is_copied_and_read_in_memory_of_the_host(tmp_path: Path):
 
 @pytest.mark.usefixtures("_elsewhere")
 def test_an_order_is_drawn_by_the_host():
-    order = drawn(5, torch.Generator().manual_seed(0))
+    order = drawn_order(5, torch.Generator().manual_seed(0))
     assert sorted(order(np.arange(5))) == [0, 1, 2, 3, 4]

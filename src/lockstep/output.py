@@ -13,6 +13,8 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from lockstep.errors import LaunchError
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
@@ -56,13 +58,13 @@ def tolerate_closed_output() -> None:
         stream = getattr(sys, name)
         is_own = stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper)
         if stream is None or (is_own and stream.closed):  # when the interpreter started, or by the script
-            setattr(sys, name, _stream(_open_null_device()))
+            setattr(sys, name, _stream(name, _open_null_device()))
         elif is_own:
             with suppress(OSError):
                 stream.flush()
             is_unbuffered = isinstance(stream.buffer, io.RawIOBase)  # python -u
             errors = _ESCAPES if stream.errors in _FAILING else stream.errors
-            setattr(sys, name, _stream(number, stream.encoding, errors, stream.line_buffering, is_unbuffered))
+            setattr(sys, name, _stream(name, number, stream.encoding, errors, stream.line_buffering, is_unbuffered))
 
 
 def write_output_to(path: str | os.PathLike[str]) -> None:
@@ -71,18 +73,23 @@ def write_output_to(path: str | os.PathLike[str]) -> None:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    os.close(file)
+    if file in (1, 2):  # which was closed
+        os.set_inheritable(file, True)
+    else:
+        os.close(file)
 
 
-def lost_output() -> OSError | None:
-    """Return why something on standard output was dropped; None if nothing was, or if its reader has gone by choice."""
+def require_shown() -> None:
+    """Raise a `LaunchError` if something on standard output was dropped, unless its reader has gone by choice."""
     print(end="", flush=True)
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", getattr(sys.stdout, "buffer", None))
     error = raw.error if isinstance(raw, _Lossy) else None
-    return None if isinstance(error, BrokenPipeError) else error
+    if error is not None and not isinstance(error, BrokenPipeError):
+        raise LaunchError(f"standard output must take what is printed, but does not: {error.strerror}") from error
 
 
 def _stream(
+    name: str,
     number: int,
     encoding: str = "utf-8",
     errors: str | None = _ESCAPES,
@@ -90,13 +97,16 @@ def _stream(
     is_unbuffered: bool = False,
 ) -> io.TextIOWrapper:
     raw = _Lossy(number, "wb", closefd=False)
-    return io.TextIOWrapper(
+    raw.name = f"<{name}>"
+    stream = io.TextIOWrapper(
         raw if is_unbuffered else io.BufferedWriter(raw),
         encoding,
         errors,
         line_buffering=line_buffering,
         write_through=is_unbuffered,
     )
+    vars(stream)["mode"] = "w"  # Python, too, gives its streams this attribute
+    return stream
 
 
 def _open_null_device() -> int:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from textwrap import dedent
 
 import pytest
@@ -67,6 +68,13 @@ def test_two_ranks_give_the_same_table_once(lockstep, weights):
     assert (code, err) == (0, f"{loading}\nlockstep: starting 2 ranks\n")
     assert "2 ranks on" in out
     assert rows(out) == [["error", "0.5 m"], ["samples", "8"]]
+
+
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_a_table_that_is_lost_is_an_error(lockstep, weights, nproc):
+    to_full_disk = ("sh", "-c", f'"{sys.executable}" -m lockstep "$@" >/dev/full', "sh")
+    code, _, err = lockstep("test", "tested.py", "--checkpoint", weights.name, "--nproc", nproc, before=to_full_disk)
+    assert (code, "must take what is printed, but does not: No space left on device" in err) == (1, True), err
 
 
 def test_predictions_are_written_for_each_sample(here, lockstep, weights):

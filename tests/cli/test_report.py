@@ -36,6 +36,14 @@ def test_the_page_goes_where_one_wants(lockstep, tmp_path: Path):
     assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
 
 
+def test_the_home_folder_may_be_named_within_the_option(lockstep, tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(RECORD) + "\n")
+    home = tmp_path / "home"
+    home.mkdir()
+    assert lockstep("report", ".", "--out=~/page.html", env={"HOME": str(home)}) == (0, f"{home}/page.html\n", "")
+    assert (home / "page.html").read_text().startswith("<!DOCTYPE html>")
+
+
 def test_what_cannot_be_shown_is_told_in_one_line(lockstep, tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text("")
     for words, says in (

@@ -76,7 +76,7 @@ def test_another_order_is_told_in_whatever_epoch(caplog):
     begin(70, epochs.head)
     assert not caplog.records
     begin(70, epochs.head, seed=1)
-    assert "begins with other items than in the run that is resumed" in caplog.text
+    assert "the order of epoch 2 begins with other items than in the run that is resumed" in caplog.text
 
 
 def test_there_must_be_something():

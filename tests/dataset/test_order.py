@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from lockstep.dataset import DefaultSampler, InfiniteSampler
 from lockstep.dataset import order as order_module
-from lockstep.dataset.order import MOST_DRAWN, computed, drawn
+from lockstep.dataset.order import MOST_DRAWN, computed_order, drawn_order
 from lockstep.testing import run_ranks
 
 MIB = 2**20
@@ -27,8 +27,8 @@ REPEATS = 8  # seeds, and epochs of each
 def whole(kind: str, size: int, seed: int, epoch: int) -> NDArray[np.int64]:
     positions = np.arange(size)
     if kind == "computed":
-        return computed(size, seed, epoch)(positions)
-    return drawn(size, torch.Generator().manual_seed(1000 * seed + epoch))(positions).astype(np.int64)
+        return computed_order(size, seed, epoch)(positions)
+    return drawn_order(size, torch.Generator().manual_seed(1000 * seed + epoch))(positions).astype(np.int64)
 
 
 @given(size=st.integers(1, 3000), seed=st.integers(-(2**63), 2**64), epoch=st.integers(0, 2**33))
@@ -39,7 +39,7 @@ def test_each_index_comes_once(size, seed, epoch):
 @given(size=st.integers(1, 10**12), part=st.floats(0, 1))
 @settings(max_examples=20)
 def test_a_position_is_computed_by_itself(size, part):
-    order = computed(size, 1, 2)
+    order = computed_order(size, 1, 2)
     first = round(part * (size - 1))
     several = order(np.arange(first, min(size, first + 50)))
     assert len(set(several.tolist())) == len(several)
@@ -50,8 +50,8 @@ def test_a_position_is_computed_by_itself(size, part):
 
 def test_the_order_stays_the_same_in_all_versions():
     """A checkpoint says how many samples of it have been taken."""
-    assert computed(10**9, 0, 0)(np.arange(4)).tolist() == [1392934, 786282683, 588058104, 386139874]
-    assert computed(10**9, 5, 3)(np.array([0, 10**9 - 1])).tolist() == [371527201, 619674247]
+    assert computed_order(10**9, 0, 0)(np.arange(4)).tolist() == [1392934, 786282683, 588058104, 386139874]
+    assert computed_order(10**9, 5, 3)(np.array([0, 10**9 - 1])).tolist() == [371527201, 619674247]
 
 
 def surplus(counts: NDArray[Any], expected: NDArray[Any] | float) -> float:

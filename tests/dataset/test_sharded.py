@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -164,6 +165,24 @@ def test_a_pass_goes_on_where_it_was_and_draws_nothing_from_the_training(kind):
     assert seen(begun_at(loader, 2 * global_order_of(loader).global_batch), 2) == whole[2:]
     assert (torch.rand(()), random.random(), np.random.rand()) == expected
     assert seen(loader, 4) == whole
+
+
+class Elsewhere(Tensor):
+    """Weights on another device: a generator of the CPU can't draw by them."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.multinomial:
+            raise RuntimeError("Expected a generator of another device")
+        found = super().__torch_function__(function, types, args, kwargs or {})
+        return found.as_subclass(Tensor) if function is Tensor.cpu else found
+
+
+def test_weights_may_be_on_an_accelerator():
+    of_host, elsewhere = WeightedRandomSampler(WEIGHTS, 12), WeightedRandomSampler(WEIGHTS, 12)
+    elsewhere.weights = elsewhere.weights.as_subclass(Elsewhere)
+    assert list(ShardedSampler(elsewhere, seed=5)) == list(ShardedSampler(of_host, seed=5))
+    assert type(elsewhere.weights) is Elsewhere  # the sampler of the user's stays as it is
 
 
 @ranks(4)

@@ -213,6 +213,23 @@ def test_a_value_that_has_no_memory_for_its_elements_is_refused_before_anything_
     assert data["a"].tolist() == [1.0, 1.0]
 
 
+@ranks(2)
+def test_of_what_is_reduced_in_float32_too_all_is_refused_before_anything_is_changed() -> None:
+    data = {"n": 1, "a": torch.zeros(1).expand(3), "b": torch.ones(1, dtype=torch.float64).expand(3)}
+    with pytest.raises(ValueError, match=r"`'a'` must have memory for each of its elements"):
+        all_reduce_dict(data, to_float=True)
+    assert data["n"] == 1
+    del data["a"]
+    data["n"] = 1j
+    with pytest.raises(
+        TypeError, match=r"`'n'` must be real to be reduced in torch\.float32, but is torch\.complex128"
+    ):
+        all_reduce_dict(data, to_float=True)
+    data["n"] = 1
+    assert all_reduce_dict(data, to_float=True)["b"].tolist() == [get_world_size()] * 3  # is replaced
+    assert_group_works()
+
+
 MISMATCHES = {
     "a key more": ({"a": 1.0, "b": 2}, {"a": 1.0}, "'b': int64[]"),
     "other keys": ({"a": 1.0, "b": 2}, {"a": 1.0, "c": 2}, "'b': int64[]"),

@@ -16,7 +16,7 @@ from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError
 from lockstep.optim import DefaultOptimWrapperConstructor, OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from lockstep.optim.constructor import param_sites
-from lockstep.registry import OPTIM_WRAPPER_CONSTRUCTORS, BuildError
+from lockstep.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS, BuildError, Registry
 from lockstep.runner import Runner
 from lockstep.strategy import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from lockstep.testing import ranks, run_ranks
@@ -152,6 +152,27 @@ class Tied(nn.Module):
         self.embedding = nn.Embedding(3, 2)
         self.head = nn.Linear(2, 3, bias=False)
         self.head.weight = self.embedding.weight
+
+
+OF_LIBRARY = Registry("optimizer", scope="optim_tests", parent=OPTIMIZERS)
+
+
+@OF_LIBRARY.register_module(name=["AdamW", "Own"])
+class Own(torch.optim.AdamW):
+    """Has the name of an optimizer of torch, and another default."""
+
+    def __init__(self, params: Any, lr: float = 0.5) -> None:
+        super().__init__(params, lr=lr)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Own"])
+def test_defaults_are_those_of_the_optimizer_in_the_scope_of_its_config(name):
+    wrapper = build_optim_wrapper(
+        nn.Linear(2, 1),
+        {"optimizer": {"type": name, "_scope_": "optim_tests"}, "paramwise_cfg": {"bias_lr_mult": 2}},
+    )
+    assert type(wrapper.optimizer) is Own
+    assert wrapper.get_lr() == {"lr": [0.5, 1.0]}
 
 
 def test_a_shared_parameter_has_one_set_of_options():

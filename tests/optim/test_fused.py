@@ -44,8 +44,25 @@ def test_elsewhere_what_can_be_is_unless_something_else_is_asked_for():
         assert not is_fused(net(), type=kind, foreach=True)
         assert not is_fused(nn.Linear(2, 1, dtype=torch.complex64), type=kind)
     assert not is_fused(net(), type="Adagrad")
+    for_some = {"optimizer": {"type": "SGD", "lr": 0.1}, "paramwise_cfg": {"custom_keys": {"0": {"foreach": True}}}}
+    assert not any(group["fused"] for group in build_optim_wrapper(net(), for_some).param_groups)
     assert not is_fused(nn.Sequential(nn.Embedding(2, 2, sparse=True), nn.Linear(2, 1)), type="SGD")
     assert "fused" not in build_optim_wrapper(net(), {"optimizer": {"type": "RMSprop"}}).param_groups[0]
+
+
+class OfThatName(nn.Module):
+    """Has something called `sparse` that is no option of an embedding."""
+
+    def __init__(self, sparse: Tensor | nn.Module) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.sparse = nn.Buffer(sparse) if isinstance(sparse, Tensor) else sparse
+
+
+@pytest.mark.usefixtures("_as_on_an_accelerator")
+@pytest.mark.parametrize("sparse", [torch.ones(3), nn.Linear(2, 1)])
+def test_what_is_called_sparse_may_be_a_part_of_the_model(sparse):
+    assert is_fused(OfThatName(sparse), type="SGD")
 
 
 @ranks(2)

@@ -90,6 +90,13 @@ def test_all_plots_read_out_the_iteration_under_the_pointer(browse: Browse):
     assert (compute, exchange, data) == ("13", "5", "2")
 
 
+def test_the_iteration_of_a_long_run_is_read_out_to_its_last_digit(browse: Browse):
+    def write(folder: Path) -> Path:
+        return write_run(folder, [train_record(step) for step in (123_456, 123_457)])
+
+    assert 'data-place="iteration 123,456, epoch' in browse(move_to(".chart", 0.01, 0.5), write)
+
+
 def test_leaving_shows_the_latest_values_again(browse: Browse):
     leave = "over.dispatchEvent(new MouseEvent('mouseleave'));"
     dom, before = browse(move_to(".chart", 0.41, 0.5) + leave), browse()

@@ -89,6 +89,23 @@ def test_output_that_the_script_has_closed_is_dropped() -> None:
     assert subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True).stdout == b""
 
 
+@pytest.mark.parametrize("closed", [1, 2])
+def test_what_goes_to_a_file_goes_there_from_a_stream_that_was_closed_too(tmp_path: Path, closed: int) -> None:
+    code = (
+        "import os, subprocess; from lockstep.output import write_output_to; write_output_to('log.txt'); "
+        f"os.write({closed}, b'own '); subprocess.run('echo child >&{closed}', shell=True)"
+    )
+    line = f'{sys.executable} -c "{code}" {closed}>&-'
+    subprocess.run(line, shell=True, cwd=tmp_path, check=True, stdout=subprocess.PIPE)
+    assert (tmp_path / "log.txt").read_text() == "own child\n"
+
+
+def test_streams_have_the_names_and_modes_of_pythons_own() -> None:
+    code = f"{TOLERANT}; import sys; print(*((one.name, one.mode) for one in (sys.stdout, sys.stderr)))"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout == "('<stdout>', 'w') ('<stderr>', 'w')\n"
+
+
 def test_letters_that_the_encoding_lacks_are_shown_as_the_user_has_chosen() -> None:
     done = subprocess.run(
         [sys.executable, "-c", f"{TOLERANT}; print('\u00e9')"],

@@ -266,6 +266,48 @@ def test_a_backward_pass_around_the_session_is_an_error(tmp_path):
         next(turns)
 
 
+class CallsItsBase(torch.optim.SGD):
+    def step(self) -> None:
+        super().step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, CallsItsBase])
+@ranks(1, 2)
+def test_a_step_after_that_of_the_session_is_an_error_where_it_finds_gradients(tmp_path, kind):
+    session = session_of(tmp_path)
+    model = network()
+    model, optimizer, batches = session.prepare(model, kind(model.parameters(), lr=0.1), loader())
+    for epoch in session.epochs(2):
+        for x, y in batches:
+            session.step(F.cross_entropy(model(x), y))
+            optimizer.step()  # of an older loop: does nothing
+            if epoch:
+                model(x).square().mean().backward()
+                for step in (optimizer.step, optimizer.optimizer.step):
+                    with pytest.raises(RuntimeError, match="but there has been none since the last step"):
+                        step()
+                optimizer.zero_grad()
+
+
+@ranks(1, 2)
+def test_a_backward_pass_of_one_optimizer_allows_no_step_of_another(tmp_path):
+    session = session_of(tmp_path)
+    parts = {"one": nn.Linear(4, 4), "two": nn.Linear(4, 2)}
+    optimizers = {name: torch.optim.SGD(part.parameters(), lr=0.1) for name, part in parts.items()}
+    model, optims, batches = session.prepare(parts, optimizers, loader())
+    for _ in session.epochs(1):
+        for x, _ in batches:
+            optims["one"].update_params(model["one"](x).square().mean())
+            optims["two"].backward(optims["two"].scale_loss(model["two"](x).square().mean()))
+            optims["two"].step()
+            optims["two"].zero_grad()
+            for parameter in model["two"].parameters():
+                parameter.grad = torch.ones_like(parameter)
+            with pytest.raises(RuntimeError, match=r"none since the last step .* Call optimizers\['two'\]"):
+                optims["two"].step()
+            optims["two"].zero_grad()
+
+
 def test_data_without_a_batch_and_what_is_no_model_are_refused(tmp_path):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

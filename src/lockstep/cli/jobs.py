@@ -34,6 +34,7 @@ from lockstep.launch import JobSpec, launch
 from lockstep.launch.job import SENT_SIGNALS
 from lockstep.launch.notices import loading_torch, say
 from lockstep.location import locate, make_folder, require_disk
+from lockstep.output import require_shown
 from lockstep.topology import LauncherName, infer_launcher, read_topology
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class Job(RankOptions, ABC):
         metrics = runner.test() if mode == "test" else runner.val()
         if runner.rank == 0:
             _print_table(mode, metrics, runner)
+            require_shown()
 
     def run(self) -> None:
         """Run the config in this process, or in ranks that are started here."""

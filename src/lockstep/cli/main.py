@@ -27,12 +27,12 @@ from lockstep.errors import INPUT_ERRORS, LaunchError, Preempted, nearest
 from lockstep.launch import launch
 from lockstep.launch.worker import end_soon
 from lockstep.location import is_of_disk
-from lockstep.output import lost_output, tolerate_closed_output
+from lockstep.output import require_shown, tolerate_closed_output
 from lockstep.report import find_run, read_run, write_page
 from lockstep.version import __version__
 
 _INTERRUPTED = 130  # what a shell reports for SIGINT
-_OF_RANKS = (["train"], ["test"], ["predict"], ["launch"])  # what ranks print is not why they are started
+_PRINT_ASIDE = (["train"], ["predict"], ["launch"])  # are not called for what they print
 
 
 class _Commands(TyperGroup):
@@ -72,8 +72,8 @@ def _without_types(parameters: list[Any]) -> list[Any]:
 class Launch(LaunchOptions):
     """Run any script on several ranks.
 
-    The options may come before or after SCRIPT. -- ends them: everything after it belongs to the script. Write it where
-    the script has an option of the same name.
+    The options may come before or after SCRIPT. -- ends them: everything after it belongs to the script, also an option
+    of the same name.
     """
 
     script: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]", help="A script and its arguments.")]
@@ -115,7 +115,7 @@ def report(
     The page shows curves, slow ranks, evaluations, config and environment, and needs no network.
     """
     run = read_run(find_run(run_dir))
-    page = out or run.folder / "report.html"
+    page = out.expanduser() if out else run.folder / "report.html"  # a shell leaves the ~ of --out=~/file as it is
     write_page(run, page)
     for fault in run.faults:
         print(f"warning: {fault}", file=sys.stderr)
@@ -167,9 +167,12 @@ def main() -> None:
         app()
     except SystemExit as error:
         if not error.code:
-            if sys.argv[1:2] not in _OF_RANKS and (lost := lost_output()) is not None:
-                print_error(LaunchError(f"standard output must take what is printed, but does not: {lost.strerror}"))
-                raise SystemExit(1) from lost
+            if sys.argv[1:2] not in _PRINT_ASIDE:
+                try:
+                    require_shown()
+                except LaunchError as lost:
+                    print_error(lost)
+                    raise SystemExit(1) from lost
             ignore_stop_signals()
         if error.code == Preempted.EXIT_CODE:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C once more would change the exit code

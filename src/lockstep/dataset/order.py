@@ -27,13 +27,13 @@ def unshuffled(positions: NDArray[np.int64]) -> NDArray[np.int64]:
     return positions
 
 
-def drawn(size: int, generator: torch.Generator) -> Order:
+def drawn_order(size: int, generator: torch.Generator) -> Order:
     """Return the order that `torch.randperm` draws. **Cost**: 4 bytes a sample (8 from 2^31 samples on)."""
     dtype = torch.int32 if size < 2**31 else torch.int64
     return torch.randperm(size, generator=generator, dtype=dtype, device="cpu").numpy().take
 
 
-def computed(size: int, seed: int, epoch: int) -> Order:
+def computed_order(size: int, seed: int, epoch: int) -> Order:
     """Return a random order of which any position is computed by itself.
 
     Think of the samples as lying in a table of about as many rows as columns. A round moves each column down by a
@@ -50,7 +50,7 @@ def computed(size: int, seed: int, epoch: int) -> Order:
     **Cost**: 48 bytes for each row: 1.5 MiB for 10^9 samples.
 
     Example:
-        >>> sorted(computed(5, seed=0, epoch=0)(np.arange(5)).tolist())
+        >>> sorted(computed_order(5, seed=0, epoch=0)(np.arange(5)).tolist())
         [0, 1, 2, 3, 4]
     """
     rows = math.isqrt(max(0, size - 1)) + 1

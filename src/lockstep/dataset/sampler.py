@@ -21,7 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lockstep.dataset.order import MOST_DRAWN, Order, computed, drawn, items_at, unshuffled
+from lockstep.dataset.order import MOST_DRAWN, Order, computed_order, drawn_order, items_at, unshuffled
 from lockstep.dataset.random_state import mixed_seed, seed_generators, separate_random_state
 from lockstep.dataset.rank_aware import parts_of
 from lockstep.dist import all_gather, get_dist_info, get_rank, get_world_size, sync_random_seed
@@ -74,7 +74,7 @@ class ShardingSampler(Sampler[Any]):
         self._begin, self._expected = position, head
 
     def head_of(self, epoch: int) -> list[int]:
-        """Return `head` for an order that a pass is in: of one that goes through several, that of the epoch."""
+        """Return `head` of the order that a pass is in. If a pass goes through several, that of `epoch` is meant."""
         return self.head
 
     def _take_begin(self) -> int:
@@ -145,8 +145,8 @@ class OrderSampler(ShardingSampler):
         if not self.shuffle:
             return unshuffled
         if self.computed:
-            return computed(self.size, self.seed, epoch)
-        return drawn(self.size, torch.Generator().manual_seed(self.seed + epoch))
+            return computed_order(self.size, self.seed, epoch)
+        return drawn_order(self.size, torch.Generator().manual_seed(self.seed + epoch))
 
     def _first(self, order: Order) -> list[int]:
         return list(items_at(order, range(min(self.size, HEAD_LENGTH)), self.size))
@@ -249,7 +249,7 @@ class InfiniteSampler(OrderSampler):
         computed: bool | None = None,
     ) -> None:
         super().__init__(dataset, shuffle, seed, False, shard, computed)
-        self._epoch_of_head = -1
+        self.epoch = -1  # that of `head`, which no pass has noted yet
         if self.size == 0:
             raise ConfigError(
                 f"`dataset` must have at least one sample, but has none (rank {self.rank} of {self.world_size})"
@@ -257,8 +257,8 @@ class InfiniteSampler(OrderSampler):
 
     def __iter__(self) -> Iterator[int]:
         begin = self._take_begin()
-        self._epoch_of_head = begin // self.size
-        self._note_head(self._first(self.order_of(self._epoch_of_head)))
+        self.epoch = begin // self.size
+        self._note_head(self._first(self.order_of(self.epoch)))
         position = begin + self.rank
         while True:
             epoch, offset = divmod(position, self.size)
@@ -268,8 +268,8 @@ class InfiniteSampler(OrderSampler):
 
     def head_of(self, epoch: int) -> list[int]:
         """Return the first samples of the order of an epoch, which the pass goes through among others."""
-        if epoch != self._epoch_of_head:
-            self._epoch_of_head, self.head = epoch, self._first(self.order_of(epoch))
+        if epoch != self.epoch:
+            self.epoch, self.head = epoch, self._first(self.order_of(epoch))
         return self.head
 
 
@@ -345,7 +345,8 @@ class ShardedSampler(ShardingSampler):
     of n takes the items at positions r, r + n, r + 2n ...
 
     The states of the global generators are swapped twice per batch, which takes some tenths of a millisecond. This is
-    not needed for torch's own samplers, which get a generator.
+    not needed for torch's `RandomSampler`, `SubsetRandomSampler` and `WeightedRandomSampler` by themselves, which get a
+    generator; it is for a `BatchSampler` around one.
 
     A sampler that draws from another source, such as the clock or an unseeded generator that it creates in `__iter__`,
     can't be split in this way. One whose order depends on the training so far, such as on the losses, can't be drawn
@@ -435,6 +436,8 @@ class ShardedSampler(ShardingSampler):
         if type(self.sampler) in _BY_GENERATOR:
             sampler, drawing = copy.copy(self.sampler), nullcontext
             sampler.generator = torch.Generator().manual_seed(seed)  # type: ignore[attr-defined]
+            if isinstance(sampler, WeightedRandomSampler):  # a generator of the CPU draws by weights there alone
+                sampler.weights = sampler.weights.cpu()
             items = islice(sampler, None)
         else:
             with drawing():

@@ -52,8 +52,8 @@ def all_reduce_dict(
             place, other values are replaced.
         op: as for `all_reduce`.
         group: the process group; None is the default group.
-        to_float: reduce everything in float32, in one collective; means need not be whole numbers then. Every entry
-            becomes a float32 tensor.
+        to_float: reduce everything in float32, in one collective; means need not be whole numbers then. Every entry,
+            none of which may be complex, becomes a float32 tensor.
         py_dict: an alias for `data`.
 
     **Collective**: every rank of the group, with the same keys, shapes and dtypes.
@@ -80,7 +80,7 @@ def all_reduce_dict(
             raise TypeError(f"`data` must be a dict, but is {type(data).__name__}. Lists and others: all_reduce_tree")
         values = [(repr(key), value) for key, value in data.items()]
         warn_of_lost_gradients("all_reduce_dict", filled=data.values())
-    reduced = _reduce_leaves(values, op, comm, torch.float32 if to_float else None, is_filled=not to_float)
+    reduced = _reduce_leaves(values, op, comm, torch.float32 if to_float else None, is_filled=True)
     for (key, value), result in zip(list(data.items()), reduced, strict=True):
         if isinstance(value, Tensor) and value.dtype == result.dtype:
             copy_into(value, result)
@@ -360,7 +360,13 @@ def _mismatch(lines: list[str], comm: Comm) -> CollectiveMismatchError:
 
 def _as_tensor(path: str, leaf: Any, dtype: torch.dtype | None, is_filled: bool) -> Tensor:
     tensor = leaf if isinstance(leaf, Tensor) else _tensor_of(path or "data", leaf)
-    require_tensor(path or "data", tensor, is_filled=is_filled)
+    # What is converted is replaced, not filled.
+    require_tensor(path or "data", tensor, is_filled=is_filled and dtype in (None, tensor.dtype))
+    if dtype is not None and tensor.is_complex():
+        raise TypeError(
+            f"`{path}` must be real to be reduced in {dtype}, but is {tensor.dtype}. Leave out to_float, or hand in "
+            "its parts, .real and .imag"
+        )
     return tensor if dtype is None else tensor.detach().to(dtype)
 
 

@@ -36,9 +36,9 @@ _CONVOLUTIONS = (
 # ModulatedDeformConv2dPack.
 _NORM = re.compile(r"Norm(\dd)?$", re.IGNORECASE)
 _DEFORMABLE = re.compile(r"DeformConv")
-# Torch's optimizers with a fused kernel for accelerators, and whether it also takes DTensors (torch 2.13);
+# Torch's optimizers with a fused kernel for accelerators, each with whether that also takes DTensors (torch 2.13);
 # see docs/decisions/0007-fused-optimizers.md.
-_TAKES_SHARDS: Mapping[type, bool] = {Adam: True, AdamW: True, SGD: False}
+_FUSED: Mapping[type, bool] = {Adam: True, AdamW: True, SGD: False}
 # On the CPU a fused update rounds differently from the one of a hand-written loop.
 _DEVICES = ("cuda", "mps", "xpu")
 # Options by which the user may choose the implementation; `fused` excludes the others.
@@ -231,11 +231,12 @@ class DefaultOptimWrapperConstructor:
 
     - `custom_keys`: by parts of names: `{"backbone": dict(lr_mult=0.1, decay_mult=0.0)}`, also with other options of
       the optimizer. The longest key that is part of a parameter's name applies, and no other key does.
-    - `bias_lr_mult`: biases, except those of norms and of deformable offsets.
+    - `bias_lr_mult`: biases, which are the parameters called `bias`, except those of norms and of deformable offsets.
     - `bias_decay_mult`: biases, except those of norms, depthwise convolutions and deformable offsets.
     - `norm_decay_mult`: norms: modules whose class name ends in `Norm`, `Norm1d`, ...: `BatchNorm2d`, `LlamaRMSNorm`.
     - `dwconv_decay_mult`: depthwise convolutions.
-    - `flat_decay_mult`: one-dimensional parameters to which no other given `decay_mult` applies.
+    - `flat_decay_mult`: one-dimensional parameters to which no other given `decay_mult` applies, except those of
+      deformable offsets.
     - `dcn_offset_lr_mult`: the convolution `conv_offset` in a deformable convolution.
     - `bypass_duplicate`: if a parameter is shared by modules with different options, the options of the first one
       apply; without this key that is an error.
@@ -343,7 +344,7 @@ class DefaultOptimWrapperConstructor:
                 "has none. Unfreeze some, or call val() or test() instead of train()"
             )
         options = dict(self.optimizer_cfg)
-        if _fits_fused(_kind_of(options), options, params, model):
+        if _fits_fused(_kind_of(options), [options, *groups], params, model):
             options["fused"] = True
         optimizer: Optimizer = OPTIMIZERS.build(options, params=groups)
         return optimizer
@@ -351,7 +352,8 @@ class DefaultOptimWrapperConstructor:
 
 def _kind_of(cfg: Mapping[str, Any]) -> Any:
     kind = cfg.get("type")
-    return OPTIMIZERS[kind] if isinstance(kind, str) else kind
+    with in_default_scope(cfg.get(SCOPE)):
+        return OPTIMIZERS[kind] if isinstance(kind, str) else kind
 
 
 def _options(cfg: Any) -> tuple[Collection[str] | None, Options]:
@@ -362,24 +364,26 @@ def _options(cfg: Any) -> tuple[Collection[str] | None, Options]:
     takes = Arguments.of(kind)
     named = {name: parameter for name, parameter in takes.named.items() if name != "params"}
     defaults = {name: option.default for name, option in named.items() if option.default is not option.empty}
-    given = {name: value for name, value in cfg.items() if name != "type"}
+    given = {name: value for name, value in cfg.items() if name not in ("type", SCOPE)}
     return None if takes.takes_others else named, {**defaults, **given}
 
 
-def _fits_fused(kind: Any, options: Mapping[str, Any], params: Sequence[nn.Parameter], model: nn.Module) -> bool:
-    """Return whether the optimizer should be fused. False if its config chooses an implementation.
+def _fits_fused(
+    kind: Any, options: Sequence[Mapping[str, Any]], params: Sequence[nn.Parameter], model: nn.Module
+) -> bool:
+    """Return whether the optimizer should be fused. False if its config chooses an implementation, for some group.
 
     Args:
         kind: the optimizer's class.
-        options: its other arguments.
+        options: its other arguments, and the options of each group.
         params: all parameters that it will update.
         model: the model that holds them.
     """
-    if kind not in _TAKES_SHARDS or any(options.get(name) is not None for name in _CHOICES):
+    if kind not in _FUSED or any(each.get(name) is not None for each in options for name in _CHOICES):
         return False
     meshes = {getattr(param, "device_mesh", None) for param in params}
-    if meshes != {None} and not (len(meshes) == 1 and _TAKES_SHARDS[kind]):
+    if meshes != {None} and not (len(meshes) == 1 and _FUSED[kind]):
         return False
-    if any(getattr(module, "sparse", False) for module in model.modules()):  # an embedding's gradients
+    if any(getattr(module, "sparse", None) is True for module in model.modules()):  # an embedding's gradients
         return False
     return all(torch.is_floating_point(param) and param.device.type in _DEVICES for param in params)

@@ -3,6 +3,7 @@
 (() => {
   const values = JSON.parse(document.getElementById("values").textContent);
   const plain = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
+  const whole = new Intl.NumberFormat("en");
   const shown = (value) => {
     if (value === null) return "not finite";
     return value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e7)
@@ -11,7 +12,7 @@
   };
   const iteration = (x) => {
     const epoch = values.epochs.find(([, end]) => Math.round(x) <= end);
-    return `iteration ${plain.format(Math.round(x))}` + (epoch ? `, epoch ${epoch[0]}` : "");
+    return `iteration ${whole.format(Math.round(x))}` + (epoch ? `, epoch ${epoch[0]}` : "");
   };
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const font = "12px system-ui, sans-serif";

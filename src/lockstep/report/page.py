@@ -105,7 +105,7 @@ def _header(run: RunRecords, place: Path) -> str:
 
 
 def _link(folder: Path, place: Path) -> str:
-    return quote(os.fsencode(os.path.relpath(folder, place.resolve())))  # a name may be no text
+    return quote(os.fsencode(os.path.relpath(folder, place.resolve())))  # as bytes: those of a name may be no UTF-8
 
 
 def _config_html(run: RunRecords) -> str:

@@ -19,10 +19,11 @@ def guard_steps(loop: OwnLoop, wrapper: OptimWrapper, name: str | None = None) -
     """Let an optimizer raise an error where code of the user's own steps it by gradients around the session.
 
     Such gradients are neither weighted by samples, nor divided by the batches of a window, nor unscaled. Gradients
-    that are there when a window begins are an error, too. With several optimizers, by name, the loss of another may
-    have left them, which is warned of.
+    that are there when one of the first windows begins are an error, too. With several optimizers, by name, the loss of
+    another may have left them, which is warned of.
     """
-    update_params, windows_left = wrapper.update_params, _WINDOWS_LOOKED_AT
+    update_params, add_gradients, windows_left = wrapper.update_params, wrapper.backward, _WINDOWS_LOOKED_AT
+    is_due = False  # whether the wrapper has made a backward pass since the last step
     call = "session.step(loss)" if name is None else f"optimizers[{name!r}].update_params(loss)"
 
     def refuse(what: str, why: str) -> None:
@@ -49,14 +50,27 @@ def guard_steps(loop: OwnLoop, wrapper: OptimWrapper, name: str | None = None) -
                 )  # fmt: skip
         update_params(*args, **kwargs)
 
+    def backward(*args: Any, **kwargs: Any) -> None:
+        nonlocal is_due
+        add_gradients(*args, **kwargs)
+        is_due = True
+
+    def has_gradients() -> bool:
+        return any(parameter.grad is not None for group in wrapper.param_groups for parameter in group["params"])
+
     def before_step(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
         has_closure = len(arguments) > 1 or bool(options)  # the first one is the optimizer
         if not loop.is_stepping or has_closure:
             return
-        if not loop.has_backward:
-            refuse("step", "must follow a backward pass of the session, but this iteration has had none")
+        # A step left over from an older loop, after that of the session, finds no gradients and does nothing.
+        if not loop.has_backward or (not is_due and has_gradients()):
+            refuse("step", "must follow a backward pass of the session, but there has been none since the last step")
         if not wrapper.should_update():
             refuse("step", "must end a window of accumulation, but comes within one")
+
+    def after_step(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
+        nonlocal is_due
+        is_due = False
 
     def note_rate(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
         rate = wrapper.param_groups[0].get("lr")
@@ -64,5 +78,7 @@ def guard_steps(loop: OwnLoop, wrapper: OptimWrapper, name: str | None = None) -
             loop.rates_of_step["lr" if name is None else f"{name}.lr"] = float(rate)
 
     wrapper.update_params = update  # type: ignore[method-assign]
+    wrapper.backward = backward  # type: ignore[method-assign]
     wrapper.optimizer.register_step_pre_hook(before_step)
+    wrapper.optimizer.register_step_post_hook(after_step)
     wrapper.optimizer.register_step_pre_hook(note_rate)

@@ -8,7 +8,7 @@ import torch
 
 import lockstep.dataset
 from lockstep.dataset import DefaultSampler
-from lockstep.dataset.order import Order, drawn
+from lockstep.dataset.order import Order, drawn_order
 from mmengine.registry import DATA_SAMPLERS
 
 __all__ = ["DefaultSampler", "InfiniteSampler"]
@@ -47,9 +47,9 @@ class InfiniteSampler(lockstep.dataset.InfiniteSampler):
             self._generator.manual_seed(self.seed)
             self._drawn = 0
         for _ in range(self._drawn, epoch):
-            drawn(self.size, self._generator)
+            drawn_order(self.size, self._generator)
         self._drawn = epoch + 1
-        return drawn(self.size, self._generator)
+        return drawn_order(self.size, self._generator)
 
     def __len__(self) -> int:
         """Return the number of samples of the dataset; an iteration never ends."""
