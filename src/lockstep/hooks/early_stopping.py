@@ -68,12 +68,17 @@ class EarlyStoppingHook(Hook):
         self.wait_count = 0  # validations since the best one
         self._has_found = False  # whether some validation had the metric
         self._has_warned = False  # of one without it
-        self._is_training = False
+        self._is_training = self._is_resumed = False
 
     def before_train(self, runner: TrainRun) -> None:
-        """Raise an error for a metric that there won't be."""
+        """Raise an error for a metric that there won't be; stop a run that resumes after it had stopped early."""
         check_metrics("monitor", [self.monitor], runner)
         self._is_training = True
+        reason = self._reason_to_be_over() if self._is_resumed else None
+        self._is_resumed = False
+        if reason is not None:
+            runner.train_loop.stop_training = True
+            runner.logger.info("the training had stopped early, and does not go on: %s %s", self.monitor, reason)
 
     def close(self) -> None:
         """Pass over the validations that come after the training."""
@@ -120,17 +125,29 @@ class EarlyStoppingHook(Hook):
             raise not_saved_by("EarlyStoppingHook", _KEY, saved)
         self.best, self.wait_count = saved["best"], saved["wait_count"]
         self._has_found = self.best is not None
+        self._is_resumed = True
 
     def _reason_to_stop(self, value: float) -> str | None:
         if self.check_finite and not math.isfinite(value):
             return f"is {value}"
-        if self.stopping_threshold is not None and self._gain(value, self.stopping_threshold) > 0:
-            return f"is {value:g}, better than {self.stopping_threshold:g} (stopping_threshold)"
         is_first = not math.isnan(value) and self.best is None
-        if is_first or (self.best is not None and self._gain(value, self.best) > self.min_delta):
+        if (
+            is_first
+            or self._is_enough(value)
+            or (self.best is not None and self._gain(value, self.best) > self.min_delta)
+        ):
             self.best, self.wait_count = value, 0
-            return None
-        self.wait_count += 1
+        else:
+            self.wait_count += 1
+        return self._reason_to_be_over()
+
+    def _is_enough(self, value: float) -> bool:
+        return self.stopping_threshold is not None and self._gain(value, self.stopping_threshold) > 0
+
+    def _reason_to_be_over(self) -> str | None:
+        """Return why the training is over, by the best value and the number of validations since then."""
+        if self.best is not None and self._is_enough(self.best):
+            return f"is {self.best:g}, better than {self.stopping_threshold:g} (stopping_threshold)"
         if self.wait_count < self.patience:
             return None
         if self.best is None:
