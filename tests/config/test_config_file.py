@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep.config import Config
 from lockstep.errors import ConfigError
@@ -120,6 +121,36 @@ def test_what_is_wrong_is_named_with_file_and_line(write, name, text, says):
 def test_a_key_may_override_one_that_is_merged(write):
     text = "a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\n"
     assert Config.fromfile(write("c.yaml", text)) == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}}
+
+
+def test_what_is_merged_may_have_been_merged_itself(write):
+    text = "top:\n  base: &base {x: 1}\n  b: &b {<<: *base, x: 2}\nc: {<<: *b, y: 3}\n"
+    assert Config.fromfile(write("c.yaml", text))["c"] == {"x": 2, "y": 3}
+
+
+def test_merges_that_stand_for_billions_are_read(write):
+    """The search for a key's line must not go through all of them."""
+    lines = ["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}" for n in range(1, 40))]
+    with pytest.raises(ConfigError, match=r"c\.yaml.*`_base_` must be a path"):
+        Config.fromfile(write("c.yaml", "\n".join([*lines, "_base_: 3"])))
+
+
+def test_names_to_which_objects_of_torch_are_assigned_are_keys(write):
+    text = "from torch import nn\nfrom torch.optim import SGD, Adam\n"
+    text += "model = nn.Linear(2, 2)\nact = nn.ReLU\na, b = SGD, Adam\n"
+    cfg = Config.fromfile(write("c.py", text))
+    assert isinstance(cfg["model"], torch.nn.Linear)
+    assert (cfg["act"], cfg["a"], cfg["b"]) == (torch.nn.ReLU, torch.optim.SGD, torch.optim.Adam)
+
+
+def test_only_a_file_of_its_own_will_has_annotations_as_text(write):
+    text = "def f(x: int): pass\nkind = f.__annotations__['x']\n"
+    assert Config.fromfile(write("c.py", text))["kind"] is int
+    assert Config.fromfile(write("d.py", f"from __future__ import annotations\n{text}"))["kind"] == "int"
+
+
+def test_no_custom_imports_are_none(write):
+    assert Config.fromfile(write("c.py", "custom_imports = None\nlr = 1\n"))["lr"] == 1
 
 
 def test_a_missing_file_suggests_its_neighbour(write):

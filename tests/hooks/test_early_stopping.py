@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
 
+from lockstep import Session
 from lockstep.dist import all_gather_object
 from lockstep.errors import ConfigError
 from lockstep.evaluator import Accuracy
@@ -170,6 +174,36 @@ def test_a_run_that_has_stopped_stops_again(tmp_path: Path):
     again = make_runner(tmp_path, [EarlyStoppingHook("accuracy", patience=1)], Scripted([1.0]), resume=True, **TEN)
     again.train()
     assert again.epoch == 2
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("options", [{"patience": 1}, {"stopping_threshold": 0.5, "rule": "less"}], ids=str)
+@pytest.mark.parametrize("kind", ["epochs", "iterations"])
+def test_a_session_that_has_stopped_stops_again(kind: str, options: dict[str, Any], tmp_path: Path):
+    """With a schedule, the last checkpoint is saved after the validation that has stopped it."""
+
+    def trained() -> tuple[int, float]:
+        hook = {"type": "EarlyStoppingHook", "monitor": "loss", **options}
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        with Session(tmp_path, resume=True, custom_hooks=[hook], log_level="ERROR") as session:
+            model, optimizer, loader = session.prepare(
+                model, optimizer, DataLoader(torch.ones(4, 1)), schedulers=schedule
+            )
+            for _ in session.epochs(9) if kind == "epochs" else range(1):
+                for index, batch in enumerate(loader if kind == "epochs" else session.iterations(9)):
+                    session.step(model(batch).sum())
+                    if kind == "iterations" and index % 2:
+                        session.log_metrics(loss=1.0 if session.iter < 2 else 0.4 if len(options) > 1 else 2.0)
+                if kind == "epochs":
+                    session.log_metrics(loss=1.0 if session.epoch < 2 else 0.4 if len(options) > 1 else 2.0)
+                    schedule.step()
+            return session.iter, optimizer.param_groups[0]["lr"]
+
+    once = trained()
+    assert once[0] < 9
+    assert [trained(), trained()] == [once, once]
 
 
 @pytest.mark.parametrize(

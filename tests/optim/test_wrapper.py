@@ -106,6 +106,26 @@ def test_a_window_that_was_open_goes_on_unless_windows_have_another_size_now(siz
     assert [index for index, is_due in enumerate(due, 1) if is_due] == updates
 
 
+@pytest.mark.parametrize("further", [0, 1])
+def test_a_window_in_which_a_training_was_resumed_twice_ends_where_it_would_have(further: int):
+    model, first = make(4)
+    for batch in BATCHES[:2]:
+        first.update_params(model(batch).sum())
+    model, second = make(4)
+    second.load_extra_state(first.extra_state())
+    second.initialize_count_status(model, 2)
+    for batch in BATCHES[2 : 2 + further]:
+        second.update_params(model(batch).sum())
+    model, third = make(4)
+    third.load_extra_state(second.extra_state())
+    third.initialize_count_status(model, 2 + further)
+    due = []
+    for number, batch in enumerate(BATCHES[2 + further : 8], 3 + further):
+        third.update_params(model(batch).sum())
+        due += [number] * third.should_update()
+    assert due == [4, 8]
+
+
 def test_without_a_known_end_an_open_window_is_kept():
     model, wrapper = make(4)
     before = model.weight.clone()

@@ -130,3 +130,16 @@ def test_a_line_that_no_run_writes_is_left_out(tmp_path: Path):
     assert len(run.train) == before
     assert [fault.partition(":")[0] for fault in run.faults] == ["metrics.jsonl", "environment.json"]
     write_page(run, tmp_path / "page.html")
+
+
+def test_of_two_runs_of_one_name_the_recorded_one_was_resumed(tmp_path: Path):
+    """A sweep's trainings may begin within the same second, each in a work_dir of its own."""
+    former = write_run(tmp_path / "one" / "20260101_000000")
+    other = write_run(tmp_path / "two" / "20260101_000000")
+    resumed = write_run(tmp_path / "two" / "20260102_000000")
+    place = json.dumps({"mode": "resumed", "epoch": 1, "iter": 5, "path": str(former / "epoch_1")})
+    records = resumed / "metrics.jsonl"
+    records.write_text(f"{place}\n{records.read_text()}")
+    assert read_run(resumed).resumed == [(former, 5)]
+    former.rename(tmp_path / "one" / "moved")
+    assert read_run(resumed).resumed == [(other, 5)]

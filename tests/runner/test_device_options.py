@@ -72,6 +72,19 @@ def check_channels_last(tmp_path: Path, strategy: str) -> None:
 
 
 @ranks(1)
+def test_channels_last_is_refused_for_volumes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`channels_last` is for images, .* 0\.weight has more"):
+        Runner(
+            nn.Sequential(nn.Conv3d(1, 1, 1)),
+            tmp_path,
+            DataLoader([torch.ones(1)]),
+            train_cfg={"max_epochs": 1},
+            optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.1}},
+            channels_last=True,
+        ).train()
+
+
+@ranks(1)
 def test_channels_last_converts_weights_and_so_what_they_compute(tmp_path: Path) -> None:
     check_channels_last(tmp_path, "single")
 

@@ -223,7 +223,7 @@ _RESERVED = frozenset(name for name in vars(Config) if not name.startswith("_"))
 
 def import_custom(cfg: Config) -> None:
     """Import the modules that a config names in `custom_imports`."""
-    custom = cfg.get("custom_imports", {})
+    custom = cfg.get("custom_imports") or {}
     names = custom.get("imports", []) if isinstance(custom, dict) else custom
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):

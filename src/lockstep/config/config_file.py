@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -183,7 +184,8 @@ def package_folder(name: str) -> Path | None:
 class _Loader(yaml.SafeLoader):
     """Refuses a key that a mapping has twice, of which YAML would take the last."""
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
         first: dict[str, int] = {}  # lines, by key
         for key, _ in node.value:  # as they are written: merged ones, which may be overridden, are not yet there
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
@@ -191,7 +193,13 @@ class _Loader(yaml.SafeLoader):
                     says = f"the key `{key.value}` is there twice, first in line {first[key.value]}"
                     raise yaml.constructor.ConstructorError(None, None, says, key.start_mark)
                 first[key.value] = key.start_mark.line + 1
-        return super().construct_mapping(node, deep)
+        return node
+
+    def flatten_mapping(self, node: Any) -> None:
+        super().flatten_mapping(node)
+        # Without what is overridden, of which merges of merges would have twice as much each.
+        name = {id(key): (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key) for key, _ in node.value}
+        node.value = list({name[id(key)]: (key, value) for key, value in node.value}.values())
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -248,7 +256,8 @@ class DataFile(ConfigFile):
     def writes(self) -> Iterator[Write]:
         """Yield where the file sets keys. Lines come from the YAML parser, which also reads JSON."""
         try:
-            yield from _writes_below([], yaml.compose(self.text, Loader=yaml.SafeLoader))
+            # Aliases can stand for billions, of which merging leaves few values.
+            yield from islice(_writes_below([], yaml.compose(self.text, Loader=yaml.SafeLoader)), _MOST_VALUES)
         except yaml.YAMLError:  # JSON may be indented with tabs, YAML may not
             return
 

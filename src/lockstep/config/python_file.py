@@ -7,6 +7,8 @@ import ast
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from traceback import extract_tb
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -61,6 +63,7 @@ class PythonFile(ConfigFile):
         Placeholders(path).visit(self._tree)
         self._imported = _imported_bases(self._tree, path)
         self.imports_bases = bool(self._imported)
+        self._flags = _future_flags(self._tree)
         self._base = next((statement for statement in self._tree.body if BASE in _names_assigned(statement)), None)
         for node in ast.walk(self._tree) if self.imports_bases else ():
             if isinstance(node, ast.Name) and node.id == BASE:
@@ -85,7 +88,7 @@ class PythonFile(ConfigFile):
         """Run the file and return its values: its names except for imports, functions and classes that it defines."""
         # A real module, so that dataclasses and pickle find the classes that the file defines. Its name must have no
         # dot, which would separate a package from a module.
-        module = ModuleType(f"lockstep_config:{self.path}".replace(".", "_"))
+        module = ModuleType(f"lockstep_config:{self.path}".replace("_", "__").replace(".", "_"))
         module.__file__ = str(self.path)
         setattr(module, BASE, base)
         sys.modules[module.__name__] = module
@@ -135,8 +138,9 @@ class PythonFile(ConfigFile):
                 for _ in statement.body:  # type: ignore[attr-defined]
                     vars(module).update(imported.pop(0))
             elif BASE not in _names_assigned(statement):
-                # The bases are loaded already: `_base_` holds their values.
-                exec(compile(ast.Module([statement], type_ignores=[]), str(self.path), "exec"), vars(module))
+                # The bases are loaded already: `_base_` holds their values. Not with this module's own future imports.
+                code = compile(ast.Module([statement], []), str(self.path), "exec", self._flags, dont_inherit=True)
+                exec(code, vars(module))
 
     def _is_tool(self, name: str, value: object, module: ModuleType) -> bool:
         """Return whether a name is a tool for computing values, not a value itself.
@@ -145,7 +149,8 @@ class PythonFile(ConfigFile):
         from another module that is assigned to a name is a value.
         """
         home = getattr(value, "__module__", None)
-        is_registry = callable(getattr(value, "register_module", None))  # as `from package import *` brings
+        # A registry, as `from package import *` brings; a module of torch has such a method, too.
+        is_registry = callable(getattr(value, "register_module", None)) and not hasattr(value, "named_parameters")
         if isinstance(value, ModuleType | __future__._Feature) or home == "typing" or is_registry:
             return True
         if not isinstance(value, type | FunctionType | BuiltinFunctionType):
@@ -218,11 +223,23 @@ def _is_read_base(statement: ast.AST) -> bool:
     return False
 
 
+def _future_flags(tree: ast.Module) -> int:
+    """Return the compiler's flags for what a file imports from `__future__`."""
+    names = [
+        alias.name
+        for statement in tree.body
+        if isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+        for alias in statement.names
+    ]
+    return reduce(or_, [getattr(__future__, name).compiler_flag for name in names], 0)
+
+
 def _names_assigned(statement: ast.stmt) -> list[str]:
     """Return the plain names to which a statement assigns a value."""
     match statement:
         case ast.Assign(targets=targets):
-            return [target.id for target in targets if isinstance(target, ast.Name)]
+            parts = [part for target in targets for part in getattr(target, "elts", [target])]  # of `a, b = ...`
+            return [part.id for part in parts if isinstance(part, ast.Name)]
         case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
             return [name]
     return []

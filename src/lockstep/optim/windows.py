@@ -126,7 +126,7 @@ class Windows:
             "size": self.size,
             "backward_passes": self.count,
             "per_iteration": self._of_an_iteration(),
-            "open": self.made,
+            "open": 0 if self.is_complete else self.size - self._left,  # also those before this training began
             "updates": self.updates,
         }
 

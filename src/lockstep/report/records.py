@@ -135,10 +135,10 @@ def _resumed(folder: Path, records: list[Record]) -> tuple[Path | None, int]:
     for record in records:
         if record["mode"] == "resumed" and isinstance(record.get("path"), str):
             run = Path(record["path"]).parent
-            # Runs of one work_dir may have been moved together.
+            # Runs of one work_dir may have been moved together; that of another one may have begun in the same second.
             beside = folder.resolve().parent / run.name
             with suppress(OSError, ValueError):  # somebody else's records may have what is no path here
-                return (beside if beside.is_dir() else run).resolve(), record["iter"]
+                return (beside if beside.is_dir() and not run.is_dir() else run).resolve(), record["iter"]
     return None, 0
 
 

@@ -98,6 +98,11 @@ def build_model(args: RunnerArguments, strategy: Strategy) -> nn.Module:
                 f"`channels_last` must be False under {type(strategy).__name__}, whose weights are contiguous. "
                 "Let the model convert its images: images.to(memory_format=torch.channels_last); or use strategy 'ddp'"
             )
+        if volumes := [name for name, parameter in built.named_parameters() if parameter.dim() > 4]:
+            raise ConfigError(
+                f"`channels_last` is for images, whose weights have four dimensions, but {volumes[0]} has more. "
+                "Let the model convert itself: .to(memory_format=torch.channels_last_3d)"
+            )
         built.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     built = strategy.convert(built)
     if args.compile is not False:

@@ -165,7 +165,7 @@ class OwnLoop(TrainLoop):
         run.call_hook("before_train")
         run.call_hook("before_train_epoch")
         self._begin_training()
-        if self.iter < count:
+        if self.iter < count and not self.stop_training:
             with run.saving.at_stop():
                 self._stop_if_asked()
                 yield from self._batches(self._endless_batches(), self.iter)

@@ -24,6 +24,7 @@ from lockstep.watch.board import Board, State
 # A rank that has ended with one of these errors was not the cause: another rank was.
 _OF_OTHERS = (f"{PeerError.__name__}:", f"{CollectiveTimeoutError.__name__}:")
 
+_OF_TORCH = ("forward_pass", "backward_pass")  # calls in which torch communicates, after they are recorded
 _NOW_IN = "; now in"  # what comes before a stack
 _MOST_SHOWN = 16  # places where absent ranks are: each rank that waited shows them
 _SECONDS_STILL = 1.5  # a main thread that stays in one line so long waits for its device
@@ -148,8 +149,9 @@ def absence(
         is_cut_off: the store does not answer.
     """
     number = comm.calls.number if number is None and comm.calls is not None else number
-    of_torch = "a collective of torch's own" if is_called_by_torch else "a collective"
     made = comm.calls.call(number) if comm.calls is not None and number else None
+    is_called_by_torch |= made is not None and made.text.partition("(")[0] in _OF_TORCH
+    of_torch = "a collective of torch's own" if is_called_by_torch else "a collective"
     call = f"call {number}, {made}," if made is not None else ""
     what = (f"{of_torch} after {call}" if is_called_by_torch else call) if call else of_torch
     ended = [one for one in absent if one.has_ended]
