@@ -18,6 +18,7 @@ from lockstep.optim import OptimWrapper
 from lockstep.strategy.engine_parameters import FrozenParamsGuard, GradientPlaceholders, MasterWeights
 from lockstep.strategy.gradient_flow import GradientFlow
 from lockstep.tree import tree_map
+from lockstep.watch.failures import backend_errors_translated
 
 _STEPS = ("train_step", "val_step", "test_step")
 
@@ -51,10 +52,14 @@ class EngineModelWrapper(ModelWrapper):
         self._has_seen_forward = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model through the engine."""
+        """Call the model through the engine; an error of the backend names ranks, as in `train_step`."""
         self._has_seen_forward |= torch.is_grad_enabled()
-        with self.engine_context():
-            return self._engine(*args, **kwargs)
+        try:
+            with self.engine_context():
+                return self._engine(*args, **kwargs)
+        except RuntimeError:
+            with backend_errors_translated():
+                raise
 
     @contextmanager
     def step_context(self, optim_wrapper: Any) -> Iterator[None]:

@@ -233,6 +233,16 @@ def test_a_rank_that_fails_in_a_later_forward_pass_is_at_fault_also_where_passes
         run_ranks(2, fail_in_pass, number)
 
 
+@ranks(2, fresh=True)
+def test_a_forward_pass_of_ones_own_names_the_rank_that_is_gone():
+    """As in a Session, where no step of lockstep's is around it: the watch has ended what torch gathers."""
+    model = MMFullyShardedDataParallel(seeded(Twins), auto_wrap_policy="Linear")
+    aborted = torch.distributed.DistBackendError("NCCL communicator was aborted on rank 0")
+    with patch.object(model.module, "forward", side_effect=aborted):
+        resolve().calls.failure = PeerError("rank 1 is gone", rank=1)
+        refused(lambda: model(own_inputs()), "rank 1 is gone", PeerError)
+
+
 @ranks(2)
 def test_a_part_that_one_rank_alone_differentiates_is_refused():
     class Auxiliary(nn.Module):

@@ -59,6 +59,7 @@ from lockstep.model.wrapper import ModelWrapper
 from lockstep.model.written import refuse_max_norm
 from lockstep.registry import MODEL_WRAPPERS
 from lockstep.transport.handles import note_running
+from lockstep.watch.failures import backend_errors_translated
 
 _logger = logging.getLogger("lockstep.model.fsdp")
 _DTENSOR = str(Path(torch.distributed.tensor.__file__).parent)
@@ -239,9 +240,17 @@ class MMFullyShardedDataParallel(ModelWrapper):
         """Call the module; each unit is gathered while it computes.
 
         **Collective**: every rank of the mesh.
+
+        Raises:
+            PeerError: a rank has ended during the pass.
+            CollectiveTimeoutError: a rank did not arrive in time.
         """
-        with _without_inference_mode(), _sharded_weights_explained():
-            return self.module(*args, **kwargs)
+        try:
+            with _without_inference_mode(), _sharded_weights_explained():
+                return self.module(*args, **kwargs)
+        except RuntimeError:
+            with backend_errors_translated():  # entered here alone, because every pass would pay for it
+                raise
 
     @contextmanager
     def step_context(self, optim_wrapper: Any) -> Iterator[None]:
