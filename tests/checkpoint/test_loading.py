@@ -151,3 +151,18 @@ def test_an_empty_dict_that_a_checkpoint_lacks_is_named(tmp_path: Path):
     wanted = {"model": {"w": torch.zeros(2), "layer._extra_state": {}}}
     with pytest.raises(ConfigError, match=r"does not fit: there is no `model\.layer\._extra_state` in it\. Resume"):
         load_state(tmp_path / "state", wanted)
+
+
+@ranks(1, 2)
+def test_what_is_under_keys_that_are_not_strings_is_filled_in_place(tmp_path: Path):
+    folder = Path(broadcast_object(str(tmp_path / "state")))
+    rank = get_rank()
+    save_state(
+        folder, {"model": {}, "mine": {0: torch.ones(2), (1, "a"): [torch.ones(1)], rank: torch.ones(2), "n": 3}}, {}
+    )
+    target = torch.zeros(2)
+    found = load_state(folder, {"model": {}, "mine": {rank: target, (1, "a"): [torch.zeros(1)], "n": None}})["mine"]
+    assert found[rank] is target
+    assert (target.tolist(), found[1, "a"][0].item(), found["n"]) == ([1, 1], 1, 3)
+    with pytest.raises(ConfigError, match=r"there is no `mine\.7` in it"):
+        load_state(folder, {"model": {}, "mine": {7: torch.zeros(1)}})

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import re
+from argparse import ArgumentParser
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.config import Config, parse_options
+from lockstep.config import Config, DictAction, parse_options
 from lockstep.errors import ConfigError
 
 
@@ -39,6 +40,15 @@ from lockstep.errors import ConfigError
         ("{'a': 1}", {"a": 1}),
         ("[1", "[1"),
         ("it's", "it's"),
+        ("[it's]", ["it's"]),
+        ("(a|b)", ("a|b",)),
+        ("(a|b)(c|d)", "(a|b)(c|d)"),
+        ("[0-9]+[a-z]", "[0-9]+[a-z]"),
+        ('{"k": true, "n": [null, 1.5]}', {"k": True, "n": [None, 1.5]}),
+        ('[{"k": null}, {"a": "x\\"y"}]', [{"k": None}, {"a": 'x"y'}]),
+        ('[{"k": null}, word]', [{"k": None}, "word"]),
+        ("[NaN, null]", ["NaN", None]),
+        ("{k: true}", "{k: true}"),
         ("/data/x.y", "/data/x.y"),
         ("__import__('os').getcwd()", "__import__('os').getcwd()"),
     ],
@@ -71,6 +81,18 @@ def test_any_text_reads_as_something(text):
 def test_an_option_needs_a_key_and_a_value(option):
     with pytest.raises(ConfigError, match="KEY=VALUE"):
         parse_options([option])
+
+
+def test_of_equal_keys_the_last_one_counts_also_over_what_lies_between():
+    parser = ArgumentParser()
+    parser.add_argument("--cfg-options", nargs="+", action=DictAction)
+    options = ["a.x=1", "a={'x':5}", "a.x=2"]
+    together = ["--cfg-options", *options]
+    apart = [word for option in options for word in ("--cfg-options", option)]
+    for changes in (parse_options(options), *(parser.parse_args(words).cfg_options for words in (together, apart))):
+        cfg = Config({"a": {"x": 0}})
+        cfg.merge_from_dict(changes)
+        assert cfg.a.x == 2
 
 
 @pytest.fixture

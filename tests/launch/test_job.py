@@ -35,7 +35,21 @@ def test_an_endpoint_is_host_and_port():
         ({"nnodes": 2}, "but is missing. Example: --rdzv node0:29500"),
         *(
             ({"nnodes": 2, "rdzv": rdzv}, "`--rdzv` must be HOST:PORT")
-            for rdzv in ("host", ":1", "host:", "host:x", "host:0", "host:65536", "a..b:1", f"{64 * 'a'}:1")
+            for rdzv in (
+                "host",
+                ":1",
+                "host:",
+                "host:x",
+                "host:0",
+                "host:65536",
+                "a..b:1",
+                f"{64 * 'a'}:1",
+                "http://a:1",
+            )
+        ),
+        *(
+            ({"rdzv_timeout_seconds": seconds}, f"`rdzv_timeout_seconds` must be above 0, but is {seconds}")
+            for seconds in (-1, 0, float("nan"))
         ),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import pickle
 import warnings
 
 import pytest
@@ -19,8 +20,10 @@ from lockstep.model import (
     ExponentialMovingAverage,
     MMDistributedDataParallel,
     MomentumAnnealingEMA,
+    compile_in_place,
 )
 from lockstep.model.averaged import ShardedCopy, is_sharded
+from lockstep.model.parts import checkpoint_activations
 from lockstep.model.shards import own_shard
 from lockstep.optim import OptimWrapper
 from lockstep.registry import MODELS
@@ -305,3 +308,21 @@ def test_buffers_that_are_dtensors_are_averaged_and_whole_numbers_are_copied():
     average.update_parameters(model)
     assert own_shard(average.module.running_mean).tolist() == [0.5, 0.5]
     assert own_shard(average.module.codes).tolist() == [7, 7]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_copies_of_a_model_whose_parts_are_compiled_compute_with_their_own_weights(recomputed: bool):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    compile_in_place(model, list(model), {"backend": "eager"})
+    if recomputed:
+        checkpoint_activations(model, nn.Linear)
+    x = torch.ones(1, 2)
+    before = model(x)
+    average = ExponentialMovingAverage(model, momentum=0.25)
+    copies = [average, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(copy.deepcopy(model))]
+    for parameter in model.parameters():
+        parameter.add_(1)
+    assert not torch.equal(model(x), before)
+    for each in copies:
+        assert torch.equal(each(x), before)

@@ -424,3 +424,10 @@ def test_methods_of_a_modules_own_are_not_asked_for_its_names():
     model[1].weight = model[0].weight
     assert tied_names(model) == [["0.weight", "1.weight"]]
     assert sized_on_loading(model) == set()
+
+
+def test_a_convolution_is_depthwise_also_where_its_weight_is_computed():
+    convolution = nn.utils.parametrizations.weight_norm(nn.Conv2d(2, 2, 1, groups=2))
+    names = {f"0.{name}" for name, _ in convolution.named_parameters()}
+    assert len(names) == 3
+    assert options(nn.Sequential(convolution), {"dwconv_decay_mult": 0.5}) == dict.fromkeys(names, (1, 0.5))

@@ -386,8 +386,7 @@ class _Load:
         elif node is _MISSING and (len(path) > 1 or not isinstance(part, Mapping)):
             self._differences.append(f"there is no `{name}` in it")
         elif isinstance(part, Mapping):
-            for key, item in part.items():
-                below = node.get(str(key), _MISSING) if isinstance(node, dict) and tag is None else _MISSING
+            for key, item, below in _with_saved(part, node):
                 self._ask(item, below, (*path, str(key)))
         elif _is_nested(part):
             nodes = node if isinstance(node, list) else held if tag == "$tuple" else []
@@ -432,7 +431,7 @@ class _Load:
         """Return a part of the state with what was read."""
         if not _is_as_saved(path):
             if isinstance(part, Mapping):
-                return {key: self._read(item, node[str(key)], (*path, str(key))) for key, item in part.items()}
+                return {key: self._read(item, below, (*path, str(key))) for key, item, below in _with_saved(part, node)}
             if _is_nested(part):
                 nodes = tagged(node)[1] or node
                 return [self._read(item, nodes[i], (*path, str(i))) for i, item in enumerate(part)]
@@ -440,6 +439,16 @@ class _Load:
 
     def _value(self, tag: str, held: Any) -> Any:
         return self._wanted[held] if tag == "$tensor" else self._wanted[held].numpy()
+
+
+def _with_saved(part: Mapping[Any, Any], node: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield the keys and values of a dict, each with what is saved under that key."""
+    tag, held = tagged(node)
+    saved: dict[Any, Any] = node if isinstance(node, dict) and tag is None else {}
+    if tag == "$dict":
+        saved = {decode(key): item for key, item in held}
+    for key, value in part.items():
+        yield key, value, saved.get(key, saved.get(str(key), _MISSING))
 
 
 def _is_as_saved(path: tuple[str, ...]) -> bool:

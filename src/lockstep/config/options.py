@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Iterable
 from contextlib import suppress
@@ -19,8 +20,9 @@ _CLOSING = {"[": "]", "(": ")", "{": "}"}
 def parse_options(options: Iterable[str]) -> dict[str, Any]:
     """Parse ``key=value`` strings from a command line.
 
-    A value is a Python literal if it can be read as one. ``true``, ``false``, ``none`` and ``null`` are recognised in
-    upper and lower case. Words in lists need no quotes; a value with commas is a list; any other value is a string.
+    A value is a Python literal if it can be read as one, or else JSON if it begins with ``{`` or ``[``. ``true``,
+    ``false``, ``none`` and ``null`` are recognised in upper and lower case. Words in lists need no quotes; a value with
+    commas is a list; any other value is a string. Of equal keys the last one counts.
 
     Raises:
         ConfigError: an option has no ``=`` or no key.
@@ -29,11 +31,12 @@ def parse_options(options: Iterable[str]) -> dict[str, Any]:
         >>> parse_options(["a.b=1e-3", "c=[1,two]", "d=x,y", "e=True", "f='1'", "g=hello"])
         {'a.b': 0.001, 'c': [1, 'two'], 'd': ['x', 'y'], 'e': True, 'f': '1', 'g': 'hello'}
     """
-    values = {}
+    values: dict[str, Any] = {}
     for option in options:
         key, separator, text = option.partition("=")
         if not separator or not all(key.strip().split(".")):
             raise ConfigError(f"an option must be KEY=VALUE, as in a.b=1, but is {option!r}")
+        values.pop(key.strip(), None)  # so that it is also the last in order: `a.x=1 a={'x':5} a.x=2`
         values[key.strip()] = _parse_value(text)
     return values
 
@@ -55,7 +58,9 @@ class DictAction(Action):
             given = parse_options([values] if isinstance(values, str) else values or ())
         except ConfigError as error:
             parser.error(str(error))
-        setattr(namespace, self.dest, {**(getattr(namespace, self.dest) or {}), **given})
+        earlier = getattr(namespace, self.dest) or {}
+        kept = {key: value for key, value in earlier.items() if key not in given}
+        setattr(namespace, self.dest, {**kept, **given})
 
 
 def _parse_value(text: str) -> Any:
@@ -67,7 +72,11 @@ def _parse_value(text: str) -> Any:
         return [_parse_value(part) for part in parts if part.strip()]
     with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return ast.literal_eval(text)
-    if text[:1] in ("[", "(") and text[-1] == _CLOSING[text[0]]:
+    if text[:1] in ("[", "{"):
+        with suppress(ValueError, RecursionError):
+            return json.loads(text, parse_constant=str)  # NaN is a string here, as it is outside of JSON
+    # Not `[0-9]+[a-z]`, whose first bracket closes before the end.
+    if text[:1] in ("[", "(") and text[-1] == _CLOSING[text[0]] and 0 not in _depths(text)[:-1]:
         items = [_parse_value(part) for part in _split(text[1:-1]) if part.strip()]
         return items if text[0] == "[" else tuple(items)
     return text
@@ -75,21 +84,32 @@ def _parse_value(text: str) -> Any:
 
 def _split(text: str) -> list[str]:
     """Split at the commas outside brackets and quotes; do not split if these are not balanced."""
+    depths = _depths(text)
+    if depths and depths[-1]:
+        return [text]
     parts = [""]
+    for character, depth in zip(text, depths, strict=True):
+        if character == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def _depths(text: str) -> list[int]:
+    """Return how many brackets and quotes are open after each character."""
+    depths: list[int] = []
     expected: list[str] = []  # closing brackets, or one quote, innermost last
     for character in text:
         quoted = bool(expected) and expected[-1] in "'\""
-        if character == "," and not expected:
-            parts.append("")
-            continue
-        parts[-1] += character
         if expected and character == expected[-1]:
             expected.pop()
         elif not quoted and character in _CLOSING:
             expected.append(_CLOSING[character])
         elif not quoted and character in "'\"":
             expected.append(character)
-    return parts if not expected else [text]
+        depths.append(len(expected))
+    return depths
 
 
 def set_dotted(target: ConfigDict, dotted: str, value: Any) -> None:
@@ -116,7 +136,7 @@ def set_dotted(target: ConfigDict, dotted: str, value: Any) -> None:
 
 
 def _with_lists(old: Any, new: Any, dotted: str) -> Any:
-    """Return `new` with the whole list in the place of each dict of items of a list of `old`, by index."""
+    """Return `new`, in which each dict whose keys index a list of `old` is replaced by that list with these changes."""
     if not isinstance(new, dict) or new.get(DELETE):
         return new
     if isinstance(old, dict):

@@ -28,15 +28,17 @@ class SyncBuffersHook(Hook):
 
     During an epoch, the running statistics of BatchNorm depend on each rank's own samples, but all ranks must validate
     and save the same model. Floating buffers are averaged; sparse ones, and those of integers, are copied from rank 0.
-    Buffers that are equal on all ranks, such as a table of frequencies, stay as they are, bit for bit; on devices
-    without float64 they may be rounded. A buffer that has another shape on another rank, such as a table that the model
-    extends for longer inputs, stays as it is on each.
+    Buffers that are equal on all ranks, such as a table of frequencies, stay as they are, bit for bit. But those of
+    float64 and complex128, and on devices without float64 all, may be rounded, or infinite where their sum over ranks
+    is. A buffer that has another shape on another rank, such as a table that the model extends for longer inputs, stays
+    as it is on each.
 
     After three iterations, floating buffers are compared, except those of normalisations. Where they differ, their mean
     may not be what the model needs, and a warning names them.
 
-    **Cost**: one exchange between the hosts, one all_reduce of float64, for complex buffers another one, and one
-    broadcast_tree. The comparison, once in a training: one reading of the buffers, one host read, and one exchange.
+    **Cost**: one exchange between the hosts, one all_reduce_params of the floating buffers in float64, and one
+    broadcast_tree. Memory for copies of all floating buffers in float64 at once, and for a second one of each copy
+    below 1 MiB. The comparison, once in a training: one reading of the buffers, one host read, and one exchange.
     """
 
     _iterations = 0
@@ -108,21 +110,21 @@ def average_buffers(buffers: Iterable[Tensor]) -> None:
         (tensor([1.5000]), tensor(5))
     """
     floating: list[Tensor] = []
-    whole: list[Tensor] = []
+    copied: list[Tensor] = []  # integer or sparse
     for buffer in map(own_shard, buffers):  # tensor parallelism makes DTensors of some, which each rank has whole
         is_dense = buffer.layout is torch.strided
         if is_dense:  # each element of an expanded one once: torch does not write to elements that share memory
             buffer = buffer[tuple(slice(None if stride else 1) for stride in buffer.stride())]
         has_mean = is_dense and (buffer.is_floating_point() or buffer.is_complex())
-        (floating if has_mean else whole).append(buffer)
+        (floating if has_mean else copied).append(buffer)
     if floating:
-        # The mean of equal numbers must be that number. In their own dtype, a sum over 3 ranks is rounded, or infinite.
+        # The mean of equal numbers should be that number. In their own dtype, their sum is rounded, or infinite.
         wide = [buffer.to(_wider(buffer)) for buffer in floating]
         all_reduce_params(wide, op="mean")
         for buffer, mean in zip(floating, wide, strict=True):
             buffer.copy_(mean)
-    if whole:
-        for buffer, value in zip(whole, broadcast_tree(whole), strict=True):
+    if copied:
+        for buffer, value in zip(copied, broadcast_tree(copied), strict=True):
             buffer.copy_(value)
 
 

@@ -1,4 +1,4 @@
-"""A job's ranks and nodes, and where they meet: `JobSpec`, and the cores, sockets and interfaces of this machine."""
+"""A job's ranks and nodes, and where they meet: `JobSpec`, and this machine's cores, network sockets and interfaces."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class JobSpec:
             their number.
         least_nnodes: nodes that are lost are left out, and taken in again when they come back, as long as so many are
             there, node 0 among them. None needs all.
-        rdzv_timeout_seconds: how long to wait for all nodes.
+        rdzv_timeout_seconds: how long to wait for all nodes; above 0.
 
     Raises:
         ValueError: a number is out of range, or `rdzv` is missing, not valid, or given with one node.
@@ -71,6 +71,8 @@ class JobSpec:
                 f"`--node-rank` must be from 0 to {self.nnodes - 1}, since `--nnodes` is {self.nnodes}, "
                 f"but is {self.node_rank}"
             )
+        if not self.rdzv_timeout_seconds > 0:
+            raise ValueError(f"`rdzv_timeout_seconds` must be above 0, but is {self.rdzv_timeout_seconds}")
         self.endpoint()  # raises if `rdzv` is not valid
 
     def endpoint(self) -> tuple[str, int]:
@@ -79,7 +81,8 @@ class JobSpec:
             return LOOPBACK, 0
         host, _, port = (self.rdzv or "").rpartition(":")
         labels = host.removesuffix(".").split(".")  # Python looks up none that is empty or longer
-        if not all(0 < len(label) < 64 for label in labels) or not port.isdecimal() or not 0 < int(port) < 65536:
+        is_host = "/" not in host and all(0 < len(label) < 64 for label in labels)
+        if not is_host or not port.isdecimal() or not 0 < int(port) < 65536:
             given = "missing" if self.rdzv is None else repr(self.rdzv)
             raise ValueError(
                 "`--rdzv` must be HOST:PORT, an address of node 0 and a free port there, the same on every node, "

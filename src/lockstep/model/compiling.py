@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import update_wrapper
 from inspect import signature
 from typing import Any
 
@@ -18,7 +19,8 @@ from lockstep.tree import tree_map
 def compile_in_place(model: nn.Module, parts: Iterable[nn.Module], options: Mapping[str, Any]) -> None:
     """Compile parts of a model; each is compiled when it is first called.
 
-    Models of transformers whose parts are compiled keep no cache of keys and values, unless a call says `use_cache`.
+    Models of transformers whose parts are compiled keep no cache of keys and values, unless a call says `use_cache`. A
+    copy of the model, as by deepcopy or pickle, is not compiled.
 
     Args:
         model: the model, not wrapped yet.
@@ -35,8 +37,29 @@ def compile_in_place(model: nn.Module, parts: Iterable[nn.Module], options: Mapp
             model.compile(**options)
             return
         # Only `forward`: not the hooks that gather parameters, and inside activation checkpointing.
-        part.forward = torch.compile(part.forward, **options)
+        part.forward = _CompiledForward(part.forward, options)
     leave_out_cache(model, of_packed=False)
+
+
+class _CompiledForward:
+    """A part's compiled `forward`; its copy is the `forward` of the part's copy, not compiled.
+
+    torch's is a function, which deepcopy shares: the copy would compute with the weights of the original.
+    """
+
+    def __init__(self, forward: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        self._forward, self._compiled = forward, torch.compile(forward, **options)
+        update_wrapper(self, self._compiled)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._compiled(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Callable[..., Any]]]:
+        return _itself, (self._forward,)  # a method, which both bind to the copy
+
+
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

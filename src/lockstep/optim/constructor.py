@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lockstep.errors import ConfigError, did_you_mean, lacks_key, require_known, require_number, wrong_type
@@ -54,8 +55,8 @@ class ParamSite:
     Attributes:
         name: its full name in the user's own module, without the prefixes of wrappers.
         parameter: the parameter, in the form in which it is trained.
-        module: the module that holds it.
-        parent: the module that holds that one; None at the top.
+        module: the module that holds it; of a parametrization, as by `weight_norm`, the one whose weight that computes.
+        parent: the module that holds `module`; None at the top.
     """
 
     name: str
@@ -69,10 +70,15 @@ def param_sites(module: nn.Module) -> Iterator[ParamSite]:
 
     A shared parameter has several occurrences. Wrappers around the module or its submodules are skipped.
     """
+    parents: dict[nn.Module, nn.Module | None] = {}
     for prefix, part, parent in parts_in_state(module):
+        parents[part] = parent
+        # What holds a parametrization is the dict of those of its owner.
+        above = parents.get(parent) if isinstance(part, ParametrizationList) and parent is not None else None
+        owner = part if above is None else above
         # Not a method of the module's own, which may have another signature.
         for name, parameter in nn.Module.named_parameters(part, recurse=False, remove_duplicate=False):
-            yield ParamSite(prefix + name, parameter, part, parent)
+            yield ParamSite(prefix + name, parameter, owner, parents[owner])
 
 
 class Paramwise:

@@ -114,7 +114,7 @@ class Run(Workspace):
         param_schedulers: the schedulers of learning rates; empty for a run that only evaluates.
         val_loop: the loop that validates, an `EvalLoop`; None without one.
         test_loop: the loop that tests; None without one.
-        predict_loop: the loop that predicts, or predicted last; None before, and again from the next evaluation on.
+        predict_loop: the loop that predicts or has predicted; None before, and again once a later evaluation begins.
         last_evaluation: the one of these loops that ran last; None before.
         loaded: on rank 0, the checkpoint whose weights are evaluated instead of those that were trained, and its epoch
             and iteration, for records.
@@ -141,7 +141,7 @@ class Run(Workspace):
 
     @property
     def iter(self) -> int:
-        """Complete iterations: 0 both before and after the first `train_step`, and without training."""
+        """Complete iterations: the hooks of the first one see 0, as without training; it rises after them."""
         return 0 if (loop := self._training) is None else loop.iter
 
     @property

@@ -20,7 +20,8 @@ class Handle:
     """A collective in flight. `wait` completes it, including the copy back to the caller's device and dtype.
 
     On an accelerator, `wait` orders the device's current stream after the collective, as torch's `Work` does; the host
-    goes on. torch's functions return None for a synchronous call, after which they have done so themselves (2.13).
+    goes on, unless there is a `timeout`, with which NCCL blocks it until the result is there. torch's functions return
+    None for a synchronous call, after which they have done so themselves (2.13).
     """
 
     __slots__ = ("_comm", "_finish", "_works")
@@ -35,7 +36,7 @@ class Handle:
         """Block until the result is available; further calls return at once, or raise again.
 
         Args:
-            timeout: for each message; None is the group's own.
+            timeout: for each message; None is the group's own. Given one, NCCL blocks the host.
 
         **Raises**: PeerError if a rank is gone; CollectiveTimeoutError if a rank did not arrive in time; ValueError if
         the mean of integers is not a whole number.
