@@ -236,6 +236,7 @@ def test_a_rank_that_fails_in_a_later_forward_pass_is_at_fault_also_where_passes
 @ranks(2, fresh=True)
 def test_a_forward_pass_of_ones_own_names_the_rank_that_is_gone():
     """As in a Session, where no step of lockstep's is around it: the watch has ended what torch gathers."""
+    init_dist("pytorch")
     model = MMFullyShardedDataParallel(seeded(Twins), auto_wrap_policy="Linear")
     aborted = torch.distributed.DistBackendError("NCCL communicator was aborted on rank 0")
     with patch.object(model.module, "forward", side_effect=aborted):
