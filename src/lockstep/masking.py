@@ -1,7 +1,8 @@
 """Makes texts safe to save and to show: secrets become `***`, and control characters are escaped.
 
-A secret is recognised by its name (`api_key`, `HF_TOKEN`), by its form (`hf_...`, `AKIA...`, the password in a URL),
-or, in a log, because the run's config has it under such a name. Tokens of a tokenizer are not secrets.
+A secret is recognised by its name (`api_key`, `HF_TOKEN`), by its form (`hf_...`, `AKIA...`, the password in a URL,
+the URL of a webhook), or, in a log, because the run's config has it under such a name. Tokens of a tokenizer are not
+secrets.
 """
 
 from __future__ import annotations
@@ -65,6 +66,13 @@ _IN_URL = re.compile(r"((?<![\w+.-])[A-Za-z0-9+.-]++://[^\s/'\"@:]*):([^\s/'\"]+
 # A URL with a key in place of user and password; `git@` and `oauth2@` are names of users.
 _KEY_IN_URL = re.compile(r"\b((?:[a-z]+\+)?(?:https?|wss?)://)(?!git@|oauth2@|\*\*\*@)[^\s/?#'\"@:]+@", re.IGNORECASE)
 _SIGNED_URL = re.compile(r"([?&](?:sig|signature)=)[^\s&#'\"]+", re.IGNORECASE)
+# URLs that let whoever knows them post: of Slack, Discord and Teams. What follows the host is the secret.
+_WEBHOOK = re.compile(
+    r"\b(https://(?:hooks\.slack(?:-gov)?\.com/(?:services|workflows|triggers)"
+    r"|(?:\w+\.)?discord(?:app)?\.com/api(?:/v\d+)?/webhooks"
+    r"|(?:[\w-]+\.webhook|outlook)\.office(?:365)?\.com/webhook\w*)/)[^\s'\"<>),;]+",
+    re.IGNORECASE,
+)
 _BEARER = re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{8,}")
 _WANDB = re.compile(r"(wandb[^\n]{0,40}?)\b[0-9a-f]{40}\b", re.IGNORECASE)
 _QUOTE = r"(?i:[bruf]{0,2})(?:'''|\"\"\"|['\"])"  # that opens a string of Python
@@ -136,6 +144,7 @@ def mask_text(text: str, secrets: Iterable[str] = ()) -> str:
     text = _IN_URL.sub(rf"\1:{MASK}@", text)
     text = _KEY_IN_URL.sub(rf"\1{MASK}@", text)
     text = _SIGNED_URL.sub(rf"\1{MASK}", text)
+    text = _WEBHOOK.sub(rf"\1{MASK}", text)
     text = _BEARER.sub(rf"\1 {MASK}", text)
     text = _WANDB.sub(rf"\1{MASK}", text)
     text = _FORMS.sub(MASK, text)  # before names, whose values end at a space: a private key has some
@@ -204,7 +213,11 @@ def secrets_in(value: Any) -> set[str]:
 
 def is_masked(value: Any) -> bool:
     """Return whether a value is a string from which a secret was removed."""
-    return isinstance(value, str) and (value == MASK or f"{MASK}@" in value)
+    return isinstance(value, str) and (value == MASK or f"{MASK}@" in value or _is_masked_webhook(value))
+
+
+def _is_masked_webhook(value: str) -> bool:
+    return value.endswith(f"/{MASK}") and _WEBHOOK.fullmatch(value) is not None
 
 
 def _mask(value: Any, name: str, found: set[str]) -> Any:

@@ -229,6 +229,9 @@ def test_a_way_up_behind_a_link_leads_where_the_system_says(work_dir: Path, tmp_
         (["{}/file"], "is a file"),
         (["{}/empty"], "has none"),
         (["{}/above"], "work is the work_dir of a run that has some"),
+        (["{}/foreign"], "has none. {}/foreign/app/manifest.json is not of a checkpoint of lockstep, or can't be read"),
+        (["{}/foreign/app"], "has none. {}/foreign/app/manifest.json is not of a checkpoint of lockstep"),
+        (["{}/deeper"], "deeper has none"),
         (["show", "{}/empty"], "a checkpoint must be a directory with manifest.json in it"),
     ],
 )
@@ -236,9 +239,13 @@ def test_what_is_no_folder_of_checkpoints_is_said(words: list[str], says: str, t
     save_state(tmp_path / "above" / "work" / "run" / "epoch_1", {"model": {}}, {})
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
+    for folder in ("foreign/app", "deeper/a/b/app"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "manifest.json").write_text('{"name": "a web page"}')
     code, shown = called(*(word.format(tmp_path) for word in words))
     assert code == 1
-    assert says in shown.replace("\n", " ")
+    assert says.format(tmp_path) in shown.replace("\n", " ")
+    assert ("is the work_dir" in shown) == (words == ["{}/above"])
 
 
 def test_listing_and_verifying_do_without_torch(work_dir: Path):

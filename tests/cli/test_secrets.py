@@ -71,6 +71,45 @@ def test_a_saved_config_cannot_be_run_without_its_secrets(here, folder):
     assert "`model.api_key` = '***' was masked" not in err
 
 
+def test_a_webhook_is_masked(here, folder):
+    text = "model = dict(type='toy.Line', webhook='https://hooks.slack.com/services/{}')\n_base_ = 'line.py'\n"
+    (folder / "own.py").write_text(text.format("T000/B000/XXXX"))
+    (folder / "saved.py").write_text(text.format("***"))
+    code, out, err = here("config", "print", "own.py")
+    assert (code, err) == (0, "")
+    assert "webhook='https://hooks.slack.com/services/***'" in out
+    _, _, err = here("config", "check", "saved.py")
+    assert "`model.webhook` = 'https://hooks.slack.com/services/***' was masked" in err
+
+
+RAISES = f"""
+import atexit
+import sys
+import toy
+from lockstep.hooks import Hook
+
+class Posts(Hook):
+    def before_train(self, runner):
+        if AT_EXIT:
+            atexit.register(lambda: sys.excepthook(OSError, OSError("late: api_key={KEY}"), None))
+        raise RuntimeError("no answer of https://me:{PASSWORD}@host/api?api_key={KEY}, {HF}\x1b[2J")
+
+_base_ = "line.py"
+custom_hooks = [dict(type=Posts)]
+"""
+
+
+@pytest.mark.parametrize("at_exit", [False, True])
+def test_an_error_of_one_process_shows_no_secrets(lockstep, folder, at_exit):
+    (folder / "posts.py").write_text(RAISES.replace("AT_EXIT", str(at_exit)))
+    code, out, err = lockstep("train", "posts.py", "--nproc", "1")
+    assert code == 1
+    assert r"RuntimeError: no answer of https://me:***@host/api?api_key=***, ***\x1b[2J" in err
+    assert "posts.py" in err  # the traceback
+    assert ("OSError: late: api_key=***" in err) == at_exit
+    assert [secret for secret in (KEY, PASSWORD, HF) if secret in out + err] == []
+
+
 def test_messages_about_a_config_have_no_secrets(here, folder):
     (folder / "own.py").write_text(f"_base_ = 'line.py'\nmodel = dict(api_key={KEY!r}, url='s3://me:{PASSWORD}@h/x')\n")
     code, _, err = here("config", "check", "own.py")

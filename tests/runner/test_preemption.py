@@ -264,7 +264,11 @@ def test_before_the_first_iteration_there_is_nothing_to_save(tmp_path, ranks):
     with Job(tmp_path, ranks, TRAINING.replace("def tell(", stopping)) as job:
         assert job.end() == 75, (tmp_path / "errors").read_text()
     assert "training stops before it begins, so that there is nothing to save" in job.shown
-    assert "stopped before the first iteration" in job.shown
+    assert "stopped before the first iteration: nothing is saved. Start the same command again" in job.shown
+    if ranks > 1:
+        last = (tmp_path / "errors").read_text().rstrip().rpartition("error: ")[2]
+        assert last.startswith("a signal asked the training to stop before the first iteration: nothing is saved.")
+        assert last.endswith("Start the same command again (exit code 75)")
     assert job.told == []
 
 

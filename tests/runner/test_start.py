@@ -116,6 +116,33 @@ def test_the_environment_is_written_down(tmp_path: Path):
     assert known["arguments"] == {}  # the config has them
 
 
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2", "SLURM_RESTART_COUNT": "1", "SLURM_JOB_NODELIST": "n[1-2]"}
+POD = {"POD_NAME": "pod", "HOSTNAME": "pod-0"}
+
+
+@pytest.mark.parametrize(
+    ("job", "others"),
+    [
+        ({}, {"HOSTNAME": "host", "SLURM_JWT": "secret"}),
+        (SLURM, {"SLURM_JWT": "secret"}),
+        ({"PBS_JOBID": "7.head"}, {}),
+        ({"LSB_JOBID": "7"}, {}),
+        (POD, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}),
+    ],
+    ids=["none", "slurm", "pbs", "lsf", "kubernetes"],
+)
+def test_what_the_scheduler_calls_the_job_is_written_down(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, job: dict[str, str], others: dict[str, str]
+):
+    for name in (*SLURM, *POD, "SLURM_ARRAY_JOB_ID", "PBS_JOBID", "LSB_JOBID", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**job, **others}.items():
+        monkeypatch.setenv(name, value)
+    runner = make(tmp_path)
+    runner.val()
+    assert json.loads((runner.run_dir / "environment.json").read_text())["job"] == job
+
+
 @pytest.mark.parametrize(("count", "unit"), [(None, "samples"), (lambda batch: 2 * len(batch[0]), "units")])
 def test_the_report_says_what_batches_are_counted_in(tmp_path: Path, count: Any, unit: str):
     runner = make(tmp_path, train_cfg={"max_epochs": 1, "batch_size_of": count})

@@ -240,11 +240,12 @@ def _find_or_refuse(directory: Location) -> dict[Location, float]:
     times = [(written_at(one), one) for one in find_checkpoints([directory])]
     found = {one: time for time, one in sorted(times, key=itemgetter(0), reverse=True) if _is_of_lockstep(one)}
     if not found and not any(drafts_in(directory)):
-        below = next((one for one in directory.iterdir() if one.is_dir() and find_checkpoints([one])), None)
-        found_below = "" if below is None else f". {below} is the work_dir of a run that has some"
-        raise ConfigError(
-            f"`DIR` must hold checkpoints, or folders of runs that do, but {directory} has none{found_below}"
-        )
+        hint = ""
+        if times:
+            hint = f". {times[0][1] / MANIFEST_FILE} is not of a checkpoint of lockstep, or can't be read"
+        elif (below := next(filter(_holds_checkpoints, directory.iterdir()), None)) is not None:
+            hint = f". {below} is the work_dir of a run that has some"
+        raise ConfigError(f"`DIR` must hold checkpoints, or folders of runs that do, but {directory} has none{hint}")
     return found
 
 
@@ -257,6 +258,10 @@ def _folder(directory: str) -> Location:
 def _is_of_lockstep(path: Location) -> bool:
     """Return whether a folder with a manifest.json is a checkpoint; others write files of that name, too."""
     return readable_manifest(path) is not None or bool(_own_files(path) - {MANIFEST_FILE})
+
+
+def _holds_checkpoints(folder: Location) -> bool:
+    return folder.is_dir() and any(map(_is_of_lockstep, find_checkpoints([folder])))
 
 
 def _foreign_file(path: Location) -> str | None:

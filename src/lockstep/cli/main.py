@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+from typer.main import get_command
 
 from lockstep.cli.checkpoints import checkpoints_app
 from lockstep.cli.config import check, print_config
@@ -25,7 +26,7 @@ from lockstep.cli.options import (
 )
 from lockstep.errors import INPUT_ERRORS, LaunchError, Preempted, nearest
 from lockstep.launch import launch
-from lockstep.launch.worker import end_soon
+from lockstep.launch.worker import end_soon, show_error
 from lockstep.location import is_of_disk
 from lockstep.output import require_shown, tolerate_closed_output
 from lockstep.report import find_run, read_run, write_page
@@ -163,8 +164,10 @@ def _lockstep(
 def main() -> None:
     """Run the command line of this process."""
     tolerate_closed_output()
+    if sys.excepthook is sys.__excepthook__:  # else the launcher's, which masks secrets, too, or somebody's own
+        sys.excepthook = show_error
     try:
-        app()
+        get_command(app)()  # `app()` would put typer's own hook there
     except SystemExit as error:
         if not error.code:
             if sys.argv[1:2] not in _PRINT_ASIDE:

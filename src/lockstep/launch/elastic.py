@@ -84,9 +84,16 @@ def run_ranks(
             result = agent.run()
     except _PreemptedError:
         rendezvous.await_others()
+        if agent.has_trained:
+            done = (
+                ": all ranks have saved what was trained, up to the same iteration, and ended. Start the job again "
+                "with resume=True, or --resume"
+            )
+        else:
+            again = " with --resume" if rendezvous.attempt > 0 else ""
+            done = f" before the first iteration: nothing is saved. Start the same command again{again}"
         raise LaunchError(
-            "a signal asked the training to stop: all ranks have saved what was trained, up to the same iteration, and "
-            f"ended. Start the job again with resume=True, or --resume (exit code {Preempted.EXIT_CODE})",
+            f"a signal asked the training to stop{done} (exit code {Preempted.EXIT_CODE})",
             exit_code=Preempted.EXIT_CODE,
         ) from None
     except JobEndedError as error:
@@ -182,6 +189,9 @@ class _Agent(LocalElasticAgent):
         """Run the ranks; raise `_PreemptedError` if all have stopped at a signal and saved."""
         try:
             return super().run(role)  # type: ignore[no-any-return]
+        except _PreemptedError:
+            self.has_trained = self._setup.trained.exists()
+            raise
         except SignalException:
             if self._processes is not None:
                 self.has_trained = self._setup.trained.exists()

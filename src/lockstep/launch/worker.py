@@ -162,6 +162,11 @@ def end_soon(code: int) -> None:
     os._exit(code)
 
 
+def show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error that nothing has caught, as Python does, but without the secrets in it: a `sys.excepthook`."""
+    sys.stderr.write(printable(mask_text(_formatted(error.with_traceback(trace)))))
+
+
 def _die_with(agent: int) -> None:
     """Make the kernel kill this process when the agent ends (Linux); exit if the agent has already ended."""
     if sys.platform == "linux":
@@ -280,7 +285,7 @@ def _formatted(error: BaseException) -> str:
 def _record_or_show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Write an error that nothing has caught, as at the end of the process, to the agent's file."""
     if not _record(error):
-        sys.__excepthook__(kind, error, trace)
+        show_error(kind, error, trace)
 
 
 def _follows(error: BaseException) -> Literal["gone", "late"] | None:

@@ -166,7 +166,7 @@ class Saving:
             may_have_validated = run.iter > 0 and not run.train_loop.makes_up_validations
             if not is_saved or run.train_loop.ends_here or may_have_validated:
                 run.save_checkpoint(run.checkpoint_dir, f"iter_{run.iter}", epoch=run.epoch, iteration=run.iter)
-            done = "before the first iteration"
+            done = "before the first iteration: nothing is saved. Start the same command again"
             if run.iter > 0:
                 done = f"after iteration {run.iter}, which is saved. Start again with resume=True, or --resume"
             _logger.warning("%s: stopped %s (exit code %d)", stop.reason, done, stop.EXIT_CODE)

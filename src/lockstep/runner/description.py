@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import os
 import platform
 import shlex
 import sys
@@ -39,6 +40,10 @@ from lockstep.version import __version__
 _logger = logging.getLogger(__name__)
 _MOST_ENTRIES = 100  # of a dict or a list of options; more are data
 _MOST_LETTERS = 4000
+_JOB = (  # variables by which a scheduler's records, and the logs of a cluster, find the job of a run
+    *("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT", "SLURM_JOB_NODELIST"),
+    *("PBS_JOBID", "LSB_JOBID"),
+)
 
 
 def save_config(cfg: Any, run_dir: Path) -> None:
@@ -130,6 +135,7 @@ def _describe_run(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": _command(),
+        "job": _describe_job(),
         "model": describe_model(run.model, run.strategy),
         "arguments": {} if run.cfg is not None else mask_value(_described(run.args)),
         "seed": run.seed,
@@ -175,6 +181,12 @@ def _command() -> str:
     program = Path(sys.argv[0])
     name = program.parent.name if program.name == "__main__.py" else program.name
     return shlex.join([name, *mask_words(sys.argv[1:])])
+
+
+def _describe_job() -> dict[str, str]:
+    """Return what the scheduler calls this job, by variable; empty where there is none."""
+    pod = ("POD_NAME", "HOSTNAME") if "KUBERNETES_SERVICE_HOST" in os.environ else ()
+    return {name: os.environ[name] for name in (*_JOB, *pod) if name in os.environ}
 
 
 def _describe_rank() -> dict[str, Any]:
