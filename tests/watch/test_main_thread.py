@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.watch.main_thread import frames_of_main_thread
+from lockstep.watch.absent import AbsentSearch
+from lockstep.watch.main_thread import frames_of_main_thread, is_in_own_code
 
 
 class _Kept:
@@ -100,3 +101,19 @@ def test_the_stack_is_whole() -> None:
     thread.join()
     expected = [(one.filename, one.name) for one in reversed(traceback.extract_stack())]
     assert [(file, name) for file, _, name in found[0]][-len(expected) :] == expected
+
+
+def test_modules_of_python_belong_to_who_calls_them():
+    found, looked = [], threading.Event()
+
+    def look() -> None:
+        found.append(frames_of_main_thread())
+        looked.set()
+
+    timer = threading.Timer(0.2, look)
+    timer.start()
+    looked.wait(10)
+    assert found[0][0][0].co_filename == threading.__file__
+    assert is_in_own_code(found[0])
+    # As where lockstep waits for its own thread.
+    assert not is_in_own_code([found[0][0], (AbsentSearch.find.__code__, 0, 1), *found[0]])

@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from itertools import accumulate, chain, islice, repeat
 from operator import attrgetter, itemgetter
 from types import CodeType
@@ -15,6 +16,7 @@ from lockstep.calls import owner_of, short_path
 from lockstep.watch.board import State
 
 _FRAMES = 6
+_PYTHON = os.path.dirname(os.__file__) + os.sep
 _LOCKSTEP = os.path.dirname(os.path.dirname(__file__))
 _FOLDERS = tuple(os.path.join(_LOCKSTEP, room, "") for room in ("dist", "transport", "watch"))
 # Where torch's collectives and backward passes, and lockstep's collectives, wait for other ranks.
@@ -71,9 +73,15 @@ def stack_of_main_thread() -> list[str]:
 
 def is_waiting(state: State) -> bool:
     """Return whether a rank's main thread is where torch or lockstep wait for other ranks, or has waited in vain."""
-    return state["looks"] or any(map(waits_at, state["stack"][:1]))
+    return state["looks"] or any(map(_waits_at, state["stack"][:1]))
 
 
-def waits_at(place: str) -> bool:
-    """Return whether a thread that is in a file of this path, innermost, may wait for other ranks there."""
+def is_in_own_code(frames: Sequence[Frame]) -> bool:
+    """Return whether a thread is in the user's own code, or in modules of Python's that this has called."""
+    files = (code.co_filename for code, _, _ in frames)
+    innermost = next((file for file in files if not file.startswith(("<", _PYTHON)) or "-packages" in file), None)
+    return innermost is not None and not _waits_at(innermost)
+
+
+def _waits_at(place: str) -> bool:
     return any(name in place for name in _WAITING)

@@ -34,7 +34,7 @@ from lockstep.groups import Comm, recorded_groups
 from lockstep.watch.absent import AbsentSearch, WatchOfRank
 from lockstep.watch.diagnosis import absence, lines_of
 from lockstep.watch.interrupt import end_process, groups_in_error, let_graphs_be_captured
-from lockstep.watch.main_thread import Frame, frames_of_main_thread, stack_of_main_thread, waits_at
+from lockstep.watch.main_thread import Frame, frames_of_main_thread, is_in_own_code, stack_of_main_thread
 
 _SECONDS_TO_LOOK = 1.0  # after which a call is looked at for the first time, then at doubling intervals
 _TICKS_TO_COMPARE = 4
@@ -215,8 +215,8 @@ class Watch(WatchOfRank):
         number, since = calls.unfinished()
         if not number or calls.failure is not None:
             return
-        if calls.waiting and self._position and not waits_at(self._position[0][0].co_filename):
-            return  # the user's own code in a backward pass: it is this rank for which others wait
+        if calls.waiting and is_in_own_code(self._position):
+            return  # as in a backward pass: it is this rank for which others wait
         name, seconds = comm.group_name, time.monotonic() - since
         if self._is_overdue(comm, seconds):
             absent = AbsentSearch(self, comm, calls, number, in_call=True).find()

@@ -249,7 +249,8 @@ class MMFullyShardedDataParallel(ModelWrapper):
             with _without_inference_mode(), _sharded_weights_explained():
                 return self.module(*args, **kwargs)
         except RuntimeError:
-            with backend_errors_translated():  # entered here alone, because every pass would pay for it
+            group = None if self._comm is None else self._comm.pg
+            with backend_errors_translated(group):  # entered here alone, because every pass would pay for it
                 raise
 
     @contextmanager
