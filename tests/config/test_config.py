@@ -68,7 +68,7 @@ plain = st.recursive(
     max_leaves=20,
 )
 keys = st.text(min_size=1).filter(
-    lambda key: not key.startswith("_") and not hasattr(Config, key) and key not in ("filename", "text", "custom_imports")
+    lambda key: not (key.startswith("_") or hasattr(Config, key) or key in ("filename", "text", "custom_imports"))
 )
 
 
