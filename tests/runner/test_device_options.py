@@ -73,7 +73,7 @@ def check_channels_last(tmp_path: Path, strategy: str) -> None:
 
 @ranks(1)
 def test_channels_last_is_refused_for_volumes(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"`channels_last` is for images, .* 0\.weight has more"):
+    with pytest.raises(ConfigError, match=r"`channels_last` is for images, .* 0\.weight has five"):
         Runner(
             nn.Sequential(nn.Conv3d(1, 1, 1)),
             tmp_path,

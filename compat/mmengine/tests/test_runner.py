@@ -13,6 +13,7 @@ import torch
 from lockstep.checkpoint import read_meta
 from lockstep.dist import destroy_dist
 from lockstep.errors import ConfigError, Preempted
+from lockstep.launch.worker import RESUME_SINCE
 from mmengine import registry
 from mmengine.config import Config
 from mmengine.evaluator import DumpResults, Evaluator
@@ -171,6 +172,15 @@ def test_resume_takes_the_seed_of_the_checkpoint_and_the_schedules_that_it_is_to
     _ = late.train_loop
     with pytest.raises(RuntimeError, match=r"the checkpoint 7\. Give that in `randomness`"):
         late.resume(checkpoint)
+
+
+def test_ranks_that_start_again_resume_from_the_last_checkpoint_of_their_job(cfg, monkeypatch):
+    monkeypatch.setenv(RESUME_SINCE, str(time.time() - 1))
+    former = Runner.from_cfg(cfg)
+    former.train()
+    again = Runner.from_cfg(cfg)
+    again.resume(former.run_dir / "epoch_1")
+    assert again.iter == 8
 
 
 def test_infos_of_the_hub_are_those_of_mmengine(cfg):

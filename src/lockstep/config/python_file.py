@@ -230,6 +230,7 @@ def _future_flags(tree: ast.Module) -> int:
         for statement in tree.body
         if isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
         for alias in statement.names
+        if alias.name in __future__.all_feature_names  # else the statement raises its own error where it is run
     ]
     return reduce(or_, [getattr(__future__, name).compiler_flag for name in names], 0)
 

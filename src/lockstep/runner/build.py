@@ -98,9 +98,10 @@ def build_model(args: RunnerArguments, strategy: Strategy) -> nn.Module:
                 f"`channels_last` must be False under {type(strategy).__name__}, whose weights are contiguous. "
                 "Let the model convert its images: images.to(memory_format=torch.channels_last); or use strategy 'ddp'"
             )
-        if volumes := [name for name, parameter in built.named_parameters() if parameter.dim() > 4]:
+        tensors = [*built.named_parameters(), *built.named_buffers()]
+        if volumes := [name for name, tensor in tensors if tensor.dim() == 5]:  # torch leaves all but 4 and 5 alone
             raise ConfigError(
-                f"`channels_last` is for images, whose weights have four dimensions, but {volumes[0]} has more. "
+                f"`channels_last` is for images, whose weights have four dimensions, but {volumes[0]} has five. "
                 "Let the model convert itself: .to(memory_format=torch.channels_last_3d)"
             )
         built.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

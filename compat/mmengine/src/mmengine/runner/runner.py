@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ import lockstep.runner
 from lockstep.dataset import DataShard, build_dataloader
 from lockstep.dist import get_rank, infer_launcher
 from lockstep.errors import ConfigError
+from lockstep.launch.worker import RESUME_SINCE
 from lockstep.location import Location, locate
 from lockstep.model import unwrap_model
 from lockstep.registry import in_default_scope
@@ -383,6 +385,8 @@ class Runner(BuildsParts, lockstep.runner.Runner):
     ) -> None:
         """Build the training, and resume it from a checkpoint of lockstep or of MMEngine. **Collective**: every rank.
 
+        Ranks that a launcher has started again resume from the last checkpoint of their job instead.
+
         Args:
             filename: the checkpoint.
             resume_optimizer: must be True.
@@ -399,6 +403,9 @@ class Runner(BuildsParts, lockstep.runner.Runner):
                 "begin another one with these weights, call load_checkpoint()"
             )
         run: Any = self._run or self._workspace
+        if RESUME_SINCE in os.environ and run.stored is not None:  # ranks that start again go on from their own
+            self.built()
+            return
         if isinstance(run, TrainRun) and run.iter:
             raise RuntimeError(f"resume() must be called before the training, but that has made {run.iter} iterations")
         if not resume_param_scheduler:
