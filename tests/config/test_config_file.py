@@ -97,7 +97,11 @@ def test_custom_imports_are_imported(write):
         ("c.py", "a = 1\nb = nothing\n", "c.py:2: NameError: name 'nothing' is not defined"),
         ("c.py", "def f(x):\n  return 1 / x\n\nb = f(0)\n", "c.py:2: ZeroDivisionError"),
         ("c.py", "import json\nb = json.loads('')\n", "c.py:2: JSONDecodeError"),
-        ("c.py", "from __future__ import nothing\n", "SyntaxError: future feature nothing is not defined (c.py, line 1)"),
+        (
+            "c.py",
+            "from __future__ import nothing\n",
+            "SyntaxError: future feature nothing is not defined (c.py, line 1)",
+        ),
         ("c.py", "a = 1\n_base_ = 3\n", "c.py:2: `_base_` must be a path or a list of paths"),
         ("c.py", "x = 'a'\n_base_ = x\n", "c.py:2: `_base_` must be a plain string"),
         ("c.py", "if True:\n  _base_ = 'x.py'\n", "`_base_` must be assigned at the top level"),
