@@ -199,3 +199,27 @@ def _text_of(path: Path) -> str:
             return text
         time.sleep(0.05)
     raise AssertionError(f"{path} did not appear")
+
+
+def test_a_rank_survives_that_it_is_asked_for_its_stack_while_other_threads_run(rank):
+    done = rank(
+        """
+        import pathlib, signal, subprocess, sys, threading
+        over = threading.Event()
+        def run():
+            while not over.is_set():
+                pathlib.Path("a/b").with_name("c").exists()
+        threads = [threading.Thread(target=run) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        # Another process asks: this one would hold the interpreter's lock while it sends a signal.
+        ask = "import os, sys, time\\nfor _ in range(1000): os.kill(os.getppid(), int(sys.argv[1])); time.sleep(0.0005)"
+        with subprocess.Popen([sys.executable, "-c", ask, str(int(signal.SIGRTMAX))]) as asking:
+            while asking.poll() is None:
+                pass
+        over.set()
+        for thread in threads:
+            thread.join()
+        """
+    )
+    assert (done.returncode, done.stderr) == (0, "")

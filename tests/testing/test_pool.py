@@ -26,7 +26,7 @@ import torch.distributed as torch_dist
 
 from lockstep.dist import all_reduce, destroy_dist, get_rank, get_world_size
 from lockstep.testing import RankFailure, run_ranks
-from lockstep.testing.messages import RankReport
+from lockstep.testing.messages import STACK_SIGNAL, RankReport
 from lockstep.testing.pool import run_body
 
 kept: list[Any] = []
@@ -249,6 +249,30 @@ def test_a_hang_shows_where_every_rank_stands(where: str) -> None:
     assert place in failure.reports[1].detail
     assert "worker.py" not in str(failure)
     assert "die_with_parent" not in str(failure)
+
+
+def ask_for_stacks_while_threads_run() -> None:
+    over = threading.Event()
+    threads = [threading.Thread(target=run_python_until, args=(over,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    # Another process asks: this one would hold the interpreter's lock while it sends a signal.
+    ask = f"import os, time\nfor _ in range(1000): os.kill(os.getppid(), {STACK_SIGNAL:d}); time.sleep(0.0005)"
+    with subprocess.Popen([sys.executable, "-c", ask]) as asking:
+        while asking.poll() is None:
+            pass
+    over.set()
+    for thread in threads:
+        thread.join()
+
+
+def run_python_until(over: threading.Event) -> None:
+    while not over.is_set():
+        Path("a/b").with_name("c").exists()
+
+
+def test_a_rank_survives_that_it_is_asked_for_its_stack_while_other_threads_run() -> None:
+    run_ranks(1, ask_for_stacks_while_threads_run)
 
 
 LEAKS = {

@@ -7,7 +7,6 @@ leave it.
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 import threading
@@ -23,7 +22,6 @@ from lockstep.watch.board import pauses
 
 _POLL_SECONDS = 0.02
 _LONGEST_PAUSE = 0.25  # between two looks at what ranks have left behind
-_THREAD = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)
 _SECONDS_FOR_STACK = 0.5
 _SECONDS_FOR_WATCHER = 0.5
 _SECONDS_TO_DIE = 5.0
@@ -173,8 +171,8 @@ def _end_sessions(sessions: Collection[int], seconds: float) -> None:
 
 
 def _script_frames(stack: str) -> str:
-    """Return the frames of the main thread, which `faulthandler` writes last, without those that start the script."""
-    lines = [line for line in _THREAD.split(stack)[-1].splitlines() if line.startswith("  File ")]
+    """Return the frames of what `faulthandler` has written, without those that start the script."""
+    lines = [line for line in stack.splitlines() if line.startswith("  File ")]
     return "\n".join(line for line in lines if not any(words in line for words in _FRAMES_OF_START))
 
 

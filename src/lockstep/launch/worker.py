@@ -183,10 +183,13 @@ def _buffer_lines() -> None:
 
 
 def _write_stack_on_signal() -> None:
-    """Write the stacks of all threads to `stack_file` at each `STACK_SIGNAL`, which any thread may take."""
+    """Write the stack of the main thread to `stack_file` at each `STACK_SIGNAL`, which Linux gives to that thread.
+
+    Those of other threads would change while they are read: one that runs then ends the process (CPython 3.11.7).
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and STACK_SIGNAL is not None:
-        faulthandler.register(STACK_SIGNAL, file=stack_file(path).open("w"))
+        faulthandler.register(STACK_SIGNAL, file=stack_file(path).open("w"), all_threads=False)
 
 
 def _run(target: list[str]) -> None:

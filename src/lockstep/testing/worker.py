@@ -184,7 +184,8 @@ def _detach(seat: Seat) -> None:
     os.setsid()
     stacks = seat.stacks.open("w")
     faulthandler.enable(stacks)
-    faulthandler.register(STACK_SIGNAL, stacks)
+    # Those of other threads would change while they are read: one that runs then ends the process (CPython 3.11.7).
+    faulthandler.register(STACK_SIGNAL, stacks, all_threads=False)
     threading.Thread(target=_die_with_parent, args=(seat.folder,), daemon=True).start()
 
 
