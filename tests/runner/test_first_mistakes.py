@@ -641,6 +641,16 @@ def test_a_cosine_that_rises_again_is_told(kind, end, tmp_path):
     assert (said in log_of(tmp_path)) == (end is None)
 
 
+@pytest.mark.parametrize("kind", ["OneCycleLR", lr_scheduler.OneCycleLR])
+@pytest.mark.parametrize("steps", [2, 4])
+def test_a_cycle_that_ends_before_the_training_keeps_its_last_rate_and_is_told(kind, steps, tmp_path):
+    cycle = {"type": kind, "max_lr": 0.1, "total_steps": steps, "by_epoch": False}
+    train(tmp_path, train_cfg={"max_epochs": 1}, param_scheduler=cycle)
+    assert "  lr 4e-07  " in log_of(tmp_path)
+    said = "OneCycleLR ends after 2 iterations, but the training after 4: until then the rates stay at their last value"
+    assert (said in log_of(tmp_path)) == (steps == 2)
+
+
 def test_a_step_in_a_pass_over_evaluation_data_is_an_error(tmp_path):
     with Session(tmp_path) as session:
         model = nn.Linear(2, 1)

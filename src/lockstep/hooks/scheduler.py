@@ -28,7 +28,7 @@ class ParamSchedulerHook(Hook):
     _at_zero: int | None = None  # iterations in a row at rates of 0; None until a rate is above 0, as in a warm-up
 
     def before_train(self, runner: TrainRun) -> None:
-        """Refuse a scheduler that waits for a plateau of what no validation computes; warn of one that is too long."""
+        """Refuse a scheduler that waits for a plateau of what no validation computes; warn of one of another length."""
         check_metrics("monitor", [one.monitor for one in _on_plateau(runner)], runner)
         for one in runner.param_schedulers:
             if (ends := one.ramp_end) is None:
@@ -43,6 +43,13 @@ class ParamSchedulerHook(Hook):
                     "%s ends after %d %s, but the training after %d: the rates stop on their way. A schedule counts "
                     "epochs, or with by_epoch=False iterations",
                     one.title, last, unit, length,
+                )  # fmt: skip
+            elif one.title == "OneCycleLR" and last < length:
+                runner.logger.warning(
+                    "OneCycleLR ends after %d %s, but the training after %d: until then the rates stay at their last "
+                    "value, which is far below the first. Leave out `total_steps`, which then is the length of the "
+                    "training, or give more",
+                    last, unit, length,
                 )  # fmt: skip
             elif one.title in _PERIODIC and last < length and (one.end is None or one.end > ends):
                 runner.logger.warning(

@@ -73,7 +73,9 @@ class TorchScheduler(ParamScheduler):
             if not isinstance(self._inner, LRScheduler):
                 raise ConfigError(f"`type` must return an LRScheduler of torch's, but {self.title} does not")
             return
-        step_quietly(self._inner)
+        # After its last step torch's OneCycleLR rises again, and then raises. It may be that of a resumed, shorter run.
+        if not isinstance(self._inner, lr_scheduler.OneCycleLR) or self._inner.last_epoch < self._inner.total_steps - 1:
+            step_quietly(self._inner)
 
     def restart(self) -> None:
         """Begin anew, from the values that the groups have now."""

@@ -170,6 +170,15 @@ def _build_module(
 
 def build_train_loop(cfg: TrainLoop | Mapping[str, Any], run: TrainRun) -> TrainLoop:
     """Return the loop that `train_cfg` describes."""
+    loop = _train_loop(cfg, run)
+    _refuse_own_steps(loop)
+    _require_step(loop)
+    _warn_of_sync_norms(run, loop)
+    _warn_of_other_means(run, loop)
+    return loop
+
+
+def _train_loop(cfg: TrainLoop | Mapping[str, Any], run: TrainRun) -> TrainLoop:
     if isinstance(cfg, TrainLoop):
         cfg.runner = run
         return cfg
@@ -186,10 +195,6 @@ def build_train_loop(cfg: TrainLoop | Mapping[str, Any], run: TrainRun) -> Train
     loop = LOOPS.build(arguments, runner=run, dataloader=run.train_dataloader)
     if not isinstance(loop, TrainLoop):
         raise TypeError(f"`train_cfg` must build a TrainLoop, but built {loop!r}")
-    _refuse_own_steps(loop)
-    _require_step(loop)
-    _warn_of_sync_norms(run, loop)
-    _warn_of_other_means(run, loop)
     return loop
 
 
@@ -257,7 +262,8 @@ def _warn_of_other_means(run: TrainRun, loop: TrainLoop) -> None:
         says = (
             "a mean over the weights of its labels, but ranks and accumulated batches count by their samples, so that "
             "updates differ from those of one process. Give train_cfg a batch_size_of, such as lambda batch: "
-            "weight[batch[1]].sum(), of dicts weight[batch['labels']].sum(), with the weights on the CPU"
+            "weight[batch[1]].sum(), of dicts weight[batch['labels']].sum(), with the weights on the CPU and without "
+            "labels of ignore_index"
         )
     if says:
         _logger.warning("the loss %s is %s", name, says)
