@@ -10,7 +10,9 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from lockstep import Session
 from lockstep.checkpoint import find_last_checkpoint
 from lockstep.diagnostics import nan_check
 from lockstep.diagnostics.nan_check import _first_fault, _losses_in, _NonFinite
@@ -115,6 +117,26 @@ def test_a_check_goes_on_beside_iterations(tmp_path: Path, device: str):
         ).train()
     # The losses are copied, the result is exchanged, and it is there.
     assert iterations[:6] == ([4, 4, 5, 8, 8, 9] if device == "cpu" else [4, 5, 6, 8, 9, 10])
+
+
+def train_until_infinite(session: Session) -> None:
+    data = DataLoader(TensorDataset(torch.ones(16, 2)), batch_size=2)
+    model = nn.Linear(2, 1)
+    with session:
+        model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+        for _ in session.epochs(1):
+            for (x,) in batches:
+                session.step(model(x).mean() + (float("inf") if session.iter == 1 else 0.0))
+                if session.iter == 2 or (session.world_size == 1 and session.iter == 1):
+                    session.save("bad")
+
+
+@ranks(1, 2)
+def test_a_session_saves_nothing_when_it_closes_after_the_error(tmp_path: Path):
+    session = Session(tmp_path, custom_hooks=[NaNCheckHook(2)], log_level="CRITICAL")
+    with pytest.raises(FloatingPointError, match="is not in iteration 2"):
+        train_until_infinite(session)
+    assert not (session.run_dir / "bad").exists()
 
 
 def seen(*values: Any) -> list[tuple[int, dict[str, Any]]]:

@@ -146,3 +146,38 @@ def test_lists_of_unequal_lengths_are_put_together() -> None:
 def test_a_metric_that_keeps_values_over_time_is_refused():
     with pytest.raises(TypeError, match=r"must be a BaseMetric, (.|\n)* of type MetricTracker"):
         Evaluator(MetricTracker(MeanSquaredError()))
+
+
+class Words(Metric):
+    """The share of right words; raises if there are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("right", default=[], dist_reduce_fx="cat")
+
+    def update(self, predicted: list[str], wanted: list[str]) -> None:
+        self.right.append(torch.tensor([float(a == b) for a, b in zip(predicted, wanted, strict=True)]))
+
+    def compute(self) -> torch.Tensor:
+        right = torch.cat(self.right) if isinstance(self.right, list) else self.right
+        if not right.any():
+            raise ValueError("no word is right")
+        return right.mean()
+
+
+@ranks(1, 2)
+def test_a_pair_of_texts_is_given_to_a_metric_as_it_is() -> None:
+    evaluator = Evaluator(Words())
+    evaluator.process((["a", "b"], ["a", "c"]))
+    assert evaluator.evaluate(2) == {"Words": 0.5}
+
+
+@ranks(1, 2)
+def test_a_metric_whose_value_could_not_be_computed_can_be_used_again() -> None:
+    evaluator = Evaluator(Words())
+    evaluator.process((["a"], ["b"]))
+    with pytest.raises(ValueError, match="no word is right"):
+        evaluator.evaluate(1)
+    evaluator.reset()
+    evaluator.process((["a"], ["a"]))
+    assert evaluator.evaluate(1) == {"Words": 1.0}

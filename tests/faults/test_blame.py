@@ -47,6 +47,7 @@ def test_signals_and_hangs_in_a_collective(case: Case, nproc: int, tmp_path: Pat
     outcome = check(case, nproc, tmp_path, table)
     if case.fault == "SIGSTOP":  # the main thread's stack, whichever thread has taken the signal that asks for it
         assert "job.py" in outcome.message.partition("It was here")[2], outcome.message
+        assert "_listen" not in outcome.message
 
 
 @on([2], cases.IN_A_SCRIPT_WITHOUT_LOCKSTEP)

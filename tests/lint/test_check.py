@@ -469,3 +469,49 @@ def test_another_packages_wrapper_is_not_taken_for_ours():
     wrapper = {"type": "MMFullyShardedDataParallel", "_scope_": "lint_wrappers", "depth": 2}
     assert not found(strategy={"type": "fsdp", "model_wrapper": wrapper})
     assert "`strategy.model_wrapper.depth`" in only(strategy={"type": "fsdp", "model_wrapper": {"depth": 2}})
+
+
+LOADERS = {"a": {"dataset": [1]}, "b": {"dataset": [2]}}
+
+
+@pytest.mark.parametrize(
+    ("evaluator", "faults"),
+    [
+        ({"a": "Accuracy", "b": "Accuracy"}, {}),
+        ({"a": None, "b": {"type": "Accuracy"}}, {}),
+        ({"a": {"metrics": ["Accuracy"]}, "b": ["Accuracy", {"type": "LossMetric"}]}, {}),
+        ({"b": "Acuracy"}, {"val_evaluator.b": "did you mean"}),
+        ({"a": []}, {"val_evaluator.a": "must have at least one metric"}),
+        ({"a": {"metrics": []}}, {"val_evaluator.a.metrics": "must have at least one metric"}),
+        ([], {"val_evaluator": "must have at least one metric"}),
+        ([{"metrics": "Accuracy"}, {"metrics": ["Acuracy"]}], {"val_evaluator.1.metrics.0": "did you mean"}),
+    ],
+)
+def test_evaluators_of_several_loaders(evaluator, faults):
+    found = find_faults(Config({"val_dataloader": LOADERS, "val_evaluator": evaluator}), needed=())
+    assert [fault.key for fault in found] == [*faults]
+    assert all(faults[fault.key] in fault.says for fault in found)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("optim_wrapper.paramwise_cfg", "x", "must be a dict such as dict(bias_decay_mult=0.0)"),
+        ("optim_wrapper.paramwise_cfg.custom_keys", {"head": {"lr_mult": "x"}}, "must be a number"),
+        ("optim_wrapper.clip_grad", {"max_norm": "x"}, "must be a number, but is 'x'"),
+        ("optim_wrapper.clip_grad", {"type": "nrm", "max_norm": 1}, "must be 'norm' or 'value', but is 'nrm'"),
+        ("env_cfg.dist_cfg", "x", "must be a dict such as dict(backend='nccl')"),
+    ],
+)
+def test_values_of_the_wrong_type_are_found_before_the_run(key, value, says):
+    cfg = Config({"optim_wrapper": {"optimizer": {"type": "SGD", "lr": 0.1}}, "env_cfg": {}})
+    cfg.merge_from_dict({key: value})
+    (fault,) = find_faults(cfg, needed=())
+    assert fault.key.startswith(key)
+    assert fault.says == says
+
+
+def test_the_norm_may_be_measured_without_a_limit():
+    clip = {"max_norm": float("inf")}
+    cfg = Config({"optim_wrapper": {"optimizer": {"type": "SGD", "lr": 0.1}, "clip_grad": clip}})
+    assert not find_faults(cfg, needed=())

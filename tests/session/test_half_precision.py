@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
@@ -10,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep import Session
+from lockstep import Runner, Session
 from lockstep.dist import get_world_size
+from lockstep.optim import OptimWrapper
 from lockstep.testing import ranks
 
 X = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
@@ -86,3 +89,75 @@ def test_bf16_reduces_gradients_in_float32_and_torchs_default_policy_does_not(tm
     # With reductions in bfloat16 it also matters when they happen.
     each, every = (plain(batches, coarser, syncs=syncs) for syncs in ("each window", "every batch"))
     assert greatest_difference(each, every) > 1e-5
+
+
+class Noting(nn.Linear):
+    """Notes the dtype in which it computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        self.dtype = result.dtype
+        return result
+
+
+@pytest.mark.parametrize("how", ["one optimizer", "an optimizer each", "forward_context"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@ranks(1, 2)
+def test_each_of_several_models_computes_in_half_precision(tmp_path, strategy, how):
+    torch.manual_seed(0)
+    models = {"body": Noting(16, 16), "head": Noting(16, 2)}
+    session = Session(tmp_path, strategy=strategy, amp="bfloat16", randomness={"seed": 0})
+    if how == "an optimizer each":
+        optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()}
+    else:
+        optimizers = torch.optim.SGD([p for model in models.values() for p in model.parameters()], lr=0.1)
+    model, optim, loader = session.prepare(models, optimizers, DataLoader(TensorDataset(X, Y), batch_size=8))
+    for _ in session.epochs(1):
+        for x, y in loader:
+            if how == "forward_context":
+                with session.forward_context():
+                    loss = F.cross_entropy(model["head"](model["body"](x)), y)
+                session.step(loss)
+                continue
+            features = model["body"](x)
+            assert features.dtype == torch.float32
+            if how == "one optimizer":
+                session.step(F.cross_entropy(model["head"](features), y))
+            else:
+                optim["head"].update_params(F.cross_entropy(model["head"](features.detach()), y))
+                optim["body"].update_params(features.square().mean())
+    assert model["body"].dtype == model["head"].dtype == torch.bfloat16
+    if session.is_main:
+        assert "mixed precision" not in (session.run_dir / "log.txt").read_text()
+
+
+class Inner(nn.Module):
+    def __init__(self, *, enters: bool) -> None:
+        super().__init__()
+        self.part, self.enters = Noting(16, 2), enters
+
+    def train_step(self, data: tuple[Tensor, Tensor], optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+        x, y = data
+        with optim_wrapper.optim_context(self) if self.enters else nullcontext():
+            loss = F.cross_entropy(self.part(x), y)
+        optim_wrapper.update_params(loss)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("enters", [True, False])
+def test_a_step_that_computes_outside_of_the_context_of_half_precision_is_told(tmp_path, enters):
+    model = Inner(enters=enters)
+    wrapper = {"type": "AmpOptimWrapper", "dtype": "bfloat16", "optimizer": {"type": "SGD", "lr": 0.1}}
+    runner = Runner(
+        model,
+        tmp_path,
+        train_dataloader=DataLoader(TensorDataset(X, Y), batch_size=16),
+        optim_wrapper=wrapper,
+        train_cfg={"max_epochs": 1},
+    )
+    runner.train()
+    assert model.part.dtype == (torch.bfloat16 if enters else torch.float32)
+    log = (runner.run_dir / "log.txt").read_text()
+    assert (
+        log.count("mixed precision: the first loss was computed outside of the optim wrapper's context") == 1 - enters
+    )

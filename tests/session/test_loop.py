@@ -132,8 +132,12 @@ def test_a_value_of_no_iteration_is_refused(tmp_path):
             session.log(val_loss=1.0)
 
     log("no iteration")
+    with pytest.raises(RuntimeError, match=r"session\.step\(\) makes the update of a training iteration, but was"):
+        session.step(next(model.parameters()).sum())
+    assert not session.is_update
     for epoch in session.epochs(2):
         for x, y in batches:
+            assert not session.is_update
             session.step(F.cross_entropy(model(x), y))
             for _ in evaluated:
                 log(r"a pass over a loader of prepare_evaluation\(\)")

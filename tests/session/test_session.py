@@ -347,6 +347,31 @@ def test_optimizers_by_names_that_no_part_of_the_model_has_are_refused(tmp_path)
         session_of(tmp_path).prepare(model, optimizers, loader())
 
 
+def test_the_name_of_an_optimizer_may_not_be_a_key_of_configs(tmp_path):
+    model = nn.ModuleDict({"optimizer": nn.Linear(4, 2)})
+    with pytest.raises(ConfigError, match=r"must not have the name 'optimizer', a key of configs\. Rename that part"):
+        session_of(tmp_path).prepare(model, {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}, loader())
+
+
+def test_a_compiled_model_has_optimizers_by_the_names_of_its_parts(tmp_path):
+    model = network()
+    optimizers = {name: torch.optim.SGD(model[int(name)].parameters(), lr=0.1) for name in ("0", "3")}
+    session = session_of(tmp_path)
+    prepared, wrapper, _ = session.prepare(torch.compile(model, backend="eager"), optimizers, loader())
+    assert prepared is model
+    assert list(wrapper) == ["0", "3"]
+
+
+def test_a_hook_that_steps_schedules_is_refused_beside_a_loop_that_does(tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooks = {"param_scheduler": {"type": "ParamSchedulerHook"}}
+    session = session_of(tmp_path, default_hooks=hooks)
+    session.prepare(model, optimizer, loader(), schedulers=torch.optim.lr_scheduler.StepLR(optimizer, 2))
+    with pytest.raises(ConfigError, match="ParamSchedulerHook must be left out where the loop itself steps its StepLR"):
+        next(session.epochs(1))
+
+
 def test_names_of_accelerate_are_told_what_to_do_instead(tmp_path):
     session = Session(tmp_path, log_level="ERROR")
     with pytest.raises(AttributeError, match=r"no attribute 'backward': did you mean `step`"):

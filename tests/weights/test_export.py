@@ -174,6 +174,7 @@ def test_a_bucket_is_written_and_loaded_from(tmp_path: Path) -> None:
         ({"out": "empty", "to": "torch"}, "what is written must go to a new file, but empty is a folder"),
         ({"out": "file/folder"}, "file/folder cannot be written|cannot be reached"),
         ({"out": "file/net.pth", "to": "torch"}, "file/net.pth cannot be written|cannot be reached"),
+        ({"out": "net.pth"}, "`out` must be a folder for 'safetensors', but has the name 'net.pth'"),
         ({"to": "onnx"}, "`to` must be 'safetensors', 'hf' or 'torch', but is 'onnx'"),
         ({"to": "hf"}, "must have a config of HuggingFace's to be written for from_pretrained, but has none. Write"),
         ({"dtype": "int8"}, "`dtype` must be one of float32, float16, bfloat16, float64, but is 'int8'"),

@@ -17,8 +17,8 @@ class Export:
     """Write the weights of a checkpoint in a form that others read.
 
     CKPT is a checkpoint, the folder of a run, or a work dir, of which the last checkpoint is taken. OUT is a new or
-    empty folder, or a new file for --to torch. It needs no GPU and no model, and memory for one tensor at a time; for
-    --to torch, for all.
+    empty folder; or a new file for --to torch, or if its name ends in .safetensors. It needs no GPU and no model, and
+    memory for one tensor at a time; for --to torch, for all.
     """
 
     ckpt: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint, the folder of a run, or a work dir.")]

@@ -154,7 +154,7 @@ class Train(LaunchOptions, Job):
 
 @contextmanager
 def _stops_before_it_begins() -> Iterator[None]:
-    """End the process with code 75 at a signal that asks it to stop, until the training or its launcher handles it."""
+    """End the process with code 75 at a signal that asks it to stop, in the block."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         say(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class NaNCheckHook(Hook):
     """End training on every rank when a loss is infinite or not a number on any of them.
 
     The error names the first such iteration, its ranks, and the values of their losses. No checkpoint is written after
-    it. The loss of a batch that counts for nothing, because its `batch_size_of` is 0, may be anything.
+    it. Where a rank's batch counts for nothing, because its `batch_size_of` is 0, its losses may be anything.
 
     Losses are not read at each step, because the host would have to wait for an accelerator. They stay on their device
     and are copied together at intervals; the host looks at them an iteration later, and at what other ranks have found
@@ -55,6 +55,7 @@ class NaNCheckHook(Hook):
         # Iterations and their values; tensors stay on their device until the check.
         self._seen: list[tuple[int, Mapping[str, Any]]] = []
         self._check: Iterator[None] = iter(())  # what is left of the last check
+        self._error: FloatingPointError | None = None
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Store the losses; check them when it is time."""
@@ -75,7 +76,9 @@ class NaNCheckHook(Hook):
         self._check_at_once(runner)
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
-        """Check before anything is written."""
+        """Check before anything is written, also if a check has failed already: a session may save when it closes."""
+        if self._error is not None:
+            raise self._error
         self._check_at_once(runner)
 
     def _check_at_once(self, runner: Run) -> None:
@@ -110,11 +113,12 @@ class NaNCheckHook(Hook):
         if handle is not None:
             handle.wait()
         if int(found):
-            _raise(fault, runner.world_size)
+            self._error = _error_of(fault, runner.world_size)
+            raise self._error
 
 
-def _raise(fault_here: _NonFinite | None, world_size: int) -> NoReturn:
-    """Raise the same error on every rank. **Collective**: every rank, with the fault that it has found, if any."""
+def _error_of(fault_here: _NonFinite | None, world_size: int) -> FloatingPointError:
+    """Return the same error on every rank. **Collective**: every rank, with the fault that it has found, if any."""
     faults = [(rank, fault) for rank, fault in enumerate(all_gather_object(fault_here)) if fault is not None]
     first = min(fault.iteration for _, fault in faults)
     values = [
@@ -128,7 +132,7 @@ def _raise(fault_here: _NonFinite | None, world_size: int) -> NoReturn:
         "labels that are all left out (-100) is nan, and counts for nothing where `batch_size_of` counts labels; "
         "torch.autograd.set_detect_anomaly(True) shows where it begins"
     )
-    raise caused_by(error, [rank for rank, fault in faults if fault.iteration == first])
+    return caused_by(error, [rank for rank, fault in faults if fault.iteration == first])
 
 
 def _losses_in(seen: list[tuple[int, Mapping[str, Any]]]) -> list[tuple[int, str, Any]]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.device import get_device
 from lockstep.dist import all_gather, all_gather_object, get_world_size
@@ -35,10 +35,11 @@ class TorchmetricsMetric(BaseMetric):
     """A metric of torchmetrics over all ranks.
 
     Each rank updates its own metric. When the value is computed, each gets the states of all, so a rank may have seen
-    no batch at all. The metric is updated with the model's prediction if that is a pair `(predictions, targets)` or a
-    dict of arguments; otherwise, also for a model output of transformers, with the scores and labels that
-    `scores_and_labels` finds. The metric itself is changed: it moves to the device, and no longer synchronises itself,
-    which hangs or gives wrong values where ranks hold lists of unequal lengths.
+    no batch at all. The metric is updated with the model's prediction if that is a dict of arguments, or a tuple
+    `(predictions, targets)` of other things than tensors, such as lists of texts; otherwise, also for a model output of
+    transformers, with the scores and labels that `scores_and_labels` finds. The metric itself is changed: it moves to
+    the device, and no longer synchronises itself, which hangs or gives wrong values where ranks hold lists of unequal
+    lengths.
 
     Args:
         metric: a `Metric`, whose value gets the name of its class, or a `MetricCollection`.
@@ -59,15 +60,19 @@ class TorchmetricsMetric(BaseMetric):
         if isinstance(data_samples, Mapping) and not hasattr(data_samples, "logits"):
             self.metric.update(**move_to_device(dict(data_samples), torch.device(get_device())))
         else:
-            given = scores_and_labels(data_batch, data_samples)
+            is_pair = isinstance(data_samples, tuple) and len(data_samples) == 2
+            is_for_it = is_pair and not any(isinstance(part, Tensor | None) for part in data_samples)
+            given = data_samples if is_for_it else scores_and_labels(data_batch, data_samples)
             self.metric.update(*move_to_device(given, torch.device(get_device())))
 
     def evaluate(self, size: int | None) -> dict[str, Any]:
         """Return the metric values over all ranks, and reset the metric. **Collective**: every rank."""
         states = _merge_states(self.metric) if get_world_size() > 1 else []
-        computed = self.metric.compute()
-        for state in states:  # `reset` expects a list where `add_state` was given one
-            setattr(state.part, state.name, state.own)
+        try:
+            computed = self.metric.compute()
+        finally:
+            for state in states:  # `reset` expects a list where `add_state` was given one
+                setattr(state.part, state.name, state.own)
         self.metric.reset()
         return dict(_flattened(type(self.metric).__name__, computed))
 
@@ -82,7 +87,14 @@ def _is_merged_here() -> bool:
 
 
 class _State(NamedTuple):
-    """A state of a metric of torchmetrics, as `add_state` was told: of which part, and how ranks' are put together."""
+    """A state of a metric of torchmetrics, as `add_state` was told.
+
+    Attributes:
+        part: the metric that has it, maybe within a collection.
+        name: its name there.
+        reduce: puts the states of all ranks together.
+        own: that of this rank alone.
+    """
 
     part: nn.Module
     name: str

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from lockstep.errors import ConfigError
 from lockstep.hooks.arguments import check_metrics
-from lockstep.optim import ReduceOnPlateauLR
+from lockstep.optim import ParamScheduler, ReduceOnPlateauLR
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
@@ -30,13 +31,18 @@ class ParamSchedulerHook(Hook):
     def before_train(self, runner: TrainRun) -> None:
         """Refuse a scheduler that waits for a plateau of what no validation computes; warn of one of another length."""
         check_metrics("monitor", [one.monitor for one in _on_plateau(runner)], runner)
+        if others := [one for one in runner.param_schedulers if not isinstance(one, ParamScheduler)]:
+            raise ConfigError(
+                f"ParamSchedulerHook must be left out where the loop itself steps its {type(others[0]).__name__}, as "
+                "that of a Session does"
+            )
         for one in runner.param_schedulers:
             if (ends := one.ramp_end) is None:
                 continue
             unit, length, done = "iterations", runner.max_iters, runner.iter
             if one.by_epoch and runner.max_epochs is not None:
                 unit, length, done = "epochs", runner.max_epochs, runner.epoch
-            # Its own count: that of a resumed run may be in batches of the present size.
+            # By the schedule's own count, and not `done`: a resumed run may count batches of another size.
             last = done + ends - one.state_dict()[one.count_key]
             if last > length:
                 runner.logger.warning(

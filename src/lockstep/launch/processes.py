@@ -6,6 +6,7 @@ leave it.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -63,7 +64,7 @@ class RankProcesses:
         for record, _ in asked:
             record.signalled = time.time()  # a stopped rank that SIGCONT wakes may fail now, but was not the cause
             with suppress(ProcessLookupError):
-                os.kill(record.pid, STACK_SIGNAL)
+                _signal_main_thread(record.pid, STACK_SIGNAL)
                 os.kill(record.pid, signal.SIGCONT)
         deadline = time.monotonic() + _SECONDS_FOR_STACK
         sizes, before = [0], list[int]()
@@ -168,6 +169,16 @@ def _end_sessions(sessions: Collection[int], seconds: float) -> None:
                     os.kill(pid, number)
                     os.kill(pid, signal.SIGCONT)
             signalled.update(left)
+
+
+def _signal_main_thread(pid: int, number: int) -> None:
+    """Send a signal to the main thread of a process (Linux): of one that is stopped, `kill` lets any thread take it."""
+    try:
+        send = ctypes.CDLL(None).tgkill  # glibc 2.30
+    except AttributeError:
+        os.kill(pid, number)
+    else:
+        send(pid, pid, number)
 
 
 def _script_frames(stack: str) -> str:

@@ -183,7 +183,7 @@ def _buffer_lines() -> None:
 
 
 def _write_stack_on_signal() -> None:
-    """Write the stack of the main thread to `stack_file` at each `STACK_SIGNAL`, which Linux gives to that thread.
+    """Write the stack of the thread that takes it, which is the main thread, to `stack_file` at each `STACK_SIGNAL`.
 
     Those of other threads would change while they are read: one that runs then ends the process (CPython 3.11.7).
     """

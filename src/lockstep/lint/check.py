@@ -61,7 +61,7 @@ def _faults(cfg: Config, needed: Collection[str]) -> Iterator[Fault]:
         if key in invalid:
             yield Fault(key, invalid[key])
         elif key in _KNOWN:
-            yield from faults_of(key, value, _KNOWN[key])
+            yield from faults_of(key, value, _KNOWN[key], cfg)
         elif key not in cfg.intermediate_keys and not str(key).startswith("_"):
             hint = did_you_mean(key, ARGUMENTS, _UNKNOWN_KEY_REMEDY)
             yield Fault(str(key), f"is not an argument of Runner, and nothing reads it{hint}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -28,6 +29,7 @@ from lockstep.runner.arguments import (
     Argument,
     Content,
     default_hook_fault,
+    evaluators_by_name,
     named_loaders,
 )
 from lockstep.runner.start import dist_arguments
@@ -35,12 +37,15 @@ from lockstep.runner.start import dist_arguments
 _OWN_SCHEDULER_KEYS = frozenset({"convert_to_iter_based"}).union(
     name for name, parameter in Arguments.of(ParamScheduler).named.items() if parameter.kind is parameter.KEYWORD_ONLY
 )
-# What a loader hands to a sampler, as far as that takes it.
-_ORDER = frozenset({"dataset", "data_source", "seed", "shard", "num_replicas", "world_size", "rank"})
+# What a loader hands to its sampler, as far as that takes it; and the keys of a loader that are not torch's.
+_OF_LOADERS = frozenset({"dataset", "data_source", "seed", "shard", "num_replicas", "world_size", "rank"})
+_OWN_OF_LOADERS = frozenset({"split", "num_batch_per_epoch", "global_batch_size"})
 _LOADER_PARTS: Mapping[str, Kind] = {
     "dataset": Kind(registry.DATASETS),
-    "sampler": Kind(registry.DATA_SAMPLERS, default="DefaultSampler", supplied=_ORDER),
-    "batch_sampler": Kind(registry.DATA_SAMPLERS, default="BatchSampler", supplied=_ORDER | {"sampler", "batch_size"}),
+    "sampler": Kind(registry.DATA_SAMPLERS, default="DefaultSampler", supplied=_OF_LOADERS),
+    "batch_sampler": Kind(
+        registry.DATA_SAMPLERS, default="BatchSampler", supplied=_OF_LOADERS | {"sampler", "batch_size"}
+    ),
 }
 _OPTIMIZER = Kind(registry.OPTIMIZERS, supplied=frozenset({"params"}))
 _OPTIM_WRAPPER = Kind(
@@ -56,7 +61,6 @@ _SCHEDULER = Kind(  # a length may be missing: it defaults to that of the schedu
 )
 _METRIC = Kind(registry.METRICS, by_name=True)
 _EVALUATOR = Kind(registry.EVALUATOR, default="Evaluator", supplied=frozenset({"metrics"}), own=frozenset({"metrics"}))
-_LOADER_KEYS = frozenset({"split", "num_batch_per_epoch", "global_batch_size"})
 _HOOK = Kind(registry.HOOKS, own=frozenset({"priority"}))
 _CONVERTER = Kind(registry.CONVERTERS, by_name=True)
 _STRATEGY = Kind(registry.STRATEGIES, own=frozenset({"converters"}), by_name=True)
@@ -74,8 +78,8 @@ def _dataloader(key: str, cfg: object) -> Iterator[Fault]:
     if not isinstance(cfg, Mapping):
         return
     takes = Arguments.of(DataLoader)
-    for name in takes.unknown(name for name in cfg if name not in _LOADER_KEYS):
-        hint = did_you_mean(name, {*takes.named, *_LOADER_KEYS})
+    for name in takes.unknown(name for name in cfg if name not in _OWN_OF_LOADERS):
+        hint = did_you_mean(name, {*takes.named, *_OWN_OF_LOADERS})
         yield Fault(f"{key}.{name}", f"is not an argument of a data loader{hint}")
     if not isinstance(split := cfg.get("split"), bool | None) and split != "ranks":
         yield Fault(f"{key}.split", "must be True, False or None, or 'ranks' for an iterable dataset")
@@ -128,7 +132,8 @@ def _optim_wrapper(key: str, cfg: object) -> Iterator[Fault]:
         try:
             checked_clipping(cfg.get("clip_grad"))
         except (ConfigError, TypeError, ValueError) as error:
-            yield Fault(f"{key}.clip_grad", str(error).removeprefix("`clip_grad` "))
+            _, option, says = re.split(r"^`clip_grad(?:\['(\w+)'\])?` ", str(error))
+            yield Fault(f"{key}.clip_grad" + (f".{option}" if option else ""), says)
     if _is_by_name(cfg, "optimizer") and not cfg.keys() & _DICTS_OF_A_WRAPPER:
         for name, part in cfg.items():
             yield from _optim_wrapper(f"{key}.{name}", part)
@@ -140,6 +145,8 @@ def _optim_wrapper(key: str, cfg: object) -> Iterator[Fault]:
 
 def _paramwise(key: str, cfg: object, optimizer: object) -> Iterator[Fault]:
     if not isinstance(cfg, Mapping):
+        if cfg is not None:
+            yield Fault(key, "must be a dict such as dict(bias_decay_mult=0.0)")
         return
     yield from _keys(PARAMWISE_KEYS, key, cfg)
     for name, value in cfg.items():
@@ -153,10 +160,15 @@ def _paramwise(key: str, cfg: object, optimizer: object) -> Iterator[Fault]:
     takes = None if kind is None else Arguments.of(kind)
     known = None if takes is None or takes.takes_others else takes.named
     for name, options in (custom or {}).items():
+        where = f"{key}.custom_keys.{name}"
         if not isinstance(options, Mapping):
-            yield Fault(f"{key}.custom_keys.{name}", "must be a dict such as dict(lr_mult=0.1)")
-        elif known is not None:
-            yield from _keys((*CUSTOM, *known), f"{key}.custom_keys.{name}", options)
+            yield Fault(where, "must be a dict such as dict(lr_mult=0.1)")
+            continue
+        if known is not None:
+            yield from _keys((*CUSTOM, *known), where, options)
+        for option in CUSTOM:
+            if not isinstance(options.get(option, 1), int | float):
+                yield Fault(f"{where}.{option}", "must be a number")
 
 
 def _param_scheduler(key: str, cfg: object) -> Iterator[Fault]:
@@ -223,18 +235,27 @@ def _keys(known: Collection[str], key: str, cfg: object) -> Iterator[Fault]:
             yield Fault(f"{key}.{name}", f"is no key of `{key}`{did_you_mean(name, known)}")
 
 
-def _evaluator(key: str, cfg: object) -> Iterator[Fault]:
-    if isinstance(cfg, list | tuple) and all(isinstance(part, Mapping) and "metrics" in part for part in cfg):
-        for index, part in enumerate(cfg):  # one for each of several loaders
-            yield from _evaluator(f"{key}.{index}", part)
-    elif isinstance(cfg, Mapping) and "metrics" not in cfg and _is_by_name(cfg, "type"):
-        for name, part in cfg.items():
-            yield from _evaluator(f"{key}.{name}", part)
-    elif isinstance(cfg, Mapping) and "metrics" in cfg:
-        yield from _METRIC.each(f"{key}.metrics", cfg["metrics"])
-        yield from _EVALUATOR.faults(key, cfg)
+def _evaluators(key: str, cfg: object, loaders: object) -> Iterator[Fault]:
+    """Yield what is wrong with the evaluator of one loader or of all, or with those of several loaders."""
+    try:
+        each = evaluators_by_name(key, cfg, [*named_loaders(loaders)])
+    except ConfigError:  # which `invalid_arguments` tells
+        return
+    if each is None:
+        yield from _evaluator(key, cfg)
     else:
-        yield from _METRIC.each(key, cfg)
+        for index, (name, part) in enumerate(each.items()):
+            yield from _evaluator(f"{key}.{name if isinstance(cfg, Mapping) else index}", part)
+
+
+def _evaluator(key: str, cfg: object) -> Iterator[Fault]:
+    metrics = cfg
+    if isinstance(cfg, Mapping) and "metrics" in cfg:
+        yield from _EVALUATOR.faults(key, cfg)
+        key, metrics = f"{key}.metrics", cfg["metrics"]
+    if isinstance(metrics, list | tuple) and not metrics:
+        yield Fault(key, "must have at least one metric, but has none")
+    yield from _METRIC.each(key, metrics)
 
 
 _SECTIONS: Mapping[Content, Callable[[str, Any], Iterator[Fault]]] = {
@@ -246,7 +267,6 @@ _SECTIONS: Mapping[Content, Callable[[str, Any], Iterator[Fault]]] = {
     "test loop": Kind(registry.LOOPS, default="TestLoop", supplied=_LOOP_PARTS).faults,
     "optim wrapper": _optim_wrapper,
     "schedulers": _param_scheduler,
-    "evaluator": _evaluator,
     "default hooks": _default_hooks,
     "custom hooks": _HOOK.each,
     "strategy": _strategy,
@@ -258,13 +278,17 @@ _SECTIONS: Mapping[Content, Callable[[str, Any], Iterator[Fault]]] = {
 }
 
 
-def faults_of(key: str, value: object, argument: Argument) -> Iterator[Fault]:
-    """Yield what is wrong with the value of a key; `argument` says what the value may hold."""
+def faults_of(key: str, value: object, argument: Argument, cfg: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield what is wrong with the value of a key of `cfg`; `argument` says what the value may hold."""
     if value is None:
         return
     if argument.holds == "keys":
         yield from _keys(argument.keys, key, value)
         if key == "env_cfg" and isinstance(value, Mapping):
-            yield from _keys(dist_arguments(), f"{key}.dist_cfg", value.get("dist_cfg"))
+            if not isinstance(options := value.get("dist_cfg"), Mapping | None):
+                yield Fault(f"{key}.dist_cfg", "must be a dict such as dict(backend='nccl')")
+            yield from _keys(dist_arguments(), f"{key}.dist_cfg", options)
+    elif argument.holds == "evaluator":
+        yield from _evaluators(key, value, cfg.get(key.replace("evaluator", "dataloader")))
     elif argument.holds is not None:
         yield from _SECTIONS[argument.holds](key, value)

@@ -75,6 +75,7 @@ class AmpOptimWrapper(OptimWrapper):
         self._given_dtype = half_dtype(dtype)
         self._scaler_kwargs = _checked_scale(loss_scale)
         self._only_float16 = loss_scale == "dynamic"
+        self._has_autocast = False  # whether a forward pass has been in half precision, or was told not to be
         if self.clip_grad is not None and self.clip_grad.get("error_if_nonfinite"):
             raise ValueError(
                 "`clip_grad['error_if_nonfinite']` must be False for an AmpOptimWrapper, but is True: gradients that "
@@ -115,11 +116,24 @@ class AmpOptimWrapper(OptimWrapper):
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
         """Enter `torch.autocast` for the forward pass, and `no_sync` if no update follows."""
-        with super().optim_context(model), torch.autocast(self.device_type, self.dtype):
+        with super().optim_context(model), self.autocast():
             yield
+
+    def autocast(self) -> torch.autocast:
+        """Return the context of half precision alone, for a part of the model that is called by itself."""
+        self._has_autocast = True
+        return torch.autocast(self.device_type, self.dtype)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Multiply the loss by the scale, add its gradients, and count the batch."""
+        if not self._has_autocast:
+            self._has_autocast = True
+            _logger.warning(
+                "mixed precision: the first loss was computed outside of the optim wrapper's context, thus in the "
+                "weights' own precision, unless the model enters torch.autocast itself. Compute it in `with "
+                "optim_wrapper.optim_context(self):`, in a `train_step` of the model's own, or in a Session, where "
+                "parts of a model are called by themselves, in `with session.forward_context():`"
+            )
         super().backward(loss if self._scaler is None else self._scaler.scale(loss), **kwargs)
 
     def step(self, **kwargs: Any) -> None:

@@ -7,12 +7,13 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Real
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.errors import require_count, require_key, require_known, require_one_of, wrong_type
+from lockstep.errors import ConfigError, require_count, require_key, require_known, require_one_of, wrong_type
 from lockstep.groups import this_rank
 from lockstep.model import ModelWrapper
 from lockstep.model.norm import BATCH_NORMS
@@ -421,7 +422,10 @@ def checked_clipping(clip_grad: Mapping[str, Any] | None) -> dict[str, Any] | No
     kwargs = {"type": "norm", **clip_grad}
     require_one_of("clip_grad['type']", kwargs["type"], ("norm", "value"))
     by_norm = kwargs["type"] == "norm"
-    require_key("clip_grad", clip_grad, "max_norm" if by_norm else "clip_value")
+    limit = "max_norm" if by_norm else "clip_value"
+    require_key("clip_grad", clip_grad, limit)
+    if not isinstance(clip_grad[limit], Real | Tensor):  # infinity only measures
+        raise ConfigError(f"`clip_grad[{limit!r}]` must be a number, but is {clip_grad[limit]!r}")
     takes = inspect.signature(clip_by_norm if by_norm else clip_by_value).parameters
     require_known("clip_grad", clip_grad, {"type", *takes} - {"params"})
     return kwargs

@@ -119,6 +119,17 @@ def _check_same_arguments(args: RunnerArguments) -> None:
     )
 
 
+def _warn_of_other_values(args: RunnerArguments) -> None:
+    """Warn of what ranks may have in different ways, but seldom are meant to. **Collective**: every rank."""
+    loader = args.train_dataloader
+    size = loader.get("batch_size") if isinstance(loader, Mapping) else getattr(loader, "batch_size", None)
+    by_rank = differing({"work_dir": repr(str(args.work_dir)), "batch_size": repr(size)})
+    if by_rank is not None:
+        name, values = first_difference(by_rank)
+        says = "all ranks use that of rank 0" if name == "work_dir" else "each rank takes batches of its own size"
+        _logger.warning("`%s` is not the same on all ranks: %s; %s", name, values, says)
+
+
 def let_train(space: Workspace, load_from: Weights | None, hooks: Iterable[Any] = ()) -> None:
     """Do what a training needs in addition in a workspace that an evaluation has opened.
 
@@ -150,6 +161,7 @@ def logging_to_folder(space: Workspace) -> Iterator[None]:
         ranks = f"{space.world_size} ranks" if space.world_size > 1 else "1 rank"
         over = f" over {get_backend()}" if space.world_size > 1 else ""
         _logger.info("%s on %s%s, seed %d, folder %s", ranks, get_device(), over, space.seed, short_path(space.run_dir))
+        _warn_of_other_values(args)
         for key, meant in args.misspelt.items():
             _logger.warning("the config's key `%s` means nothing here: did you mean `%s`?", key, meant)
         yield

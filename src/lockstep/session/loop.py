@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.dataset.position import deals_batches
 from lockstep.dataset.random_state import set_random_state
@@ -23,8 +24,8 @@ from lockstep.groups import this_rank
 from lockstep.logging.meters import kept_scalar
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.compiling import begin_compiled_step
-from lockstep.model.wrapper import forwarded
-from lockstep.optim import OptimWrapper, OptimWrapperDict
+from lockstep.model.wrapper import all_entered, forwarded
+from lockstep.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from lockstep.runner.loops import DEFAULT_INTERVAL, CountSamples, TrainLoop, no_batches
 from lockstep.runner.preemption import ranks_meet
 from lockstep.runner.run import TrainRun
@@ -69,7 +70,7 @@ class OwnLoop(TrainLoop):
         self._is_uncounted = False  # an iteration has begun, and has not ended: the user's code may have left it
         self._present: tuple[int, Batch] | None = None  # the number and the batch of that iteration
         self._iterated = False  # since the last look at the count of backward passes
-        self._counted = 0
+        self._counted = self._backward_passes = 0
         self._has_warned = False
         self._body = EpochBody(run)
         self._to_save: list[tuple[str | None, bool]] = []  # names, and whether in the background
@@ -301,15 +302,11 @@ class OwnLoop(TrainLoop):
             self._body.go_back()
             raise
 
-    def require_iteration(self) -> None:
-        """Refuse values of no iteration, which no record would have."""
+    def require_iteration(self, what: str, remedy: str) -> None:
+        """Refuse a call in no iteration: no record would have its values, and no count its update."""
         if self.is_evaluating or not self._is_uncounted:
             where = "a pass over a loader of prepare_evaluation()" if self.is_evaluating else "no iteration"
-            raise RuntimeError(
-                f"session.log() records values of a training iteration, but was called in {where} ({this_rank()}). "
-                "Record what a validation or an epoch gives by session.log_metrics(loss=...), the same on every rank: "
-                "compute it from what session.gather() returns"
-            )
+            raise RuntimeError(f"{what}, but was called in {where} ({this_rank()}). {remedy}")
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Add values to the record of the present iteration."""
@@ -480,8 +477,15 @@ class OwnLoop(TrainLoop):
             with optim_wrapper.optim_context(model):
                 return _in_float32(model(*args, **kwargs))
 
-        step = model.step_context(optim_wrapper) if isinstance(model, ModelWrapper) else nullcontext()
-        with step, forwarded(core, call):
+        with ExitStack() as stack:
+            if isinstance(model, ModelWrapper):
+                stack.enter_context(model.step_context(optim_wrapper))
+            stack.enter_context(forwarded(core, call))
+            if isinstance(core, nn.ModuleDict):  # several models, which are called one by one
+                wrappers = optim_wrapper.values() if isinstance(optim_wrapper, OptimWrapperDict) else [optim_wrapper]
+                if amp := [one for one in wrappers if isinstance(one, AmpOptimWrapper)]:
+                    for part in core.values():
+                        stack.enter_context(forwarded(part, partial(_call_in_half, part, amp)))
             yield
 
 
@@ -507,6 +511,14 @@ def _close(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         for mine, theirs in pairs
         if repr(mine) != repr(theirs)
     )
+
+
+def _call_in_half(model: nn.Module, wrappers: Sequence[AmpOptimWrapper], /, *args: Any, **kwargs: Any) -> Any:
+    """Call one of several models under autocast; within `session.forward_context`, as it is."""
+    if torch.is_autocast_enabled(get_device()):
+        return model(*args, **kwargs)
+    with all_entered(wrapper.autocast() for wrapper in wrappers):
+        return _in_float32(model(*args, **kwargs))
 
 
 def _in_float32(outputs: Any) -> Any:

@@ -22,7 +22,7 @@ from lockstep.device import get_device
 from lockstep.dist import all_gather_object, get_dist_info, get_rank, get_world_size
 from lockstep.errors import ConfigError, listed, no_attribute
 from lockstep.location import Location
-from lockstep.model import unwrap_model
+from lockstep.model import uncompiled, unwrap_model
 from lockstep.model.steps import lacks_labels, parse_losses
 from lockstep.optim import OptimWrapper, OptimWrapperDict
 from lockstep.registry import OPTIM_WRAPPERS
@@ -220,6 +220,8 @@ class Session:
             )
         optim: Any = {"optimizer": optimizer, **self._optim}
         if isinstance(optimizer, Mapping) and "type" not in optimizer:  # by name
+            if "optimizer" in optimizer:
+                raise ConfigError("`optimizer` must not have the name 'optimizer', a key of configs. Rename that part")
             optim = {name: {"optimizer": one, **self._optim} for name, one in optimizer.items()}
         parts = model.values() if isinstance(model, Mapping) else [model]
         if not all(isinstance(part, nn.Module) for part in parts):
@@ -227,6 +229,7 @@ class Session:
             raise TypeError(f"`model` must be a torch.nn.Module or a dict of modules, but is {model!r}{remedy}")
         if isinstance(model, Mapping | nn.ModuleDict):
             model = Parts(dict(model.items()))
+        model = uncompiled(model)
         names = [name for name, _ in model.named_children()]
         if "optimizer" not in optim and (others := [name for name in optim if name not in names]):
             raise ConfigError(
@@ -331,10 +334,11 @@ class Session:
         Raises:
             ValueError: the loss is not a scalar, or requires no gradient.
             TypeError: there is no loss, it is no tensor, or a value can't be recorded.
-            RuntimeError: the batch is one of a loader of `prepare_evaluation`.
+            RuntimeError: the batch is one of a loader of `prepare_evaluation`, or there is no iteration.
         """
         loop = self._prepared()
         self._evaluation.require_none()
+        loop.require_iteration("session.step() makes the update of a training iteration", "Call it for each batch")
         if isinstance(loss, Real):
             raise TypeError(
                 f"`loss` must be a scalar tensor, but is the number {loss!r} (rank {self.rank} of {self.world_size}). "
@@ -352,13 +356,14 @@ class Session:
 
     @property
     def is_update(self) -> bool:
-        """Whether the last `step` ended in an update: the moment to step a scheduler that counts updates.
+        """Whether the `step` of this iteration ended in an update: the moment to step a scheduler that counts updates.
 
-        False where float16 has skipped the update. **Cost**: in float16, reading it waits for an accelerator.
+        False where it has made none, or float16 has skipped the update. **Cost**: in float16, reading it waits for an
+        accelerator.
         """
         self._require_one_optimizer("session.is_update", "should_update(), after its update_params")
         wrapper = self.run.optim_wrapper
-        return wrapper.should_update() and not wrapper.has_skipped
+        return self._prepared().has_backward and wrapper.should_update() and not wrapper.has_skipped
 
     def log(self, values: Mapping[str, Any] | None = None, /, **more: Any) -> None:
         """Record numbers or scalar tensors of the present iteration; records hold means over samples and ranks.
@@ -369,7 +374,11 @@ class Session:
         """
         if values is not None and "step" in more:
             raise TypeError("log() must be given values alone: a session counts the iterations. Leave out `step`")
-        self._prepared().require_iteration()
+        self._prepared().require_iteration(
+            "session.log() records values of a training iteration",
+            "Record what a validation or an epoch gives by session.log_metrics(loss=...), the same on every rank: "
+            "compute it from what session.gather() returns",
+        )
         self._prepared().log({**(values or {}), **more})
 
     def log_metrics(self, **metrics: Any) -> None:

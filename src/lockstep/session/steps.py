@@ -43,10 +43,13 @@ def guard_steps(loop: OwnLoop, wrapper: OptimWrapper, name: str | None = None) -
                 windows_left = 0
                 if name is None:
                     refuse("gradients", "must be those of session.step(loss) alone, but there were some before it")
+                first = (
+                    f"Call optimizers[{name!r}].zero_grad() first, or" if wrapper.accumulative_counts == 1 else "Call"
+                )
                 loop.runner.logger.warning(
                     "the parameters of optimizers[%r] have gradients before its update_params(loss), which adds to "
-                    "them: those of another optimizer's loss? Call optimizers[%r].zero_grad() first, or "
-                    "requires_grad_(False) for the parameters while the other's loss is computed", name, name,
+                    "them: those of another optimizer's loss? %s requires_grad_(False) for the parameters while the "
+                    "other's loss is computed", name, first,
                 )  # fmt: skip
         update_params(*args, **kwargs)
 

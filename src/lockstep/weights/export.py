@@ -112,6 +112,8 @@ def export_checkpoint(
     require_one_of("to", to, TARGETS)
     place, weights = locate(out), _CheckpointWeights(_checkpoint(checkpoint, best=best), ema)
     is_file = to == "torch" or (to == "safetensors" and place.suffix == ".safetensors")
+    if not is_file and place.suffix in (".pt", ".pth", ".bin", ".ckpt"):
+        raise ConfigError(f"`out` must be a folder for {to!r}, but has the name {place.name!r}. 'torch' writes a file")
     check_new(place, file=is_file)
     most = read_size(max_shard_size)
     description: dict[str, Any] = weights.meta.get("weights") or {}
