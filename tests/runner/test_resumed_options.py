@@ -340,6 +340,15 @@ def one_cycle(optimizer: Any, total: int) -> Any:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, 10 * optimizer.param_groups[0]["lr"], total + 2)
 
 
+def falling(optimizer: Any, total: int) -> Any:
+    return LambdaLR(optimizer, lambda step: max(0.0, 1 - step / total))
+
+
+def warmed_up_by_a_function(optimizer: Any, total: int) -> Any:
+    warm_up = LambdaLR(optimizer, lambda step: (step + 1) / total)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, CosineAnnealingLR(optimizer, T_max=9)], [4])
+
+
 def loop_by_hand(
     work_dir: Path, epochs: int, lr: float, total: int, schedule_of: Any = warmed_up, **options: Any
 ) -> list[float]:
@@ -361,7 +370,10 @@ def loop_by_hand(
 @pytest.mark.filterwarnings("ignore:.*epoch parameter in `scheduler.step")
 @pytest.mark.parametrize(
     ("lr", "total", "schedule_of"),
-    [(0.2, 4, warmed_up), (0.2, 8, warmed_up), (0.6, 8, warmed_up), (0.6, 4, one_cycle), (0.6, 8, one_cycle)],
+    [
+        *((0.2, 4, warmed_up), (0.2, 8, warmed_up), (0.6, 8, warmed_up), (0.6, 4, one_cycle), (0.6, 8, one_cycle)),
+        *((0.2, 8, falling), (0.2, 4, falling), (0.2, 8, warmed_up_by_a_function)),
+    ],
 )
 @ranks(1, 2)
 def test_schedules_of_a_session_follow_the_script(tmp_path, lr, total, schedule_of):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -29,6 +29,7 @@ _MOST_PARTS = 4  # of the state of torch's schedule: what is named of one that h
 _MOST_STEPS = 10**8  # that a schedule is computed for when a run resumes
 # Entries of a torch schedule's state that change while it runs; all others come from the config.
 _PROGRESS = frozenset({"last_epoch", "_step_count", "_last_lr", "base_lrs"})
+_COUNTS = (1, 10, 100, 1000, 10_000, 100_000)
 
 
 def record_first_options(run: TrainRun) -> None:
@@ -290,10 +291,14 @@ def _descriptions(run: TrainRun) -> Iterator[str]:
                 settings = dict(config)
                 kind = settings.pop("type", type(scheduler))
                 name = getattr(kind, "__name__", str(kind).rpartition(".")[2])
-                described = f"{name}({', '.join(f'{key}={value}' for key, value in settings.items())})"
+                described = f"{name}({', '.join(f'{key}={_constants(value)}' for key, value in settings.items())})"
                 described += "" if settings.get("end") is not None else f" in {epochs} epochs"
         elif isinstance(scheduler, LRScheduler):
-            described = f"{type(scheduler).__name__} {_constants(scheduler.state_dict())}"
+            # Functions, which the states of torch's LambdaLR and MultiplicativeLR leave out, also within others.
+            parts = [scheduler, *vars(scheduler).get("_schedulers", ())]
+            functions = {f"lr_lambdas {index}": getattr(part, "lr_lambdas", []) for index, part in enumerate(parts)}
+            state = {**scheduler.state_dict(), **{key: value for key, value in functions.items() if value}}
+            described = f"{type(scheduler).__name__} {_constants(state)}"
         else:
             described = type(scheduler).__name__
         wrapper = run.optim_wrapper
@@ -327,7 +332,17 @@ def _changed_part(former: str, now: str) -> str:
 def _constants(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _constants(item) for key, item in sorted(value.items(), key=str) if key not in _PROGRESS}
+    if callable(value) and not isinstance(value, type):
+        return _values_of(value)
     return [_constants(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _values_of(function: Callable[[int], Any]) -> Any:
+    """Return a function's values at some counts, which tell it from one with other constants; itself if it has none."""
+    try:
+        return [float(function(count)) for count in _COUNTS]
+    except Exception:  # the user's own, which may take no count, or not any
+        return function
 
 
 def _scheduled(scheduler: Any) -> Iterable[str]:
