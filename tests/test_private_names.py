@@ -280,7 +280,7 @@ PRIVATE: dict[str, Private] = {
     "_growth_tracker": Private(lambda: "_growth_tracker" in GradScaler("cpu").state_dict(), AMP),
     "_schedulers": Private(
         lambda: chained_state()["_schedulers"][0]["last_epoch"] == 0,
-        ("optim/build_schedulers.py", "session/schedules.py"),
+        ("optim/build_schedulers.py", "runner/resumed_options.py", "session/schedules.py"),
     ),
     "_milestones": Private(lambda: sequential_state()["_milestones"] == [1], ("session/schedules.py",)),
     "_last_lr": Private(lambda: "_last_lr" in scheduler_state(), ("runner/resumed_options.py",)),

@@ -226,6 +226,21 @@ def test_what_an_option_has_set_says_so(cfg, tmp_path):
     assert copy.deepcopy(cfg).where("new.x") == "an option"
 
 
+def test_of_two_bases_that_are_imported_whole_the_last_one_has_set_a_key(write, tmp_path):
+    for name in "ab":
+        write(f"{name}.py", f"lr = {name!r}\n")
+    cfg = Config.fromfile(write("c.py", "with read_base():\n    from .a import *\n    from .b import *\n"))
+    assert (cfg.lr, cfg.where("lr")) == ("b", f"{tmp_path}/b.py:1")
+
+
+def test_a_base_that_cannot_be_read_is_told_with_who_names_it(write, tmp_path):
+    (tmp_path / "base").write_text("lr = 1\n")
+    child = write("child.py", "_base_ = 'base'\n")
+    with pytest.raises(ConfigError) as raised:
+        Config.fromfile(child)
+    assert raised.value.__notes__ == [f"read as a base of {child}"]
+
+
 def test_keys_that_come_by_import_are_found_in_their_file(write, tmp_path):
     write("base.py", BASE)
     cfg = Config.fromfile(

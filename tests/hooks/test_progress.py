@@ -83,6 +83,7 @@ def test_a_narrow_terminal_shows_the_first_values_beside_the_bar(width: int, sho
     [
         ((None, None, None), []),
         ((5000.4, None, None), ["5,000 samples/s"]),
+        ((0.3, None, None), ["0.3 samples/s"]),
         ((50.0, 51_200.0, 0.4321), ["50 samples/s", "51,200 tokens/s", "MFU 43.2 %"]),
     ],
 )
@@ -92,3 +93,15 @@ def test_rates_that_are_known_are_shown(known, shown):
 
 def test_what_a_function_counts_is_not_called_samples():
     assert _rates(51_200.0, None, None, counts="units") == ["51,200 units/s"]
+
+
+def test_a_line_of_the_training_comes_also_where_validations_begin_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("lockstep.hooks.progress.perf_counter", lambda: now)
+    hook, runner = ProgressHook(period_seconds=30.0), SimpleNamespace(console=Console(file=StringIO(), width=80))
+    due = []
+    for second in range(0, 100, 10):
+        now = float(second)
+        hook._begin(runner, "training", 100)
+        due.append(hook._is_due())
+    assert due == [second in (30, 60, 90) for second in range(0, 100, 10)]

@@ -132,3 +132,13 @@ def test_a_model_on_the_meta_device_has_one_whose_numbers_are_there():
     with torch.device("meta"):
         preprocessor = ImgDataPreprocessor(mean=MEAN, std=STD)
     assert torch.equal(preprocessor(torch.zeros(1, 3, 1, 1)).flatten(), torch.tensor([-10.0, -10.0, -7.5]))
+
+
+def test_a_batch_without_images_is_one():
+    assert ImgDataPreprocessor(MEAN, STD, pad_size_divisor=4)(torch.zeros(0, 3, 5, 4)).shape == (0, 3, 8, 4)
+
+
+def test_gradients_reach_images_of_several_sizes():
+    images = [torch.ones(3, size, 2, requires_grad=True) for size in (2, 3)]
+    ImgDataPreprocessor(MEAN, STD)({"inputs": images})["inputs"].sum().backward()
+    assert all(image.grad is not None for image in images)

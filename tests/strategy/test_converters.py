@@ -170,3 +170,14 @@ def test_float8_without_torchao_says_how_to_install_it(monkeypatch: pytest.Monke
     monkeypatch.setattr("lockstep.model.float8.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs the package torchao, .* pip install 'lockstep-engine\[float8\]'"):
         build_strategy({"type": "single", "converters": ["float8"]})
+
+
+def test_one_that_changes_the_model_in_place_may_return_nothing():
+    strategy, model = build_strategy("single"), nn.Sequential(nn.Linear(2, 2))
+
+    def freeze(model: nn.Module) -> None:
+        model.requires_grad_(False)
+
+    strategy.converters = (freeze,)
+    assert strategy.convert(model) is model
+    assert not model[0].weight.requires_grad

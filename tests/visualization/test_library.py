@@ -192,3 +192,11 @@ def test_artifacts_are_files_of_the_folder_itself(tmp_path: Path):
 )
 def test_published_names_mean_the_same(published: str, own: str):
     assert VISUALIZERS[published] is VISUALIZERS[own]
+
+
+def test_a_folder_of_its_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "left_by_a_tracker").mkdir()
+    assert not is_installed("left_by_a_tracker")
+    (tmp_path / "left_by_a_tracker" / "__init__.py").touch()
+    assert is_installed("left_by_a_tracker")

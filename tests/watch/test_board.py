@@ -87,3 +87,14 @@ def test_a_rank_on_another_machine_of_the_same_name_is_not_gone(monkeypatch: pyt
             Board(store, number, 3, dict)
     monkeypatch.setattr("lockstep.topology.pid_namespace.machine", lambda: "this one's")
     assert Board(store, 0, 3, dict).gone([1, 2]) == [2]
+
+
+def test_a_process_that_cannot_be_looked_at_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    met = HashStore()
+    boards = [Board(met, rank, 2, dict) for rank in range(2)]
+    assert boards[0].ask([]) == {}
+    boards[0].missing()  # reads where rank 1 runs, here
+    monkeypatch.setattr("lockstep.watch.board.stat_of", lambda pid: [])  # as without a free file descriptor
+    assert boards[0].process(1) == ""
+    monkeypatch.setattr(os.path, "exists", lambda path: False)
+    assert boards[0].process(1) == "gone"

@@ -105,6 +105,9 @@ class ConfigSource:
             return cls.read(path, children)
         except FileNotFoundError as error:
             raise children[-1].error(base.named_by, f"names a file that is missing: {error}", base.line) from error
+        except ConfigError as error:
+            error.add_note(f"read as a base of {children[-1].path}")
+            raise
 
     def __deepcopy__(self, memo: object) -> ConfigSource:
         return self  # nothing of it changes
@@ -143,13 +146,15 @@ class ConfigSource:
     def _find(self, key: str) -> tuple[int, str]:
         """Return the line that sets most of the parts of a dotted key: their number, and file and line."""
         depth, line = self.file.locate(key)
-        found = (depth, f"{self.file.path}:{line}" if depth else "")
+        own = depth, f"{self.file.path}:{line}" if depth else ""
         name, dot, rest = key.partition(".")
-        for base, source in self.bases:
-            inherited = name if base.names is None else base.names.get(name)
-            if inherited is not None:
-                found = max(found, source._find(f"{inherited}{dot}{rest}"), key=itemgetter(0))
-        return found
+        inherited = [
+            source._find(f"{taken}{dot}{rest}")
+            for base, source in self.bases
+            if (taken := name if base.names is None else base.names.get(name)) is not None
+        ]
+        # Of several bases the last one counts, as where two are imported with `*`, and the file itself before all.
+        return max([own, *reversed(inherited)], key=itemgetter(0))
 
 
 def _in_scope(scope: str | None, values: Any) -> Any:

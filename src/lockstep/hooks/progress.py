@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 from time import perf_counter
@@ -96,6 +97,7 @@ class ProgressHook(Hook):
         """Print the line of an epoch that no validation followed, and remove the bar."""
         self._print_epoch_line(runner)
         self.close()
+        self._started = 0.0
 
     def before_val_epoch(self, runner: Run) -> None:
         """Show a bar for the validation, if it is not a pass of the user's own loop."""
@@ -139,12 +141,14 @@ class ProgressHook(Hook):
 
     def _begin(self, runner: Run, label: str, total: int | None) -> None:
         if self._display is None:
+            self._due = math.inf
             console = runner.console
             # Notebooks and CI set FORCE_COLOR, by which rich takes what it writes to for a terminal.
             live = console.is_terminal and console.file.isatty()
             self._display = Display(console, None if live else self._period_seconds)
         self._display.begin(label, total)
-        self._due = perf_counter() + self._display.period_seconds
+        # A line of the training that is due comes also where validations begin more often.
+        self._due = min(self._due, perf_counter() + self._display.period_seconds)
         self._losses = None
 
     def _show(self, done: int) -> None:
@@ -193,8 +197,9 @@ def _loss(mean: float | None) -> list[str]:
 def _rates(samples: float | None, tokens: float | None, mfu: float | None, counts: str = "samples") -> list[str]:
     """Return those of samples per second, or what else `counts`, tokens per second and MFU that are known, in words."""
     samples = None if samples == tokens else samples  # with `batch_size_of`, they may be tokens
-    shown = {f"{{:,.0f}} {counts}/s": samples, "{:,.0f} tokens/s": tokens, "MFU {:.1f} %": mfu and 100 * mfu}
-    return [form.format(value) for form, value in shown.items() if value]
+    rates = [(counts, samples), ("tokens", tokens)]
+    shown = [f"{rate:,.0f} {name}/s" if rate >= 10 else f"{rate:.2g} {name}/s" for name, rate in rates if rate]
+    return [*shown, *([f"MFU {100 * mfu:.1f} %"] if mfu else [])]
 
 
 def _epoch_label(runner: Run) -> str:

@@ -91,21 +91,21 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
                 "the images of a batch must be a tensor [images, channels, height, width] or a list of tensors "
                 f"[channels, height, width], but are {_describe(images)}"
             )
-        channels = {image.shape[0] for image in images}
+        channels = {images.shape[1]} if isinstance(images, Tensor) else {image.shape[0] for image in images}
         if len(channels) > 1:
             raise ValueError(f"the images of a batch must have equally many channels, but have {sorted(channels)}")
-        self._check_channels(images[0].shape[0])
+        self._check_channels(next(iter(channels)))
         batch = torch.full(
             (len(images), *channels, self._rounded(height), self._rounded(width)),
             float(self.pad_value),
             dtype=torch.float32,
-            device=images[0].device,
+            device=images.device if isinstance(images, Tensor) else images[0].device,
         )
         if isinstance(images, Tensor):
             self._write(images, batch[..., :height, :width])
         else:
-            for image, region in zip(images, batch, strict=True):
-                self._write(image, region[:, : image.shape[-2], : image.shape[-1]])
+            for index, image in enumerate(images):  # views of a loop over `batch` could not be written with gradients
+                self._write(image, batch[index, :, : image.shape[-2], : image.shape[-1]])
         return batch
 
     def _write(self, images: Tensor, region: Tensor) -> None:

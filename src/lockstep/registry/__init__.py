@@ -64,8 +64,9 @@ __all__ = [
 
 
 def _build_runner(cfg: Mapping[str, Any], registry: Registry) -> Any:
-    """Return the runner that a whole config describes; its `runner_type` may name another class."""
-    return registry[cfg.get("runner_type", "Runner")].from_cfg(cfg)  # type: ignore[attr-defined]
+    """Return the runner that a whole config describes; its `runner_type` may be another class, or name one."""
+    kind = cfg.get("runner_type", "Runner")
+    return (kind if isinstance(kind, type) else registry[kind]).from_cfg(cfg)  # type: ignore[attr-defined]
 
 
 MODELS = Registry("model", locations=["lockstep.model"])

@@ -295,8 +295,8 @@ def _descriptions(run: TrainRun) -> Iterator[str]:
                 described += "" if settings.get("end") is not None else f" in {epochs} epochs"
         elif isinstance(scheduler, LRScheduler):
             # Functions, which the states of torch's LambdaLR and MultiplicativeLR leave out, also within others.
-            parts = [scheduler, *vars(scheduler).get("_schedulers", ())]
-            functions = {f"lr_lambdas {index}": getattr(part, "lr_lambdas", []) for index, part in enumerate(parts)}
+            within = [scheduler, *vars(scheduler).get("_schedulers", ())]
+            functions = {f"lr_lambdas {index}": getattr(one, "lr_lambdas", []) for index, one in enumerate(within)}
             state = {**scheduler.state_dict(), **{key: value for key, value in functions.items() if value}}
             described = f"{type(scheduler).__name__} {_constants(state)}"
         else:

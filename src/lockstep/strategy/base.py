@@ -102,7 +102,8 @@ class Strategy(ABC):
                     "again, hand in the same function both times, or leave it out of `converters`",
                     type(model).__name__, list(done), converter, this_rank(),
                 )  # fmt: skip
-            converted = converter(converted)
+            returned = converter(converted)
+            converted = converted if returned is None else returned  # one that changes it in place may return nothing
         _CONVERSIONS[model] = _CONVERSIONS[converted] = ((*done, *new), ref(converted))
         return converted
 

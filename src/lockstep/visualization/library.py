@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -61,8 +62,11 @@ class LibraryVisualizer(ABC):
 
 
 def is_installed(package: str) -> bool:
-    """Return whether a package is installed, without importing it."""
-    return find_spec(package) is not None
+    """Return whether a package is installed, without importing it; a folder of its name, without code, is none."""
+    if sys.modules.get(package) is not None:
+        return True
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def with_suffix(folder: Path, suffixes: str | Sequence[str]) -> list[Path]:

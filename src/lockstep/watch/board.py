@@ -116,6 +116,8 @@ class Board:
         if not who or who["namespace"] != self._namespace or not Path("/proc/self/stat").exists():
             return ""
         state = next(iter(stat_of(who["pid"])), "X")
+        if state == "X" and os.path.exists(f"/proc/{who['pid']}"):  # it could not be read: no file descriptor is free
+            return ""
         return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(state, "")
 
     def gone(self, ranks: Iterable[int]) -> list[int]:
@@ -141,7 +143,7 @@ class Board:
 
 
 def pauses(seconds: float, longest: float) -> Iterator[float]:
-    """Yield the seconds that have passed: at once, then after pauses that double up to the longest one."""
+    """Yield at once, then after pauses that double up to the longest one: the seconds up to the last pause."""
     begun, pause = time.monotonic(), longest / 64
     yield 0.0
     while (passed := time.monotonic() - begun) < seconds:

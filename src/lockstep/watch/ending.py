@@ -24,7 +24,8 @@ _COMPARING_RANK = 0  # compares the calls of all ranks, and sends the others the
 def end_watch() -> DistError | None:
     """End the watch; return the error that says why the calls of the ranks don't agree, if they don't.
 
-    Waits for up to three seconds for the other ranks, unless this one ends because of an error; then rank 0 for two.
+    Waits up to two seconds, and three ticks of the board, for the other ranks, unless this one ends because of an
+    error. Then rank 0 waits two seconds at most for those that read the result.
     """
     watch = take_watch()
     if watch is None:
@@ -42,17 +43,19 @@ def end_watch() -> DistError | None:
 
 
 def raised_error() -> BaseException | None:
-    """Return the error with which this process ends, or that is being handled.
+    """Return the error with which this process ends, or that is being handled; not an exit with success.
 
     At a prompt, as in a notebook, the last error does not end the process.
     """
-    return sys.exception() or (None if hasattr(sys, "ps1") else getattr(sys, "last_value", None))
+    error = sys.exception() or (None if hasattr(sys, "ps1") else getattr(sys, "last_value", None))
+    return None if isinstance(error, SystemExit) and error.code in (None, 0) else error
 
 
 def _failure_of_devices(watch: Watch) -> DistError | None:
     """Return the error of calls on devices that a rank which is gone has left, if this rank has not raised it.
 
-    torch knows it a tenth of a second later. Calls on the host raise by themselves.
+    torch knows it a tenth of a second after the rank is gone; the wait is five times as long. Calls on the host raise
+    by themselves.
     """
     groups = recorded_groups()
     for _ in pauses(_SECONDS_OF_DEVICES if any(comm.devices - {"cpu"} for comm, _ in groups) else 0.0, 0.1):
