@@ -194,6 +194,10 @@ def optimizer(**arguments):
             {"train_cfg": {"by_epoch": False, "max_epochs": 2}},
             "`train_cfg.by_epoch` = False contradicts `max_epochs`; leave it out, or give `max_iters`",
         ),
+        (
+            {"train_cfg": {"type": "IterBasedTrainLoop", "by_epoch": False, "max_iters": 2}},
+            "`train_cfg` must have either `type` or `by_epoch`, but has both",
+        ),
         ({"train_cfg": {"by_epoch": False}}, "`train_cfg` must have the key `max_iters`"),
         (
             {"train_cfg": {"max_epochs": 2, "val_intervall": 1}},

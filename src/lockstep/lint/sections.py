@@ -23,7 +23,6 @@ from lockstep.registry import in_default_scope
 from lockstep.registry.registry import SCOPE
 from lockstep.registry.signatures import Arguments
 from lockstep.runner.arguments import (
-    BOTH_LENGTHS,
     DEFAULT_HOOKS,
     LENGTHS,
     Argument,
@@ -31,6 +30,7 @@ from lockstep.runner.arguments import (
     default_hook_fault,
     evaluators_by_name,
     named_loaders,
+    train_cfg_fault,
 )
 from lockstep.runner.start import dist_arguments
 
@@ -98,11 +98,11 @@ def _dataloader(key: str, cfg: object) -> Iterator[Fault]:
 
 
 def _train_cfg(key: str, cfg: object) -> Iterator[Fault]:
+    if isinstance(cfg, Mapping) and (says := train_cfg_fault(cfg)) is not None:
+        yield Fault(key, says)
+        return
     if not isinstance(cfg, Mapping) or "type" in cfg:
         yield from Kind(registry.LOOPS, supplied=_LOOP_PARTS).faults(key, cfg)
-        return
-    if cfg.keys() >= LENGTHS:
-        yield Fault(key, BOTH_LENGTHS)
         return
     by_epoch = cfg.get("by_epoch", "max_iters" not in cfg)
     counted, other = ("max_epochs", "max_iters") if by_epoch else ("max_iters", "max_epochs")

@@ -201,7 +201,6 @@ def _types(hint: Any) -> Iterator[type]:
 
 ARGUMENTS: Mapping[str, Argument] = _arguments()
 LENGTHS = frozenset({"max_epochs", "max_iters"})  # keys of `train_cfg`
-BOTH_LENGTHS = "must have either `max_epochs` or `max_iters`, but has both"
 # Keys of MMEngine's configs that lockstep or other tools read in addition to the arguments.
 CONFIG_KEYS: Mapping[str, Argument] = {
     "custom_imports": Argument(),
@@ -301,6 +300,12 @@ def fault_of_prepared(given: Any) -> str | None:
     if kind.__module__.partition(".")[0] != "accelerate":
         return None
     return f"must be your own, but is accelerate's {kind.__name__}. Hand in what you gave to its prepare()"
+
+
+def train_cfg_fault(cfg: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a `train_cfg` that says twice what is counted."""
+    pair = ("type", "by_epoch") if "type" in cfg else sorted(LENGTHS)
+    return "must have either `{}` or `{}`, but has both".format(*pair) if cfg.keys() >= set(pair) else None
 
 
 def named_loaders(given: Any) -> dict[str, Any]:

@@ -32,14 +32,13 @@ from lockstep.model.shards import reshard
 from lockstep.optim import OptimWrapperDict, ParamScheduler, build_param_schedulers
 from lockstep.registry import EVALUATOR, LOOPS, MODELS
 from lockstep.runner.arguments import (
-    BOTH_LENGTHS,
     DEFAULT_HOOKS,
-    LENGTHS,
     RunnerArguments,
     checked_keys,
     default_hook_fault,
     evaluators_by_name,
     named_loaders,
+    train_cfg_fault,
 )
 from lockstep.runner.data_workers import end_workers_at_exit, let_workers_outlive_signals
 from lockstep.runner.evaluation_loops import EvalLoop, TestLoop, ValLoop
@@ -184,10 +183,10 @@ def _train_loop(cfg: TrainLoop | Mapping[str, Any], run: TrainRun) -> TrainLoop:
         return cfg
     if not isinstance(cfg, Mapping):
         raise TypeError(f"`train_cfg` must be a dict or a loop, but is {cfg!r}")
+    if (says := train_cfg_fault(cfg)) is not None:
+        raise ConfigError(f"`train_cfg` {says}")
     arguments = dict(cfg)
     if "type" not in arguments:
-        if cfg.keys() >= LENGTHS:
-            raise ConfigError(f"`train_cfg` {BOTH_LENGTHS}")
         by_epoch = arguments.pop("by_epoch", "max_iters" not in arguments)
         arguments["type"] = "EpochBasedTrainLoop" if by_epoch else "IterBasedTrainLoop"
         needed = "max_epochs" if by_epoch else "max_iters"

@@ -191,9 +191,11 @@ class EngineOptimWrapper(OptimWrapper):
     def step(self, **kwargs: Any) -> None:
         """Let the engine clip the gradients, and update the parameters.
 
+        **Collective**: every rank.
+
         Raises:
             ConfigError: the gradients were changed.
-            DivergenceError: on every rank with the same part of the model, if ranks have written other values into it.
+            DivergenceError: on every rank, if ranks have written other values into the same part of the model.
         """
         _ = self.engine
         with self._model.engine_context() if isinstance(self._model, EngineModelWrapper) else nullcontext():
