@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
+from types import FrameType
 from typing import ParamSpec, TypeAlias, TypeVar
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -131,6 +132,7 @@ class Comm:
 
 
 SOLO = Comm(None, 0, 1, {}, frozenset(), "cpu")
+_ROOM = ("lockstep.groups", "lockstep.dist", "contextlib")
 _may_be_alone = False  # whether a process without a group needs no warning: it has had one, or its user has been told
 
 # Weak keys, so that nothing here keeps a destroyed group alive.
@@ -231,16 +233,24 @@ def get_dist_info(group: GroupLike = None) -> tuple[int, int]:
 def _asked(group: GroupLike) -> Comm:
     """Return the communicator of `group` for a function that says this process's place in it."""
     comm = resolve(group)
-    if comm is SOLO and not _may_be_alone:
-        _warn_of_early_question()
+    warn_of_early_call(comm, "asks for this process's rank or world size, which are 0 and 1")
     return comm
 
 
-def _warn_of_early_question() -> None:
-    """Warn, once, if code of the user's own asks a rank for its place before there is a group, which says 0 of 1."""
+def warn_of_early_call(comm: Comm, does: str) -> None:
+    """Warn, once, if code of the user's own calls a function of this room before there is a group.
+
+    Args:
+        comm: the communicator of the call.
+        does: what the code does, and what comes of it, "until there is a group".
+    """
     global _may_be_alone
-    asking = sys._getframe(3)  # who has called the function that calls `_asked`
-    if asking.f_globals.get("__name__", "").partition(".")[0] in ("lockstep", "mmengine"):
+    if comm is not SOLO or _may_be_alone:
+        return
+    asking: FrameType | None = sys._getframe(1)
+    while asking is not None and asking.f_globals.get("__name__", "").startswith(_ROOM):
+        asking = asking.f_back
+    if asking is None or asking.f_globals.get("__name__", "").partition(".")[0] in ("lockstep", "mmengine"):
         return
     _may_be_alone = True
     from torch.utils.data import get_worker_info  # not when this is imported, which takes time
@@ -255,9 +265,9 @@ def _warn_of_early_question() -> None:
                     "keep the answer in it"
                 )
             _logger.warning(
-                "%s:%d asks for this process's rank or world size, which are 0 and 1 until there is a group, but it "
-                "was started as rank %d of %d: what is built of them differs from what is meant. %s",
-                asking.f_code.co_filename, asking.f_lineno, topology.rank, topology.world_size, remedy,
+                "%s:%d %s until there is a group, but it was started as rank %d of %d: what comes of it differs from "
+                "what is meant. %s",
+                asking.f_code.co_filename, asking.f_lineno, does, topology.rank, topology.world_size, remedy,
             )  # fmt: skip
 
 

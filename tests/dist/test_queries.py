@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as torch_dist
 from torch.distributed import FileStore
 from torch.utils.data import DataLoader, IterableDataset
@@ -14,6 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lockstep import groups
 from lockstep.dist import (
     all_gather_object,
+    all_reduce,
+    barrier,
     get_backend,
     get_default_group,
     get_dist_info,
@@ -29,7 +32,9 @@ from lockstep.dist import (
     is_distributed,
     is_main_process,
     local_main_process_first,
+    main_process_first,
     master_only,
+    run_on_main,
 )
 from lockstep.errors import DistError
 from lockstep.testing import ranks
@@ -166,6 +171,23 @@ def test_who_asks_a_rank_for_its_place_before_there_is_a_group_is_told_once(monk
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == int(world_size) - 1
     assert all("test_queries.py:" in one and "as rank 1 of 2" in one and "init_dist()" in one for one in told)
+
+
+def enter_first() -> None:
+    with main_process_first():
+        pass
+
+
+@pytest.mark.parametrize("call", [enter_first, barrier, lambda: all_reduce(torch.ones(1)), lambda: run_on_main(int)])
+def test_who_calls_a_collective_before_there_is_a_group_is_told_once(monkeypatch, caplog, call):
+    monkeypatch.setattr(groups, "_may_be_alone", False)
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for _ in range(2):
+        call()
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "test_queries.py:" in told
+    assert "does nothing with other ranks until there is a group, but it was started as rank 1 of 2" in told
 
 
 class Strided(IterableDataset):

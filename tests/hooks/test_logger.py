@@ -308,3 +308,56 @@ def test_a_checkpoint_amid_an_epoch_has_the_sums_of_all_its_iterations(tmp_path:
     resumed = records(tmp_path / "resumed", load_from=str(saved), resume=True)
     assert [one["iter"] for one in whole[:5]] == [1, 2, 3, 4, 4]  # the last one is of the epoch
     assert resumed == whole[2:]
+
+
+class Own(Hook):
+    """Records the number of the iteration, and fails at one."""
+
+    def __init__(self, fails_at: int) -> None:
+        self.fails_at = fails_at
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+        if runner.iter == self.fails_at:
+            raise RuntimeError("killed")
+        runner.message_hub.update_scalar("train/own", float(runner.iter + 1))
+
+
+def train_part(tmp_path: Path, fails_at: int) -> None:
+    hooks = [Own(fails_at), {"type": "CheckpointHook", "by_epoch": False, "interval": 2}]
+    options = {"default_hooks": {"checkpoint": None}, "train_cfg": {"max_epochs": 1}, "resume": True}
+    runner = make_runner(tmp_path, hooks, kind=Failing, **options)
+    if fails_at == -1:
+        runner.train()
+        return
+    with pytest.raises(RuntimeError, match="killed"):
+        runner.train()
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+def test_the_means_of_an_epoch_count_iterations_alike_on_any_number_of_ranks(tmp_path: Path, sizes: tuple[int, int]):
+    run_ranks(sizes[0], train_part, tmp_path, 2)
+    run_ranks(sizes[1], train_part, tmp_path, -1)
+    lines = [json.loads(line) for path in tmp_path.glob("*/metrics.jsonl") for line in path.read_text().splitlines()]
+    (epoch,) = [one for one in lines if one["mode"] == "epoch"]
+    assert epoch["own"] == 2.5
+
+
+class Counted(Hook):
+    """Records sums with their counts, as MMEngine's code does."""
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+        for right, of in ((6.0, 8), (1.0, 2)):
+            runner.message_hub.update_scalar("train/right", right, of)
+        runner.message_hub.update_scalars({"train/more": {"value": 3.0, "count": 4}})
+
+
+@ranks(1, 2)
+def test_a_sum_counts_as_so_many_values(tmp_path: Path):
+    runner = make_runner(tmp_path, [Counted()])
+    runner.train()
+    assert runner.message_hub.get_scalar("train/right").mean() == 0.7
+    assert runner.message_hub.get_scalar("train/right").data[1][-2:] == [8, 2]
+    if get_rank() == 0:
+        lines = map(json.loads, (runner.run_dir / "metrics.jsonl").read_text().splitlines())
+        means = [(one["right"], one["more"]) for one in lines if one["mode"] in ("train", "epoch")]
+        assert set(means) == {(0.7, 0.75)}

@@ -106,7 +106,29 @@ def test_what_a_hook_has_frozen_and_a_resumed_training_trains_is_named(when: str
     run(tmp_path, 2, custom_hooks=[FreezeBody(when)])
     resumed = run(tmp_path, 3, resume=True, custom_hooks=[FreezeBody(when)])
     log = (resumed.run_dir / "log.txt").read_text()
-    says = "trained now, but frozen when the checkpoint was saved: body.weight, body.bias. If you have not unfrozen"
+    says = "trained now, but frozen when the checkpoint was saved: body.weight, body.bias. If that is not on purpose"
+    assert log.count(says) == (when == "there alone")
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("when", ["there alone", "from there on"])
+def test_what_a_hook_has_unfrozen_and_a_resumed_training_freezes_is_named(when: str, tmp_path: Path):
+    class Unfreeze(Hook):
+        def before_train_epoch(self, runner: Any) -> None:
+            body = unwrap_model(runner.model).body
+            if runner.epoch == 0:
+                body.requires_grad_(False)
+            elif runner.epoch == 1 or when == "from there on":
+                body.requires_grad_(True)
+
+    class Built(Unfreeze):
+        def before_train(self, runner: Any) -> None:
+            unwrap_model(runner.model).body.requires_grad_(False)
+
+    run(tmp_path, 2, custom_hooks=[Built()])
+    resumed = run(tmp_path, 3, resume=True, custom_hooks=[Built()])
+    log = (resumed.run_dir / "log.txt").read_text()
+    says = "frozen now, but trained when the checkpoint was saved: body.weight, body.bias. If that is not on purpose"
     assert log.count(says) == (when == "there alone")
 
 

@@ -19,6 +19,7 @@ from mmengine.config import Config
 from mmengine.evaluator import DumpResults, Evaluator
 from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
+from mmengine.model import BaseModel
 from mmengine.optim import OptimWrapper
 from mmengine.registry import DATASETS, METRICS, MODELS, RUNNERS, Registry, init_default_scope
 from mmengine.runner import BaseLoop, EpochBasedTrainLoop, FlexibleRunner, LogProcessor, Runner, ValLoop
@@ -452,3 +453,54 @@ def test_workers_that_a_validation_keeps_draw_no_number_when_a_run_resumes(cfg, 
         ).train()
     assert stopped.drawn + resumed.drawn == whole.drawn
     assert len(set(whole.drawn)) == 4
+
+
+class Noting(BaseModel):
+    """Notes the samples that it is trained on."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = torch.nn.Linear(1, 1), []
+
+    def forward(self, inputs, mode="loss"):
+        self.seen.append([int(one) for one in inputs])
+        return {"loss": self.layer(torch.stack(list(inputs))).square().mean()}
+
+
+def test_a_file_of_a_training_by_iterations_goes_on_at_its_sample(tmp_path):
+    def trained(place, iterations, **options):
+        model = Noting()
+        data = [{"inputs": torch.tensor([float(index)])} for index in range(10)]
+        loader = {"batch_size": 4, "dataset": data, "sampler": {"type": "InfiniteSampler", "shuffle": True}}
+        hook = {"type": "CheckpointHook", "by_epoch": False, "interval": 8, "as_files": True}
+        Runner(
+            model,
+            str(tmp_path / place),
+            train_dataloader=loader,
+            optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.01}},
+            train_cfg={"by_epoch": False, "max_iters": iterations, "val_interval": 99},
+            default_hooks={"checkpoint": hook},
+            randomness={"seed": 0},
+            **options,
+        ).train()
+        destroy_dist()
+        return model.seen
+
+    whole = trained("whole", 12)
+    trained("half", 8)
+    assert trained("rest", 12, resume=True, load_from=str(tmp_path / "half" / "iter_8.pth")) == whole[8:]
+
+
+def test_the_hub_of_a_run_keeps_counts_also_in_checkpoints(cfg, tmp_path):
+    class Right(Hook):
+        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+            MessageHub.get_current_instance().update_scalar("train/right", 6.0, 8)
+
+    runner = Runner.from_cfg({**cfg, "custom_hooks": [Right()]})
+    runner.train()
+    assert runner.message_hub.get_scalar("train/right").mean() == 0.75
+    destroy_dist()
+    cfg["train_cfg"] = {**cfg["train_cfg"], "max_epochs": 3}
+    resumed = Runner.from_cfg({**cfg, "resume": True})
+    resumed.train()
+    assert resumed.message_hub.get_scalar("train/right").mean() == 0.75

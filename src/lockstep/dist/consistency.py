@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from torch import Tensor
 
 from lockstep.errors import DistError
-from lockstep.groups import Comm, GroupLike, get_local_group, resolve
+from lockstep.groups import Comm, GroupLike, get_local_group, resolve, warn_of_early_call
 from lockstep.transport.control import exchange, report_failure
 from lockstep.watch.watch import start_watch
 
@@ -98,6 +98,7 @@ def check_call(
     """
     calls = comm.calls
     if calls is None:
+        warn_of_early_call(comm, f"calls {name}, which does nothing with other ranks")
         return []
     calls.raise_failure()
     if calls.inside:

@@ -274,7 +274,7 @@ class LoggerHook(Hook):
         """Begin to gather each rank's numbers since the last record; one process computes them later."""
         samples, self._samples = self._samples, []
         returned, self._returned = self._returned, {}
-        last = self._take(runner)
+        last, counts = self._take(runner)
         reading = Reading(chain.from_iterable(last.values()))
         peak_flops = runner.message_hub.get_info("peak_flops", 0.0)
 
@@ -285,7 +285,7 @@ class LoggerHook(Hook):
         is_on_cpu = get_device() == "cpu"
 
         def send() -> None:
-            parts = self._parts_of_rank(last, samples, returned, reading(), share)
+            parts = self._parts_of_rank(last, counts, samples, returned, reading(), share, runner.world_size)
             memory_mib = (peak_memory() or 0) / 2**20
             message = {"parts": parts, "peak_flops": peak_flops, "memory_mib": memory_mib, "options": options}
             if self._work is not None:
@@ -293,7 +293,8 @@ class LoggerHook(Hook):
                 comm_time, message["samples"] = self._work.take()
                 message["host"] = self._work.host
                 if comm_time is not None:
-                    parts["comm_time"] = comm_time * len(samples), len(samples)
+                    iterations = len(samples) / runner.world_size  # as those of other values
+                    parts["comm_time"] = comm_time * iterations, iterations
             handle = start_gather_bytes(json.dumps(message).encode())
             due = iteration + (0 if is_on_cpu else 1) + _READ_AFTER
             self._gathering = _Unwritten(runner, epoch, iteration, len(samples), rates, handle, due)
@@ -304,14 +305,15 @@ class LoggerHook(Hook):
             # It is called after the next iteration, so that the host does not wait for the device now.
             self._unsent = reading, send
 
-    def _take(self, runner: TrainRun) -> dict[str, list[Scalar]]:
-        """Return the values that no record has yet, the latest first."""
-        taken = {}
+    def _take(self, runner: TrainRun) -> tuple[dict[str, list[Scalar]], dict[str, int]]:
+        """Return the values that no record has yet, the latest first, and the sums of their counts."""
+        taken, counts = {}, {}
         for key, buffer in runner.message_hub.log_scalars.items():
             if key.startswith((_PREFIX, _AMOUNTS)):
                 taken[key] = buffer.tail(buffer.updates - self._taken.get(key, 0))
+                counts[key] = sum(islice(reversed(buffer.counts), len(taken[key])))
                 self._taken[key] = buffer.updates
-        return taken
+        return taken, counts
 
     def _finish_gathering(self, *, checks_options: bool = True) -> None:
         """Wait until the numbers of the last record are on rank 0, which writes it. **Collective**: every rank."""
@@ -377,15 +379,17 @@ class LoggerHook(Hook):
     def _parts_of_rank(
         self,
         last: Mapping[str, list[Scalar]],
+        counts: Mapping[str, int],
         samples: list[float],
         returned: Mapping[str, list[float]],
         read_values: list[float],
         share: float,
+        ranks: int,
     ) -> dict[str, tuple[float, float]]:
         """Return the totals and weights of this rank in the iterations since the last record; see `_Sums`.
 
         A value that some of them have counts in these alone; an amount, as if all had it. Of its amounts, it counts the
-        part `share`.
+        part `share`; of iterations, the fraction that one of so many `ranks` is, as they may be others before a resume.
         """
         parts = {_AMOUNTS + "samples": (sum(samples) * share, 0.0)}
         read = iter(read_values)
@@ -397,7 +401,8 @@ class LoggerHook(Hook):
             if key.startswith(_AMOUNTS):
                 parts[key] = total / count * len(samples) * share, 0.0
             elif name not in returned:
-                parts[name] = total, count
+                is_sum = counts[key] != count  # of values of the user's own, and not one for each iteration
+                parts[name] = (total, counts[key]) if is_sum else (total / ranks, count / ranks)
             elif weight := sum(returned[name][-count:]):
                 # What the model returned for a batch that counts for nothing may be anything.
                 weighted = zip(reversed(returned[name]), by_iteration, strict=False)

@@ -108,20 +108,32 @@ class HistoryBuffer:
 
     Attributes:
         values: the stored values, the latest last.
+        counts: what each of them is the sum of, as MMEngine has it: 1 for a value of its own.
         updates: number of all values so far.
     """
 
     def __init__(self, max_length: int = 1000) -> None:
         self.values: deque[Scalar] = deque(maxlen=max_length)
+        self.counts: deque[int] = deque(maxlen=max_length)
         self.updates = 0
 
     def __len__(self) -> int:
         return len(self.values)
 
-    def update(self, value: Scalar) -> None:
-        """Add a number or a detached one-element tensor."""
+    def update(self, value: Scalar, count: int = 1) -> None:
+        """Add a number or a detached one-element tensor, or with `count` the sum of so many."""
         self.values.append(value)
+        self.counts.append(count)
         self.updates += 1
+
+    def clear(self) -> None:
+        """Forget the stored values."""
+        self.values.clear()
+        self.counts.clear()
+
+    def keep(self, max_length: int) -> None:
+        """Keep up to so many values from now on."""
+        self.values, self.counts = deque(self.values, max_length), deque(self.counts, max_length)
 
     def tail(self, count: int) -> list[Scalar]:
         """Return the last `count` values, or as many as there are, the latest first."""
@@ -133,9 +145,8 @@ class HistoryBuffer:
 
     @property
     def data(self) -> tuple[list[float], list[int]]:
-        """The stored values, the latest last, and their counts, which are all 1."""
-        values = read_scalars(self.values)
-        return values, [1] * len(values)
+        """The stored values, the latest last, and their counts."""
+        return read_scalars(self.values), list(self.counts)
 
     def min(self, window_size: int | None = None) -> float:
         """Return the minimum of the last `window_size` values, or of all stored values."""
@@ -152,9 +163,9 @@ class HistoryBuffer:
         return float(getattr(self, method_name)(*args, **kwargs))
 
     def mean(self, window_size: int | None = None) -> float:
-        """Return the mean of the last `window_size` values, or of all stored values."""
+        """Return the sum of the last `window_size` values, or of all stored values, divided by that of their counts."""
         values = read_scalars(self._last(window_size))
-        return sum(values) / len(values)
+        return sum(values) / sum(islice(reversed(self.counts), len(values)))
 
     def _last(self, count: int | None) -> list[Scalar]:
         """Return the last values, the latest first."""
@@ -195,7 +206,7 @@ class MessageHub:
         """Let all histories, also those that have begun, keep at least their last `count` values."""
         self.max_length = max(self.max_length, count)
         for history in self._scalars.values():
-            history.values = deque(history.values, self.max_length)
+            history.keep(self.max_length)
 
     def make_current(self) -> None:
         """Let `get_current_instance` return this hub from now on."""
@@ -218,7 +229,7 @@ class MessageHub:
             key: the name of the history.
             value: a real number or a tensor of one, of which a copy is kept: it is read later, when it may have been
                 written again.
-            count: from MMEngine; has no effect, because each value counts once.
+            count: of how many values it is the sum, for their mean.
             resumed: from MMEngine; has no effect, because a resumed run starts new histories.
 
         Raises:
@@ -227,12 +238,13 @@ class MessageHub:
         kept = kept_scalar(key, value)
         if key not in self._scalars:
             self._scalars[key] = HistoryBuffer(self.max_length)
-        self._scalars[key].update(kept)
+        self._scalars[key].update(kept, count)
 
     def update_scalars(self, log_dict: Mapping[str, Any], resumed: bool = True) -> None:
-        """Add one value to each of several histories; a value may be a dict with the key `value`."""
+        """Add one value to each of several histories; a value may be a dict with `value` and maybe `count`."""
         for key, value in log_dict.items():
-            self.update_scalar(key, value["value"] if isinstance(value, Mapping) else value)
+            given = value if isinstance(value, Mapping) else {"value": value}
+            self.update_scalar(key, given["value"], given.get("count", 1))
 
     def get_scalar(self, key: str) -> HistoryBuffer:
         """Return the history of `key`.

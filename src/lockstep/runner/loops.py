@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from time import perf_counter
@@ -102,7 +102,8 @@ class TrainLoop(ABC):
         self._left_out: set[str] = set()
         self._has_begun = False
         self.has_validated = False  # the resumed training, after its last step and before it saved the checkpoint
-        self.frozen_before: set[str] = set()  # parameters, in the checkpoint; until the first iteration after it
+        # Parameters, in the checkpoint; until the first iteration after it.
+        self.frozen_before: set[str] | None = None
         self.is_ending_iter = False
         self.iters_with_backward = self.iters_without = 0  # since the training began or resumed
 
@@ -309,29 +310,31 @@ class TrainLoop(ABC):
         self.is_ending_iter = False
         self.iter += 1
         note_trained()
-        if self.frozen_before:
-            self._tell_of_unfrozen()
+        if self.frozen_before is not None:
+            self._tell_of_frozen(self.frozen_before)
+            self.frozen_before = None
         runner.saving.collect()
         self.iter_ended = perf_counter()
 
-    def _tell_of_unfrozen(self) -> None:
-        """Warn, after the first iteration of a resumed training, of parameters that it trains and that were frozen.
+    def _tell_of_frozen(self, before: Collection[str]) -> None:
+        """Warn, after the first iteration of a resumed training, of parameters that it freezes or trains otherwise.
 
         Only now, as a step may freeze a part of the model for a while, such as the discriminator of a GAN.
+
+        Args:
+            before: the names of those that were frozen when the checkpoint was saved.
         """
-        trained = [
-            name
-            for name, parameter in unwrap_model(self.runner.model).named_parameters()
-            if parameter.requires_grad and name in self.frozen_before
-        ]
-        self.frozen_before.clear()
-        if trained:
-            self.runner.logger.warning(
-                "trained now, but frozen when the checkpoint was saved: %s. If you have not unfrozen these on purpose, "
-                "what froze them has not run again: a hook that does so in one epoch must do it in all later ones, as "
-                "in `if runner.epoch >= 2`",
-                listed(trained),
-            )
+        named = {name: one.requires_grad for name, one in unwrap_model(self.runner.model).named_parameters()}
+        trained = [name for name, is_trained in named.items() if is_trained and name in before]
+        frozen = [name for name, is_trained in named.items() if not is_trained and name not in before]
+        for now, former, names in (("trained", "frozen", trained), ("frozen", "trained", frozen)):
+            if names:
+                self.runner.logger.warning(
+                    "%s now, but %s when the checkpoint was saved: %s. If that is not on purpose, what had changed it "
+                    "has not run again: code that does so in one epoch must do it in all later ones, as in `if "
+                    "runner.epoch >= 2`",
+                    now, former, listed(names),
+                )  # fmt: skip
 
     def _make_up_validation(self, done: int, last: int) -> None:
         """Validate if the checkpoint was saved just before a validation, as checkpoints at regular intervals are.

@@ -135,7 +135,7 @@ def restore_run(
         loop.resume(meta["iter"], position["epoch"], begin)
         will_stop = any(one.get("stops") for one in ranks.values())
         loop.resume_within(position, will_stop=will_stop)
-        loop.frozen_before = set(meta.get("frozen", ()))
+        loop.frozen_before = set(meta["frozen"]) if "frozen" in meta else None
         loop.has_validated = meta.get("validated_iter") == meta["iter"]
         _compare_data(run, position, begin, origin, options, meta.get("seed", run.seed))
     with _restored(origin, "options of the optimizer"):

@@ -147,8 +147,9 @@ class MMEngineFile:
         if loop.max_epochs is not None:
             position: dict[str, Any] = loop.even_batches.position(self._meta["epoch"], 0)
             return position
-        length = loop.epoch_length
-        epoch, batches = divmod(done, length) if length else (0, done)
+        order, length = loop.even_batches.global_order, loop.epoch_length
+        is_endless = order is not None and order.is_endless  # it counts passes by samples
+        epoch, batches = divmod(done, length) if length and not is_endless else (0, done)
         return {**loop.even_batches.position(epoch, batches), "head": []}
 
     def _load(self, run: TrainRun, meta: dict[str, Any], wanted: dict[str, Any], layout: Any) -> dict[str, Any]:
@@ -218,12 +219,10 @@ class MMEngineFile:
         """Give the run's hub the histories and infos that were saved."""
         hub = self._content.get("message_hub") or {}
         scalars = {
-            key: history.data[0].tolist()
-            for key, history in hub.get("log_scalars", {}).items()
-            if not _IS_NOT_UPDATED.fullmatch(key)
+            key: history for key, history in hub.get("log_scalars", {}).items() if not _IS_NOT_UPDATED.fullmatch(key)
         }
         infos = {key: value for key, value in hub.get("runtime_info", {}).items() if key != "cfg"}
-        restore_hub(run, scalars, infos)
+        restore_hub(run, {"log_scalars": scalars, "runtime_info": infos})
 
     def _best(self, run: TrainRun) -> dict[str, Any]:
         """Return the best value so far, as `CheckpointHook` saves it."""

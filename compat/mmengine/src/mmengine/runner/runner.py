@@ -114,7 +114,7 @@ class _TrainRun(_SeenByHooks, TrainRun):
         if fn_name == "after_load_checkpoint" and "model" in checkpoint:
             meta = checkpoint["meta"]
             if own := meta.get(KEY):
-                restore_hub(self, own["log_scalars"], own["runtime_info"])
+                restore_hub(self, saved_hub(own))
             checkpoint["state_dict"] = checkpoint["model"]
             checkpoint.setdefault("param_schedulers", meta.get("param_schedulers"))
             checkpoint.setdefault("message_hub", saved_hub(meta.get(KEY, {})))

@@ -75,6 +75,7 @@ def with_mmengines_keys(run: TrainRun, checkpoint: dict[str, Any]) -> Iterator[N
     meta[KEY] = {
         "meta": [name for name in meta if name not in known_meta],
         "log_scalars": {key: history.data[0].tolist() for key, history in hub["log_scalars"].items()},
+        "log_counts": _counts(hub),
         "runtime_info": dict(hub["runtime_info"]),
         "own_groups": _own_groups(run),
         "parts": [name for name in checkpoint if name not in known],
@@ -118,12 +119,20 @@ def file_meta(folder: Location) -> dict[str, Any]:
 
 def saved_hub(own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the message hub in the form of MMEngine's file; `own` is what the metadata have under `KEY`."""
-    histories = own.get("log_scalars", {}).items()
+    histories, counts = own.get("log_scalars", {}).items(), own.get("log_counts", {})
     return {
-        "log_scalars": OrderedDict((key, HistoryBuffer(values, [1] * len(values))) for key, values in histories),
+        "log_scalars": OrderedDict(
+            (key, HistoryBuffer(values, counts.get(key, [1] * len(values)))) for key, values in histories
+        ),
         "runtime_info": OrderedDict(own.get("runtime_info", {})),
         "resumed_keys": OrderedDict(),
     }
+
+
+def _counts(hub: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the counts of those histories that have sums of several values."""
+    counts = {key: list(map(int, history.data[1])) for key, history in hub["log_scalars"].items()}
+    return {key: found for key, found in counts.items() if set(found) != {1}}
 
 
 def _infos(run: TrainRun) -> Iterator[tuple[str, Any]]:
@@ -155,14 +164,14 @@ def parameter_names(run: TrainRun, trained_only: bool = False) -> Iterator[str]:
             yield first.setdefault(site.parameter, site.name)
 
 
-def restore_hub(run: TrainRun, scalars: Mapping[str, Sequence[float]], infos: Mapping[str, Any]) -> None:
-    """Give a run's hub the histories and infos that were saved, except those that the run itself provides."""
-    hub = run.message_hub
-    for key, values in scalars.items():
+def restore_hub(run: TrainRun, saved: Mapping[str, Any]) -> None:
+    """Give a run's hub what `saved_hub` returned, except the infos that the run itself provides."""
+    hub, infos = run.message_hub, saved["runtime_info"]
+    for key, history in saved["log_scalars"].items():
         if key in hub.log_scalars:
-            hub.log_scalars[key].values.clear()
-        for value in values:
-            hub.update_scalar(key, value)
+            hub.log_scalars[key].clear()
+        for value, count in zip(*history.data, strict=True):
+            hub.update_scalar(key, float(value), int(count))
     for key, value in infos.items():
         if key not in hub._sources:
             hub.update_info(key, value)
