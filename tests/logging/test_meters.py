@@ -23,9 +23,9 @@ def test_histories_give_what_is_asked_of_them():
     hub.update_scalars({"loss": 3.0, "lr": {"value": 0.1, "count": 4}}, resumed=False)
     hub.update_scalar("loss", torch.tensor(1.0), count=8)
     loss = hub.get_scalar("loss")
-    assert (loss.current(), loss.mean(), loss.min(), loss.max(1)) == (1.0, 2.0, 1.0, 1.0)
-    assert loss.data == ([3.0, 1.0], [1, 1])
-    assert loss.statistics("mean", 1) == 1.0
+    assert (loss.current(), loss.mean(), loss.min(), loss.max(1)) == (1.0, 4 / 9, 1.0, 1.0)  # as MMEngine's
+    assert loss.data == ([3.0, 1.0], [1, 8])
+    assert loss.statistics("mean", 1) == 1 / 8
     assert hub.get_scalar("lr").current() == 0.1
     with pytest.raises(KeyError, match="must be current, mean, min or max, but is 'median'"):
         loss.statistics("median")
