@@ -352,6 +352,33 @@ def test_a_second_interrupt_ends_a_rank_that_is_deaf_to_the_first(scripts):
     assert "rank 0 had not ended and had to be killed (a second Ctrl-C)" in job.stderr.read()
 
 
+def test_where_a_rank_hangs_that_does_not_stop_and_what_another_raises_then_is_told(scripts):
+    script = scripts.write(
+        """
+        import os, signal, time
+        def stuck():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            print("ready", flush=True)
+            time.sleep(60)
+        def fail(*_):
+            raise ValueError("no")
+        if os.environ["RANK"] == "0":
+            stuck()
+        signal.signal(signal.SIGTERM, fail)
+        time.sleep(60)
+        """
+    )
+    job = scripts.start(script, "--nproc", "2", "--grace-seconds", "3")
+    assert job.stdout.readline() == "ready\n"
+    time.sleep(1.0)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(timeout=60) == -signal.SIGTERM
+    said = job.stderr.read()
+    assert "rank 0 did not stop. It was here (most recent call first):\n" in said
+    assert "in stuck" in said
+    assert "rank 1 raised ValueError at script.py:8 when it was to stop" in said
+
+
 def test_the_first_rank_keeps_the_terminal_and_the_others_write_to_logs(scripts):
     script = scripts.write("import os, sys\nprint(os.environ['RANK'], sys.stdout.isatty(), sys.stderr.isatty())")
     master, terminal = pty.openpty()
@@ -411,7 +438,9 @@ def test_a_number_is_no_job():
 
 
 def test_a_node_that_a_signal_stops_after_another_has_failed_ends_as_that_one_does():
-    agent = SimpleNamespace(is_complete=False, has_trained=True, has_failed=False, has_raised=False, killed=[])
+    agent = SimpleNamespace(
+        is_complete=False, has_trained=True, has_failed=False, has_raised=False, killed=[], raised=[]
+    )
     rendezvous = SimpleNamespace(give_up=lambda code: (0, 1))
     with pytest.raises(LaunchError, match="node 0 had failed before; what went wrong is written there") as raised:
         _end_by_signal(signal.SIGTERM, agent, rendezvous, trains=False)

@@ -29,7 +29,7 @@ from torch.numa.binding import AffinityMode, NumaOptions
 
 from lockstep.errors import LaunchError, Preempted, counted
 from lockstep.launch.job import SENT_SIGNALS, JobSpec
-from lockstep.launch.ledger import Ledger, RankRecord, seconds_to_await_cause
+from lockstep.launch.ledger import Ledger, RankRecord, Report, seconds_to_await_cause
 from lockstep.launch.notices import say
 from lockstep.launch.processes import RankProcesses, oom_kills
 from lockstep.launch.rendezvous import JobEndedError, NodeFailedError, NodesRendezvous
@@ -140,11 +140,17 @@ def _end_by_signal(number: signal.Signals, agent: _Agent, rendezvous: NodesRende
     if agent.killed:
         why = "a second Ctrl-C" if agent.is_pressed else f"--grace-seconds {agent.grace_seconds}"
         killed_note = (
-            f"; rank {', '.join(map(str, agent.killed))} had not ended and had to be killed ({why}), so that a "
-            "training resumes from the checkpoint before"
+            f"; rank {', '.join(str(record.rank) for record in agent.killed)} had not ended and had to be killed "
+            f"({why}), so that a training resumes from the checkpoint before"
         )
     if agent.has_failed:
         say(agent.describe())
+    else:
+        for record in agent.killed:
+            if record.stack:
+                say(f"rank {record.rank} did not stop. It was here (most recent call first):\n{record.stack}")
+        for rank, report in agent.raised:
+            say(f"rank {rank} raised {report.kind}{report.place and f' at {report.place}'} when it was to stop")
     say(f"{number.name}: all ranks were stopped{killed_note}")
     sys.stdout.flush()
     node, code = rendezvous.give_up(128 + number)
@@ -181,7 +187,8 @@ class _Agent(LocalElasticAgent):
         self.has_trained = False  # whether a rank had trained when a signal stopped the job
         self.has_failed = False  # whether a rank had failed then
         self.has_raised = False  # whether a rank that had trained has raised an error of its own since, as when saving
-        self.killed: list[int] = []  # those that did not end then
+        self.killed: list[RankRecord] = []  # those that did not end then
+        self.raised: list[tuple[int, Report]] = []  # those that raised an error then, with it
         self.is_pressed = False  # whether Ctrl-C was pressed a second time
         self.ledger: Ledger
 
@@ -196,7 +203,10 @@ class _Agent(LocalElasticAgent):
             if self._processes is not None:
                 self.has_trained = self._setup.trained.exists()
                 self._processes.poll()
-                self.killed = [record.rank for record in self._processes.records if record.was_killed]
+                self.killed = [record for record in self._processes.records if record.was_killed]
+                reports = [(one.rank, one.report) for one in self._processes.records if not one.is_preempted]
+                usual = (SystemExit.__name__, KeyboardInterrupt.__name__)
+                self.raised = [(rank, report) for rank, report in reports if report and report.kind not in usual]
                 if all(record.is_preempted for record in self._processes.records):
                     raise _PreemptedError from None
                 self.is_complete = all(record.status == 0 and not record.report for record in self._processes.records)
@@ -308,7 +318,9 @@ class _Agent(LocalElasticAgent):
                 if death_sig == signal.SIGINT:
                     say("stopping all ranks; a training saves first. Ctrl-C once more does not wait for them")
                 self._processes.send(death_sig)
-                self._processes.wait(_SECONDS_TO_END if failed else self.grace_seconds)
+                has_ended = self._processes.wait(_SECONDS_TO_END if failed else self.grace_seconds)
+                if not (failed or has_ended):
+                    self._processes.collect_stacks()
                 if not failed:
                     _ignore(signal.SIGINT)  # all have ended for good: nothing to interrupt
             except SignalException:  # Ctrl-C once more

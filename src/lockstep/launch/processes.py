@@ -57,12 +57,15 @@ class RankProcesses:
 
     def collect_stacks(self) -> None:
         """Ask the ranks that have reported no error for their stacks, and wait for half a second at most."""
-        silent = [(record, stack_file(record.error_file)) for record in self.records if record.is_silent]
-        asked = [(record, file) for record, file in silent if file.exists()]
+        silent = [record for record in self.records if record.is_silent and record.status is None]
+        files = [(record, stack_file(record.error_file)) for record in silent]
+        asked = [(record, file) for record, file in files if file.exists()]
         if STACK_SIGNAL is None or not asked:
             return
         for record, _ in asked:
-            record.signalled = time.time()  # a stopped rank that SIGCONT wakes may fail now, but was not the cause
+            record.signalled = min(
+                record.signalled, time.time()
+            )  # a stopped rank that SIGCONT wakes may fail now, but was not the cause
             with suppress(ProcessLookupError):
                 _signal_main_thread(record.pid, STACK_SIGNAL)
                 os.kill(record.pid, signal.SIGCONT)
