@@ -358,12 +358,15 @@ def writing_into(folder: Path) -> Iterator[None]:
         raise ConfigError(f"{folder} must take the files of the run, but does not: {error}. {remedy}") from error
 
 
+_OTHER_FOLDER = "Choose another folder, or change its permissions"
+
+
 def make_folder(folder: Path, argument: str, *, anew: bool = False) -> None:
     """Create the folder that an argument or option names, or one in it; with `anew`, it must not exist yet.
 
     Raises:
         FileExistsError: it exists, and `anew` is True.
-        ConfigError: it cannot be created.
+        ConfigError: it cannot be created, or not be written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=not anew)
@@ -372,8 +375,12 @@ def make_folder(folder: Path, argument: str, *, anew: bool = False) -> None:
             raise
         raise ConfigError(
             f"`{argument}` must be a folder that can be created and written to, but {folder} cannot be created: "
-            f"{error}. {disk_remedy(error.errno, folder) or 'Choose another folder, or change its permissions'}"
+            f"{error}. {disk_remedy(error.errno, folder) or _OTHER_FOLDER}"
         ) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        is_read_only = hasattr(os, "statvfs") and os.statvfs(folder).f_flag & os.ST_RDONLY
+        remedy = disk_remedy(errno.EROFS, folder) if is_read_only else _OTHER_FOLDER
+        raise ConfigError(f"`{argument}` must be a folder that can be written to, but {folder} cannot. {remedy}")
 
 
 def size_of(location: Location) -> int:

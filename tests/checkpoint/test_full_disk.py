@@ -24,6 +24,7 @@ from lockstep.checkpoint.search import candidates
 from lockstep.dist import all_gather_object, barrier, get_rank, get_world_size
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hook
+from lockstep.location import make_folder
 from lockstep.runner import Runner
 from lockstep.testing import run_ranks
 
@@ -147,7 +148,10 @@ def test_a_disk_that_is_full_at_any_page_of_a_save(replaces: bool, disk: Path):
 
 
 def test_a_disk_that_is_read_only_says_what_to_do(disk: Path):
+    (disk / "logs").mkdir()
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    with pytest.raises(ConfigError, match=r"must be a folder that can be written to, but .* The disk is mounted read-"):
+        make_folder(disk / "logs", "work_dir")
     with pytest.raises(ConfigError, match=r"cannot be created: .*Read-only.* The disk is mounted read-only, or has"):
         train(disk / "work")
     failure = save(disk / "state", {"model": {}}, disk)
