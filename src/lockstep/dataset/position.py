@@ -370,10 +370,13 @@ def begun_at(
     """
     if isinstance(loader, StreamLoader):
         if not loader.dataset.has_position:
+            stream = loader.dataset.dataset
+            remedy = "A dataset with state_dict and load_state_dict can do without"
+            if hasattr(stream, "load_state_dict"):
+                remedy = "Its state would leave out what a shuffle buffer holds; a stream that has none can do without"
             _logger.warning(
-                "%d samples of %s are made again and discarded, to go on after them. A dataset with state_dict and "
-                "load_state_dict can do without",
-                position, type(loader.dataset.dataset).__name__,
+                "%d samples of %s are made again and discarded, to go on after them. %s",
+                position, type(stream).__name__, remedy,
             )  # fmt: skip
         loader.begin_at(position, states)
         return loader
