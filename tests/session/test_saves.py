@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Session
-from lockstep.checkpoint import read_meta
+from lockstep.checkpoint import find_last_checkpoint, read_meta
 from lockstep.dist import all_gather_object, barrier, get_rank, get_world_size
 from lockstep.errors import ConfigError, Preempted
 from lockstep.hooks import Hook
@@ -482,3 +482,31 @@ def test_a_chain_of_schedules_goes_on_from_before_its_step_and_with_another_rate
     rest = next(tmp_path.glob("*/rest_0"))
     assert chained_rates(tmp_path, 2, load_from=str(rest), resume=True) == pytest.approx([0.025, 0.0125])
     assert chained_rates(tmp_path, 3, lr=0.2, resume=True) == pytest.approx([0.0125])
+
+
+def critic_and_generator(work_dir: Path, *, stops: bool) -> int:
+    """Train two models whose windows of two batches never end together; return after how many iterations it ended."""
+    session = Session(work_dir, accumulative_counts=2, resume=True, log_level="ERROR", randomness={"seed": 0})
+    models = {"generator": nn.Linear(2, 2), "critic": nn.Linear(2, 1)}
+    optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.01) for name, model in models.items()}
+    data = DataLoader(TensorDataset(torch.ones(120, 2)), batch_size=2)
+    model, optimizer, batches = session.prepare(models, optimizers, data)
+    try:
+        for _ in session.epochs(1):
+            for (x,) in batches:
+                optimizer["critic"].update_params(model["critic"](model["generator"](x).detach()).mean())
+                if session.iter >= 3:
+                    model["critic"].requires_grad_(False)
+                    optimizer["generator"].update_params(-model["critic"](model["generator"](x)).mean())
+                    model["critic"].requires_grad_(True)
+                if stops and session.iter == 9:
+                    session.run.agreement.ask("a stop")
+    except Preempted:
+        assert find_last_checkpoint(work_dir) is not None
+    return session.iter
+
+
+@ranks(1, 2)
+def test_a_stop_does_not_wait_for_ever_for_windows_that_never_end_together(tmp_path):
+    assert 9 < critic_and_generator(tmp_path, stops=True) <= 9 + 5
+    assert critic_and_generator(tmp_path, stops=False) == 60 // get_world_size()

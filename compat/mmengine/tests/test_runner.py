@@ -504,3 +504,12 @@ def test_the_hub_of_a_run_keeps_counts_also_in_checkpoints(cfg, tmp_path):
     resumed = Runner.from_cfg({**cfg, "resume": True})
     resumed.train()
     assert resumed.message_hub.get_scalar("train/right").mean() == 0.75
+
+
+@pytest.mark.parametrize("options", [{}, {"log_processor": {"by_epoch": True}}])
+def test_each_metric_is_in_the_hub_once_for_each_validation(cfg, options):
+    runner = Runner.from_cfg({**cfg, **options})
+    runner.train()
+    names = [name for name in runner.message_hub.log_scalars if name.startswith("val/") and "time" not in name]
+    assert names
+    assert {name: len(runner.message_hub.get_scalar(name).values) for name in names} == dict.fromkeys(names, 2)

@@ -23,6 +23,7 @@ from lockstep.model.compiling import begin_compiled_step
 from lockstep.model.shards import reshard
 from lockstep.model.steps import values_to_log
 from lockstep.model.wrapper import note_no_backward
+from lockstep.optim import OptimWrapperDict
 from lockstep.registry import LOOPS
 from lockstep.runner.options import check_same_options
 from lockstep.runner.run import TrainRun
@@ -102,6 +103,7 @@ class TrainLoop(ABC):
         self._left_out: set[str] = set()
         self._has_begun = False
         self.has_validated = False  # the resumed training, after its last step and before it saved the checkpoint
+        self._iters_open = 0  # in a row after which gradients of some optimizer wait for their update
         # Parameters, in the checkpoint; until the first iteration after it.
         self.frozen_before: set[str] | None = None
         self.is_ending_iter = False
@@ -235,9 +237,17 @@ class TrainLoop(ABC):
         self.runner.set_optimizer_mode(training=False)
 
     def _stop_if_asked(self) -> None:
-        """Let the ranks stop here, if that was asked for and no gradients wait for their update."""
-        if not self.runner.optim_wrapper.has_open_window:
-            self.runner.agreement.stop_if_asked()
+        """Let the ranks stop here, if that was asked for and no gradients wait for their update.
+
+        Windows of several optimizers may never be closed at once: after two of the longest, their gradients are lost.
+        """
+        wrapper = self.runner.optim_wrapper
+        if wrapper.has_open_window:
+            self._iters_open += 1
+            if not isinstance(wrapper, OptimWrapperDict) or self._iters_open < 2 * wrapper.accumulative_counts:
+                return
+        self._iters_open = 0
+        self.runner.agreement.stop_if_asked()
 
     def _too_many_batches(self) -> ConfigError:
         """Return the error for an epoch that has more batches than the length of the loader says."""

@@ -75,9 +75,12 @@ class LoggerHook(lockstep.hooks.LoggerHook):
     def _show(self, runner: Any, mode: str, metrics: Mapping[str, float] | None) -> None:
         if self._processor is None:
             return
-        for name, value in (metrics or {}).items():
-            if isinstance(value, int | float):
-                runner.message_hub.update_scalar(f"{mode}/{name}", value)
+        if not any(
+            isinstance(hook, lockstep.hooks.RuntimeInfoHook) for hook in runner.hooks
+        ):  # which has put them there
+            for name, value in (metrics or {}).items():
+                if isinstance(value, int | float):
+                    runner.message_hub.update_scalar(f"{mode}/{name}", value)
         batches = len(getattr(runner, f"{mode}_dataloader"))
         runner.logger.info(self._processor.get_log_after_epoch(runner, batches, mode)[1])
 
