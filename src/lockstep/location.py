@@ -16,6 +16,7 @@ from typing import IO, Any, NamedTuple, TypeAlias
 
 from lockstep.errors import ConfigError, error_in_words
 
+_OTHER_FOLDER = "Choose another folder, or change its permissions"
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 # Also what `Path` makes of a URL, and URLs of fsspec that are chained, as simplecache::s3://bucket/x.
@@ -356,9 +357,6 @@ def writing_into(folder: Path) -> Iterator[None]:
         if not (remedy := disk_remedy(error.errno, folder)):
             raise
         raise ConfigError(f"{folder} must take the files of the run, but does not: {error}. {remedy}") from error
-
-
-_OTHER_FOLDER = "Choose another folder, or change its permissions"
 
 
 def make_folder(folder: Path, argument: str, *, anew: bool = False) -> None:

@@ -361,3 +361,21 @@ def test_a_sum_counts_as_so_many_values(tmp_path: Path):
         lines = map(json.loads, (runner.run_dir / "metrics.jsonl").read_text().splitlines())
         means = [(one["right"], one["more"]) for one in lines if one["mode"] in ("train", "epoch")]
         assert set(means) == {(0.7, 0.75)}
+
+
+class Hits(Hook):
+    """Records sums, of which one rank has a single value."""
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+        hits, of = (6.0, 8) if runner.rank == 0 else (0.0, 1)
+        runner.message_hub.update_scalar("train/hits", hits, of)
+
+
+@ranks(2)
+def test_a_rank_whose_sums_are_of_one_value_counts_like_the_others(tmp_path: Path):
+    hooks = [LoggerHook(interval=1), Hits()]
+    runner = make_runner(tmp_path, hooks, default_hooks={"logger": None})
+    runner.train()
+    if get_rank() == 0:
+        lines = map(json.loads, (runner.run_dir / "metrics.jsonl").read_text().splitlines())
+        assert {one["hits"] for one in lines if one["mode"] in ("train", "epoch")} == {6 / 9}

@@ -147,6 +147,9 @@ class LoggerHook(Hook):
         # Samples of each iteration since the last record; of each in which the model has returned a value, by its name.
         self._samples: list[float] = []
         self._returned: dict[str, list[float]] = {}
+        self._are_sums: dict[
+            str, bool
+        ] = {}  # what is recorded in iterations: whether as sums, not as one value in each
         self._taken: dict[str, int] = {}  # how many values of each history are in records
         self._last_rates: tuple[int, dict[str, float]] = 0, {}  # of the last iteration of an epoch, and its number
         self._gathering: _Unwritten | None = None  # the last record, until rank 0 writes it
@@ -234,7 +237,9 @@ class LoggerHook(Hook):
         self._finish_gathering()
         sums = asdict(self._epoch) | {"parts": {name: [*part] for name, part in self._epoch.parts.items()}}
         of_step = dict(runner.train_loop.rates_of_step)
-        checkpoint["meta"][_KEY] = {"epoch": sums, "rates": [*self._last_rates], "rates_of_step": of_step}
+        by_rank = sorted(name for name, is_sum in self._are_sums.items() if not is_sum)
+        checkpoint["meta"][_KEY] = {"epoch": sums, "rates": [*self._last_rates], "rates_of_step": of_step,
+                                    "ranks": runner.world_size, "by_rank": by_rank}  # fmt: skip
 
     def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Restore the sums of the epoch."""
@@ -243,7 +248,13 @@ class LoggerHook(Hook):
             return
         try:
             sums, (at, rates) = saved["epoch"], saved["rates"]
-            parts = {name: (float(total), float(weight)) for name, (total, weight) in sums["parts"].items()}
+            # Each rank has counted what is recorded once in an iteration.
+            factors = dict.fromkeys(saved.get("by_rank", ()), runner.world_size / saved.get("ranks", runner.world_size))
+            parts = {
+                name: (float(total) * factors.get(name, 1.0), float(weight) * factors.get(name, 1.0))
+                for name, (total, weight) in sums["parts"].items()
+            }
+            self._are_sums = dict.fromkeys(factors, False)
             numbers = {name: float(sums[name]) for name in ("seconds", "peak_flops", "memory_mib")}
             self._epoch, self._last_rates = _Sums(parts, **numbers), (int(at), {**rates})
             runner.train_loop.rates_of_step = {**saved.get("rates_of_step", {})}  # a checkpoint may be older
@@ -285,7 +296,7 @@ class LoggerHook(Hook):
         is_on_cpu = get_device() == "cpu"
 
         def send() -> None:
-            parts = self._parts_of_rank(last, counts, samples, returned, reading(), share, runner.world_size)
+            parts = self._parts_of_rank(last, counts, samples, returned, reading(), share)
             memory_mib = (peak_memory() or 0) / 2**20
             message = {"parts": parts, "peak_flops": peak_flops, "memory_mib": memory_mib, "options": options}
             if self._work is not None:
@@ -293,8 +304,8 @@ class LoggerHook(Hook):
                 comm_time, message["samples"] = self._work.take()
                 message["host"] = self._work.host
                 if comm_time is not None:
-                    iterations = len(samples) / runner.world_size  # as those of other values
-                    parts["comm_time"] = comm_time * iterations, iterations
+                    parts["comm_time"] = comm_time * len(samples), len(samples)
+                    self._are_sums.setdefault("comm_time", False)
             handle = start_gather_bytes(json.dumps(message).encode())
             due = iteration + (0 if is_on_cpu else 1) + _READ_AFTER
             self._gathering = _Unwritten(runner, epoch, iteration, len(samples), rates, handle, due)
@@ -384,12 +395,11 @@ class LoggerHook(Hook):
         returned: Mapping[str, list[float]],
         read_values: list[float],
         share: float,
-        ranks: int,
     ) -> dict[str, tuple[float, float]]:
         """Return the totals and weights of this rank in the iterations since the last record; see `_Sums`.
 
         A value that some of them have counts in these alone; an amount, as if all had it. Of its amounts, it counts the
-        part `share`; of iterations, the fraction that one of so many `ranks` is, as they may be others before a resume.
+        part `share`.
         """
         parts = {_AMOUNTS + "samples": (sum(samples) * share, 0.0)}
         read = iter(read_values)
@@ -401,8 +411,8 @@ class LoggerHook(Hook):
             if key.startswith(_AMOUNTS):
                 parts[key] = total / count * len(samples) * share, 0.0
             elif name not in returned:
-                is_sum = counts[key] != count  # of values of the user's own, and not one for each iteration
-                parts[name] = (total, counts[key]) if is_sum else (total / ranks, count / ranks)
+                parts[name] = total, counts[key]
+                self._are_sums[name] = self._are_sums.get(name, False) or counts[key] != count
             elif weight := sum(returned[name][-count:]):
                 # What the model returned for a batch that counts for nothing may be anything.
                 weighted = zip(reversed(returned[name]), by_iteration, strict=False)

@@ -63,9 +63,8 @@ class RankProcesses:
         if STACK_SIGNAL is None or not asked:
             return
         for record, _ in asked:
-            record.signalled = min(
-                record.signalled, time.time()
-            )  # a stopped rank that SIGCONT wakes may fail now, but was not the cause
+            # A stopped rank that SIGCONT wakes may fail now, but was not the cause.
+            record.signalled = min(record.signalled, time.time())
             with suppress(ProcessLookupError):
                 _signal_main_thread(record.pid, STACK_SIGNAL)
                 os.kill(record.pid, signal.SIGCONT)

@@ -75,9 +75,8 @@ class LoggerHook(lockstep.hooks.LoggerHook):
     def _show(self, runner: Any, mode: str, metrics: Mapping[str, float] | None) -> None:
         if self._processor is None:
             return
-        if not any(
-            isinstance(hook, lockstep.hooks.RuntimeInfoHook) for hook in runner.hooks
-        ):  # which has put them there
+        # A RuntimeInfoHook has put them there.
+        if not any(isinstance(hook, lockstep.hooks.RuntimeInfoHook) for hook in runner.hooks):
             for name, value in (metrics or {}).items():
                 if isinstance(value, int | float):
                     runner.message_hub.update_scalar(f"{mode}/{name}", value)
