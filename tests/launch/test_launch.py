@@ -180,7 +180,7 @@ def test_the_rank_that_failed_first_is_named_although_it_is_slow(scripts, slow):
         ("sys.exit(-1)", 255, "rank 1 exited with code 255"),
         ("sys.exit('words')", 1, "rank 1 exited with code 1"),
         ("os._exit(7)", 7, "rank 1 exited with code 7"),
-        ("raise KeyboardInterrupt", 130, "rank 1 exited with code 130"),
+        ("raise KeyboardInterrupt", 130, "rank 1 raised KeyboardInterrupt"),
         ("raise ValueError('boom')", 1, "rank 1 raised ValueError"),
         ("os.kill(os.getpid(), 9)", 137, "rank 1 was ended by SIGKILL"),
         ("os.kill(os.getpid(), 11)", 139, "rank 1 was ended by SIGSEGV"),

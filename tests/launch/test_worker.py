@@ -124,10 +124,10 @@ def test_exit_codes_pass(rank, tmp_path, code, expected):
     assert done.stderr == ("words\n" if code == "'words'" else "")
 
 
-def test_an_interrupt_is_no_error(rank, tmp_path):
+def test_an_interrupt_is_left_to_the_launcher_to_tell(rank, tmp_path):
     done = rank("raise KeyboardInterrupt")
     assert (done.returncode, done.stderr) == (130, "")
-    assert not (tmp_path / "error.json").exists()
+    assert recorded(tmp_path)["type"] == "KeyboardInterrupt"
 
 
 def test_ranks_other_than_the_first_write_to_their_log(rank, tmp_path):

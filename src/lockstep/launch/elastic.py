@@ -29,7 +29,7 @@ from torch.numa.binding import AffinityMode, NumaOptions
 
 from lockstep.errors import LaunchError, Preempted, counted
 from lockstep.launch.job import SENT_SIGNALS, JobSpec
-from lockstep.launch.ledger import Ledger, RankRecord, Report, seconds_to_await_cause
+from lockstep.launch.ledger import USUAL_AT_A_SIGNAL, Ledger, RankRecord, Report, seconds_to_await_cause
 from lockstep.launch.notices import say
 from lockstep.launch.processes import RankProcesses, oom_kills
 from lockstep.launch.rendezvous import JobEndedError, NodeFailedError, NodesRendezvous
@@ -205,8 +205,7 @@ class _Agent(LocalElasticAgent):
                 self._processes.poll()
                 self.killed = [record for record in self._processes.records if record.was_killed]
                 reports = [(one.rank, one.report) for one in self._processes.records if not one.is_preempted]
-                usual = (SystemExit.__name__, KeyboardInterrupt.__name__)
-                self.raised = [(rank, report) for rank, report in reports if report and report.kind not in usual]
+                self.raised = [(rank, one) for rank, one in reports if one and one.kind not in USUAL_AT_A_SIGNAL]
                 if all(record.is_preempted for record in self._processes.records):
                     raise _PreemptedError from None
                 self.is_complete = all(record.status == 0 and not record.report for record in self._processes.records)

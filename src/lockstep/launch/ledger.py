@@ -45,6 +45,8 @@ _OUT_OF_MEMORY = (
 _DEADLY = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 # Other ranks may report that a process is gone before the launcher learns of its end.
 _SECONDS_TO_LEARN_OF_END = 0.5
+USUAL_AT_A_SIGNAL = (SystemExit.__name__, KeyboardInterrupt.__name__)
+"""Types of errors by which a rank ends at a signal that the launcher has passed on."""
 _STATES = {"D": ", waiting for a disk, a network or a device", "t": ", stopped by a debugger"}
 
 
@@ -144,7 +146,8 @@ class RankRecord:
     def has_raised_itself(self) -> bool:
         """Whether the rank has reported an error, also after a signal, that is no exit and no other rank's failure."""
         report = self.report
-        return report is not None and report.follows is None and not (self.is_preempted or report.kind == "SystemExit")
+        is_usual = self.is_preempted or (report is not None and report.kind in USUAL_AT_A_SIGNAL)
+        return report is not None and report.follows is None and not is_usual
 
     @property
     def is_silent(self) -> bool:

@@ -106,10 +106,11 @@ def main(argv: list[str]) -> None:
     except BaseException as error:
         code = _exit_code(error)
         sys.last_value = error  # what runs at exit then knows that the rank has failed, as without a launcher
-        if type(error) is KeyboardInterrupt:  # Ctrl-C; a class derived from it is an error of the script's
-            sys.exit(code)
-        if not _record(error):
+        is_interrupt = type(error) is KeyboardInterrupt  # Ctrl-C; a class derived from it is an error of the script's
+        if not _record(error) and not is_interrupt:
             raise
+        if is_interrupt:
+            sys.exit(code)
         if has_log:
             sys.stderr.write(printable(mask_text(_formatted(error))))
         sys.exit(code)
