@@ -253,6 +253,16 @@ def test_wrong_arguments_are_refused(kwargs, error, says):
         OptimWrapper(optimizer, **kwargs)
 
 
+def test_a_loss_that_two_wrappers_are_given_says_so():
+    model, first = make()
+    second = OptimWrapper(torch.optim.SGD(model.parameters(), lr=1e-3))
+    loss = model(BATCHES[0]).square().mean()
+    first.update_params(loss)
+    with pytest.raises(RuntimeError, match="a second time") as caught:
+        second.update_params(loss)
+    assert "If two optimizers were given one loss" in caught.value.__notes__[0]
+
+
 def test_state_goes_through():
     _, wrapper = make()
     model = nn.Linear(3, 1)

@@ -26,6 +26,10 @@ from lockstep.watch.failures import backend_errors_translated
 _logger = logging.getLogger(__name__)
 _NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 _WINDOWS = "windows"
+_GRAPH_IS_USED = (
+    "A backward pass has gone through this graph before. If two optimizers were given one loss, hand in one that is made "
+    "of them. If a hidden state goes from batch to batch, detach() it. See docs/errors.md"
+)
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -241,7 +245,9 @@ class OptimWrapper:
             else:
                 with self._model.backward_context(loss, syncs=self.should_sync()) as prepared:
                     self._run_backward(prepared, **kwargs)
-        except RuntimeError:
+        except RuntimeError as error:
+            if "a second time" in str(error):  # torch's words for a graph that a pass has freed
+                error.add_note(_GRAPH_IS_USED)
             group = getattr(self._wrapper, "process_group", None)  # torch's DDP has it too
             with backend_errors_translated(group):  # entered here alone, because every step would pay for it
                 raise

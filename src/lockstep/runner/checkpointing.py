@@ -104,9 +104,10 @@ class Saving:
         if not self._has_warned:
             _logger.warning(
                 "%s is saved inside an accumulation window: a run that resumes from it, or from another one like it, "
-                "loses the gradients of the backward passes since the last update. Save after as many iterations as "
-                "are a multiple of `accumulative_counts`, by CheckpointHook(by_epoch=False, interval=...)",
-                save.directory.name,
+                "loses the gradients of the backward passes since the last update. Save, and for save_best validate, "
+                "after iterations that are a multiple of `accumulative_counts`: by CheckpointHook(by_epoch=False, "
+                "interval=...) and `val_interval`, or by epochs of as many batches (an epoch has %s)",
+                save.directory.name, self._run.train_loop.epoch_length or "no known number",
             )  # fmt: skip
         self._has_warned = True
 
