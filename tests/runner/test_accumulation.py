@@ -37,14 +37,14 @@ def network() -> nn.Module:
     return nn.Linear(3, 1)
 
 
-def by_hand(iterations: int, counts: int, made: Any = lambda iteration: (0, 1)) -> tuple[Tensor, int]:
+def by_hand(iterations: int, counts: int, made: Any = lambda iteration: (0, 1), epochs: int = 1) -> tuple[Tensor, int]:
     """Return the weight after a loop in one process, which averages each window, and the number of updates."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     passes = [(i, which) for i in range(iterations) for which in made(i)]
+    windows = [passes[start : start + counts] for start in range(0, len(passes), counts)] * epochs
     updates = 0
-    for start in range(0, len(passes), counts):
-        window = passes[start : start + counts]
+    for window in windows:
         for iteration, which in window:
             losses = two_losses(model, X[iteration * BATCH : (iteration + 1) * BATCH])
             (losses[which]() / len(window)).backward()
@@ -94,7 +94,11 @@ def train(work_dir: Path, iterations: int, counts: int, strategy: str, **changes
         changes.pop("model", TwoUpdates)(),
         work_dir,
         train_dataloader=loader(iterations),
-        optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.1}, "accumulative_counts": counts},
+        optim_wrapper={
+            "optimizer": {"type": "SGD", "lr": 0.1},
+            "accumulative_counts": counts,
+            **changes.pop("optim", {}),
+        },
         strategy=strategy,
         custom_hooks=hooks,
         randomness={"seed": 0},
@@ -197,3 +201,33 @@ def test_the_steps_of_an_update_by_hand_average_a_short_window():
     squares.mean().backward()
     torch.optim.SGD(other.parameters(), lr=0.1).step()
     torch.testing.assert_close(model.weight, other.weight)
+
+
+ENDING_WITH_EPOCHS: dict[str, Any] = {"train_cfg": {"max_epochs": 3}, "optim": {"accumulate_across_epochs": False}}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(1, 2)
+def test_windows_that_end_with_epochs_leave_none_open_where_a_run_resumes(tmp_path, strategy):
+    if strategy == "single" and get_world_size() > 1:
+        strategy = "ddp"
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, 3, 4, strategy, hooks=[StopAfter(5)], **ENDING_WITH_EPOCHS)
+    weight, updates = train(tmp_path, 3, 4, strategy, resume=True, **ENDING_WITH_EPOCHS)
+    expected, expected_updates = by_hand(3, 4, epochs=3)
+    assert (updates, expected_updates) == (4, 6)
+    torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_session_ends_windows_with_epochs(tmp_path):
+    session = Session(tmp_path, accumulative_counts=2, accumulate_across_epochs=False, log_level="WARNING")
+    model = network()
+    model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader(3))
+    updates = []
+    for _ in session.epochs(2):
+        for (x,) in batches:
+            session.step(model(x).square().mean())
+            updates.append(session.is_update)
+    assert updates == [False, True, True] * 2
+    expected, _ = by_hand(3, 2, lambda iteration: (0,), epochs=2)
+    torch.testing.assert_close(weight_of(session), expected)

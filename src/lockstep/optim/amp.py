@@ -45,6 +45,7 @@ class AmpOptimWrapper(OptimWrapper):
         optimizer: as for `OptimWrapper`.
         accumulative_counts: as for `OptimWrapper`.
         clip_grad: as for `OptimWrapper`; `error_if_nonfinite` must not be set.
+        accumulate_across_epochs: as for `OptimWrapper`.
 
     **Collective**: under FSDP every rank calls `step`. **Cost**: see `LossScaler`.
 
@@ -70,8 +71,9 @@ class AmpOptimWrapper(OptimWrapper):
         optimizer: Optimizer,
         accumulative_counts: int = 1,
         clip_grad: Mapping[str, Any] | None = None,
+        accumulate_across_epochs: bool = True,
     ) -> None:
-        super().__init__(optimizer, accumulative_counts, clip_grad)
+        super().__init__(optimizer, accumulative_counts, clip_grad, accumulate_across_epochs)
         self._given_dtype = half_dtype(dtype)
         self._scaler_kwargs = _checked_scale(loss_scale)
         self._only_float16 = loss_scale == "dynamic"

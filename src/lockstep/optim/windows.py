@@ -9,9 +9,9 @@ from typing import Any
 class Windows:
     """Counts backward passes, of which each `size` make up a window that ends in an update.
 
-    Everything is counted in backward passes, of which an iteration may make several, or none. The last window may be
-    shorter: each iteration is expected to make as many of them as the latest one that made any, and until then one. If
-    the last iteration makes more, each of those ends in an update.
+    Everything is counted in backward passes, of which an iteration may make several, or none. The last window, of the
+    training or of an epoch that windows end with, may be shorter: each iteration is expected to make as many of them as
+    the latest one that made any, and until then one. If the last iteration makes more, each of those ends in an update.
 
     An update follows the mean over all samples of its window, on all ranks. Wrappers average gradients over ranks,
     which gives every batch the same weight. So a loss is multiplied by its batch's number of samples, divided by a
@@ -61,12 +61,15 @@ class Windows:
         self._reference, self._samples, self._of_batch = 1.0, 0.0, 0.0
         return lost
 
-    def begin_iteration(self, index: int) -> None:
-        """Announce that the iteration after `index` others begins."""
+    def begin_iteration(self, index: int, end: int | None = None) -> None:
+        """Announce that the iteration after `index` others begins; windows end with iteration `end`, if it is given."""
         self._per_iteration = self._of_an_iteration()
         self._before = self.count
-        if self._iterations is not None:
-            left = self._iterations - index
+        if self.is_complete:  # also a window that was cut short where an epoch ended
+            self._left = 0
+        ends = [one for one in (self._iterations, end) if one is not None]
+        if ends:
+            left = min(ends) - index
             is_known = self._per_iteration or left == 1
             self._end = self.count + left * (self._per_iteration or 1) if is_known else None
 

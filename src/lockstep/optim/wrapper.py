@@ -27,8 +27,8 @@ _logger = logging.getLogger(__name__)
 _NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 _WINDOWS = "windows"
 _GRAPH_IS_USED = (
-    "A backward pass has gone through this graph before. If two optimizers were given one loss, hand in one that is made "
-    "of them. If a hidden state goes from batch to batch, detach() it. See docs/errors.md"
+    "A backward pass has gone through this graph before. If two optimizers were given one loss, hand in one that is "
+    "made of them. If a hidden state goes from batch to batch, detach() it. See docs/errors.md"
 )
 
 
@@ -58,9 +58,13 @@ class OptimWrapper:
             of batches, if each of them calls it once. Only the last one synchronizes gradients between ranks.
         clip_grad: `dict(max_norm=...)` with the further arguments of `clip_by_norm`, or `dict(type="value",
             clip_value=...)` with those of `clip_by_value`.
+        accumulate_across_epochs: whether a window goes on over the end of an epoch, as in MMEngine. False: the last
+            window of each epoch ends with it, and is averaged over its own batches. A training that is given in
+            iterations has no epochs.
 
     Attributes:
         optimizer: the optimizer.
+        accumulate_across_epochs: as given.
         accumulative_counts: as given. It may be set to another number, on every rank alike, which holds from the next
             window on; a checkpoint does not have it.
         clip_grad: as given, with its `type`; None if gradients are not clipped.
@@ -74,6 +78,7 @@ class OptimWrapper:
         optimizer: Optimizer,
         accumulative_counts: int = 1,
         clip_grad: Mapping[str, Any] | None = None,
+        accumulate_across_epochs: bool = True,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise wrong_type("optimizer", "a torch.optim.Optimizer", optimizer)
@@ -82,6 +87,7 @@ class OptimWrapper:
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is closure.empty
         self.clip_grad = checked_clipping(clip_grad)
+        self.accumulate_across_epochs = accumulate_across_epochs
         self._grad_norm: Tensor | None = None
         self._windows = Windows(accumulative_counts)
         self._no_sync: Callable[[], AbstractContextManager[Any]] | None = None
@@ -139,9 +145,14 @@ class OptimWrapper:
                 self.accumulative_counts, made,
             )  # fmt: skip
 
-    def begin_iteration(self, index: int) -> None:
-        """Announce the next batch, after `index` others, which may make several backward passes, or none."""
-        self._windows.begin_iteration(index)
+    def begin_iteration(self, index: int, epoch_end: int | None = None) -> None:
+        """Announce the next batch, after `index` others, which may make several backward passes, or none.
+
+        Args:
+            index: the number of batches before it.
+            epoch_end: the number of them when the epoch ends; None if there are no epochs.
+        """
+        self._windows.begin_iteration(index, None if self.accumulate_across_epochs else epoch_end)
 
     def count_samples(self, own: float, mean: float) -> None:
         """Set how many samples the next batch has, so that each sample has the same weight in the update.

@@ -107,7 +107,9 @@ class RunnerArguments:
     ] = None
     val_cfg: Annotated[ConfigDict | None, Argument("a dict or None", holds="val loop")] = None
     test_cfg: Annotated[ConfigDict | None, Argument("a dict or None", holds="test loop")] = None
-    optim_wrapper: Annotated[Any, Argument(holds="optim wrapper", keys=("accumulative_counts", "clip_grad"))] = None
+    optim_wrapper: Annotated[
+        Any, Argument(holds="optim wrapper", keys=("accumulative_counts", "clip_grad", "accumulate_across_epochs"))
+    ] = None
     param_scheduler: Annotated[Any, Argument(holds="schedulers")] = None
     val_evaluator: Annotated[Any, Argument(holds="evaluator")] = None
     test_evaluator: Annotated[Any, Argument(holds="evaluator")] = None

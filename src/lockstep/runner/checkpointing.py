@@ -104,10 +104,10 @@ class Saving:
         if not self._has_warned:
             _logger.warning(
                 "%s is saved inside an accumulation window: a run that resumes from it, or from another one like it, "
-                "loses the gradients of the backward passes since the last update. Save, and for save_best validate, "
-                "after iterations that are a multiple of `accumulative_counts`: by CheckpointHook(by_epoch=False, "
-                "interval=...) and `val_interval`, or by epochs of as many batches (an epoch has %s)",
-                save.directory.name, self._run.train_loop.epoch_length or "no known number",
+                "loses the gradients of the backward passes since the last update. In a training by epochs, end "
+                "windows with them by accumulate_across_epochs=False, beside `accumulative_counts`. By iterations, "
+                "save (and validate, for save_best) after a multiple of `accumulative_counts`",
+                save.directory.name,
             )  # fmt: skip
         self._has_warned = True
 

@@ -303,7 +303,7 @@ class TrainLoop(ABC):
     def _begin_iter(self, batch_idx: int, batch: Batch) -> None:
         runner = self.runner
         self.samples = batch.samples
-        runner.optim_wrapper.begin_iteration(self.iter)
+        runner.optim_wrapper.begin_iteration(self.iter, None if self.max_epochs is None else self.epoch_end)
         runner.optim_wrapper.count_samples(batch.samples, batch.mean_samples)
         runner.hooks.call("before_train_iter", runner, batch_idx=batch_idx, data_batch=batch.data)
         self._backward_passes = runner.optim_wrapper.inner_count

@@ -69,6 +69,7 @@ class Session:
         batch_size_of: what a batch counts for in these averages: a function of the batch, as the loader yields it, such
             as its number of tokens. By default its number of samples. The loss must be the mean over what it counts.
         clip_grad: `dict(max_norm=...)` or `dict(type="value", clip_value=...)`; see `OptimWrapper`.
+        accumulate_across_epochs: whether such a window goes on over the end of an epoch; see `OptimWrapper`.
         amp: `"bfloat16"` or `"float16"` for mixed precision: calls of `model` compute under autocast, and return
             float32.
         resume: resume from the last checkpoint in the work_dir if there is one; with `load_from`, see `Runner`.
@@ -107,6 +108,7 @@ class Session:
         accumulative_counts: int = 1,
         batch_size_of: Callable[[Any], float] | None = None,
         clip_grad: Mapping[str, Any] | None = None,
+        accumulate_across_epochs: bool = True,
         amp: str | None = None,
         resume: bool = False,
         load_from: str | Path | None = None,
@@ -115,7 +117,11 @@ class Session:
         if (unknown := unknown_argument(options, "Session", _KNOWN, _DONE_IN_THE_LOOP)) is not None:
             raise unknown
         self._make_loop = partial(OwnLoop, batch_size_of=batch_size_of)
-        self._optim: dict[str, Any] = {"accumulative_counts": accumulative_counts, "clip_grad": clip_grad}
+        self._optim: dict[str, Any] = {
+            "accumulative_counts": accumulative_counts,
+            "clip_grad": clip_grad,
+            "accumulate_across_epochs": accumulate_across_epochs,
+        }
         if amp is not None:
             self._optim |= {"type": "AmpOptimWrapper", "dtype": amp}
         self._options = dict(options, work_dir=work_dir, strategy=strategy, resume=resume, load_from=load_from)
@@ -542,7 +548,7 @@ _OF_A_RUNNER = {
     "cfg", "data_preprocessor", "loss", "model", "optim_wrapper", "param_scheduler", "train_cfg", "train_dataloader",
 }  # fmt: skip
 _KNOWN = [name for name in ARGUMENTS if name not in _OF_A_RUNNER and not name.startswith(("val_", "test_"))]
-_KNOWN += ["accumulative_counts", "batch_size_of", "clip_grad", "amp"]
+_KNOWN += ["accumulative_counts", "accumulate_across_epochs", "batch_size_of", "clip_grad", "amp"]
 _DONE_IN_THE_LOOP = (
     ". What a session trains is handed to prepare(model, optimizer, dataloader, schedulers=...); the loop goes through "
     "session.epochs(count) or session.iterations(count), prepares its batches, and validates over "

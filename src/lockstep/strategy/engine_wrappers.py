@@ -161,7 +161,7 @@ class EngineOptimWrapper(OptimWrapper):
                 f"{type(wrapper).__name__}. For half precision give {cls.half_option}; for several optimizers use "
                 "strategy 'ddp' or 'fsdp'"
             )
-        return cls(wrapper.optimizer, wrapper.accumulative_counts, wrapper.clip_grad)
+        return cls(wrapper.optimizer, wrapper.accumulative_counts, wrapper.clip_grad, wrapper.accumulate_across_epochs)
 
     def update_params(
         self, loss: Tensor, step_kwargs: Mapping[str, Any] | None = None, zero_kwargs: Mapping[str, Any] | None = None

@@ -60,6 +60,26 @@ def test_the_last_window_may_be_shorter(stage: int):
         assert losses == pytest.approx(alone, abs=tolerance(stage), rel=0)
 
 
+def train_in_windows_that_end_with_epochs(kind: str) -> list[float]:
+    config = {"optimizer": SGD, "accumulative_counts": 4, "accumulate_across_epochs": False}
+    training = Training(kind, config)
+    training.optim_wrapper.initialize_count_status(training.model, 0, 12)
+    losses, updates = [], []
+    for index in range(12):
+        training.optim_wrapper.begin_iteration(index, 6 if index < 6 else 12)
+        losses += training.run(index, index + 1)
+        updates.append(training.optim_wrapper.should_update())
+    assert [index for index, is_update in enumerate(updates) if is_update] == [3, 5, 9, 11]
+    return losses
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_windows_may_end_with_each_epoch(stage: int):
+    alone = run_ranks(1, train_in_windows_that_end_with_epochs, "single")[0]
+    for losses in run_ranks(2, train_in_windows_that_end_with_epochs, f"zero{stage}"):
+        assert losses == pytest.approx(alone, abs=tolerance(stage), rel=0)
+
+
 @ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_each_rank_holds_its_share_of_the_optimizers_state(stage: int):

@@ -24,6 +24,7 @@ class ColossalAIOptimWrapper(EngineOptimWrapper):
         optimizer: the optimizer.
         accumulative_counts: number of batches whose gradients are averaged into one update.
         clip_grad: `dict(max_norm=...)`.
+        accumulate_across_epochs: as for `OptimWrapper`.
 
     Attributes:
         sends_as_they_come: whether ZeRO sends gradients during the backward pass, in the order in which they arrive.

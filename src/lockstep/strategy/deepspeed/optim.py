@@ -59,6 +59,7 @@ class DeepSpeedOptimWrapper(EngineOptimWrapper):
         optimizer: as for `OptimWrapper`.
         accumulative_counts: as for `OptimWrapper`.
         clip_grad: `dict(max_norm=...)`.
+        accumulate_across_epochs: as for `OptimWrapper`.
     """
 
     engine_name = "DeepSpeed"

@@ -111,6 +111,7 @@ class DeepSpeedStrategy(EngineStrategy):
             engine.optimizer.optimizer,
             config[config_rules.ACCUMULATION],
             {"max_norm": clipping} if clipping else None,
+            built.accumulate_across_epochs,
         )
         wrapper.attach_engine(engine, state.masters, groups)
         return MMDeepSpeedEngineWrapper(model=engine, inputs_to_half=self._inputs_to_half), wrapper
