@@ -80,14 +80,17 @@ _QUOTED = (
     r"(?i:[bruf]{0,2})(?:'''(?s:[^\\]|\\.)*?'''|\"\"\"(?s:[^\\]|\\.)*?\"\"\""
     r"|'(?:[^'\\\n]|\\.)*'|\"(?:[^\"\\\n]|\\.)*\")"
 )
-# name=value, 'name': 'value', and `name: value` if the line ends with the value: a colon alone is also what sentences
-# have. Each run of letters is looked at once, so that the time does not grow with its square.
+# name=value, `name: str = value`, 'name': 'value', also as JSON in a string, and `name: value` if the line ends with the
+# value: a colon alone is also what sentences have. Each run of letters is looked at once, so that the time does not grow
+# with its square.
 _NAMED = re.compile(
-    r"(?<![\w.-])[\d.-]*+(?P<name>[A-Za-z_][\w.-]*+)['\"]?\]?"
-    rf"(?:\s*=\s*|\s*:\s*(?={_QUOTE})|:[ \t]+(?=[^\s'\"#]+[ \t]*$))",
+    r"(?<![\w.-])[\d.-]*+(?P<name>[A-Za-z_][\w.-]*+)(?:\\*['\"])?\]?"
+    r"(?::[ \t]*[\w.]+(?:\[[\w., \[\]|]{0,40}\])?(?:[ \t]*\|[ \t]*None)?[ \t]*(?==))?"
+    rf"(?:\s*=\s*|\s*:\s*(?=\\*{_QUOTE}|[\[({{]\s*{_QUOTE})|:[ \t]+(?=[^\s'\"#]+[ \t]*$))",
     re.MULTILINE,
 )
-_VALUE = re.compile(rf"{_QUOTED}|[^\s'\",;&)\]}}]+")
+_VALUE = re.compile(rf"{_QUOTED}|\\+['\"][^'\"\\\n]*\\+['\"]|[^\s'\",;&)\]}}]+")
+_SEVERAL = re.compile(rf"[\[({{\s]+{_QUOTED}(?:\s*[,:]\s*{_QUOTED})*")  # ['a', 'b'], ("a"), {{"name": "a"}}
 _OPTION = re.compile(
     rf"(?P<left>(?<![\w-])--?(?P<name>[A-Za-z][\w.-]*+)\s+)(?P<value>{_QUOTED}|[^\s'\"-][^\s'\"]*)"
 )  # --name value
@@ -224,6 +227,8 @@ def _mask(value: Any, name: str, found: set[str]) -> Any:
     """Return a masked copy of a value, and add the strings that are secret as a whole to `found`."""
     if isinstance(value, Mapping):
         return {key: _mask(item, f"{name}.{key}" if name else str(key), found) for key, item in value.items()}
+    if isinstance(value, set | frozenset):
+        return type(value)(_mask(item, name, found) for item in value)
     if isinstance(value, list | tuple):
         items = [_mask(item, name, found) for item in value]
         return items if isinstance(value, list) else type(value)(*items) if hasattr(value, "_fields") else tuple(items)
@@ -261,8 +266,14 @@ def _mask_assignments(text: str) -> str:
     parts, done, start = [], 0, 0
     while (named := _NAMED.search(text, start)) is not None:
         start = named.end()
-        if is_secret_name(named["name"]) and (value := _VALUE.match(text, start)) is not None:
-            parts += [text[done:start], _masked(named["name"], value[0])]
+        name = named["name"]
+        if not is_secret_name(name):
+            start = named.end("name")  # what follows may be a name itself, as in `error: token=...`
+        elif (several := _SEVERAL.match(text, start)) is not None:
+            parts += [text[done:start], re.sub(_QUOTED, lambda one: _masked(name, one[0]), several[0])]
+            done = start = several.end()
+        elif (value := _VALUE.match(text, start)) is not None:
+            parts += [text[done:start], _masked(name, value[0])]
             done = start = value.end()
     return "".join([*parts, text[done:]])
 

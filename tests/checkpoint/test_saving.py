@@ -77,7 +77,7 @@ def test_arrays_of_another_byte_order_and_the_largest_number_are_kept():
     [
         *({1, 2}, object(), b"bytes", Path("x"), torch.device("cpu"), numpy.array(["a"])),
         *(numpy.zeros(2, numpy.longdouble), numpy.ma.masked_array([1, 2], [True, False])),
-        *(numpy.datetime64("NaT"), numpy.datetime64(1, "ns"), numpy.timedelta64(1, "ns")),
+        *(numpy.datetime64("NaT", "ns"), numpy.datetime64(1, "ns"), numpy.timedelta64(1, "ns")),
     ],
     ids=lambda value: type(value).__name__,
 )

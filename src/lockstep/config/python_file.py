@@ -20,6 +20,7 @@ from lockstep.errors import ConfigError, error_in_words
 
 _MAKERS = ("dict", "ConfigDict")
 _CHANGERS = ("update", "merge")
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)  # whose names are not the file's
 _NO_BASE = f"must not be in a file with read_base(), whose bases' keys are variables: write `lr` for `{BASE}.lr`"
 _running: list[Path] = []  # files that are being run, the innermost last
 
@@ -114,7 +115,7 @@ class PythonFile(ConfigFile):
         }
 
     def writes(self) -> Iterator[Write]:
-        """Yield where the file sets keys; in-place changes count, code in functions does not."""
+        """Yield where the file sets keys; in-place changes count, code in functions and under an `if` does not."""
         for statement in self._tree.body:
             for path, value in _assignments(statement):
                 for write in _writes_of(path, value, statement.lineno):
@@ -155,7 +156,7 @@ class PythonFile(ConfigFile):
             return True
         if not isinstance(value, type | FunctionType | BuiltinFunctionType):
             return False
-        return home == module.__name__ or not any(name in _names_assigned(s) for s in self._tree.body)
+        return home == module.__name__ or not any(name in _names_assigned(s) for s in _own_statements(self._tree))
 
 
 def refuse_in_config() -> None:
@@ -215,6 +216,15 @@ def _base_file(statement: ast.stmt, path: Path) -> BaseFile:
     return BaseFile(base, "read_base()", statement.lineno, None if "*" in names else names)
 
 
+def _own_statements(outer: ast.AST) -> Iterator[ast.stmt]:
+    """Yield the statements of a file in order, also those in an `if`, a loop, a `with` or a `try`; not of functions."""
+    for node in ast.iter_child_nodes(outer):
+        if isinstance(node, ast.stmt):
+            yield node
+        if isinstance(node, ast.stmt | ast.excepthandler | ast.match_case) and not isinstance(node, _SCOPES):
+            yield from _own_statements(node)
+
+
 def _is_read_base(statement: ast.AST) -> bool:
     """Return whether a statement is ``with read_base():``."""
     match statement:
@@ -239,8 +249,8 @@ def _names_assigned(statement: ast.stmt) -> list[str]:
     """Return the plain names to which a statement assigns a value."""
     match statement:
         case ast.Assign(targets=targets):
-            parts = [part for target in targets for part in getattr(target, "elts", [target])]  # of `a, b = ...`
-            return [part.id for part in parts if isinstance(part, ast.Name)]
+            parts = [part for target in targets for part in ast.walk(target)]  # of `a, (b, c) = ...`
+            return [part.id for part in parts if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)]
         case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
             return [name]
     return []

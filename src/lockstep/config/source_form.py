@@ -12,7 +12,7 @@ from enum import Enum, Flag
 from pathlib import PurePath
 from typing import Any
 
-from lockstep.masking import mask_text
+from lockstep.masking import mask_text, printable
 
 WIDTH = 100
 
@@ -34,7 +34,7 @@ def python_source(values: Mapping[str, Any]) -> str:
         for module, name in sorted(writer.imports.items())
     ]
     if writer.lost:
-        head.insert(0, f"# without a source form, so described only: {', '.join(writer.lost)}\n")
+        head.insert(0, f"# without a source form, so described only: {printable(', '.join(writer.lost), lines=False)}\n")
     return "".join([*head, "\n" if head else "", *body])
 
 

@@ -47,8 +47,8 @@ def dump(obj: object, comm: Comm, on_tensors: Callable[[list[Tensor]], None] | N
     pickler.tensors = []
     try:
         pickler.dump(obj)
-    except KeyboardInterrupt:
-        raise
+    except (KeyboardInterrupt, SystemExit, torch.OutOfMemoryError, torch.AcceleratorError):
+        raise  # a segment of a device is copied to the host
     except BaseException as error:  # an object may pickle itself by its own code, which may raise anything
         raise TypeError(
             f"the object must be picklable, but {type(obj).__name__} is not: {message_of(error)} ({comm.this_rank})"
@@ -117,7 +117,7 @@ def gather_pickled(obj: object, dst: int, comm: Comm, *, copy_own: bool) -> Iter
     every = {rank: _places_for(pickle.loads(one)) for rank, one in enumerate(sizes) if rank != dst}
     transfer_between_hosts([(part, rank) for rank, parts in every.items() for part in parts], [], comm, _TAG).wait()
     every[dst] = [part.clone() for part in own]
-    return (obj if is_kept and rank == dst else load_from(rank, every[rank], comm) for rank in range(comm.size))
+    return (obj if is_kept and rank == dst else load_from(rank, every.pop(rank), comm) for rank in range(comm.size))
 
 
 def scatter_pickled(objects: Sequence[object], src: int, comm: Comm) -> Any:

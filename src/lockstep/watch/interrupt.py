@@ -19,6 +19,7 @@ from lockstep.errors import PEER_IS_GONE
 from lockstep.groups import Comm, control_groups, known_groups
 
 _SECONDS_TO_ABORT = 2.0  # how long torch's `abort` is waited for
+_SECONDS_TO_FLUSH = 2.0
 _TAG = 0x10C7  # of a receive for which no rank sends anything
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
@@ -98,14 +99,23 @@ def let_graphs_be_captured(device_index: int | None) -> None:
 
 def end_process(error: BaseException) -> NoReturn:
     """Show an error that nothing can catch, and end the process, whatever its main thread waits for."""
-    sys.excepthook(type(error), error, None)
+    with suppress(Exception):  # the hook may be the user's
+        sys.excepthook(type(error), error, None)
     leave_process()
 
 
 def leave_process() -> NoReturn:
     """End the process with exit code 1, whatever its threads wait for."""
+    with suppress(RuntimeError):  # no thread can be started
+        # A thread that hangs may hold the lock of a stream, or a pipe be full.
+        flushing = threading.Thread(target=_flush, daemon=True)
+        flushing.start()
+        flushing.join(_SECONDS_TO_FLUSH)
+    os._exit(1)
+
+
+def _flush() -> None:
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, AttributeError):  # of a stream that was closed before the start, None
             stream.flush()
-    os._exit(1)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from lockstep.errors import ranks_in_words
-from lockstep.masking import mask_text, mask_value
+from lockstep.errors import message_of, ranks_in_words
+from lockstep.masking import mask_text, mask_value, printable
 from lockstep.version import __version__
 
 FORMAT = 1  # changes when a key of the JSON is renamed or goes
@@ -75,8 +75,8 @@ def run_check(check: Callable[[Mapping[str, str]], Finding], env: Mapping[str, s
     """Return what a check finds in an environment; if the system does not allow it, a warning."""
     try:
         return check(env)
-    except (AttributeError, OSError, ValueError) as error:  # other systems lack some of it; numbers of 5,000 digits
-        return Finding(check.__name__.replace("_", " "), f"could not be found out: {error}", "warning")
+    except Exception as error:  # other systems lack some of it; a GPU may be ill, a command of the driver hang
+        return Finding(check.__name__.replace("_", " "), f"could not be found out: {message_of(error)}", "warning")
 
 
 def print_table(title: str, findings: Sequence[Finding], ranks: int = 1) -> None:
@@ -96,7 +96,7 @@ def print_table(title: str, findings: Sequence[Finding], ranks: int = 1) -> None
     table.add_column(overflow="fold")
     for finding in findings:
         where = "" if len(finding.ranks) in (0, ranks) else f"{ranks_in_words(finding.ranks)}: "
-        text = f"{where}{mask_text(finding.text)}" + (f"\n{finding.remedy}" if finding.remedy else "")
+        text = printable(mask_text(where + finding.text + (f"\n{finding.remedy}" if finding.remedy else "")))
         table.add_row(finding.name.removesuffix(" over ranks"), escape(text), style=_STYLES[finding.status])
     Console().print(table)
 
