@@ -318,6 +318,24 @@ def test_data_without_a_batch_and_what_is_no_model_are_refused(tmp_path):
             session_of(tmp_path).prepare(wrong, optimizer, loader())
 
 
+def test_parts_in_the_places_of_others_are_refused(tmp_path):
+    one, other = nn.Linear(4, 4), nn.Linear(4, 2)
+    optimizer, second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, other))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for given, says in (
+        ((one, other, optimizer, loader()), "a model as the optimizer"),
+        ((one, other, optimizer, second, loader()), "a model as the optimizer"),
+        ((one, optimizer, other, second, loader()), "a model as the data loader"),
+        ((one, optimizer, schedule), "a schedule as the data loader"),
+        ((optimizer, one, loader()), "an optimizer as the model"),
+        (([one, other], optimizer, loader()), "a list of several as the model"),
+        ((one, (optimizer, second), loader()), "a tuple of several as the optimizer"),
+        ((one, optimizer, loader(), schedule, loader()), "a data loader as a further argument"),
+    ):
+        with pytest.raises(TypeError, match=rf"but has {says}\. Several models go in as a dict.*\{{'a': net_a"):
+            session_of(tmp_path).prepare(*given)
+
+
 @pytest.mark.parametrize("strategy", [None, "fsdp"])
 @ranks(2)
 def test_an_optimizer_of_another_model_is_refused(tmp_path, strategy):

@@ -1,10 +1,15 @@
-"""Errors where the code of a session's user steps an optimizer around the session."""
+"""Errors where the code of a session's user hands in parts in other places, or steps an optimizer around the session."""
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from lockstep.model.shards import own_shard
 from lockstep.optim import OptimWrapper
@@ -13,6 +18,35 @@ if TYPE_CHECKING:
     from lockstep.session.loop import OwnLoop
 
 _WINDOWS_LOOKED_AT = 3  # for gradients that are there before
+_PLACES: dict[str, tuple[type, str]] = {
+    "the model": (nn.Module, "a model"),
+    "the optimizer": (Optimizer, "an optimizer"),
+    "the data loader": (DataLoader, "a data loader"),
+    "schedules": (LRScheduler, "a schedule"),
+}
+
+
+def refuse_other_places(*given: Any) -> None:
+    """Raise an error if something that prepare() gets by position is of the kind of another place, or is one too many.
+
+    Other libraries take models, optimizers and loaders in any number and order.
+    """
+    for place, value in zip_longest(_PLACES, given, fillvalue="a further argument"):
+        own, _ = _PLACES.get(place, (type(None), ""))
+        several = isinstance(value, list | tuple) and bool(value) and all(isinstance(one, own) for one in value)
+        kinds = [says for kind, says in _PLACES.values() if isinstance(value, kind) and not isinstance(value, own)]
+        what = f"a {type(value).__name__} of several" if several else next(iter(kinds), "")
+        if place not in _PLACES:
+            what = what or repr(value)
+        elif place == "schedules":  # may be several, and a loader there has an error of its own
+            continue
+        if what:
+            raise TypeError(
+                "prepare() must be given one model, one optimizer, one data loader and schedules, in this order or by "
+                f"name, but has {what} as {place}. Several models go in as a dict, and so do their optimizers: "
+                "prepare({'a': net_a, 'b': net_b}, {'a': optimizer_a, 'b': optimizer_b}, loader, schedulers=[...]); "
+                "data to evaluate on go to prepare_evaluation(loader)"
+            )
 
 
 def guard_steps(loop: OwnLoop, wrapper: OptimWrapper, name: str | None = None) -> None:
