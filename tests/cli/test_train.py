@@ -156,7 +156,7 @@ def test_options_that_only_a_start_of_ranks_has_are_told_to_have_no_effect(folde
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     code, _, err = lockstep("train", "line.py", *words, env=ranks)
     assert code == 7
-    assert "lockstep: no effect of --rdzv, --node-rank, --grace-seconds on ranks that are started already" in err
+    assert "lockstep: no effect of --node-rank, --rdzv, --grace-seconds on ranks that are started already" in err
 
 
 @pytest.mark.parametrize("nproc", ["1", "2"])

@@ -31,7 +31,7 @@ def test_no_bar_is_drawn_into_a_pipe_though_colours_are_forced(monkeypatch: pyte
     monkeypatch.setenv("FORCE_COLOR", "1")
     console = Console(file=StringIO(), width=80)
     hook = ProgressHook()
-    hook._begin(SimpleNamespace(console=console), "training", 3)
+    hook._begin(SimpleNamespace(console=console, args=SimpleNamespace(log_level="INFO")), "training", 3)
     hook.close()
     assert console.is_terminal
     assert console.file.getvalue() == ""

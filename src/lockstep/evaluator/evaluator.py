@@ -40,7 +40,8 @@ class TorchmetricsMetric(BaseMetric):
     Each rank updates its own metric. When the value is computed, each gets the states of all, so a rank may have seen
     no batch at all. The metric is updated with the model's prediction if that is a dict of its arguments, losses beside
     them left out, or a tuple `(predictions, targets)` of other things than tensors, such as lists of texts; otherwise,
-    also for a model output of transformers, with the scores and labels that `scores_and_labels` finds. The metric itself is changed: it moves to
+    also for a model output of transformers, with the scores and labels that `scores_and_labels` finds.
+    The metric itself is changed: it moves to
     the device, and no longer synchronises itself, which hangs or gives wrong values where ranks hold lists of unequal
     lengths.
 
@@ -53,7 +54,7 @@ class TorchmetricsMetric(BaseMetric):
     def __init__(self, metric: Any) -> None:
         super().__init__()
         self.metric = metric.to(get_device())
-        parts = metric.children() if isinstance(metric, nn.ModuleDict) else [metric]  # of a collection
+        parts: Any = metric.children() if isinstance(metric, nn.ModuleDict) else [metric]  # of a collection
         taken = [one for part in parts for one in inspect.signature(part.update).parameters.values()]
         self._names = {one.name for one in taken}
         self._needed = {one.name for one in taken if one.default is one.empty and one.kind not in _VARIADIC}

@@ -102,7 +102,7 @@ class Runner(_AttributesOfRun):
             `torch.compile`.
         auto_scale_lr: with `enable=True`, multiply learning rates by the global batch size divided by
             `base_batch_size`, the batch size that they are meant for.
-        log_level: the lowest level of messages that are shown; progress counts as "INFO", and the result is always shown.
+        log_level: the lowest level of messages that are shown; progress counts as "INFO"; the result is always shown.
         visualizer: an object with `add_scalars(scalars, step)`, its config, or a list of those; by default TensorBoard
             if it is installed.
         experiment_name: put before the time in the name of the run's folder.

@@ -1,4 +1,4 @@
-"""What the code of a session's user does around the session: parts in other places, other steps, a loop that it leaves."""
+"""What the user's code does around a session: parts in other places, steps of its own, a loop that it leaves."""
 
 from __future__ import annotations
 
