@@ -31,6 +31,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import SequenceMatcher, get_close_matches
 from numbers import Real
 from traceback import walk_tb
@@ -268,6 +269,24 @@ def _only_end_alike(one: str, other: str) -> bool:
         pairs = [(words[0], others[0]), ("".join(words[:-1]), "".join(others[:-1]))]
         return all(SequenceMatcher(None, *pair).ratio() < _CLOSE for pair in pairs)
     return False
+
+
+@contextmanager
+def building(argument: str) -> Iterator[None]:
+    """Add to an error in the block which argument of the user's was being built.
+
+    Example:
+        >>> with building("val_evaluator"):
+        ...     raise ConfigError("there is no metric `Acuracy`")
+        Traceback (most recent call last):
+        lockstep.errors.ConfigError: there is no metric `Acuracy`
+        while building `val_evaluator`
+    """
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"while building `{argument}`")
+        raise
 
 
 def wrong_type(name: str, wanted: str, value: object) -> TypeError:

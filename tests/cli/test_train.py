@@ -150,6 +150,15 @@ def test_ranks_that_are_found_are_told_before_torch_is_loaded(folder, lockstep):
     assert (code, err) == (7, "lockstep: joining the ranks found (pytorch): 1\n")
 
 
+def test_options_that_only_a_start_of_ranks_has_are_told_to_have_no_effect(folder, lockstep):
+    (folder / "torch.py").write_text("raise SystemExit(7)")
+    words = ["--nnodes", "2", "--rdzv", "here:29500", "--node-rank", "1", "--grace-seconds", "9"]
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    code, _, err = lockstep("train", "line.py", *words, env=ranks)
+    assert code == 7
+    assert "lockstep: no effect of --node-rank, --rdzv, --grace-seconds on ranks that are started already" in err
+
+
 @pytest.mark.parametrize("nproc", ["1", "2"])
 def test_the_exit_code_is_that_of_the_rank_that_failed_first(lockstep, folder, nproc):
     (folder / "leaving.py").write_text(

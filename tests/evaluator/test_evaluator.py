@@ -9,7 +9,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 from torchmetrics.retrieval import RetrievalMAP
 
 from lockstep.dist import all_reduce, get_dist_info
-from lockstep.evaluator import BaseMetric, Evaluator
+from lockstep.evaluator import BaseMetric, Evaluator, LossMetric
 from lockstep.testing import ranks
 
 SCORES = torch.randn(11, 3, generator=torch.Generator().manual_seed(2)).softmax(1)
@@ -146,6 +146,19 @@ def test_lists_of_unequal_lengths_are_put_together() -> None:
 def test_a_metric_that_keeps_values_over_time_is_refused():
     with pytest.raises(TypeError, match=r"must be a BaseMetric, (.|\n)* of type MetricTracker"):
         Evaluator(MetricTracker(MeanSquaredError()))
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("named", [True, False])
+def test_a_loss_beside_the_arguments_is_for_the_loss_metric_alone(named: bool) -> None:
+    for metric in (MulticlassAccuracy(3, average="micro"), MetricCollection([MulticlassAccuracy(3, average="micro")])):
+        evaluator = Evaluator([LossMetric(), metric])
+        outputs = {"preds": SCORES, "target": LABELS} if named else {"logits": SCORES}
+        evaluator.process({**outputs, "loss": torch.tensor(0.5)}, data_batch={"x": SCORES, "labels": LABELS})
+        right = (SCORES.argmax(1) == LABELS).float().mean().item()
+        assert evaluator.evaluate(None) == pytest.approx({"loss": 0.5, "MulticlassAccuracy": right})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'predictions'"):
+        Evaluator(MulticlassAccuracy(3)).process({"predictions": SCORES, "target": LABELS})
 
 
 class Words(Metric):

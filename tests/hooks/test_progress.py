@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from io import StringIO
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ def test_no_bar_is_drawn_into_a_pipe_though_colours_are_forced(monkeypatch: pyte
     monkeypatch.setenv("FORCE_COLOR", "1")
     console = Console(file=StringIO(), width=80)
     hook = ProgressHook()
-    hook._begin(SimpleNamespace(console=console), "training", 3)
+    hook._begin(SimpleNamespace(console=console, args=SimpleNamespace(log_level="INFO")), "training", 3)
     hook.close()
     assert console.is_terminal
     assert console.file.getvalue() == ""
@@ -95,10 +96,22 @@ def test_what_a_function_counts_is_not_called_samples():
     assert _rates(51_200.0, None, None, counts="units") == ["51,200 units/s"]
 
 
+def running(log_level: str = "INFO") -> SimpleNamespace:
+    return SimpleNamespace(console=Console(file=StringIO(), width=80), args=SimpleNamespace(log_level=log_level))
+
+
+@pytest.mark.parametrize(("log_level", "lines"), [("INFO", 1), ("WARNING", 0), (logging.ERROR, 0), (logging.DEBUG, 1)])
+def test_progress_is_shown_as_messages_of_the_level_info_are(log_level, lines):
+    hook, runner = ProgressHook(), running(log_level)
+    hook._begin(runner, "training", 10)
+    hook._show(3)
+    assert runner.console.file.getvalue().count("training  3/10") == lines
+
+
 def test_a_line_of_the_training_comes_also_where_validations_begin_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("lockstep.hooks.progress.perf_counter", lambda: now)
-    hook, runner = ProgressHook(period_seconds=30.0), SimpleNamespace(console=Console(file=StringIO(), width=80))
+    hook, runner = ProgressHook(period_seconds=30.0), running()
     due = []
     for second in range(0, 100, 10):
         now = float(second)

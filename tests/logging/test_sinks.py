@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import shutil
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -62,3 +63,14 @@ def test_values_of_any_form_are_written(tmp_path: Path):
         "curve": {"precision": [0.5, 1.0], "recall": [[1, 2]]},
         "('a', 1)": 0.25, "long": "2.0", "odd": "nan", "object": "range(0, 2)",
     }  # fmt: skip
+
+
+def test_a_record_says_when_it_was_written_unless_it_has_such_a_value(tmp_path: Path) -> None:
+    sink = JsonLinesSink(tmp_path / "metrics.jsonl", has_times=True)
+    before = datetime.now(UTC).replace(microsecond=0)
+    sink.write({"mode": "val", "iter": 1})
+    sink.write({"mode": "val", "iter": 2, "utc": 0.5})
+    sink.close()
+    first, second = map(json.loads, sink.path.read_text().splitlines())
+    assert before <= datetime.fromisoformat(first.pop("utc")) <= datetime.now(UTC)
+    assert (first, second) == ({"mode": "val", "iter": 1}, {"mode": "val", "iter": 2, "utc": 0.5})

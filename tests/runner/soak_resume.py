@@ -27,7 +27,7 @@ from lockstep.hooks import Hook
 
 from .soak import main
 
-MEASURED = {"time", "data_time", "samples_per_second", "memory_mib", "timestamp"}
+MEASURED = {"utc", "time", "data_time", "samples_per_second", "memory_mib", "timestamp"}
 SCHEDULES = {
     "StepLR": lambda of: lr_scheduler.StepLR(of, 1, 0.9),
     "CosineAnnealingLR": lambda of: lr_scheduler.CosineAnnealingLR(of, 7),

@@ -70,6 +70,25 @@ def complete_log_of(folder: Path) -> str:
     return log_of(folder)
 
 
+@pytest.mark.parametrize(
+    ("argument", "wrong"),
+    [
+        ("optim_wrapper", {"optimizer": {"type": "AdamW1"}}),
+        ("param_scheduler", {"type": "StepLRR", "step_size": 1}),
+        ("custom_hooks", [{"type": "EMAHok"}]),
+        ("default_hooks", {"checkpoint": {"type": "CheckpointHok"}}),
+        ("val_evaluator", [{"type": "Acuracy"}]),
+        ("visualizer", {"type": "LocalVisualiser"}),
+        ("strategy", {"type": "ddpp"}),
+        ("train_cfg", {"type": "EpochBasedTrainLop", "max_epochs": 1}),
+    ],
+)
+def test_a_misspelt_type_names_the_argument_that_has_it(tmp_path, argument, wrong):
+    with pytest.raises(KeyError, match="did you mean") as caught:
+        train(tmp_path, val_dataloader=loader(), **{argument: wrong})
+    assert f"while building `{argument}`" in caught.value.__notes__
+
+
 def test_a_class_that_needs_arguments_is_no_model(tmp_path):
     with pytest.raises(TypeError, match=r"Linear.__init__\(\) missing 2 required positional arguments"):
         Runner(nn.Linear, tmp_path, train_dataloader=loader()).train()

@@ -257,6 +257,36 @@ def test_a_loop_without_data_may_take_the_mean_over_what_all_ranks_have_made(tmp
         torch.testing.assert_close(own, expected - 0.1 * expected.grad)
 
 
+class Shrinking:
+    """A batch sampler with a batch less in each epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 4 - self.epoch
+
+    def __iter__(self):
+        return iter([[number, number + 1] for number in range(len(self))])
+
+
+@ranks(1, 2)
+def test_an_epoch_that_ends_before_its_length_says_so(tmp_path):
+    session = session_of(tmp_path)
+    model = network()
+    data = DataLoader(TensorDataset(X, Y), batch_sampler=Shrinking())
+    model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+    for _ in session.epochs(3):
+        for x, y in batches:
+            session.step(F.cross_entropy(model(x), y))
+    if get_rank() == 0:
+        wanted, had = (4, 2) if get_world_size() == 1 else (2, 1)
+        log = (session.run_dir / "log.txt").read_text()
+        assert f"have {wanted} iterations in every epoch, as its length says, but had {had} in epoch 3; `session" in log
+
+
 def test_a_second_pass_within_an_epoch_is_refused_and_not_counted_as_the_next_one(tmp_path):
     session = session_of(tmp_path)
     model = network()

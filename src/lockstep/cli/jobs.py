@@ -12,7 +12,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeAlias
@@ -300,6 +300,12 @@ def check_ranks_found(launcher: str, options: RankOptions) -> None:
             )
     if topology.rank == 0:
         say(f"joining the ranks found ({launcher}): {topology.world_size}")
+        of_starting = ("rdzv", "node_rank", "rdzv_timeout", "grace_seconds")
+        defaults = {field.name: field.default for field in fields(LaunchOptions) if field.name in of_starting}
+        given = [name for name, default in defaults.items() if getattr(options, name, default) != default]
+        if given:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            say(f"no effect of {names} on ranks that are started already: give such options to their launcher")
 
 
 def _print_table(mode: Literal["val", "test"], metrics: Mapping[str, Any], runner: Runner) -> None:

@@ -126,6 +126,11 @@ def scores_and_labels(data_batch: Any, data_samples: Any) -> tuple[Tensor, Tenso
     return scores, torch.as_tensor(labels)
 
 
+def has_scores(outputs: Mapping[str, Any]) -> bool:
+    """Return whether `scores_and_labels` would find scores in a dict."""
+    return _first(outputs, _SCORE_KEYS) is not None
+
+
 def _are_labels(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 1 and not value.is_floating_point()
 

@@ -5,6 +5,7 @@ Metrics of torchmetrics work, too; this module does not import torchmetrics.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 
 from lockstep.device import get_device
 from lockstep.dist import all_gather, all_gather_object, get_world_size
-from lockstep.evaluator.accuracy import scores_and_labels
+from lockstep.evaluator.accuracy import has_scores, scores_and_labels
 from lockstep.evaluator.metric import BaseMetric, LossMetric, Predictions
 from lockstep.model.preprocessor import move_to_device
 from lockstep.registry import EVALUATOR, METRICS
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def is_torchmetrics_metric(item: object) -> bool:
@@ -35,9 +38,10 @@ class TorchmetricsMetric(BaseMetric):
     """A metric of torchmetrics over all ranks.
 
     Each rank updates its own metric. When the value is computed, each gets the states of all, so a rank may have seen
-    no batch at all. The metric is updated with the model's prediction if that is a dict of arguments, or a tuple
-    `(predictions, targets)` of other things than tensors, such as lists of texts; otherwise, also for a model output of
-    transformers, with the scores and labels that `scores_and_labels` finds. The metric itself is changed: it moves to
+    no batch at all. The metric is updated with the model's prediction if that is a dict of its arguments, losses beside
+    them left out, or a tuple `(predictions, targets)` of other things than tensors, such as lists of texts; otherwise,
+    also for a model output of transformers, with the scores and labels that `scores_and_labels` finds.
+    The metric itself is changed: it moves to
     the device, and no longer synchronises itself, which hangs or gives wrong values where ranks hold lists of unequal
     lengths.
 
@@ -50,6 +54,10 @@ class TorchmetricsMetric(BaseMetric):
     def __init__(self, metric: Any) -> None:
         super().__init__()
         self.metric = metric.to(get_device())
+        parts: Any = metric.children() if isinstance(metric, nn.ModuleDict) else [metric]  # of a collection
+        taken = [one for part in parts for one in inspect.signature(part.update).parameters.values()]
+        self._names = {one.name for one in taken}
+        self._needed = {one.name for one in taken if one.default is one.empty and one.kind not in _VARIADIC}
         for part in metric.modules():
             if hasattr(part, "distributed_available_fn"):
                 part.distributed_available_fn = _is_merged_here
@@ -57,8 +65,11 @@ class TorchmetricsMetric(BaseMetric):
     def process(self, data_batch: Any, data_samples: Any) -> None:
         """Update the metric."""
         # A model output of transformers is a mapping, too, but holds scores as `logits`.
-        if isinstance(data_samples, Mapping) and not hasattr(data_samples, "logits"):
-            self.metric.update(**move_to_device(dict(data_samples), torch.device(get_device())))
+        is_dict = isinstance(data_samples, Mapping) and not hasattr(data_samples, "logits")
+        if is_dict and (self._needed <= data_samples.keys() or not has_scores(data_samples)):
+            # A loss beside the arguments is for `LossMetric`.
+            named = {name: one for name, one in data_samples.items() if name in self._names or "loss" not in name}
+            self.metric.update(**move_to_device(named, torch.device(get_device())))
         else:
             is_pair = isinstance(data_samples, tuple) and len(data_samples) == 2
             is_for_it = is_pair and not any(isinstance(part, Tensor | None) for part in data_samples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from datetime import timedelta
@@ -30,7 +31,7 @@ class ProgressHook(Hook):
     It shows the loss, the time left of the whole training, the samples per second of all ranks, tokens per second and
     MFU if they are recorded, and the latest metrics of a validation, as `val/NAME`. A terminal that is too narrow shows
     the first of these. Each epoch leaves one line, the whole of which is in the log file. During an epoch, the loss is
-    that of rank 0, up to the iteration before.
+    that of rank 0, up to the iteration before. A `log_level` above INFO shows none of it.
 
     Args:
         period_seconds: time between two lines if there is no terminal.
@@ -140,6 +141,9 @@ class ProgressHook(Hook):
             self._values = []  # a test may follow
 
     def _begin(self, runner: Run, label: str, total: int | None) -> None:
+        level = runner.args.log_level
+        if (level if isinstance(level, int) else logging.getLevelNamesMapping()[level]) > logging.INFO:
+            return  # what is shown here counts as messages of this level
         if self._display is None:
             self._due = math.inf
             console = runner.console

@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,15 +25,19 @@ class JsonLinesSink:
 
     Args:
         path: the file; created at the first record. Its folder must exist.
+        has_times: whether each record says as `utc` when it was written, unless it has a value of that name.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, has_times: bool = False) -> None:
         self.path = path
+        self._has_times = has_times
         self._file: TextIO | None = None
         self._has_warned = False
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a record, which others can read at once."""
+        if self._has_times:
+            record = {**record, "utc": record.get("utc", f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}")}
         try:
             line = _encode(record)
         except (TypeError, ValueError):  # not plain values, which is rare

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from lockstep.errors import ConfigError, did_you_mean, lacks_key, require_known, require_number, wrong_type
+from lockstep.errors import ConfigError, building, did_you_mean, lacks_key, require_known, require_number, wrong_type
 from lockstep.model import unwrap_model
 from lockstep.model.wrapper import parts_in_state
 from lockstep.optim.wrapper import OptimWrapper
@@ -217,7 +217,8 @@ def build_optim_wrapper(model: nn.Module, cfg: OptimWrapper | Optimizer | Mappin
     paramwise = arguments.pop("paramwise_cfg", None)
     with in_default_scope(arguments.pop(SCOPE, None)):
         construct = {"type": kind, "optim_wrapper_cfg": arguments, "paramwise_cfg": paramwise}
-        wrapper = OPTIM_WRAPPER_CONSTRUCTORS.build(construct)(model)
+        with building("optim_wrapper"):
+            wrapper = OPTIM_WRAPPER_CONSTRUCTORS.build(construct)(model)
     if not isinstance(wrapper, OptimWrapper):
         raise TypeError(f"the constructor {kind!r} must return an OptimWrapper, but returned {wrapper!r}")
     return wrapper

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from lockstep.report.figures import Chart, Line, Point
 from lockstep.report.records import MODES, Record, RunRecords, number
 
-_PLACE = {"mode", "epoch", "iter"}
+_PLACE = {"mode", "epoch", "iter", "utc"}
 _PARTS_OF_A_STEP = ("time", "data_time", "comm_time")
 _AMOUNTS = ("samples_per_second", "tokens_per_second", "flops_per_second")
 _MOST_LINES = 6

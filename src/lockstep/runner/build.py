@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.dataset import DataShard, build_dataloader
 from lockstep.dist import get_world_size
-from lockstep.errors import ConfigError, require_key, require_number
+from lockstep.errors import ConfigError, building, require_key, require_number
 from lockstep.evaluator import Evaluator, LossMetric
 from lockstep.model import (
     BaseModule,
@@ -169,7 +169,8 @@ def _build_module(
 
 def build_train_loop(cfg: TrainLoop | Mapping[str, Any], run: TrainRun) -> TrainLoop:
     """Return the loop that `train_cfg` describes."""
-    loop = _train_loop(cfg, run)
+    with building("train_cfg"):
+        loop = _train_loop(cfg, run)
     _refuse_own_steps(loop)
     _require_step(loop)
     _warn_of_sync_norms(run, loop)
@@ -301,11 +302,8 @@ def build_loader(mode: Literal["train", "val", "test"], loader: Any, space: Work
     """
     several = {}
     for name, one in named_loaders(loader).items():
-        try:
+        with building(f"{mode}_dataloader{name and f'[{name!r}]'}"):
             built = build_dataloader(one, seed=space.seed, evaluation=mode != "train", shard=shard[:2])
-        except Exception as error:
-            error.add_note(f"while building `{mode}_dataloader{name and f'[{name!r}]'}`")
-            raise
         end_workers_at_exit()
         let_workers_outlive_signals(built, space.args.stop_signals)
         several[name] = built
@@ -361,7 +359,8 @@ def build_evaluator(given: Any, run: Run, mode: Literal["val", "test"]) -> Evalu
         given = LossMetric()
     if not isinstance(given, Evaluator):  # the class of the default scope: that of lockstep-mmengine is another one
         given = given if isinstance(given, Mapping) and "metrics" in given else {"metrics": given}
-        given = EVALUATOR.build(given, type="Evaluator")
+        with building(f"{mode}_evaluator"):
+            given = EVALUATOR.build(given, type="Evaluator")
     built: Evaluator = given
     losses = [metric for metric in built.metrics if isinstance(metric, LossMetric)]
     if loss is None and not losses:
@@ -400,7 +399,8 @@ def default_hooks(changes: Mapping[str, Any] | None) -> list[Hook | Mapping[str,
 
 def build_visualizer(visualizer: Any, rank: int) -> Visualizers:
     """Return the visualizers of a run: built on every rank, so that all report an error, but used only on rank 0."""
-    built = build_visualizers(visualizer)
+    with building("visualizer"):
+        built = build_visualizers(visualizer)
     built.make_current()
     if rank != 0:
         built.parts.clear()
@@ -417,7 +417,8 @@ def set_schedules(run: TrainRun, schedulers: list[Any] | None) -> None:
     if run.args.auto_scale_lr is not None:
         _scale_lr(run.args.auto_scale_lr, run)
     record_first_options(run)
-    run.param_schedulers = build_schedulers(run.args.param_scheduler, run) if schedulers is None else schedulers
+    with building("param_scheduler"):
+        run.param_schedulers = build_schedulers(run.args.param_scheduler, run) if schedulers is None else schedulers
     record_config(run)
 
 

@@ -17,7 +17,7 @@ from lockstep.checkpoint import read_meta
 from lockstep.config.python_file import refuse_in_config
 from lockstep.dataset import DataShard, agree_on_shard
 from lockstep.dist import run_on_main
-from lockstep.errors import ConfigError, Preempted, error_in_words, no_attribute
+from lockstep.errors import ConfigError, Preempted, building, error_in_words, no_attribute
 from lockstep.evaluator import Evaluator
 from lockstep.evaluator.metric import Predictions
 from lockstep.location import Location, locate
@@ -102,7 +102,7 @@ class Runner(_AttributesOfRun):
             `torch.compile`.
         auto_scale_lr: with `enable=True`, multiply learning rates by the global batch size divided by
             `base_batch_size`, the batch size that they are meant for.
-        log_level: the lowest level of messages that are shown.
+        log_level: the lowest level of messages that are shown; progress counts as "INFO"; the result is always shown.
         visualizer: an object with `add_scalars(scalars, step)`, its config, or a list of those; by default TensorBoard
             if it is installed.
         experiment_name: put before the time in the name of the run's folder.
@@ -444,7 +444,8 @@ class Runner(_AttributesOfRun):
         if self._run is not None:
             strategy, model = self._run.strategy, self._run.model
         else:
-            strategy = build_strategy(build.strategy_of(self.args))
+            with building("strategy"):
+                strategy = build_strategy(build.strategy_of(self.args))
             model = build.build_model(self.args, strategy)
         # A module that is handed in only to be evaluated may have trained already.
         if training or (self._load_from is None and not isinstance(self.args.model, nn.Module)):
@@ -541,9 +542,12 @@ class Runner(_AttributesOfRun):
         """Build the run's hooks, open it, and restore its state; for an existing run that has it, do nothing."""
         if run is not self._run:
             run.tell_hub()
-            default = [(hook, None) for hook in build.default_hooks(self.args.default_hooks)]
-            for hook, priority in [*default, *self._custom_hooks]:
-                run.register_hook(hook, priority)
+            for hook in build.default_hooks(self.args.default_hooks):
+                with building("default_hooks"):
+                    run.register_hook(hook)
+            for hook, priority in self._custom_hooks:
+                with building("custom_hooks"):
+                    run.register_hook(hook, priority)
             self._run = run
             self._open(run)  # before the state is restored: what a hook sets up in `before_run` must not replace it
         elif self._is_loaded:

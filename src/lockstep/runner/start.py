@@ -92,7 +92,7 @@ def open_workspace(
         stored=stored,
         skipped=skipped,
         console=open_console(prints=rank == 0),
-        records=JsonLinesSink(run_dir / "metrics.jsonl"),
+        records=JsonLinesSink(run_dir / "metrics.jsonl", has_times=True),
         message_hub=message_hub,
         trains=trains,
     )

@@ -22,7 +22,7 @@ from lockstep.runner.resumed_options import set_option
 from lockstep.runner.run import TrainRun
 from lockstep.session.schedules import At, schedules_at
 
-_PLACE = ("mode", "epoch", "iter")  # of a record
+_PLACE = ("mode", "epoch", "iter", "utc")  # of a record
 
 
 class Rates:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ from lockstep.runner.start import join_ranks
 from lockstep.session.evaluation import OwnEvaluation
 from lockstep.session.loop import OwnLoop, tell_of_unsaved
 from lockstep.session.schedules import schedules_some
-from lockstep.session.steps import guard_steps
+from lockstep.session.steps import guard_steps, is_left_on_purpose, refuse_other_places
 from lockstep.watch.ending import raised_error
 from lockstep.weights.export import PretrainedOptions
 
@@ -189,7 +190,7 @@ class Session:
         self, model: _Models, optimizer: _Optimizers, dataloader: Any, schedulers: Any = ()
     ) -> tuple[nn.Module, OptimWrapper, PreparedLoader]: ...
     def prepare(
-        self, model: _Models, optimizer: _Optimizers, dataloader: Any = None, schedulers: Any = ()
+        self, model: _Models, optimizer: _Optimizers, dataloader: Any = None, schedulers: Any = (), *more: Any
     ) -> tuple[nn.Module, OptimWrapper] | tuple[nn.Module, OptimWrapper, PreparedLoader]:
         """Distribute the model over the ranks, share out the data, and resume if asked to.
 
@@ -204,6 +205,7 @@ class Session:
                 schedulers of learning rates of torch and of transformers. They are saved and resumed; the loop steps
                 them, and may do so after the batches of an epoch, whose checkpoint is saved at the end of the loop's
                 body then.
+            *more: nothing; what stands here, as several models one after the other, is an error that says how.
 
         Returns:
             The module, on its device; the optim wrapper; and, if there is a `dataloader`, the loader of this rank's
@@ -214,10 +216,11 @@ class Session:
         Raises:
             ConfigError: the strategy can't train the model; there is a `batch_size_of`, but no `dataloader`; or a
                 scheduler is over an optimizer that is not handed in.
-            TypeError: the model or a scheduler has the wrong type.
+            TypeError: an argument has the wrong type, or stands in the place of another one.
         """
         if self._loop is not None:
             raise RuntimeError("prepare() has been called already: a session trains one model")
+        refuse_other_places(model, optimizer, dataloader, schedulers, *more)
         if dataloader is None and self._make_loop.keywords["batch_size_of"] is not None:
             raise ConfigError(
                 "`batch_size_of` must be None where prepare() gets no data loader, because there is no batch to count. "
@@ -486,7 +489,11 @@ class Session:
                     type(optimizer).__name__,
                 )
         with nullcontext() if self._is_entered else self._closing:
-            yield from loop
+            try:
+                yield from loop
+            except GeneratorExit:
+                self._prepared().is_left_on_purpose = is_left_on_purpose(sys._getframe().f_back)
+                raise
 
     def _require_one_optimizer(self, what: str, instead: str) -> None:
         if isinstance(self.run.optim_wrapper, OptimWrapperDict):

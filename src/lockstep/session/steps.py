@@ -1,10 +1,17 @@
-"""Errors where the code of a session's user steps an optimizer around the session."""
+"""What the user's code does around a session: parts in other places, steps of its own, a loop that it leaves."""
 
 from __future__ import annotations
 
+import dis
+from itertools import zip_longest
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from lockstep.model.shards import own_shard
 from lockstep.optim import OptimWrapper
@@ -13,6 +20,35 @@ if TYPE_CHECKING:
     from lockstep.session.loop import OwnLoop
 
 _WINDOWS_LOOKED_AT = 3  # for gradients that are there before
+_PLACES: dict[str, tuple[type, str]] = {
+    "the model": (nn.Module, "a model"),
+    "the optimizer": (Optimizer, "an optimizer"),
+    "the data loader": (DataLoader, "a data loader"),
+    "schedules": (LRScheduler, "a schedule"),
+}
+
+
+def refuse_other_places(*given: Any) -> None:
+    """Raise an error if something that prepare() gets by position is of the kind of another place, or is one too many.
+
+    Other libraries take models, optimizers and loaders in any number and order.
+    """
+    for place, value in zip_longest(_PLACES, given, fillvalue="a further argument"):
+        own, _ = _PLACES.get(place, (type(None), ""))
+        several = isinstance(value, list | tuple) and bool(value) and all(isinstance(one, own) for one in value)
+        kinds = [says for kind, says in _PLACES.values() if isinstance(value, kind) and not isinstance(value, own)]
+        what = f"a {type(value).__name__} of several" if several else next(iter(kinds), "")
+        if place not in _PLACES:
+            what = what or repr(value)
+        elif place == "schedules":  # may be several, and a loader there has an error of its own
+            continue
+        if what:
+            raise TypeError(
+                "prepare() must be given one model, one optimizer, one data loader and schedules, in this order or by "
+                f"name, but has {what} as {place}. Several models go in as a dict, and so do their optimizers: "
+                "prepare({'a': net_a, 'b': net_b}, {'a': optimizer_a, 'b': optimizer_b}, loader, schedulers=[...]); "
+                "data to evaluate on go to prepare_evaluation(loader)"
+            )
 
 
 def guard_steps(loop: OwnLoop, wrapper: OptimWrapper, name: str | None = None) -> None:
@@ -85,3 +121,17 @@ def guard_steps(loop: OwnLoop, wrapper: OptimWrapper, name: str | None = None) -
     wrapper.optimizer.register_step_pre_hook(before_step)
     wrapper.optimizer.register_step_post_hook(after_step)
     wrapper.optimizer.register_step_pre_hook(note_rate)
+
+
+def is_left_on_purpose(frame: FrameType | None) -> bool:
+    """Return whether code has left a loop by `break` or `return`, by which the generator of the loop is closed.
+
+    An error that is on its way closes it, too, and can't be seen there. But only a statement that leaves a loop takes
+    its iterator off the stack by an instruction of its own (Python 3.11 to 3.14). In doubt, it was an error.
+
+    Args:
+        frame: of the code that is running where the generator is closed.
+    """
+    if frame is None or frame.f_lasti < 0:
+        return False
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]] in ("POP_TOP", "POP_ITER")
