@@ -148,6 +148,17 @@ HEX = "0123456789abcdef0123456789abcdef01234567"
         ("token=12 token=None api_key=True", "token=12 token=None api_key=True"),
         ("password = getpass(prompt)", "password = getpass(prompt)"),
         ("the token: where it is", "the token: where it is"),
+        ("passwords=['hunter22', \"b\"] x=1", "passwords=['***', \"***\"] x=1"),
+        ('api_key = ("abc" )', 'api_key = ("***" )'),
+        ("api_keys={'mine': 'abc'}, lr=2", "api_keys={'***': '***'}, lr=2"),
+        ('api_key: str = "abc"', 'api_key: str = "***"'),
+        ("api_key: str | None = 'abc'; lr: float = 0.1", "api_key: str | None = '***'; lr: float = 0.1"),
+        (
+            "tokens: list[str] = ['a']; hf_token: dict[str, str] = {'a': 'b'}",
+            "tokens: list[str] = ['a']; hf_token: dict[str, str] = {'***': '***'}",
+        ),
+        (r"{\"api_key\": \"abc\", \"lr\": 1}", r"{\"api_key\": ***, \"lr\": 1}"),
+        ("error: token=abc def", "error: token=*** def"),
         ("`password` must be a str", "`password` must be a str"),
     ],
 )
@@ -166,6 +177,8 @@ def test_values_in_any_nesting():
         "secret": b"abc",
         "token": {"type": "Embedding", "width": 3},
         "api_keys": ["a", None, True],
+        "tokens": {1, 2},
+        "hf_token": {"a"},
         "use_auth_token": True,
         "pair": Pair("x", HF),
         "private_key": Path("key.pem"),
@@ -182,6 +195,8 @@ def test_values_in_any_nesting():
         "secret": MASK,
         "token": {"type": "Embedding", "width": 3},
         "api_keys": [MASK, None, True],
+        "tokens": {1, 2},
+        "hf_token": {MASK},
         "use_auth_token": True,
         "pair": Pair("x", MASK),
         "private_key": Path("key.pem"),
@@ -234,7 +249,7 @@ def test_a_value_cannot_look_like_further_lines():
     assert printable("1\nall is well", lines=False) == r"1\nall is well"
 
 
-@pytest.mark.parametrize("part", ["key", "a=", "key-", "x: ", "key ://", "key'"])
+@pytest.mark.parametrize("part", ["key", "a=", "key-", "x: ", "key ://", "key'", "x: a[", "x: a|", "\\", "x=['a',"])
 def test_a_long_text_takes_a_time_that_does_not_grow_with_its_square(part):
     text = part * 10**5 + "key"
     assert mask_text(text) == text

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any
 
 MASK = "***"
@@ -80,9 +81,9 @@ _QUOTED = (
     r"(?i:[bruf]{0,2})(?:'''(?s:[^\\]|\\.)*?'''|\"\"\"(?s:[^\\]|\\.)*?\"\"\""
     r"|'(?:[^'\\\n]|\\.)*'|\"(?:[^\"\\\n]|\\.)*\")"
 )
-# name=value, `name: str = value`, 'name': 'value', also as JSON in a string, and `name: value` if the line ends with the
-# value: a colon alone is also what sentences have. Each run of letters is looked at once, so that the time does not grow
-# with its square.
+# name=value, `name: str = value`, 'name': 'value', also as JSON in a string, and `name: value` if the line ends with
+# the value: a colon alone is also what sentences have. Each run of letters is looked at once, so that the time does not
+# grow with its square.
 _NAMED = re.compile(
     r"(?<![\w.-])[\d.-]*+(?P<name>[A-Za-z_][\w.-]*+)(?:\\*['\"])?\]?"
     r"(?::[ \t]*[\w.]+(?:\[[\w., \[\]|]{0,40}\])?(?:[ \t]*\|[ \t]*None)?[ \t]*(?==))?"
@@ -266,16 +267,20 @@ def _mask_assignments(text: str) -> str:
     parts, done, start = [], 0, 0
     while (named := _NAMED.search(text, start)) is not None:
         start = named.end()
-        name = named["name"]
+        name: str = named["name"]
         if not is_secret_name(name):
             start = named.end("name")  # what follows may be a name itself, as in `error: token=...`
         elif (several := _SEVERAL.match(text, start)) is not None:
-            parts += [text[done:start], re.sub(_QUOTED, lambda one: _masked(name, one[0]), several[0])]
+            parts += [text[done:start], re.sub(_QUOTED, partial(_masked_string, name), several[0])]
             done = start = several.end()
         elif (value := _VALUE.match(text, start)) is not None:
             parts += [text[done:start], _masked(name, value[0])]
             done = start = value.end()
     return "".join([*parts, text[done:]])
+
+
+def _masked_string(name: str, value: re.Match[str]) -> str:
+    return _masked(name, value[0])
 
 
 def _masked(name: str, value: str) -> str:

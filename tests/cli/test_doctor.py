@@ -136,8 +136,21 @@ def test_a_number_of_thousands_of_digits_is_no_traceback():
     assert (finding.name, finding.status) == ("port", "warning")
 
 
+def test_an_error_of_any_kind_is_a_finding():
+    def ill_device(env):
+        raise RuntimeError("the device is ill")
+
+    finding = run_check(ill_device, {})
+    assert (finding.name, finding.text, finding.status) == (
+        "ill device", "could not be found out: the device is ill", "warning",
+    )  # fmt: skip
+
+
 def test_no_secret_is_shown_in_a_table(capsys: pytest.CaptureFixture[str]):
-    finding = Finding("variables", "MASTER_ADDR is http://me:s3cret@host, DB_PASS=hunter2", "warning")
+    remedy = "set \x1b[2J DB_PASS=hunter2 anew"
+    finding = Finding("variables", "MASTER_ADDR is http://me:s3cret@host, DB_PASS=hunter2", "warning", remedy)
+    print_table("", [finding])
+    assert "\x1b[2J" not in capsys.readouterr().out
     print_table("", [finding])
     for shown in (capsys.readouterr().out, finding.as_plain()["text"]):
         assert "http://me:***@host" in shown

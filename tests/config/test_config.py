@@ -116,6 +116,11 @@ def test_what_has_no_source_is_described_and_said_so(tmp_path):
     assert again.a.g[0].startswith("<function test_what_has_no_source")
 
 
+def test_a_key_does_not_leave_the_comment_that_names_it():
+    cfg = Config({"a\nlr = 7\n#": lambda: 1})
+    assert cfg.pretty_text.startswith("# without a source form, so described only: a\\nlr = 7\\n#\n")
+
+
 def test_long_values_break_into_lines_that_fit():
     stages = [{"type": "Stage", "depth": depth, "name": "x" * 20} for depth in range(4)]
     text = Config({"model": {"type": "Net", "stages": stages}, "short": [1, 2]}).pretty_text

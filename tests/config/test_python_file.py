@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import collections
 import re
 import sys
 
@@ -42,6 +43,27 @@ def test_registries_that_an_import_brings_are_no_keys(child):
             from .._base_.data import size
     """)
     assert cfg == {"size": 4}
+
+
+def test_a_class_that_is_assigned_in_a_block_or_unpacked_is_a_key(child):
+    cfg = child("""
+        import collections
+        from collections import Counter
+
+        if len("fast"):
+            act = collections.OrderedDict
+        else:
+            act = Counter
+        for kind in [Counter]:
+            norm = kind
+        width, (conv, *_) = 3, [collections.deque]
+
+        def helper():
+            Counter = None
+    """)
+    assert cfg == {
+        "act": collections.OrderedDict, "norm": collections.Counter, "width": 3, "conv": collections.deque, "_": [],
+    }  # fmt: skip
 
 
 def test_imported_keys_are_keys_and_can_be_changed_in_place(child):

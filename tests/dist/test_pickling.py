@@ -159,3 +159,13 @@ def test_whatever_keeps_an_object_from_being_pickled_is_a_type_error_with_its_ca
     with pytest.raises(TypeError, match=r"must be picklable, but dict is not: .* \(rank 0 of 1\)") as caught:
         dump({"entry": make()}, SOLO)
     assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("error", [SystemExit, torch.OutOfMemoryError, torch.AcceleratorError])
+def test_an_error_of_a_device_or_an_exit_is_not_taken_for_one_of_the_object(error: type[BaseException]) -> None:
+    class Full:
+        def __reduce__(self) -> Any:
+            raise error("of the device")
+
+    with pytest.raises(error, match="of the device"):
+        dump(Full(), SOLO)

@@ -284,7 +284,10 @@ def test_an_epoch_that_ends_before_its_length_says_so(tmp_path):
     if get_rank() == 0:
         wanted, had = (4, 2) if get_world_size() == 1 else (2, 1)
         log = (session.run_dir / "log.txt").read_text()
-        assert f"have {wanted} iterations in every epoch, as its length says, but had {had} in epoch 3; `session" in log
+        assert (
+            f"have {wanted} iterations in every epoch, as its length says, but had {had} in epoch 3, after which `"
+            in log
+        )
 
 
 def test_a_second_pass_within_an_epoch_is_refused_and_not_counted_as_the_next_one(tmp_path):

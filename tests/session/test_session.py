@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from lockstep.dist import all_gather, get_world_size
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hook
 from lockstep.testing import ranks
-from lockstep.visualization.library import LibraryVisualizer
 
 from .by_hand import STRATEGIES, X8, Trained, X, Y, loader, network, session_of
 
@@ -319,43 +316,6 @@ def test_data_without_a_batch_and_what_is_no_model_are_refused(tmp_path):
     for wrong in (3, {"one": 3}):
         with pytest.raises(TypeError, match=r"`model` must be a torch\.nn\.Module or a dict of modules"):
             session_of(tmp_path).prepare(wrong, optimizer, loader())
-
-
-class Status(LibraryVisualizer):
-    """A tracker that keeps whether runs have failed."""
-
-    package = "torch"
-    statuses: ClassVar[list[bool]] = []
-
-    def open(self, run_dir):
-        self._opened = run_dir
-
-    def add_scalars(self, scalar_dict, step):
-        """Show nothing."""
-
-    def _end(self, held, *, failed):
-        self.statuses.append(failed)
-
-
-def test_a_loop_that_is_left_has_failed_by_an_error_alone(tmp_path):
-    def leave(how: str) -> None:
-        model, session = network(), session_of(tmp_path, visualizer=Status())
-        model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
-        for number, _epoch in enumerate(session.epochs(3)):
-            for x, y in batches:
-                session.step(F.cross_entropy(model(x), y))
-            if how == "break" and number == 1:
-                break
-            if how == "return":
-                return
-            if how == "error":
-                raise ValueError(how)
-
-    for how, has_failed in (("break", False), ("return", False), ("error", True), ("", False)):
-        Status.statuses.clear()
-        with pytest.raises(ValueError, match=how) if has_failed else nullcontext():
-            leave(how)
-        assert Status.statuses == [has_failed], how
 
 
 def test_parts_in_the_places_of_others_are_refused(tmp_path):

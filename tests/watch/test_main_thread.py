@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemWriter
 
 from lockstep.watch.absent import AbsentSearch
 from lockstep.watch.main_thread import frames_of_main_thread, is_in_own_code
@@ -118,3 +120,9 @@ def test_modules_of_python_belong_to_who_calls_them():
     assert is_in_own_code(found[0])
     # As where lockstep waits for its own thread.
     assert not is_in_own_code([found[0][0], (AbsentSearch.find.__code__, 0, 1), *found[0]])
+
+
+def test_a_rank_that_writes_a_checkpoint_by_torch_does_not_wait_for_others() -> None:
+    writes = (FileSystemWriter.write_data.__code__, 0, 1)
+    assert is_in_own_code([writes])
+    assert not is_in_own_code([(torch.distributed.barrier.__wrapped__.__code__, 0, 1), writes])

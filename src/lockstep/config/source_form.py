@@ -34,7 +34,9 @@ def python_source(values: Mapping[str, Any]) -> str:
         for module, name in sorted(writer.imports.items())
     ]
     if writer.lost:
-        head.insert(0, f"# without a source form, so described only: {printable(', '.join(writer.lost), lines=False)}\n")
+        head.insert(
+            0, f"# without a source form, so described only: {printable(', '.join(writer.lost), lines=False)}\n"
+        )
     return "".join([*head, "\n" if head else "", *body])
 
 

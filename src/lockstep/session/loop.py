@@ -75,7 +75,6 @@ class OwnLoop(TrainLoop):
         self._body = EpochBody(run)
         self._to_save: list[tuple[str | None, bool]] = []  # names, and whether in the background
         self._is_complete = False
-        self.is_left_on_purpose = False  # by `break` or `return`, not by an error
         self.unsaved: list[str] = []  # what to say at the end of a script whose loop was left by `break`
 
     def run(self) -> None:
@@ -209,7 +208,8 @@ class OwnLoop(TrainLoop):
         if self.iter < (self.epoch_end or 0):
             self.runner.logger.warning("%s", wrong_length(
                 (self.epoch_end or 0) - self.epoch_begin,
-                f"had {self.iter - self.epoch_begin} in epoch {self.epoch + 1}; `session.iter` counts those that lack",
+                f"had {self.iter - self.epoch_begin} in epoch {self.epoch + 1}, after which `session.iter` goes on as "
+                "if it had had all of them",
             ))  # fmt: skip
         self.runner.set_optimizer_mode(training=False)  # for a validation of the user's own
         self._body.end_batches()
@@ -396,13 +396,10 @@ class OwnLoop(TrainLoop):
             )
             run.logger.info("%s %s, after %d iterations", "saving" if async_save else "saved", saved, done)
 
-    def save_at_close(self, kind: type[BaseException] | None, *error: Any) -> bool:
+    def save_at_close(self, kind: type[BaseException] | None, *error: Any) -> None:
         """Save what `save` was called for in an iteration that the user's code has left, also by an error.
 
         An error may have ended this rank alone. So several ranks save only if all of them come here.
-
-        Returns:
-            Whether what follows is told that the run has not failed, though `kind` is the end of a generator.
         """
         if self._to_save:
             self._save_left(kind)
@@ -410,7 +407,6 @@ class OwnLoop(TrainLoop):
             self._note_unsaved()
         if kind is None:
             tell_of_unsaved(self.unsaved)
-        return kind is GeneratorExit and self.is_left_on_purpose
 
     def _note_unsaved(self) -> None:
         """Note what a loop that is left early has trained since its last checkpoint.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +35,7 @@ from lockstep.runner.start import join_ranks
 from lockstep.session.evaluation import OwnEvaluation
 from lockstep.session.loop import OwnLoop, tell_of_unsaved
 from lockstep.session.schedules import schedules_some
-from lockstep.session.steps import guard_steps, is_left_on_purpose, refuse_other_places
+from lockstep.session.steps import guard_steps, refuse_other_places
 from lockstep.watch.ending import raised_error
 from lockstep.weights.export import PretrainedOptions
 
@@ -489,11 +488,7 @@ class Session:
                     type(optimizer).__name__,
                 )
         with nullcontext() if self._is_entered else self._closing:
-            try:
-                yield from loop
-            except GeneratorExit:
-                self._prepared().is_left_on_purpose = is_left_on_purpose(sys._getframe().f_back)
-                raise
+            yield from loop
 
     def _require_one_optimizer(self, what: str, instead: str) -> None:
         if isinstance(self.run.optim_wrapper, OptimWrapperDict):

@@ -1,10 +1,8 @@
-"""What the user's code does around a session: parts in other places, steps of its own, a loop that it leaves."""
+"""What the user's code does around a session: parts in other places, steps of its own."""
 
 from __future__ import annotations
 
-import dis
 from itertools import zip_longest
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -121,17 +119,3 @@ def guard_steps(loop: OwnLoop, wrapper: OptimWrapper, name: str | None = None) -
     wrapper.optimizer.register_step_pre_hook(before_step)
     wrapper.optimizer.register_step_post_hook(after_step)
     wrapper.optimizer.register_step_pre_hook(note_rate)
-
-
-def is_left_on_purpose(frame: FrameType | None) -> bool:
-    """Return whether code has left a loop by `break` or `return`, by which the generator of the loop is closed.
-
-    An error that is on its way closes it, too, and can't be seen there. But only a statement that leaves a loop takes
-    its iterator off the stack by an instruction of its own (Python 3.11 to 3.14). In doubt, it was an error.
-
-    Args:
-        frame: of the code that is running where the generator is closed.
-    """
-    if frame is None or frame.f_lasti < 0:
-        return False
-    return dis.opname[frame.f_code.co_code[frame.f_lasti]] in ("POP_TOP", "POP_ITER")
