@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .own_steps import Plain
+from .own_steps import SAMPLES, SGD, Plain, X, Y
 
 
 class SeveralBackwards(Plain):
@@ -57,3 +57,37 @@ class ClearsGradients(SeveralBackwards):
 
     def change_gradients(self, optim_wrapper: Any) -> None:
         optim_wrapper.zero_grad()
+
+
+class ClipsInWindow(Plain):
+    """Clips by a function of torch's after each batch of a window of two."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        x, y = data
+        with optim_wrapper.optim_context(self):
+            loss = self(x, y, mode="loss")["loss"]
+        optim_wrapper.update_params(loss)
+        if not optim_wrapper.should_update():
+            nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        return {"loss": loss.detach()}
+
+
+class DropsInWindow(ClipsInWindow):
+    """Leaves its last layer out of each first batch of a window of two."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        x, y = data
+        with optim_wrapper.optim_context(self):
+            loss = self(x, y, mode="loss")["loss"]
+        optim_wrapper.update_params(loss)
+        if not optim_wrapper.should_update():
+            self.head.weight.grad = None
+        return {"loss": loss.detach()}
+
+
+def require_refused_in_window(strategy: Any, kind: type[Plain]) -> None:
+    """Take two batches of a window, of which the second must not be reached with changed gradients."""
+    model, optim_wrapper = strategy.prepare(kind(), {**SGD, "accumulative_counts": 2})
+    optim_wrapper.initialize_count_status(model, 0, 2)
+    for first in (0, SAMPLES):
+        model.train_step((X[first : first + SAMPLES], Y[first : first + SAMPLES]), optim_wrapper)

@@ -47,7 +47,7 @@ def dump(obj: object, comm: Comm, on_tensors: Callable[[list[Tensor]], None] | N
     pickler.tensors = []
     try:
         pickler.dump(obj)
-    except (KeyboardInterrupt, SystemExit, torch.OutOfMemoryError, torch.AcceleratorError):
+    except (KeyboardInterrupt, torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # a segment of a device is copied to the host
     except BaseException as error:  # an object may pickle itself by its own code, which may raise anything
         raise TypeError(

@@ -116,7 +116,7 @@ class EngineOptimWrapper(OptimWrapper):
 
     _engine: Any = None
     _drift: DriftCheck | None = None
-    _updates_at_once = False  # after the backward pass, without code of the user's between
+    _updates_at_once = False  # at the end of a window, without code of the user's after its backward pass
 
     @property
     def accumulative_counts(self) -> int:
@@ -184,7 +184,8 @@ class EngineOptimWrapper(OptimWrapper):
         """
         _ = self.engine
         self._placeholders.release()
-        reached = [] if self._updates_at_once else self._flow.reached(loss)
+        is_used_at_once = self._updates_at_once and self.should_sync()  # else code of the user's runs before the update
+        reached = [] if is_used_at_once else self._flow.reached(loss)
         super().backward(loss, **kwargs)
         self._placeholders.hold(reached)
 

@@ -9,7 +9,15 @@ import pytest
 from lockstep.errors import ConfigError
 from lockstep.testing import ranks, run_ranks
 
-from ..by_hand import ClearsGradients, ClipsByHand, DropsGradient, SeveralBackwards
+from ..by_hand import (
+    ClearsGradients,
+    ClipsByHand,
+    ClipsInWindow,
+    DropsGradient,
+    DropsInWindow,
+    SeveralBackwards,
+    require_refused_in_window,
+)
 from ..own_steps import alone, train_own
 from .training import Training, strategy_of
 
@@ -58,3 +66,12 @@ def test_a_training_does_not_begin_with_the_gradients_of_one_that_ended_inside_a
     training.run(0, 1)
     with pytest.raises(ConfigError, match=r"ZeRO, which would keep the gradients .*, and no training must begin there"):
         training.optim_wrapper.initialize_count_status(training.model, 0, 4)
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", [2, 3])  # stage 1 keeps them in `grad`, as torch does
+def test_a_gradient_that_is_dropped_or_used_within_a_window_is_named(stage: int):
+    with pytest.raises(ConfigError, match=r"was set: head\.weight .*use strategy 'ddp' or 'fsdp'"):
+        require_refused_in_window(strategy_of(f"zero{stage}"), DropsInWindow)
+    with pytest.raises(ConfigError, match=r"`backbone\.weight\.grad` must not be used between .*Clip by `clip_grad`"):
+        require_refused_in_window(strategy_of(f"zero{stage}"), ClipsInWindow)
