@@ -195,6 +195,23 @@ class StepsItself(OnlyReturns):
         return returned
 
 
+class WritesData(torch.optim.SGD):
+    """Writes into `parameter.data`, as optimizers of older packages do, which no version of the parameter counts."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["steps"] = self.state[parameter].get("steps", 0) + 1
+                parameter.data.add_(parameter.grad, alpha=-group["lr"])
+
+
+def test_a_step_that_writes_the_data_of_parameters_around_the_optim_wrapper_trains(tmp_path):
+    model = StepsItself(2, 1)
+    before = model.weight.detach().clone()
+    train(tmp_path, model, loss=None, optim_wrapper={"optimizer": WritesData(model.parameters(), lr=0.1)})
+    assert not torch.equal(model.weight, before)
+
+
 @ranks(1, 2)
 def test_a_train_step_that_only_returns_its_loss_is_told(tmp_path):
     told = r"3 iterations have made no backward pass by the optim wrapper: a loss that `train_step` of %s only"

@@ -67,6 +67,17 @@ def test_requests_do_not_grow_with_the_number_of_ranks(size: int) -> None:
     assert [store.taken() for store in stores[1:]] == [1] * (size - 1)
 
 
+def test_a_rank_without_a_board_is_found_by_few_requests() -> None:
+    met = HashStore()
+    absent = {37, 612}
+    boards = {rank: Board(met, rank, 1000, lambda: {}) for rank in range(1000) if rank not in absent}
+    boards[0].store = store = Counted(met)
+    assert set(range(1000)) - {0, *boards[0].missing()} == set()  # no rank has ended
+    assert store.taken() <= 50
+    assert boards[0].gone([37]) == []
+    assert store.taken() <= 2
+
+
 def test_a_question_that_another_one_overwrites_is_answered() -> None:
     store = HashStore()
     boards = [Board(store, rank, 3, lambda rank=rank: {"rank": rank}) for rank in range(3)]

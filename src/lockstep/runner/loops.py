@@ -297,8 +297,12 @@ class TrainLoop(ABC):
                 runner.logger.warning("%s", told)
 
     def _count_writes(self) -> int:
-        """Return how often the parameters have been written, also by steps around the optim wrapper."""
-        return sum(parameter._version for parameter in unwrap_model(self.runner.model).parameters())
+        """Return how often the parameters have been written, also by steps around the optim wrapper.
+
+        The number of states counts, too: an optimizer that writes into `parameter.data` leaves no other trace.
+        """
+        writes = sum(parameter._version for parameter in unwrap_model(self.runner.model).parameters())
+        return writes + sum(len(optimizer.state) for optimizer in self.runner.optim_wrapper.optimizers)
 
     def _begin_iter(self, batch_idx: int, batch: Batch) -> None:
         runner = self.runner

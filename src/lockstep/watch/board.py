@@ -2,7 +2,8 @@
 
 Keys of a rank r: `who/r` (host and process), `asked/r` (number of the last question to it), `answered/r` (number of the
 last question that it has answered, `_ENDED` after its end), `state/r` (the answer). A rank makes one request to the
-store each time that it looks for a question, and a few for each question that it asks, whatever the number of ranks.
+store each time that it looks for a question, and some thirty at most for each question that it asks: their number
+grows by the logarithm of the number of ranks for each rank that has no board.
 The store's own waits are not used, because torch prints a warning for each one that times out (2.13).
 """
 
@@ -127,11 +128,14 @@ class Board:
     def _known(self, ranks: Iterable[int]) -> list[int]:
         """Return the ranks that have a board, and read where they run."""
         ranks = list(ranks)
-        new = [rank for rank in ranks if rank not in self._who]
-        if new and not self.store.check([f"who/{rank}" for rank in new]):
-            new = [rank for rank in new if self.store.check([f"who/{rank}"])]
-        self._who |= self._read("who", new)
+        self._who |= self._read("who", self._with_board([rank for rank in ranks if rank not in self._who]))
         return [rank for rank in ranks if rank in self._who]
+
+    def _with_board(self, ranks: list[int]) -> list[int]:
+        if not ranks or self.store.check([f"who/{rank}" for rank in ranks]):
+            return ranks
+        half = len(ranks) // 2  # of 1,000 ranks, one that has none is found by some 20 requests
+        return [*self._with_board(ranks[:half]), *self._with_board(ranks[half:])] if half else []
 
     def _read(self, key: str, ranks: Sequence[int]) -> dict[int, Any]:
         texts = self.store.multi_get([f"{key}/{rank}" for rank in ranks]) if ranks else []
@@ -147,6 +151,6 @@ def pauses(seconds: float, longest: float) -> Iterator[float]:
     begun, pause = time.monotonic(), longest / 64
     yield 0.0
     while (passed := time.monotonic() - begun) < seconds:
-        time.sleep(pause)
+        time.sleep(min(pause, seconds - passed))
         pause = min(2 * pause, longest)
         yield passed

@@ -9,6 +9,7 @@ import sys
 import threading
 from contextlib import suppress
 from datetime import timedelta
+from time import monotonic
 from typing import Any, NoReturn
 
 import torch
@@ -24,11 +25,28 @@ _TAG = 0x10C7  # of a receive for which no rank sends anything
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
 
-def interrupt(comm: Comm) -> None:
-    """Make the collectives of a group fail: the one that the main thread waits for, and those that run on a device."""
-    pg = comm.pg
-    if pg is None:
-        return
+def interrupt(*comms: Comm) -> None:
+    """Make the collectives of groups fail: the one that the main thread waits for, and those that run on a device."""
+    for comm in comms:
+        if comm.pg is not None:
+            _interrupt_on_host(comm, comm.pg)
+    # In threads of their own, because `abort` may never return on a device that hangs, and that of one group may wait
+    # for another's.
+    on_devices = [comm.pg for comm in comms if comm.pg is not None and comm.devices - {"cpu"}]
+    aborting = [threading.Thread(target=_abort, args=(pg,), name="lockstep-abort", daemon=True) for pg in on_devices]
+    for thread in aborting:
+        thread.start()
+    deadline = monotonic() + _SECONDS_TO_ABORT
+    for thread in aborting:
+        thread.join(max(0.0, deadline - monotonic()))
+
+
+def interrupt_all() -> None:
+    """End what this rank has begun and others never join: the end of a group waits for that, until the timeout."""
+    interrupt(*known_groups())
+
+
+def _interrupt_on_host(comm: Comm, pg: ProcessGroup) -> None:
     control_group = control_groups.get(pg)
     gloo = pg if control_group is None else control_group()
     if gloo is not None and (control_group is not None or "cpu" in comm.devices):
@@ -43,17 +61,6 @@ def interrupt(comm: Comm) -> None:
                 if any(words in str(error) for words in PEER_IS_GONE):
                     continue
             break
-    if comm.devices - {"cpu"}:
-        # In a thread of its own, because `abort` may never return on a device that hangs.
-        aborting = threading.Thread(target=_abort, args=(pg,), name="lockstep-abort", daemon=True)
-        aborting.start()
-        aborting.join(_SECONDS_TO_ABORT)
-
-
-def interrupt_all() -> None:
-    """End what this rank has begun and others never join: the end of a group waits for that, until the timeout."""
-    for comm in known_groups():
-        interrupt(comm)
 
 
 def _abort(pg: ProcessGroup) -> None:
