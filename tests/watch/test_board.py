@@ -70,7 +70,7 @@ def test_requests_do_not_grow_with_the_number_of_ranks(size: int) -> None:
 def test_a_rank_without_a_board_is_found_by_few_requests() -> None:
     met = HashStore()
     absent = {37, 612}
-    boards = {rank: Board(met, rank, 1000, lambda: {}) for rank in range(1000) if rank not in absent}
+    boards = {rank: Board(met, rank, 1000, dict) for rank in range(1000) if rank not in absent}
     boards[0].store = store = Counted(met)
     assert set(range(1000)) - {0, *boards[0].missing()} == set()  # no rank has ended
     assert store.taken() <= 50
