@@ -6,6 +6,7 @@ those of `TRACKERS`.
 
 from __future__ import annotations
 
+import posixpath
 import sys
 import tomllib
 from pathlib import Path
@@ -19,6 +20,7 @@ from lockstep.errors import ConfigError
 from lockstep.registry import VISUALIZERS
 from lockstep.visualization import ShowsScalars
 from lockstep.visualization.library import is_installed, with_suffix
+from lockstep.visualization.trackers import _name_in_mlflow
 
 LIBRARIES = {"TensorBoardVisualizer": "tensorboard", "MLflowVisualizer": "mlflow", "WandbVisualizer": "wandb"}
 TRACKERS = {
@@ -200,3 +202,16 @@ def test_a_folder_of_its_name_is_no_package(tmp_path: Path, monkeypatch: pytest.
     assert not is_installed("left_by_a_tracker")
     (tmp_path / "left_by_a_tracker" / "__init__.py").touch()
     assert is_installed("left_by_a_tracker")
+
+
+@pytest.mark.parametrize(
+    "name", ["a//b", "/a", "a/", "./a", "a/../b", "..a", ".", "", "l" * 300, "p/" + "q/" * 200, "a b.c:d-e/f"]
+)
+def test_names_are_such_as_mlflow_takes(name):
+    taken = _name_in_mlflow(name)
+    path = posixpath.normpath(taken)
+    assert path == taken  # its own rule
+    assert not path.startswith(("..", "/"))
+    assert path != "."
+    assert len(taken) <= 250
+    assert name != "a b.c:d-e/f" or taken == name

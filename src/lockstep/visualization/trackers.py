@@ -22,6 +22,7 @@ from lockstep.visualization.files import as_picture, png_bytes
 from lockstep.visualization.library import LibraryVisualizer, with_suffix
 
 _STEP = "global_step"
+_MOST_OF_MLFLOW = 250  # characters of a name in MLflow (3.17)
 
 
 @VISUALIZERS.register_module(name=["MLflowVisualizer", "MLflowVisBackend"])
@@ -105,8 +106,13 @@ class MLflowVisualizer(LibraryVisualizer):
 
 
 def _name_in_mlflow(name: str) -> str:
-    """Return a name with `_` for what MLflow does not allow in it, for which it would refuse all values of a call."""
-    return re.sub(r"[^\w\-. :/]", "_", name)
+    """Return a name with `_` for what MLflow does not allow in it, for which it would refuse all values of a call.
+
+    Of a long one it is the end. A name is also a path, whose parts must not be empty, `.`, or begin with `..`.
+    """
+    parts = re.sub(r"[^\w\-. :/]", "_", name).split("/")
+    path = "/".join(re.sub(r"^(\.?|\.\..*)$", "_", part) for part in parts)
+    return path if len(path) <= _MOST_OF_MLFLOW else path[-_MOST_OF_MLFLOW:].lstrip("./")
 
 
 @VISUALIZERS.register_module(name=["WandbVisualizer", "WandbVisBackend"])
