@@ -101,6 +101,7 @@ def drawn(seed: int) -> dict[str, Any]:
         "early": some(0.2), "best": some(0.4), "keep": pick([-1, 1, 2]), "interval": draw.randint(1, 3),
         "saves_by_iter": some(0.25), "log_every": pick([1, 1, 2]), "save": pick([None, None, "inner", "rest", "end"]),
         "break": pick([None, None, None, 1]), "stop_at": draw.randint(1, 9) if some(0.15) else None,
+        "across": some(0.5),
     }  # fmt: skip
     if not case["val"]:
         case |= {"early": False, "best": False, "schedule": case["schedule"] if case["schedule"] != "plateau" else None}
@@ -128,6 +129,7 @@ def train(case: dict[str, Any], folder: Path, told: dict[str, Any], moment: Any 
     """Train a case, and tell what is seen; a stop is asked for at `moment`."""
     session = Session(
         folder, randomness={"seed": case["seed"]}, log_level="CRITICAL", accumulative_counts=case["window"],
+        accumulate_across_epochs=case["across"],
         clip_grad={"max_norm": 0.5} if case["clip"] else None, **hooks_of(case), **options,
     )  # fmt: skip
     names = ["a", "b"] if case["several"] else ["a"]

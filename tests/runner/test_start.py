@@ -214,7 +214,7 @@ def test_a_visualizer_that_fails_in_a_run_is_warned_of_once_on_rank_0(tmp_path: 
     if get_rank() == 0:
         assert len(told) == 1
         assert told[0].startswith("the visualizer Dying has failed: OSError: the server does not answer")
-        assert dying.calls == 6
+        assert 2 <= dying.calls <= 6  # it rests for longer where its failing call has taken long
         assert sum("train/loss" in line for line in lines_of(runner.run_dir / "scalars.jsonl")) == 4
     else:
         assert told == []
