@@ -248,7 +248,7 @@ def test_one_rank_stops_a_training_that_a_signal_stops_before(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of schedules
-@pytest.mark.parametrize("seed", [4, 9, 12, 17, 18, 19, 40279])
+@pytest.mark.parametrize("seed", [4, 9, 12, 17, 18, 19, 97, 40279])
 def test_a_loop_that_is_drawn_at_random_goes_on(seed, tmp_path):
     assert not [*differences(seed, tmp_path)]
 

@@ -76,7 +76,7 @@ class EarlyStoppingHook(Hook):
         self._is_training = True
         reason = self._reason_to_be_over() if self._is_resumed else None
         self._is_resumed = False
-        if reason is not None:
+        if reason is not None and not runner.train_loop.ends_after_epoch:
             runner.train_loop.stop_training = True
             runner.logger.info("the training had stopped early, and does not go on: %s %s", self.monitor, reason)
 

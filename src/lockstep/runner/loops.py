@@ -138,6 +138,11 @@ class TrainLoop(ABC):
         else:
             self.stop_training = will_stop
 
+    @property
+    def ends_after_epoch(self) -> bool:
+        """Whether a resumed training goes on to the end of its epoch alone, as was asked for before it had stopped."""
+        return self._will_stop
+
     def will_stop(self, position: Mapping[str, Any]) -> bool:
         """Return whether this rank has asked for an end of the training that has not come yet at `position`.
 
