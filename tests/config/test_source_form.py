@@ -66,6 +66,7 @@ def test_source_gives_the_values_back(config):
             "a = {4: 1, (float('inf'), dict): 2}\n",
             {"4": 1, "(inf, <class 'dict'>)": 2},
         ),
+        ({1: 2, "1": 3, None: 4}, "a = {1: 2, '1': 3, None: 4}\n", {"1 (int)": 2, "1": 3, "None": 4}),
         (torch.device("cuda", 1), "import torch\n\na = torch.device('cuda:1')\n", "device(type='cuda', index=1)"),
         (torch.bfloat16, "import torch\n\na = torch.bfloat16\n", "torch.bfloat16"),
         (torch.channels_last, "import torch\n\na = torch.channels_last\n", "torch.channels_last"),

@@ -44,7 +44,7 @@ def test_sizes_parameters_and_fixtures_compose(pytester: pytest.Pytester) -> Non
 
         @ranks(1, 2, 3)
         @pytest.mark.parametrize("extra", [5, 6])
-        def test_it(words, tmp_path, extra):
+        def test_it(words, tmp_path, extra, **others):
             everybody = all_gather_object((get_rank(), words, extra))
             assert everybody == [(r, ["a", "b"], extra) for r in range(get_world_size())]
             (tmp_path / f"{get_rank()} of {get_world_size()}").touch()

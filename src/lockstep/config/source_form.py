@@ -6,6 +6,7 @@ import cmath
 import inspect
 import keyword
 import sys
+from collections import Counter
 from collections.abc import Container, Mapping
 from collections.abc import Set as AbstractSet
 from enum import Enum, Flag
@@ -41,7 +42,10 @@ def python_source(values: Mapping[str, Any]) -> str:
 
 
 def plain_data(value: Any) -> Any:
-    """Convert a value to what YAML and JSON can hold: dicts, lists, strings, numbers, booleans and None."""
+    """Convert a value to what YAML and JSON can hold: dicts, lists, strings, numbers, booleans and None.
+
+    Keys become strings. One that is then equal to another of its dict, as ``1`` beside ``"1"``, gets its type behind it.
+    """
     value = _python_number(value)
     if value is None or isinstance(value, bool):
         return value
@@ -49,7 +53,11 @@ def plain_data(value: Any) -> Any:
         if isinstance(value, kind) and not isinstance(value, Enum):
             return kind(value)
     if isinstance(value, Mapping):
-        return {str(key): plain_data(item) for key, item in value.items()}
+        names = Counter(map(str, value))
+        return {
+            str(key) if isinstance(key, str) or names[str(key)] == 1 else f"{key} ({type(key).__name__})": plain_data(item)
+            for key, item in value.items()
+        }
     if isinstance(value, set | frozenset):
         return [plain_data(item) for item in _in_order(value)]
     if isinstance(value, list | tuple):

@@ -197,5 +197,7 @@ def ranks(
 def _add_parameter(wrapper: Callable[..., None], body: Callable[..., Any]) -> None:
     signature = inspect.signature(body)
     size = inspect.Parameter(SIZE_PARAMETER, inspect.Parameter.KEYWORD_ONLY)
-    parameters = [*signature.parameters.values(), size]
+    others = list(signature.parameters.values())
+    end = len(others) - bool(others and others[-1].kind is inspect.Parameter.VAR_KEYWORD)
+    parameters = [*others[:end], size, *others[end:]]
     wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
