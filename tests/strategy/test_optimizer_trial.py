@@ -13,6 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError
+from lockstep.model.shards import UPDATES_SHARDS
 from lockstep.strategy import FSDPStrategy
 from lockstep.testing import ranks
 
@@ -311,6 +312,38 @@ def test_an_optimizer_that_no_trial_can_tell_is_at_fault_where_it_fails_on_shard
     with pytest.raises(RuntimeError, match="DTensor") as raised:
         model.train_step(INPUTS, optim_wrapper)
     assert "in the optimizer's update, whose parameters are shards (DTensor) under FSDP" in raised.value.__notes__[0]
+
+
+class CopiesEveryFifthStep(SGD):
+    """As Lookahead does, by an operation on lists that torch can't distribute: after the steps of the trial."""
+
+    steps = 0
+
+    def step(self) -> None:
+        super().step()
+        self.steps += 1
+        if self.steps == 5:
+            parameters = [parameter.data for parameter in self.param_groups[0]["params"]]
+            torch._foreach_copy_(parameters, [torch.zeros_like(parameter) for parameter in parameters])
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["OptimWrapper", "AmpOptimWrapper"])
+def test_an_update_that_fails_later_says_that_it_is_one_of_shards_in_a_loop_by_hand(kind: str):
+    net = Net()
+    optimizer = CopiesEveryFifthStep(net.parameters(), lr=0.1)
+    cfg = {"type": kind, "optimizer": optimizer, **({"dtype": "float16"} if kind == "AmpOptimWrapper" else {})}
+    model, optim_wrapper = FSDPStrategy().prepare(net, cfg)
+
+    def train(updates: int) -> None:
+        for _ in range(updates):
+            with optim_wrapper.optim_context(model):
+                loss = model(INPUTS)
+            optim_wrapper.update_params(loss)
+
+    with pytest.raises(NotImplementedError, match="sharding strategy") as raised:
+        train(6)
+    assert [note for note in raised.value.__notes__ if "shards (DTensor) under FSDP" in note] == [UPDATES_SHARDS]
 
 
 @ranks(1, 2)

@@ -44,7 +44,7 @@ def python_source(values: Mapping[str, Any]) -> str:
 def plain_data(value: Any) -> Any:
     """Convert a value to what YAML and JSON can hold: dicts, lists, strings, numbers, booleans and None.
 
-    Keys become strings. One that is then equal to another of its dict, as ``1`` beside ``"1"``, gets its type behind it.
+    Keys become strings. One that is then equal to another of its dict, as ``1`` to ``"1"``, gets its type behind it.
     """
     value = _python_number(value)
     if value is None or isinstance(value, bool):
@@ -55,7 +55,9 @@ def plain_data(value: Any) -> Any:
     if isinstance(value, Mapping):
         names = Counter(map(str, value))
         return {
-            str(key) if isinstance(key, str) or names[str(key)] == 1 else f"{key} ({type(key).__name__})": plain_data(item)
+            str(key) if isinstance(key, str) or names[str(key)] == 1 else f"{key} ({type(key).__name__})": plain_data(
+                item
+            )
             for key, item in value.items()
         }
     if isinstance(value, set | frozenset):

@@ -27,6 +27,12 @@ _ROWS_ON_DEVICE = 64
 _WORDS = {1: torch.uint8, 2: torch.int16}
 _meshes_of_rows: WeakKeyDictionary[ProcessGroup, Any] = WeakKeyDictionary()  # by default group
 
+UPDATES_SHARDS = (
+    "in the optimizer's update, whose parameters are shards (DTensor) under FSDP. Use an optimizer that can update "
+    "shards, such as AdamW or SGD, or strategy 'ddp', which keeps every parameter whole"
+)
+"""What to add to an error of an optimizer that was let through."""
+
 
 def is_dtensor(tensor: Any) -> bool:
     """Return whether a tensor is a `DTensor`."""

@@ -184,18 +184,21 @@ _ALIKE = (
     "with its first batch do so before training, with a batch that is the same on every rank; or train in one process "
     "with strategy 'single'"
 )
+_DRAWS = (
+    "Let an optimizer that draws some do so within torch.random.fork_rng(), after a torch.manual_seed that is the same "
+    "on every rank, or let all ranks draw the same for everything: randomness=dict(diff_rank_seed=False)."
+)
 OWN_STEP = (
     "The training step may have updated it with gradients that were not averaged over ranks. Let the optim wrapper "
     "run the backward pass: optim_wrapper.update_params(loss), or "
     "optim_wrapper.backward(optim_wrapper.scale_loss(loss)) and "
     f"optim_wrapper.step(); in the loop of a Session, session.step(loss). Or it was written {_BY_OWN_BATCH}, or by "
-    f"code that some ranks alone run, as under `if rank == 0`. {_ALIKE}"
+    f"code that some ranks alone run, as under `if rank == 0`; or the optimizer draws random numbers. {_DRAWS} {_ALIKE}"
 )
 """What to do if a training step of the user's own has let replicas drift apart."""
 AVERAGED = (
     f"Its gradients are averaged, so it was written {_BY_OWN_BATCH}; or an option of the optimizer, a hook, or random "
-    "numbers in the update differ between ranks, or the memory of one is faulty. Let an optimizer that draws some do "
-    f"so within torch.random.fork_rng(), after a torch.manual_seed that is the same on every rank. {_ALIKE}"
+    f"numbers in the update differ between ranks, or the memory of one is faulty. {_DRAWS} {_ALIKE}"
 )
 """What to do if replicas have drifted apart whose gradients were averaged."""
 BY_RANK = f"Each rank has written other values, as {_BY_OWN_BATCH}. {_ALIKE}"

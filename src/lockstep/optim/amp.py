@@ -150,7 +150,7 @@ class AmpOptimWrapper(OptimWrapper):
         if (norm := self._grad_norm) is not None:  # of an update that is made; nothing is read from the device
             former = torch.zeros_like(norm) if former is None else former
             self._grad_norm = torch.where(norm.isfinite(), norm, former)
-        self._scaler.step(self.optimizer, **kwargs)
+        self._update(self._scaler.step, self.optimizer, **kwargs)
         self._scaler.update()
 
     def extra_state(self) -> dict[str, Any]:

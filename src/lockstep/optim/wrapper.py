@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,6 +18,7 @@ from lockstep.errors import ConfigError, require_count, require_key, require_kno
 from lockstep.groups import this_rank
 from lockstep.model import ModelWrapper
 from lockstep.model.norm import BATCH_NORMS
+from lockstep.model.shards import UPDATES_SHARDS, is_dtensor
 from lockstep.optim.clipping import clip_by_norm, clip_by_value
 from lockstep.optim.scheduler import number_in
 from lockstep.optim.windows import Windows
@@ -276,7 +278,16 @@ class OptimWrapper:
         """
         self._even_out()
         self._clip_grad()
-        self.optimizer.step(**kwargs)
+        self._update(self.optimizer.step, **kwargs)
+
+    def _update(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        try:
+            step(*args, **kwargs)
+        except Exception as error:
+            sharded = any(is_dtensor(one) for group in self.param_groups for one in group["params"])
+            if sharded and not isinstance(error, torch.OutOfMemoryError):
+                error.add_note(UPDATES_SHARDS)
+            raise
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients.

@@ -51,7 +51,7 @@ from lockstep.model.parts import (
     require_same_parameters,
     trains_others,
 )
-from lockstep.model.shards import reshard
+from lockstep.model.shards import UPDATES_SHARDS, reshard
 from lockstep.model.tensor_parallel import TensorParallel
 from lockstep.model.tensor_parallel_peers import PeerCheck
 from lockstep.model.tensor_parallel_plan import read_request
@@ -501,14 +501,12 @@ def _sharded_weights_explained() -> Iterator[None]:
         yield
     except (RuntimeError, AssertionError) as error:
         files = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
-        # An optimizer whose trial before the training could not tell.
+        # An optimizer that is stepped by hand, whose trial before the training could not tell.
         if inspect.getfile(torch.optim.Optimizer) in files and (
             "DTensor" in message_of(error) or _DTENSOR in files[-1]
         ):
-            error.add_note(
-                "in the optimizer's update, whose parameters are shards (DTensor) under FSDP. Use an optimizer that "
-                "can update shards, such as AdamW or SGD, or strategy 'ddp', which keeps every parameter whole"
-            )
+            if UPDATES_SHARDS not in getattr(error, "__notes__", ()):
+                error.add_note(UPDATES_SHARDS)
             raise
         if "mixed torch.Tensor and DTensor" not in message_of(error):
             raise
