@@ -272,8 +272,10 @@ def test_what_is_dealt_out_is_told():
     with logged() as messages:
         build_dataloader(DataLoader(Counting(), sampler=WeightedRandomSampler([1.0] * 11, 5)), seed=0)
     (message,) = messages
-    assert message.startswith("INFO: DataLoader of Counting: 5 samples, 3 on each of 2 ranks")
-    assert "ShardedSampler in place of WeightedRandomSampler; if it shards by itself, an attribute `rank` s" in message
+    assert message == (
+        "INFO: DataLoader of Counting: 5 samples, 3 on each of 2 ranks, 1 repeated, in the order of "
+        "WeightedRandomSampler, of which each takes its share (if it shards by itself, an attribute `rank` says so)"
+    )
 
 
 @ranks(2)

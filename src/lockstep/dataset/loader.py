@@ -498,7 +498,8 @@ def _log_split(loader: Any, sampler: Any, split: DefaultSampler | ShardedSampler
         if left_out := sum(size % (loader.batch_size or 1) for size in sizes):
             count += f", of which drop_last leaves out {left_out}"
     if isinstance(split, ShardedSampler):
-        count += f" (ShardedSampler in place of {type(sampler).__name__}; {_HOW_TO_SAY})"
+        count += f", in the order of {type(sampler).__name__}"
+        count += "" if shards == 1 else f", of which each takes its share ({_HOW_TO_SAY})"
     _logger.info("%s: %s", _describe(loader), count)
 
 
