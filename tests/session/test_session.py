@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Runner, Session
-from lockstep.dist import all_gather, get_world_size
+from lockstep.dist import all_gather, get_rank, get_world_size
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hook
 from lockstep.testing import ranks
@@ -145,6 +145,29 @@ def with_penalty(model: nn.Module, x: Tensor) -> Tensor:
     outputs = model(x).tanh()
     (slopes,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
     return outputs.square().mean() + slopes.square().sum(1).mean()
+
+
+class Bypassing(nn.Sequential):
+    """Has a `__call__` of its own, which goes past nn.Module's, as models of gpytorch do."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x @ self[0].weight.T
+
+
+@ranks(2)
+def test_weights_that_a_loop_uses_outside_of_their_unit_say_what_to_do(tmp_path):
+    def train() -> None:
+        net = Bypassing(nn.Linear(8, 4))
+        with session_of(tmp_path, strategy="fsdp") as session:
+            model, _, _ = session.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(X8, batch_size=2))
+            for x in session.iterations(1):
+                session.step(model(x).mean())
+
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as raised:
+        train()
+    first, second = raised.value.__notes__
+    assert first.startswith("weights must be used inside the forward pass of their unit under FSDP")
+    assert second == f"(rank {get_rank()} of 2, after 0 iterations)"
 
 
 @ranks(2)

@@ -70,6 +70,9 @@ class ModelWrapper(nn.Module):
         with self.evaluation_context():
             return step_of(self.module, "test_step", predict_step)(data)
 
+    def note_failure(self, error: Exception) -> None:
+        """Add to an error that ends a training what this way of training has to do with it."""
+
     def begin_epoch(self) -> None:
         """Be told that an epoch begins, on every rank; code of the user's own may have run since the last one."""
 

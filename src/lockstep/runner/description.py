@@ -107,6 +107,8 @@ def note_failure(error: Exception, run: Run | Workspace) -> None:
     The terminal has it from Python, or from the launcher. The file of this rank's log is what remains of it.
     """
     done = run.iter if isinstance(run, Run) else 0
+    if isinstance(run, Run) and isinstance(run.model, ModelWrapper):
+        run.model.note_failure(error)
     file = getattr(run.cfg, "filename", None)
     config = "" if file is None else f", config {file}"
     error.add_note(f"(rank {run.rank} of {run.world_size}, after {done} iterations{config})")

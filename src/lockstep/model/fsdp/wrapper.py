@@ -62,6 +62,13 @@ from lockstep.transport.handles import note_running
 from lockstep.watch.failures import backend_errors_translated
 
 _logger = logging.getLogger("lockstep.model.fsdp")
+_MIXED = "mixed torch.Tensor and DTensor"  # torch's words (2.13)
+_USED_OUTSIDE = (
+    "weights must be used inside the forward pass of their unit under FSDP, but some are used outside of it, where "
+    "they are sharded. Call the module that holds them as a whole, by a `__call__` that leads to nn.Module's, or leave "
+    "it out of `auto_wrap_policy`, so that its weights are gathered with those around it; a penalty can use "
+    "weight.full_tensor()"
+)
 _DTENSOR = str(Path(torch.distributed.tensor.__file__).parent)
 
 
@@ -276,6 +283,11 @@ class MMFullyShardedDataParallel(ModelWrapper):
             self.module.set_reshard_after_forward(True, recurse=False)
         with _sharded_weights_explained():
             yield
+
+    def note_failure(self, error: Exception) -> None:
+        """Add what to do to an error of the loop of a Session, if it is about sharded weights."""
+        if _MIXED in message_of(error) and UPDATES_SHARDS not in getattr(error, "__notes__", ()):
+            error.add_note(_USED_OUTSIDE)
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
@@ -508,14 +520,9 @@ def _sharded_weights_explained() -> Iterator[None]:
             if UPDATES_SHARDS not in getattr(error, "__notes__", ()):
                 error.add_note(UPDATES_SHARDS)
             raise
-        if "mixed torch.Tensor and DTensor" not in message_of(error):
+        if _MIXED not in message_of(error):
             raise
-        raise RuntimeError(
-            "weights must be used inside the forward pass of their unit under FSDP, but some are used outside of it, "
-            "where they are sharded. Call the module that holds them as a whole, or leave it out of "
-            "`auto_wrap_policy`, so that its weights are gathered with those around it; a penalty in a `train_step` "
-            "can use weight.full_tensor()"
-        ) from error
+        raise RuntimeError(_USED_OUTSIDE) from error
 
 
 @contextmanager
