@@ -53,6 +53,10 @@ class Counts(Hook):
         self.told.update(checkpoint["meta"]["counts"])
 
 
+class Killed(BaseException):
+    """In place of a SIGKILL, which would end the tests."""
+
+
 def recorded(work_dir: Path) -> list[tuple[Any, ...]]:
     """Return the means of each epoch, and the metrics of each validation, in all runs."""
     lines = [line for path in sorted(work_dir.glob("*/metrics.jsonl")) for line in path.read_text().splitlines()]
@@ -61,8 +65,16 @@ def recorded(work_dir: Path) -> list[tuple[Any, ...]]:
     return [tuple(one.get(name) for name in names) for one in found]
 
 
-def trained(work_dir: Path, body: Callable[..., None], place: Any = None, *, schedules: bool = False, **options: Any):
-    """Train three epochs of six iterations; return what was seen, told and left. A stop comes at `place`."""
+def trained(
+    work_dir: Path,
+    body: Callable[..., None],
+    place: Any = None,
+    *,
+    schedules: bool = False,
+    is_killed: bool = False,
+    **options: Any,
+):
+    """Train three epochs of six iterations; return what was seen, told and left. A stop, or a kill, is at `place`."""
     counts = Counts()
     options |= {"randomness": {"seed": 0}, "custom_hooks": [counts], "clip_grad": {"max_norm": 1.0}}
     session = Session(work_dir, log_level="ERROR", **options)
@@ -75,6 +87,8 @@ def trained(work_dir: Path, body: Callable[..., None], place: Any = None, *, sch
     seen: dict[int, Any] = {}
 
     def at(*where: Any) -> None:
+        if where == place and is_killed:
+            raise Killed
         if where == place:
             session.run.agreement.ask("a stop")
 
@@ -184,6 +198,31 @@ def test_a_loop_goes_on_as_if_it_had_not_been_stopped(body, place, options, tmp_
     assert rest == {number: one for number, one in whole.items() if number in rest}
     assert rest_left == left
     assert recorded(tmp_path / "work") == recorded(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("body", "place", "options"),
+    [
+        (changes_last, ("end", 0), {}),
+        (changes_last, ("step", 8), {}),
+        (validates_twice, ("rest", 0, 1), {}),
+        (validates_twice, ("rest", 1, 1), {}),
+        (validates_twice, ("again", 1, 1), {}),
+        (validates_twice, ("again", 2, 1), {}),
+        (validates_twice, ("step", 12), {}),
+        (validates_twice, ("rest", 1, 1), EVERY_SECOND),
+    ],
+)
+def test_a_loop_that_is_killed_in_the_rest_of_its_body_runs_the_rest_once_more(body, place, options, tmp_path):
+    whole, *left = trained(tmp_path / "whole", body, **options)
+    with pytest.raises(Killed):
+        trained(tmp_path / "work", body, place, is_killed=True, **options)
+    rest, *rest_left = trained(tmp_path / "work", body, resume=True, **options)
+    assert rest == {number: one for number, one in whole.items() if number in rest}
+    assert rest_left == left
+    # The records of the resumed training have once more what hooks were told again; iterations after the checkpoint
+    # are made once more.
+    assert {*recorded(tmp_path / "work")} == {*recorded(tmp_path / "whole")}
 
 
 def test_a_checkpoint_before_a_schedules_step_has_the_options_of_the_end_of_the_batches(tmp_path):

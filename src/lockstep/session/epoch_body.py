@@ -23,6 +23,7 @@ from lockstep.runner.run import TrainRun
 from lockstep.session.schedules import At, schedules_at
 
 _PLACE = ("mode", "epoch", "iter", "utc")  # of a record
+_BODIES_ENDED = ".bodies_ended"  # in the folder of a run: of how many epochs the body has come to its end
 
 
 class Rates:
@@ -72,11 +73,12 @@ class EpochBody:
         counts: once the batches are over, the loop's counts from before this epoch was counted; empty until then.
         has_ended: whether hooks have been told that the epoch has ended, by the training that is resumed.
         has_stopped: whether the training stops here, within a validation of the user's code.
+        rest_follows: whether the epoch has been counted and saved, and the rest of its body is to follow.
     """
 
     def __init__(self, run: TrainRun) -> None:
         self._run = run
-        self.is_running = self.has_ended = self.has_stopped = False
+        self.is_running = self.has_ended = self.has_stopped = self.rest_follows = False
         self.counts: dict[str, Any] = {}
         self._rates: Rates | None = None  # when this part of the body began: before the batches, or after them
         self._schedules_begun: set[At] = set()  # when the batches began
@@ -119,6 +121,16 @@ class EpochBody:
     def end(self) -> None:
         """End the body of an epoch."""
         self.counts, self._logged, self._logged_before = {}, 0, [0, 0]
+        self.rest_follows = False
+
+    def note_end(self, epochs: int) -> None:
+        """Note in the folder of the run that the body of this epoch, counted from 1, has come to its end.
+
+        Not where the rest of it has changed options that only the next checkpoint has: it is to run once more.
+        """
+        if self._run.rank == 0 and self._rates is not None and not self._rates.have_changed:
+            with suppress(OSError):  # a resumed training then runs the rest once more
+                (self._run.run_dir / _BODIES_ENDED).write_text(str(epochs), encoding="utf-8")
 
     def go_back(self) -> None:
         """Undo what this part of the body has changed, since a resumed training runs it once more after the stop."""
@@ -175,10 +187,35 @@ def metrics_since(run: TrainRun) -> list[dict[str, Any]]:
 
     **Collective**: every rank.
     """
+    folder = _former_folder(run)
+    return run_on_main(lambda: [] if folder is None else _validations(folder / "metrics.jsonl", run.iter))
+
+
+def lacks_rest(run: TrainRun, epochs: int) -> bool:
+    """Return whether the training that is resumed ended before the body of its last epoch had, as by a kill.
+
+    Where the checkpoint does not lie beside the records of that training, nothing is known, and nothing runs again.
+
+    **Collective**: every rank.
+    """
+    folder = _former_folder(run)
+
+    def lacks() -> bool:
+        if folder is None or not (folder / "log.txt").exists():
+            return False
+        try:
+            return int((folder / _BODIES_ENDED).read_text(encoding="utf-8")) < epochs
+        except (OSError, ValueError):
+            return True
+
+    return run_on_main(lacks)
+
+
+def _former_folder(run: TrainRun) -> Path | None:
+    """Return the folder of the run whose checkpoint is resumed from, as far as its name says."""
     source = run.resume_from
-    if source is None:
-        return []
-    return run_on_main(lambda: _validations(run.work_dir / source.parent.name / "metrics.jsonl", run.iter))
+    folder = None if source is None else run.work_dir / source.parent.name
+    return None if folder == run.run_dir else folder  # a run of another work_dir may have the same name
 
 
 def _validations(path: Path, iteration: int) -> list[dict[str, Any]]:

@@ -31,12 +31,18 @@ from lockstep.runner.preemption import ranks_meet
 from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import random_state_kept
 from lockstep.runner.uneven_inputs import Batch, buffers_kept
-from lockstep.session.epoch_body import EpochBody, metrics_since
+from lockstep.session.epoch_body import EpochBody, lacks_rest, metrics_since
 from lockstep.session.schedules import schedules_at, warn_of_length, warn_of_rest
 from lockstep.tree import tree_map
 
 _logger = logging.getLogger(__name__)
 _HALF = (torch.float16, torch.bfloat16)
+
+
+_RUNS_REST = (
+    "the training had ended in the body of epoch %d, after its batches: the body runs once more, without batches, for "
+    "what is left of it, such as a validation"
+)
 
 
 class OwnLoop(TrainLoop):
@@ -65,6 +71,7 @@ class OwnLoop(TrainLoop):
         self.batch: Any = None  # of the present iteration, on the host
         self._is_open = False  # within an epoch
         self._may_begin = False  # a pass: once in each of `epochs`
+        self._is_before_rest = False  # the checkpoint that is resumed from, in the body of its last epoch
         self.is_stepping = False  # within an iteration
         self.is_evaluating = False  # within a pass over data to evaluate on
         self._is_uncounted = False  # an iteration has begun, and has not ended: the user's code may have left it
@@ -93,20 +100,22 @@ class OwnLoop(TrainLoop):
         self.max_epochs, self.max_iters = count, max(self.iter, self._iters_until(count))
         run.optim_wrapper.initialize_count_status(run.model, self.iter, self.max_iters)
         self._counted = run.optim_wrapper.inner_count
-        self._tell_if_complete(self.epoch, count, "epoch")
         self._is_complete = False
         run.call_hook("before_train")
-        self._tell_of_validations()
+        told = self._tell_of_validations()
+        is_rest = self._begin_rest(told) if self.epoch <= count else False
+        if not is_rest:
+            self._tell_if_complete(self.epoch, count, "epoch")
         # In what is left of an epoch, a schedule may have no step to make.
         first, begun_at = self.epoch, set() if self._begin.batches else schedules_at(self.runner)
         self._go_on_drawing()  # a validation, and a stop in it, may come before the batches
-        while self.epoch < count and not self._is_stopped():
-            before, self._may_begin = self.epoch, True
+        while (is_rest or self.epoch < count) and not self._is_stopped():
+            before, self._may_begin = self.epoch - is_rest, True
             self._body.begin()
             try:
                 yield before
             except GeneratorExit:  # by `break`
-                self._body.is_running = False
+                self._body.is_running = self._body.rest_follows = False
                 # It has ended: a checkpoint that is still to be saved is not to end the training that resumes from it.
                 self.stop_training = False
                 raise
@@ -114,7 +123,9 @@ class OwnLoop(TrainLoop):
                 run.saving.saved_iter = 0  # what was saved in this body lacks the rest of it
             if self._is_open:
                 self._end_epoch()
+            self._body.note_end(self.epoch)
             self._body.end()
+            is_rest = False
             if self.epoch in (first + 2, count):
                 warn_of_rest(run, begun_at)
                 warn_of_length(run, begun_at, self.epoch - first, count - self.epoch)
@@ -138,7 +149,7 @@ class OwnLoop(TrainLoop):
             done = iteration - before["epoch_begin"]
             found = self.even_batches.position(before["epoch"], done, before["_begin"])
             return {**found, **self._body.position(has_ended=not self._is_open)}
-        own = {} if self._body.counts else self._body.position()
+        own = {"rest": True} if self._body.rest_follows else {} if self._body.counts else self._body.position()
         return {**super().position(epoch, iteration), **own}
 
     def as_resumed(self) -> AbstractContextManager[None]:
@@ -149,6 +160,7 @@ class OwnLoop(TrainLoop):
         """Pass over those calls of `log_metrics` in the body of this epoch that have been made before the stop."""
         self._will_stop = will_stop
         self._body.restore(position, in_batches=bool(self._begin.batches))
+        self._is_before_rest = bool(position.get("rest"))
 
     @property
     def ends_here(self) -> bool:
@@ -181,12 +193,18 @@ class OwnLoop(TrainLoop):
         """Yield this rank's batches in the present epoch; the code that receives one makes one training step."""
         if not self._may_begin:
             raise _wrong_passes("this is one more" if self.max_epochs else "none has begun")
-        self._is_open, self._may_begin = True, False
-        if self._body.begin_batches(are_resumed=bool(self._begin.batches)):
+        is_rest, self._may_begin = self._body.rest_follows, False
+        self._is_open = not is_rest
+        if self._body.begin_batches(are_resumed=is_rest or bool(self._begin.batches)):
             self.runner.logger.info(
                 "the body of this epoch had run before the stop up to its batches: schedules and options of optimizers "
                 "that it has changed again are those of the checkpoint"
             )
+        if is_rest:
+            self._body.end_first_part()
+            self.runner.set_optimizer_mode(training=False)
+            self._body.end_batches()
+            return
         self._tell_of_rest()
         if isinstance(self.runner.model, ModelWrapper):
             self.runner.model.begin_epoch()
@@ -217,9 +235,24 @@ class OwnLoop(TrainLoop):
             # The user's code may step them now, which the checkpoint of this epoch must have. It counts already.
             self._count_epoch()
         else:
-            counts = self._counts()
+            counts, self._body.rest_follows = self._counts(), True
             self._end_epoch()
             self._body.counts = counts
+
+    def _begin_rest(self, told: int) -> bool:
+        """Return whether the rest of the body of the last epoch runs once more, and prepare that.
+
+        A kill had ended the training in it, as in a validation, after the epoch's checkpoint had been saved.
+
+        Args:
+            told: the calls of `log_metrics` in it that are on record, which are passed over.
+        """
+        if not self._is_before_rest or self.iter != self.epoch_begin or not lacks_rest(self.runner, self.epoch):
+            return False
+        self._body.rest_follows = True
+        self._body.restore({"logged": told}, in_batches=True)
+        self.runner.logger.info(_RUNS_REST, self.epoch)
+        return True
 
     def _go_on_drawing(self) -> None:
         """Draw random numbers from where the checkpoint is, which a stop before the next batch saves again."""
@@ -253,6 +286,8 @@ class OwnLoop(TrainLoop):
                 "the loader yields the %d batches of the epoch that are left: enumerate() of it begins at 0, and "
                 "session.batch_idx at %d", left, done,
             )  # fmt: skip
+        elif done:
+            self.runner.logger.info(_RUNS_REST, self.epoch + 1)
 
     def _batches(self, batches: Iterator[Batch], start: int) -> Iterator[Any]:
         """Yield each batch for one iteration of the user's code."""
@@ -337,16 +372,21 @@ class OwnLoop(TrainLoop):
                 )
         self._tell_hooks(metrics)
 
-    def _tell_of_validations(self) -> None:
-        """Tell hooks what they had been told after the checkpoint of an epoch, which was saved before."""
-        if self.iter == 0 or self.iter != self.epoch_begin or self.has_validated:
-            return
-        if told := metrics_since(self.runner):
+    def _tell_of_validations(self) -> int:
+        """Tell hooks what they had been told after the checkpoint of an epoch, which was saved before; return how much.
+
+        A checkpoint that was saved then has it already.
+        """
+        if self.iter == 0 or self.iter != self.epoch_begin:
+            return 0
+        told = metrics_since(self.runner)
+        if told and not self.has_validated:
             self.runner.logger.info(
                 "hooks are told again what log_metrics() was given after the checkpoint that is resumed from was saved"
             )
-        for metrics in told:
-            self._tell_hooks(metrics)
+            for metrics in told:
+                self._tell_hooks(metrics)
+        return len(told)
 
     def _tell_hooks(self, metrics: dict[str, Any]) -> None:
         run = self.runner
