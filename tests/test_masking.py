@@ -13,6 +13,7 @@ SECRET = [
     *("use_auth_token", "NEPTUNE_API_TOKEN", "api_tokens", "AWS_SESSION_TOKEN", "GITHUB_TOKEN", "csrf-token"),
     *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "aws_secret_access_key", "secret_key", "private_key", "ssh_key"),
     *("password", "PASSWORD", "db_password", "passwd", "db_pwd", "passphrase", "MLFLOW_TRACKING_PASSWORD"),
+    *("pwd", "model.pwd", "pw", "cookie", "bearer"),
     *("secret", "client_secret", "clientSecret", "secrets", "credentials", "credentials.user", "aws_credentials.x.y"),
     *("Authorization", "SLURM_JWT", "AZURE_STORAGE_KEY", "account_key", "DB_PASS", "SMTP_PASS", "user_pass"),
     *("PGPASSWORD", "PGPASSFILE_PASSWORD", "mypassword", "OPENAIAPIKEY", "X-Amz-Signature", "X-Amz-Security-Token"),
@@ -205,6 +206,19 @@ def test_values_in_any_nesting():
         3: str,
     }
     assert repr(value) == before
+
+
+@pytest.mark.parametrize(
+    ("value", "masked"),
+    [
+        ({"pwd": "/work/x", "cmd": {"pwd": "~/x"}}, {"pwd": "/work/x", "cmd": {"pwd": "~/x"}}),  # a folder
+        ({"auth": ("me", "x"), "auth_mode": ["a", "b"]}, {"auth": ("me", MASK), "auth_mode": ["a", "b"]}),
+        ({"command": ["run", "--password", "x", "--lr", "3"]}, {"command": ["run", "--password", MASK, "--lr", "3"]}),
+        ({"network": {"pw": 5}}, {"network": {"pw": 5}}),
+    ],
+)
+def test_what_stands_beside_a_name_tells_whether_it_is_a_secret(value, masked):
+    assert mask_value(value) == masked
 
 
 def test_what_is_looked_for_in_logs():

@@ -332,6 +332,9 @@ def disk_remedy(number: int | None, place: Path) -> str:
     there = next((folder for folder in (place, *place.absolute().parents) if folder.exists()), place)
     with suppress(OSError):
         quota = " or by the quota" if number == errno.EDQUOT else ""
+        disk = os.statvfs(there)
+        if disk.f_files and not disk.f_favail:
+            quota += ", but no further file can be made: its inodes are used up (`df -i`)"
         return (
             f"{shutil.disk_usage(there).free:,} bytes are free on the disk of {there}{quota}. Remove checkpoints "
             "(`lockstep checkpoints prune WORK_DIR --keep N`), keep fewer (`max_keep_ckpts`), or write elsewhere"

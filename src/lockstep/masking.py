@@ -22,7 +22,20 @@ _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 # Last words of names that are secret, whatever words come before them.
 _SECRET = {
     *("apikey", "authkey", "accesskey", "secretkey", "privatekey", "apitoken", "authtoken", "authorization", "jwt"),
-    *("credential", "credentials", "passcode", "passphrase", "passwd", "password", "passwords", "secret", "secrets"),
+    *(
+        "bearer",
+        "cookie",
+        "cookies",
+        "credential",
+        "credentials",
+        "passcode",
+        "passphrase",
+        "passwd",
+        "password",
+        "passwords",
+        "secret",
+        "secrets",
+    ),
 }
 _PASSWORD_ENDS = ("pass", "passcode", "passwd", "password", "pwd")  # which may be numbers
 # Endings of names that are written as one word: PGPASSWORD, mypassword, OPENAIAPIKEY.
@@ -49,7 +62,22 @@ _NEVER_SECRET = {"", MASK, "None", "none", "null", "True", "true", "False", "fal
 
 # A text with none of these has no secret that `mask_text` recognises. Most lines of a log have none.
 _HINTS = (
-    *("key", "token", "secret", "pass", "pwd", "credential", "auth", "jwt", "://", "bearer", "basic", "wandb", "sig"),
+    *(
+        "key",
+        "token",
+        "secret",
+        "pass",
+        "pw",
+        "cookie",
+        "credential",
+        "auth",
+        "jwt",
+        "://",
+        "bearer",
+        "basic",
+        "wandb",
+        "sig",
+    ),
     *("hf_", "akia", "asia", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat", "glpat-", "sk-", "xox", "aiza"),
     *("nvapi-", "eyj"),
 )
@@ -118,8 +146,8 @@ def is_secret_name(name: str) -> bool:
         return before in ("amz", "goog")  # of URLs that are signed
     if last in ("token", "tokens"):
         return words == ["token"] or before in _BEFORE_TOKEN
-    if last == "pwd":
-        return before != ""  # PWD alone is the current folder
+    if last in ("pwd", "pw"):
+        return not name.rpartition(".")[2].startswith("PWD")  # the current folder
     return last.endswith(_SECRET_ENDS) or last == "jwt" or (last in ("key", "keys") and before in _BEFORE_KEY)
 
 
@@ -231,7 +259,10 @@ def _mask(value: Any, name: str, found: set[str]) -> Any:
     if isinstance(value, set | frozenset):
         return type(value)(_mask(item, name, found) for item in value)
     if isinstance(value, list | tuple):
-        items = [_mask(item, name, found) for item in value]
+        names = [name, *(_name_after(item, name) for item in value)]
+        if _words(name)[-1:] == ["auth"] and len(value) == 2:  # user and password, as requests takes them
+            names[1] = f"{name}.password"
+        items = [_mask(item, own, found) for item, own in zip(value, names, strict=False)]
         return items if isinstance(value, list) else type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, str) and not isinstance(value, Enum):
         if not _is_secret(value, name):
@@ -241,8 +272,20 @@ def _mask(value: Any, name: str, found: set[str]) -> Any:
     return MASK if _is_secret_number_or_bytes(value, name) else value
 
 
+def _name_after(word: Any, name: str) -> str:
+    """Return the name of what follows a word in a list: an option of a command line names the next word."""
+    is_option = isinstance(word, str) and word.startswith("-") and "=" not in word
+    return word if is_option and is_secret_name(word) else name
+
+
+def _is_plain(value: str, name: str) -> bool:
+    """Return whether a value is no secret whatever its name: nothing, a token of a tokenizer, a folder as `pwd`."""
+    is_folder = _words(name)[-1:] == ["pwd"] and value.startswith(("/", "~", "./", "../"))
+    return is_folder or value in _NEVER_SECRET or _SPECIAL_TOKEN.fullmatch(value) is not None
+
+
 def _is_secret(value: str, name: str) -> bool:
-    if value in _NEVER_SECRET or _SPECIAL_TOKEN.fullmatch(value):
+    if _is_plain(value, name):
         return False
     return is_secret_name(name) or (_words(name)[-1:] in (["key"], ["token"]) and _looks_random(value))
 
@@ -288,7 +331,7 @@ def _masked(name: str, value: str) -> str:
     opening = "".join(re.findall(rf"\A{_QUOTE}", value))
     quote = opening.lstrip("bBrRuUfF")
     plain = value[len(opening) : len(value) - len(quote)]
-    is_plain = plain in _NEVER_SECRET or _SPECIAL_TOKEN.fullmatch(plain) or (not quote and _is_code(plain, name))
+    is_plain = _is_plain(plain, name) or (not quote and _is_code(plain, name))
     return value if is_plain or not is_secret_name(name) else f"{opening}{MASK}{quote}"
 
 

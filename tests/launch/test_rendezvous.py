@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from threading import Event, Thread
 from threading import enumerate as enumerate_threads
 
@@ -141,6 +142,51 @@ def test_a_node_whose_ranks_only_followed_lets_the_cause_come_first(scripts, rdz
     assert (first[0], second[0]) == (3, 3)
     assert "error: node 1 failed before this one: look there first. Here:\n\nrank 0 raised PeerError" in first[2]
     assert "error: rank 1 exited with code 3" in second[2]
+
+
+def test_a_node_whose_launcher_is_killed_is_named(scripts, rdzv):
+    joins = "from lockstep.dist import init_dist, all_reduce; init_dist()"
+    after = """
+    for _ in range(1000):
+        time.sleep(0.1)
+        all_reduce(total)
+    """
+    talk = TALK.replace('dist.init_process_group("gloo")', joins).replace("dist.all_reduce(total)", "all_reduce(total)")
+    script = scripts.write(talk.format(before="", after=after).replace('")\n    for', '", flush=True)\n    for'))
+    jobs = start_nodes(scripts, rdzv, script)
+    for job in jobs:
+        assert job.stdout.readline().startswith("attempt 0")
+    jobs[1].kill()
+    first, _ = ends(jobs)
+    assert first[0] == 1
+    assert re.search(
+        r"error: node 1 gave no sign of life .* Look there first\. Here:\n\nrank 0 raised PeerError", first[2]
+    )
+
+
+def test_a_node_that_waits_at_another_programs_port_ends_with_its_own_code(scripts, rdzv):
+    """Its thread that connects would abort the process, if it came back when Python has ended."""
+    host, _, port = rdzv.rpartition(":")
+    with socket.create_server((host, int(port))) as server:
+
+        def answer() -> None:
+            with suppress(OSError):  # closed
+                while True:
+                    connection, _ = server.accept()
+                    with connection:
+                        connection.recv(100)
+                        connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+
+        thread = Thread(target=answer)
+        thread.start()
+        place = ("--nnodes", "2", "--node-rank", "1", "--rdzv", rdzv, "--rdzv-timeout", "3")
+        jobs = [scripts.start(*place, scripts.write("")) for _ in range(2)]
+        for code, _, errors in ends(jobs):
+            assert code == 1, errors
+            assert "something listens there, but does not answer as a job does" in errors
+            assert "terminate called" not in errors
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
 
 
 @pytest.mark.parametrize("stopped", [0, 1])

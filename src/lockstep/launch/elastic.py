@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.numa.binding import AffinityMode, NumaOptions
 
-from lockstep.errors import LaunchError, Preempted, counted
+from lockstep.errors import LaunchError, Preempted, counted, ranks_in_words
 from lockstep.launch.job import SENT_SIGNALS, JobSpec
 from lockstep.launch.ledger import USUAL_AT_A_SIGNAL, Ledger, RankRecord, Report, seconds_to_await_cause
 from lockstep.launch.notices import say
@@ -109,6 +109,12 @@ def run_ranks(
             ledger = agent.ledger
             node, code = rendezvous.give_up(ledger.exit_code, 0.0 if ledger.is_cause_known else _SECONDS_FOR_CAUSE)
             first = "" if node == job.node_rank else f"node {node} failed before this one: look there first. Here:\n\n"
+            if rendezvous.silent:
+                nodes = ranks_in_words(rendezvous.silent, "node")
+                first = (
+                    f"{nodes} gave no sign of life in {_SECONDS_FOR_CAUSE:.0f} s, after ranks here had lost others: "
+                    "the launcher there has ended, or the machine or network is lost. Look there first. Here:\n\n"
+                )
             raise LaunchError(first + agent.describe(), exit_code=code)
     finally:
         rendezvous.shutdown()
@@ -299,7 +305,11 @@ class _Agent(LocalElasticAgent):
             if self._least_nproc is not None and self.ledger.lost:
                 spec.local_world_size = max(self._least_nproc, spec.local_world_size - len(self.ledger.lost))
                 again = f"Starting again with {counted(spec.local_world_size, 'rank')}, as many as are left"
-            say(f"{self.describe()}\n\n{again} (restart {count} of {total}).")
+            several = worker_group.group_world_size > 1 and not self.ledger.is_cause_known
+            first = (
+                "a rank failed on another node first; what went wrong is written there. Here:\n\n" if several else ""
+            )
+            say(f"{first}{self.describe()}\n\n{again} (restart {count} of {total}).")
             self._processes = None  # a signal until they are started finds no rank: other nodes may be long in coming
 
     def _judge(self) -> None:

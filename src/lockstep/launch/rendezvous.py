@@ -93,6 +93,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         self._enough_since = 0.0  # on node 0: when as many nodes had come as the job needs
         self._is_member = True
         self.attempt = -1
+        self.silent: list[int] = []  # nodes that have shown no heartbeat while `give_up` waited for others
 
     def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         """Wait until the next attempt has begun with this node, and return where its ranks connect."""
@@ -148,13 +149,20 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         Args:
             exit_code: the exit code of the rank that failed first on this node.
             seconds_for_others: how long to let another node be the first, if the ranks here only followed its failure.
+                In 3 s or more, `silent` has the nodes that show no heartbeat meanwhile.
         """
         own, store = self._job.node_rank, self._store
         if store is None:
             return own, exit_code
         try:
             if self._job.nnodes > 1:
+                before = _Heartbeats(store).last(self._members)
                 self._poll(self._acknowledge_closed, seconds_for_others)
+                if seconds_for_others >= 3 * _SECONDS_PER_BEAT and self._closed is None:
+                    after = _Heartbeats(store).last(self._members)
+                    self.silent = [
+                        node for node in self._members if node not in (0, own) and before[node] == after[node]
+                    ]
             store.compare_set("closed", "", f"{own} {exit_code}")
             closed = self._acknowledge_closed()
             if self._ranks_store is not None:  # node 0, and all have come: they must still read who gave up
@@ -201,18 +209,24 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
 
         self._wait(missing, deadline)
         found: list[TCPStore] = []
+        is_over = threading.Event()
 
         def connect() -> None:
-            while not found and (left := deadline - time.monotonic()) > 0:
+            while not is_over.is_set() and (left := deadline - time.monotonic()) > 0:
                 with suppress(DistError):
                     found.append(self._connect(timeout=timedelta(seconds=max(1.0, left))))
                     return
                 time.sleep(_POLL_SECONDS)
 
         # In a thread, as torch waits in C++ for ever where another program has the port and says nothing (torch 2.13).
-        threading.Thread(target=connect, name="lockstep-connect", daemon=True).start()
+        thread = threading.Thread(target=connect, name="lockstep-connect", daemon=True)
+        thread.start()
         other = f"{node_0} (something listens there, but does not answer as a job does: another program?)"
-        self._wait(lambda: "" if found else other, deadline)
+        try:
+            self._wait(lambda: "" if found else other, deadline)
+        finally:
+            is_over.set()
+            thread.join(_SECONDS_TO_READ + 1.0)  # one that comes back from C++ when Python has ended aborts the process
         found[0].set_timeout(_STORE_TIMEOUT)
         return found[0]
 
@@ -479,6 +493,10 @@ class _Heartbeats:
                 if now < self._beats[node][1] + patience_seconds:
                     found.add(node)
         return found
+
+    def last(self, nodes: Sequence[int]) -> dict[int, str]:
+        """Return the last heartbeat of each node."""
+        return {node: self._read(node) for node in nodes}
 
     def end(self) -> None:
         """Write no longer."""
