@@ -53,12 +53,16 @@ def test_the_least_important_values_of_a_line_do_not_begin_another_one(tmp_path:
     assert (tmp_path / "log.txt").read_text().count(line) == 2
 
 
-def test_a_log_that_cannot_be_written_is_warned_of_once(capsys: pytest.CaptureFixture[str]):
-    with run_logging(open_console(prints=True), Path("/dev/full"), level="WARNING") as logger:
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [("/dev/full", "[Errno 28] No space left on device"), ("/dev/null/log.txt", "[Errno 20] Not a directory")],
+)
+def test_a_log_that_cannot_be_written_is_warned_of_once(capsys: pytest.CaptureFixture[str], file: str, says: str):
+    with run_logging(open_console(prints=True), Path(file), level="WARNING") as logger:
         for number in range(3):
             logger.info("message %d", number)
     shown = capsys.readouterr()
-    assert shown.out.count("messages can't be written to /dev/full: [Errno 28] No space left on device") == 1
+    assert shown.out.count(f"messages can't be written to {file}: {says}") == 1
     assert "Logging error" not in shown.err
 
 

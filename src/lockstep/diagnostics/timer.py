@@ -45,30 +45,29 @@ class IterTimerHook(Hook):
         self._tokens_of = tokens_of
         self._iteration_began = 0.0
         self._evaluation_began: float | None = None
-        self._evaluated = 0.0  # seconds of evaluations since the iteration began
-        self._evaluation_ended = 0.0
+        self._evaluations: list[tuple[float, float]] = []  # since the iteration began: when each ended, and its seconds
 
     def before_train_epoch(self, runner: TrainRun) -> None:
         """Start the clock."""
-        self._iteration_began, self._evaluated = perf_counter(), 0.0
+        self._iteration_began, self._evaluations = perf_counter(), []
 
     def before_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None) -> None:
         """Record how long the batch took to arrive."""
         began = max(self._iteration_began, runner.train_loop.iter_ended)  # not while hooks worked
-        evaluated = self._evaluated if self._evaluation_ended > began else 0.0
+        evaluated = sum(seconds for ended, seconds in self._evaluations if ended > began)
         runner.message_hub.update_scalar("train/data_time", perf_counter() - began - evaluated)
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Record how long the iteration took, including the wait for data."""
         now = perf_counter()
-        hub = runner.message_hub
-        hub.update_scalar("train/time", now - self._iteration_began - self._evaluated)
+        hub, evaluated = runner.message_hub, sum(seconds for _, seconds in self._evaluations)
+        hub.update_scalar("train/time", now - self._iteration_began - evaluated)
         hub.update_scalar("train/samples", runner.train_loop.samples)
         if self._tokens_of is not None:
             # A rank that has no more batches, while others do, repeats its last one, which counts as 0 samples.
             is_counted = runner.train_loop.samples > 0
             hub.update_scalar("amounts/tokens", _tokens(data_batch, self._tokens_of) if is_counted else 0)
-        self._iteration_began, self._evaluated = now, 0.0
+        self._iteration_began, self._evaluations = now, []
 
     def before_val(self, runner: Run) -> None:
         """Stop the clock: an iteration-based loop validates between two iterations, a loop by hand also within one."""
@@ -77,8 +76,8 @@ class IterTimerHook(Hook):
     def after_val(self, runner: Run) -> None:
         """Let the clock go on."""
         if self._evaluation_began is not None:  # not after the metrics alone, which a loop by hand records
-            self._evaluation_ended = perf_counter()
-            self._evaluated += self._evaluation_ended - self._evaluation_began
+            now = perf_counter()
+            self._evaluations.append((now, now - self._evaluation_began))
             self._evaluation_began = None
 
 

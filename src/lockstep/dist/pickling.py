@@ -1,8 +1,9 @@
 """Objects as bytes, and how these travel between ranks: pickle's protocol 5, large tensors and arrays out of band.
 
 An object becomes *parts*, flat tensors of bytes on the CPU: first the pickle, then its *segments*, the memory of each
-large tensor and array, which protocol 5 passes as buffers (PEP 574). The sender copies no segment, and what arrives
-uses the memory in which the segments arrived. Between ranks, parts travel on the control plane.
+large tensor and array, which protocol 5 passes as buffers (PEP 574). The sender copies no contiguous segment of the
+CPU, and what arrives uses the memory in which the segments arrived. Tensors that share memory arrive apart. Between
+ranks, parts travel on the control plane.
 
 A rank whose object can't be pickled says so in the exchange that comes first, so all ranks raise together, and the
 group stays usable.
@@ -47,8 +48,8 @@ def dump(obj: object, comm: Comm, on_tensors: Callable[[list[Tensor]], None] | N
     pickler.tensors = []
     try:
         pickler.dump(obj)
-    except (KeyboardInterrupt, torch.OutOfMemoryError, torch.AcceleratorError):
-        raise  # a segment of a device is copied to the host
+    except (KeyboardInterrupt, SystemExit, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
+        raise  # of a signal's handler; of what is copied to the host
     except BaseException as error:  # an object may pickle itself by its own code, which may raise anything
         raise TypeError(
             f"the object must be picklable, but {type(obj).__name__} is not: {message_of(error)} ({comm.this_rank})"
@@ -105,8 +106,11 @@ def gather_pickled(obj: object, dst: int, comm: Comm, *, copy_own: bool) -> Iter
 
     **Collective**: every rank.
     """
-    if comm.is_alone and comm.size > 1:  # the ranks of a fake group
-        return iter([obj] * comm.size) if comm.rank == dst else None
+    if comm.is_alone and comm.size > 1:  # the other ranks of a fake group send nothing, and have the same
+        objects = all_gather_pickled(obj, comm)
+        if not copy_own:
+            objects[dst] = obj
+        return iter(objects) if comm.rank == dst else None
     is_kept = comm.rank == dst and not copy_own
     with report_failure(comm):
         own = dump(None if is_kept else obj, comm)

@@ -305,7 +305,7 @@ class _Agent(LocalElasticAgent):
             if self._least_nproc is not None and self.ledger.lost:
                 spec.local_world_size = max(self._least_nproc, spec.local_world_size - len(self.ledger.lost))
                 again = f"Starting again with {counted(spec.local_world_size, 'rank')}, as many as are left"
-            several = worker_group.group_world_size > 1 and not self.ledger.is_cause_known
+            several = (worker_group.group_world_size or 1) > 1 and not self.ledger.is_cause_known
             first = (
                 "a rank failed on another node first; what went wrong is written there. Here:\n\n" if several else ""
             )

@@ -167,6 +167,12 @@ class _LogFile(logging.FileHandler):
         super().__init__(file, encoding="utf-8", delay=True)
         self.setFormatter(_MaskingFormatter(secrets))
 
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # the file can't be created, which `FileHandler` does not handle as it handles writing
+            self.handleError(record)
+
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
         error = sys.exception()
         if not isinstance(error, OSError):

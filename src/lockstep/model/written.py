@@ -221,5 +221,6 @@ def refuse_max_norm(module: nn.Module, why: str, ignored: Collection[nn.Module] 
             raise ConfigError(
                 f"`{f'{name}.max_norm'.lstrip('.')}` must be None {why}, but is {part.max_norm}: "
                 f"{type(part).__name__} would shorten the rows that it looks up in the forward pass. Shorten all rows "
-                "in a hook after each update, with torch.renorm(weight, 2, 0, max_norm), or use strategy 'single'"
+                f"in a hook after each update, with weight.copy_(torch.renorm(weight, {part.norm_type:g}, 0, "
+                "max_norm)), or use strategy 'single'"
             )
