@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 import re
 from io import StringIO
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
+from torch import nn
 
+from lockstep import Session
 from lockstep.errors import ConfigError
 from lockstep.hooks.progress import Display, ProgressHook, _rates
 
@@ -118,3 +122,20 @@ def test_a_line_of_the_training_comes_also_where_validations_begin_more_often(mo
         hook._begin(runner, "training", 100)
         due.append(hook._is_due())
     assert due == [second in (30, 60, 90) for second in range(0, 100, 10)]
+
+
+def test_values_that_a_loop_gives_are_shown_the_loss_first(tmp_path: Path) -> None:
+    session = Session(tmp_path, randomness={"seed": 0})
+    parts = {"first": nn.Linear(2, 2), "second": nn.Linear(2, 1)}
+    optimizers = {name: torch.optim.SGD(part.parameters(), lr=0.0) for name, part in parts.items()}
+    models, own, batches = session.prepare(parts, optimizers, torch.utils.data.DataLoader(torch.ones(4, 2)))
+    for _ in session.epochs(2):
+        for x in batches:
+            for name, part in models.items():
+                own[name].update_params(part(x).mean())
+            session.log(**dict(zip("abcdef", range(6), strict=True)), **({"loss": 0.5} if session.epoch else {}))
+    lines = [
+        line for line in (session.run_dir / "log.txt").read_text().splitlines() if "INFO" in line and "epoch " in line
+    ]
+    assert "epoch 1/2  a 0  b 1.0000  c 2.0000  d 3.0000  e 4.0000  " in lines[0]
+    assert "epoch 2/2  loss 0.5000  a 0  b 1.0000  c 2.0000  d 3.0000  " in lines[1]

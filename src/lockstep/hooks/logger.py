@@ -196,6 +196,9 @@ class LoggerHook(Hook):
             for name, value in renamed(outputs, _OWN).items():
                 hub.update_scalar(_PREFIX + name, value)
                 self._returned.setdefault(name, []).append(loop.samples)
+                own: list[str] = hub.get_info("own_values", [])
+                if name not in own:  # they are shown beside the progress
+                    hub.update_info("own_values", [*own, name])
         for name, norm in _norms(runner.optim_wrapper).items():
             if norm is not self._last_norms.get(name):
                 hub.update_scalar(_PREFIX + name, norm)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from datetime import timedelta
+from itertools import chain, islice
 from time import perf_counter
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
 
+_MOST_VALUES = 5  # of the model's own
 _WINDOW = 20  # number of iterations in the mean shown during an epoch
 
 
@@ -28,10 +30,11 @@ _WINDOW = 20  # number of iterations in the mean shown during an epoch
 class ProgressHook(Hook):
     """Show the progress of the run on rank 0: a live bar on a terminal, lines elsewhere.
 
-    It shows the loss, the time left of the whole training, the samples per second of all ranks, tokens per second and
-    MFU if they are recorded, and the latest metrics of a validation, as `val/NAME`. A terminal that is too narrow shows
-    the first of these. Each epoch leaves one line, the whole of which is in the log file. During an epoch, the loss is
-    that of rank 0, up to the iteration before. A `log_level` above INFO shows none of it.
+    It shows the loss, the time left of the whole training, up to four other values that the model or a loop by hand has
+    given, such as further losses, the samples per second of all ranks, tokens per second and MFU if they are recorded,
+    and the latest metrics of a validation, as `val/NAME`. A terminal that is too narrow shows the first of these. Each
+    epoch leaves one line, the whole of which is in the log file. During an epoch, the values are those of rank 0, up to
+    the iteration before. A `log_level` above INFO shows none of it.
 
     Args:
         period_seconds: time between two lines if there is no terminal.
@@ -53,7 +56,9 @@ class ProgressHook(Hook):
         self._epoch_line: tuple[list[str], list[str]] | None = None  # what stands before its metrics, and after them
         self._metrics: list[str] = []
         self._values: list[str] = []
-        self._losses: Reading | None = None  # on their way to the host, to be drawn
+        self._reading: tuple[list[tuple[str, int]], Reading] | None = (
+            None  # values on their way to the host, to be drawn
+        )
 
     def before_train(self, runner: TrainRun) -> None:
         """Start the clock of the whole training."""
@@ -73,14 +78,19 @@ class ProgressHook(Hook):
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Draw the bar, a few times per second."""
-        if self._losses is not None:
-            self._values = self._training_values(runner, self._losses())
-            self._losses = None
+        if self._reading is not None:
+            counts, read = self._reading[0], iter(self._reading[1]())
+            means = {name: sum(islice(read, count)) / count for name, count in counts}
+            self._values, self._reading = self._training_values(runner, means), None
             self._show(batch_idx + 1 if runner.max_epochs is not None else runner.iter + 1)
         if self._is_due():
             # They are drawn an iteration later: to read them now would let the host wait for the device.
-            losses = runner.message_hub.log_scalars.get("train/loss")
-            self._losses = Reading([] if losses is None else losses.tail(_WINDOW))
+            scalars = runner.message_hub.log_scalars
+            tails = {name: scalars[f"train/{name}"].tail(_WINDOW) for name in _own_values(runner, scalars, "train/")}
+            self._reading = (
+                [(name, len(tail)) for name, tail in tails.items() if tail],
+                Reading(chain.from_iterable(tails.values())),
+            )
 
     def after_train_epoch(self, runner: TrainRun) -> None:
         """Prepare the line of the epoch; its metrics may follow. One that was resumed at its end has none."""
@@ -92,7 +102,8 @@ class ProgressHook(Hook):
         rates = _rates(samples, tokens, mfu, counts=runner.train_loop.unit)
         rates += [f"lr {means['lr']:.3g}"] if "lr" in means else []
         rates.append(f"{perf_counter() - self._epoch_started:.1f} s")
-        self._epoch_line = [place + self._rest, *_loss(means.get("loss"))], rates
+        own = [_in_words(name, means[name]) for name in _own_values(runner, means)]
+        self._epoch_line = [place + self._rest, *own], rates
 
     def after_train(self, runner: TrainRun) -> None:
         """Print the line of an epoch that no validation followed, and remove the bar."""
@@ -153,7 +164,7 @@ class ProgressHook(Hook):
         self._display.begin(label, total)
         # A line of the training that is due comes also where validations begin more often.
         self._due = min(self._due, perf_counter() + self._display.period_seconds)
-        self._losses = None
+        self._reading = None
 
     def _show(self, done: int) -> None:
         if self._display is not None:
@@ -171,13 +182,13 @@ class ProgressHook(Hook):
             (before, after), self._epoch_line = self._epoch_line, None
             runner.logger.info("  ".join([*before, *metrics, *after]), extra={MAY_BE_CUT: len(after)})
 
-    def _training_values(self, runner: TrainRun, losses: Sequence[float]) -> list[str]:
+    def _training_values(self, runner: TrainRun, means: Mapping[str, float]) -> list[str]:
         """Return what is shown beside the bar, the most important first."""
         scalars = runner.message_hub.log_scalars
         mean_seconds = (perf_counter() - self._started) / (runner.iter + 1 - self._first_iter)
         left_seconds = mean_seconds * (runner.max_iters - runner.iter - 1)
-        values = _loss(sum(losses) / len(losses) if losses else None)
-        values.append(f"ETA {timedelta(seconds=round(left_seconds))}")
+        first, *others = [_in_words(name, mean) for name, mean in means.items()] or [""]
+        values = [value for value in (first, f"ETA {timedelta(seconds=round(left_seconds))}", *others) if value]
         if "train/time" in scalars:
             # The ranks get equal numbers of samples, so this rank's number stands for all.
             per_second = runner.data_shard.size / scalars["train/time"].mean(_WINDOW)
@@ -191,11 +202,22 @@ class ProgressHook(Hook):
         return [*values, *self._metrics]
 
 
-def _loss(mean: float | None) -> list[str]:
-    """Return the loss with at most six digits, if it is known."""
-    if mean is None:
-        return []
-    return [f"loss {mean:.4f}" if 0.01 <= abs(mean) < 100 else f"loss {mean:.5g}"]
+def _own_values(runner: TrainRun, known: Container[str], prefix: str = "") -> list[str]:
+    """Return the names of values to show that the model or a loop by hand has given and that are known: the loss first.
+
+    Args:
+        runner: the run.
+        known: names with the prefix.
+        prefix: what stands before each name there.
+    """
+    given: list[str] = runner.message_hub.get_info("own_values", [])
+    names = sorted(dict.fromkeys(["loss", *given]), key="loss".__ne__)
+    return [name for name in names if prefix + name in known][:_MOST_VALUES]
+
+
+def _in_words(name: str, mean: float) -> str:
+    """Return a value with at most six digits."""
+    return f"{name} {mean:.4f}" if 0.01 <= abs(mean) < 100 else f"{name} {mean:.5g}"
 
 
 def _rates(samples: float | None, tokens: float | None, mfu: float | None, counts: str = "samples") -> list[str]:
