@@ -55,6 +55,7 @@ def test_a_rank_that_the_kernel_kills_for_lack_of_memory_is_named_with_the_reaso
 SEVERAL_THREADS = """
 import faulthandler, signal, sys, threading, time
 def here():
+    print("ready", flush=True)
     while True:
         time.sleep(0.001)
 def elsewhere():
@@ -63,7 +64,6 @@ def elsewhere():
 for _ in range(4):
     threading.Thread(target=elsewhere, daemon=True).start()
 faulthandler.register(signal.SIGRTMAX, open(sys.argv[1], "w"), all_threads=False)
-print("ready", flush=True)
 here()
 """
 
