@@ -31,10 +31,10 @@ for number in (signal.SIGINT, signal.SIGTERM):
 LOADER = """
 import torch
 from torch.utils.data import DataLoader
-from lockstep.runner.data_workers import end_workers_at_exit, let_workers_outlive_signals
+from lockstep.runner.data_workers import end_workers_at_exit, prepare_workers
 torch.multiprocessing.set_sharing_strategy("file_system")
 loader = DataLoader(torch.ones(1000, 1000), batch_size=10, num_workers=2)
-let_workers_outlive_signals(loader, ["SIGINT", "SIGTERM", "SIGUSR1"])
+prepare_workers(loader, ["SIGINT", "SIGTERM", "SIGUSR1"])
 end_workers_at_exit()
 batches = iter(loader)
 kept = [next(batches) for _ in range(5)]

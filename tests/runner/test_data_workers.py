@@ -11,15 +11,19 @@ from pathlib import Path
 from textwrap import dedent, indent
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep import Runner
+from lockstep.dataset import build_dataloader, set_epoch
+from lockstep.dist import all_gather_object
 from lockstep.evaluator import Accuracy
-from lockstep.runner.data_workers import let_workers_outlive_signals
+from lockstep.runner.data_workers import prepare_workers
+from lockstep.testing import ranks
 
 BEGIN = """
 import torch
@@ -69,9 +73,64 @@ def test_a_loader_that_another_runner_has_had_has_the_signals_of_the_last_one() 
     called = []
     loader = DataLoader(IgnoredSignals(), batch_size=None, num_workers=1, worker_init_fn=called.append)
     for names, ignored in (["SIGUSR1"], [True, False]), (["SIGUSR2"], [False, True]), ([], [False, False]):
-        let_workers_outlive_signals(loader, names)
+        prepare_workers(loader, names)
         assert list(loader) == [ignored]
-    assert loader.worker_init_fn == called.append
+    assert called == []  # in this process
+
+
+class Flips:
+    """Draws from a generator of its own, as a `Compose` of albumentations does."""
+
+    def __init__(self) -> None:
+        self.random_generator = numpy.random.default_rng(5)
+
+    def set_random_seed(self, seed: int) -> None:
+        self.random_generator = numpy.random.default_rng(seed)
+
+    def __call__(self) -> float:
+        return self.random_generator.random()
+
+
+class Crops(Flips):
+    """Is seeded as transforms of MONAI are."""
+
+    set_random_seed = None
+
+    def set_random_state(self, seed: int | None = None, state: object = None) -> None:
+        self.random_generator = numpy.random.default_rng(seed)
+
+
+class Augmented(Dataset[float]):
+    def __init__(self, transform: Flips) -> None:
+        self.pipeline = {"train": [("name", transform)]}
+        self.set_random_seed = 3  # no method
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> float:
+        return self.pipeline["train"][0][1]()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("transform", [Flips, Crops])
+@ranks(1, 2)
+def test_transforms_with_generators_of_their_own_draw_anew_in_each_worker_and_epoch(transform, num_workers) -> None:
+    def drawn(*epochs: int) -> list[list[float]]:
+        data = ConcatDataset([Subset(Augmented(transform()), range(12))])
+        loader = build_dataloader(DataLoader(data, batch_size=None, num_workers=num_workers), seed=0)
+        prepare_workers(loader, [])
+        found = []
+        for epoch in epochs:
+            set_epoch(loader, epoch)
+            found.append([float(x) for x in loader])
+        return found
+
+    first, second = drawn(0, 1)
+    on_ranks = all_gather_object(first + second)
+    numbers = [number for own in on_ranks for number in own]
+    assert len({*numbers}) == len(numbers) == 24
+    assert drawn(1) == [second]  # as a run draws that resumes after an epoch
 
 
 LAUNCHED = ("-m", "lockstep", "launch", "--nproc", "2")

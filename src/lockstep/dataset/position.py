@@ -20,7 +20,7 @@ from torch.utils import data
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lockstep.dataset.loader import drawn_from, is_torchs, with_parts, with_sampler
-from lockstep.dataset.random_state import set_random_state
+from lockstep.dataset.random_state import seed_transforms, set_random_state
 from lockstep.dataset.sampler import (
     DefaultSampler,
     InfiniteSampler,
@@ -304,11 +304,15 @@ class Drawn:
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell a loader which epoch begins: its worker seeds, and its first sampler and its datasets with `set_epoch`.
 
+    Without workers, transforms that have generators of their own are seeded here; see `seed_transforms`.
+
     Workers that live across epochs have datasets of their own; so they are ended if a dataset has `set_epoch`, except
     for streams that lockstep splits, and the loader starts others.
     """
     if isinstance(seeds := getattr(loader, "generator", None), WorkerSeeds):
         seeds.set_epoch(epoch)
+        if getattr(loader, "num_workers", None) == 0:
+            seed_transforms(loader.dataset, seeds.initial_seed())
     if _set_epoch_of(getattr(loader, "dataset", None), epoch) and not isinstance(loader, StreamLoader):
         end_workers(loader)
     batch_sampler = getattr(loader, "batch_sampler", None)

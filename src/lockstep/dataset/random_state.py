@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,12 @@ import torch
 from lockstep.device import get_device
 from lockstep.dist import broadcast_object
 from lockstep.groups import GroupLike
+
+# Where `seed_transforms` looks.
+_MOST_OBJECTS = 10_000
+_MOST_ITEMS = 100
+_DEPTH = 8
+_NO_TRANSFORM = (str, bytes, int, float, type(None), type, ModuleType, torch.Tensor, np.ndarray, np.generic)
 
 
 def random_state() -> dict[str, Any]:
@@ -95,6 +102,40 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
+
+
+def seed_transforms(dataset: Any, seed: int) -> None:
+    """Seed the transforms in a dataset that draw from generators of their own, and have a method to seed these.
+
+    Such are albumentations' (`set_random_seed(seed)`) and MONAI's (`set_random_state(seed=...)`). Workers that are
+    forked have copies of these generators: all of them would draw the same numbers, and in each epoch anew
+    (albumentations 2.0, MONAI 1.6 with torch's `DataLoader`).
+
+    Args:
+        dataset: looked through with what it holds: datasets, lists and dicts of up to 100 items, objects.
+        seed: a seed; the same for all that are found, so that those stay alike that the user has seeded alike.
+    """
+    seed %= 2**32  # numpy's
+    seen, found = set[int](), [(dataset, 0)]
+    while found and len(seen) < _MOST_OBJECTS:
+        part, depth = found.pop()
+        if id(part) in seen or isinstance(part, _NO_TRANSFORM):
+            continue
+        seen.add(id(part))
+        own = type(part)
+        if _takes_seed(getattr(own, "set_random_seed", None)):
+            part.set_random_seed(seed)
+        elif _takes_seed(getattr(own, "set_random_state", None)):
+            part.set_random_state(seed=seed)
+        elif depth < _DEPTH:
+            inner = part.values() if isinstance(part, dict) else part if isinstance(part, list | tuple) else ()
+            inner = [*inner] if len(inner) <= _MOST_ITEMS else []
+            found += [(one, depth + 1) for one in (*inner, *getattr(part, "__dict__", {}).values())]
+
+
+def _takes_seed(method: Any) -> bool:
+    code = getattr(method, "__code__", None)
+    return code is not None and "seed" in code.co_varnames[1 : code.co_argcount]
 
 
 def sync_random_state(group: GroupLike) -> None:

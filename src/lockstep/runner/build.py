@@ -40,7 +40,7 @@ from lockstep.runner.arguments import (
     named_loaders,
     train_cfg_fault,
 )
-from lockstep.runner.data_workers import end_workers_at_exit, let_workers_outlive_signals
+from lockstep.runner.data_workers import end_workers_at_exit, prepare_workers
 from lockstep.runner.evaluation_loops import EvalLoop, TestLoop, ValLoop
 from lockstep.runner.hook import OF_LIGHTNING, Hook
 from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TrainLoop
@@ -305,7 +305,7 @@ def build_loader(mode: Literal["train", "val", "test"], loader: Any, space: Work
         with building(f"{mode}_dataloader{name and f'[{name!r}]'}"):
             built = build_dataloader(one, seed=space.seed, evaluation=mode != "train", shard=shard[:2])
         end_workers_at_exit()
-        let_workers_outlive_signals(built, space.args.stop_signals)
+        prepare_workers(built, space.args.stop_signals)
         several[name] = built
     if "" in several:
         return several[""]

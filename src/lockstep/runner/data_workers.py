@@ -1,4 +1,4 @@
-"""The workers of data loaders: signals that they outlive, how they end, and scripts that they import anew."""
+"""The workers of data loaders: seeds, signals that they outlive, how they end, and scripts that they import anew."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ import atexit
 import multiprocessing
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from multiprocessing import active_children
 from multiprocessing.util import Finalize
 from types import FrameType
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
+
+from lockstep.dataset.random_state import seed_transforms
 
 _SECONDS_TO_END = (0.1, 0.5, 1.0)  # of workers, after a SIGTERM each
 
 
-def let_workers_outlive_signals(loader: Any, names: Iterable[str]) -> None:
-    """Let the workers of a `DataLoader` outlive signals that are sent to all processes of a job, as Slurm does.
+def prepare_workers(loader: Any, names: Iterable[str]) -> None:
+    """Let the workers of a `DataLoader` seed their transforms, and outlive signals that are sent to all processes.
 
-    They take the place of those of another Runner that has had the loader before; without `names`, all end them.
+    Slurm sends some to all processes of a job. The signals take the place of those of another Runner that has had the
+    loader before; without `names`, all end the workers. For the seeds see `seed_transforms`.
     """
     if isinstance(loader, DataLoader):
         init: Any = loader.worker_init_fn
@@ -29,7 +32,7 @@ def let_workers_outlive_signals(loader: Any, names: Iterable[str]) -> None:
             init = init.args[0]
         # An unknown name is refused where the training begins.
         numbers = tuple(number for name, number in signal.Signals.__members__.items() if name in names)
-        loader.worker_init_fn = partial(_init_worker, init, numbers) if numbers else init
+        loader.worker_init_fn = partial(_init_worker, init, numbers)
 
 
 @cache
@@ -69,9 +72,11 @@ def _end_workers() -> None:
             process.join(max(0.0, deadline - time.monotonic()))
 
 
-def _init_worker(worker_init_fn: Callable[[int], None] | None, numbers: Iterable[int], worker: int) -> None:
-    for number in {signal.SIGINT, *numbers}:  # a terminal sends Ctrl-C to all processes
+def _init_worker(worker_init_fn: Callable[[int], None] | None, numbers: Sequence[int], worker: int) -> None:
+    for number in {signal.SIGINT, *numbers} if numbers else ():  # a terminal sends Ctrl-C to all processes
         signal.signal(number, _ignore_first if number == signal.SIGTERM else signal.SIG_IGN)
+    if (info := get_worker_info()) is not None:
+        seed_transforms(info.dataset, info.seed)
     if worker_init_fn is not None:
         worker_init_fn(worker)
 

@@ -27,7 +27,7 @@ from lockstep.model.steps import lacks_labels, parse_losses
 from lockstep.optim import OptimWrapper, OptimWrapperDict
 from lockstep.registry import OPTIM_WRAPPERS
 from lockstep.runner.arguments import ARGUMENTS, fault_of_prepared, unknown_argument
-from lockstep.runner.data_workers import let_workers_outlive_signals
+from lockstep.runner.data_workers import prepare_workers
 from lockstep.runner.run import TrainRun
 from lockstep.runner.runner import Runner
 from lockstep.runner.seeds import set_randomness
@@ -310,7 +310,7 @@ class Session:
         """
         run = self.run
         loader = build_dataloader(dataloader, seed=run.seed, evaluation=True, shard=run.data_shard[:2])
-        let_workers_outlive_signals(loader, run.args.stop_signals)
+        prepare_workers(loader, run.args.stop_signals)
         return PreparedLoader(loader, partial(self._evaluation.batches, loader), all_gather_object(length_of(loader)))
 
     def epochs(self, count: int) -> Iterator[int]:
