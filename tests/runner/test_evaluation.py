@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from math import exp
 from multiprocessing import active_children
 from pathlib import Path
@@ -28,6 +29,7 @@ from lockstep.model import BaseModel, unwrap_model
 from lockstep.model.shards import gather_full
 from lockstep.testing import ranks
 from lockstep.weights import export_checkpoint
+from lockstep.weights.source import best_checkpoint_in
 
 X = torch.randn(13, 4, generator=torch.Generator().manual_seed(1))
 Y = (X.sum(1) > 0).long()
@@ -301,6 +303,12 @@ def test_the_best_checkpoint_is_tested_exported_and_found_again(ema, tmp_path: P
     record = json.loads((runner.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     assert (record["epoch"], record["iter"]) == (1, runner.max_iters // 3)
     assert record["checkpoint"] == str(runner.best_checkpoint)
+    copied = tmp_path / "copied" / runner.run_dir.name / "best_loss_epoch_1"
+    shutil.copytree(tmp_path / "work", tmp_path / "copied")  # and trained on, with its own files
+    assert best_checkpoint_in([tmp_path / "copied"]) == copied
+    again = make(Scores(), tmp_path / "copied", **{**options, "train_cfg": {"max_epochs": 4}}, resume=True)
+    again.train()
+    assert again.best_checkpoint == copied
     (tmp_path / "work").rename(tmp_path / "moved")
     assert make(Scores(), tmp_path / "moved", **options).test(checkpoint="best") == {"loss": pytest.approx(best)}
     export_checkpoint(tmp_path / "moved", tmp_path / "best.pth", "torch", best=True)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from lockstep.checkpoint import is_checkpoint, remove
 from lockstep.checkpoint.values import encode
+from lockstep.dist import run_on_main
 from lockstep.errors import ConfigError, metric_as_number, require_count, require_one_of
 from lockstep.hooks.arguments import RULES, check_metrics, rule_of, unknown_metric
 from lockstep.location import Location, absolute, locate
@@ -22,6 +23,7 @@ from lockstep.runner.hook import Hook, is_due, require_epochs
 from lockstep.runner.loops import DEFAULT_INTERVAL
 from lockstep.runner.run import Run, TrainRun
 from lockstep.strategy.native import NativeStrategy
+from lockstep.weights.source import moved_with
 
 _META_KEY = "checkpoint_hook"
 _logger = logging.getLogger(__name__)
@@ -212,7 +214,10 @@ class CheckpointHook(Hook):
             self._former_runs = [*state.get("former_runs", []), here]
         for name, best in state.get("best", {}).items():
             self._seen.add(name)
-            self._best[name] = {"value": best["value"], "path": best["path"]}
+            path = best["path"]
+            if runner.resume_from is not None:
+                path = run_on_main(partial(moved_with, runner.resume_from, path))
+            self._best[name] = {"value": best["value"], "path": path}
             self._tell_best(runner, name)
 
     def _cadence(self, runner: TrainRun) -> tuple[bool, int]:

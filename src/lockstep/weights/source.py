@@ -131,11 +131,17 @@ def best_checkpoint_in(roots: Sequence[Location]) -> Location | None:
         with suppress(ConfigError):  # it is damaged, or another process removes it
             kept = read_meta(one).get("checkpoint_hook", {}).get("best", {})
             for path in [str(best["path"]) for best in kept.values()][:1]:  # by the first metric
-                *_, run, name = PurePosixPath(path).parts
-                for place in (locate(path), one.parent.parent / run / name):  # moved with its work_dir
-                    if is_checkpoint(place):
-                        return place
+                place = locate(moved_with(one, path))
+                if is_checkpoint(place):
+                    return place
     return None
+
+
+def moved_with(checkpoint: Location, path: str) -> str:
+    """Return where a checkpoint is that another one knows by a path: beside it, if the work_dir was moved or copied."""
+    *_, run, name = PurePosixPath(path).parts
+    beside = checkpoint.parent.parent / run / name
+    return str(beside) if is_checkpoint(beside) else path
 
 
 def check_weights(location: Location, argument: str) -> None:
