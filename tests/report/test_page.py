@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from lockstep import Session
 from lockstep.errors import ConfigError
 from lockstep.report import page_html, read_run, write_page
 from lockstep.report.figures import best
@@ -159,6 +162,28 @@ def test_a_run_that_was_only_validated(tmp_path: Path):
     assert page.texts["td"] == ["test", "0", "0", "0.5", "nan"]
     assert page.values["across"] == [0, 1]
     assert page.values["charts"][1]["lines"][0]["y"] == [None]
+
+
+def test_the_page_of_a_run_that_has_failed_says_how(tmp_path: Path):
+    session = Session(tmp_path / "work", log_level="CRITICAL")
+    model = nn.Linear(2, 1)
+    data = torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=2)
+    model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+
+    def train() -> None:
+        with session:
+            for _ in session.epochs(1):
+                for x in batches:
+                    session.step(model(x).mean())
+                    if session.iter == 2:
+                        raise ValueError("<b>no</b> such file: password=abc")
+
+    with pytest.raises(ValueError, match="such file"):
+        train()
+    (text,) = Page(page_html(read_run(session.run_dir), tmp_path)).texts["li"]
+    assert re.fullmatch(
+        r"failed after iteration 2 at test_page\.py:\d+: ValueError: <b>no</b> such file: password=\*\*\*", text
+    )
 
 
 def test_a_run_of_one_record(tmp_path: Path):

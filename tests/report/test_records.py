@@ -107,6 +107,7 @@ def test_nan_is_a_number():
         '{"mode": "resumed", "iter": 5, "path": "\\ud800/x/y"}',
         json.dumps({"mode": "resumed", "iter": 5, "path": "a" * 5000 + "/x"}),
         '{"mode": "straggler", "iter": 5, "part": ["data"]}',
+        '{"mode": "failed", "iter": 5, "error": ["x"], "at": {}}',
         '{"mode": "train", "iter": 200, "time": "nan"}',
         '{"mode": "train", "iter": 200, "loss": 1.7976931348623157e+308}',
     ],

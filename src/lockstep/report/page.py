@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 from lockstep.errors import ConfigError, counted
+from lockstep.masking import mask_text
 from lockstep.report.contents import charts_of
 from lockstep.report.facts import environment_html, evaluations_html, started, stragglers_html, tiles_html
 from lockstep.report.figures import chart_html
@@ -97,9 +98,14 @@ def _header(run: RunRecords, place: Path) -> str:
         f'after iteration {at:,} of <a href="{_link(before, place)}/">{escape(before.name)}</a>'
         for before, at in run.resumed
     )
+    end = ""
+    if run.failed is not None:
+        at = f" at {run.failed['at']}" if run.failed.get("at") else ""
+        end = f"failed after iteration {run.failed['iter']:,}{at}: {run.failed.get('error', '')}"
     return (
         f"<header><p>{escape(folder.parent.name)}</p><h1>{escape(folder.name)}</h1><p>{line}</p>"
         f"{f'<p>resumed {parts}</p>' if parts else ''}"
+        f"{f'<ul class=faults><li>{escape(mask_text(end))}</li></ul>' if end else ''}"
         f"{f'<ul class=faults>{faults}</ul>' if faults else ''}</header>"
     )
 

@@ -31,6 +31,7 @@ class RunRecords:
         train: means over a few iterations each.
         evaluations: metrics of validations and tests.
         stragglers: ranks that were slow, or no longer are; see `lockstep.diagnostics.slow_ranks`.
+        failed: how the run has failed; None if it has not, or by a kill, which leaves no record.
         environment: host, devices and versions of the run.
         config: the config as Python source.
         faults: one line for each file that could not be read completely.
@@ -41,6 +42,7 @@ class RunRecords:
     train: list[Record]
     evaluations: list[Record]
     stragglers: list[Record]
+    failed: Record | None
     environment: Record
     config: str
     faults: list[str]
@@ -104,6 +106,7 @@ def read_run(folder: Path) -> RunRecords:
         found = f", only what cannot be read ({faults[0]})" if faults else ""
         raise ConfigError(f"`{folder / _RECORDS}` has no record yet{found}; there is nothing to show of this run")
     config = folder / "config.py"
+    failed = next((record for record in reversed(records) if record["mode"] == "failed"), None)
     resumed: list[tuple[Path, int]] = []
     before, at = _resumed(folder, records)
     while before is not None and before not in [folder.resolve(), *(run for run, _ in resumed)]:
@@ -123,6 +126,7 @@ def read_run(folder: Path) -> RunRecords:
         train=[record for record in records if record["mode"] == "train"],
         evaluations=[record for record in records if record["mode"] in MODES],
         stragglers=[record for record in records if record["mode"] == "straggler"],
+        failed=failed,
         # Masked also here: another library or an earlier version may have written them.
         environment=mask_value(_json_object(folder / "environment.json", faults)),
         config=mask_text(config.read_text(encoding="utf-8", errors="replace")) if config.is_file() else "",

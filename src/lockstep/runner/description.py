@@ -27,10 +27,11 @@ from lockstep.config import Config
 from lockstep.config.source_form import plain_data
 from lockstep.device import get_device
 from lockstep.dist import gather_object, get_backend, run_on_main
+from lockstep.errors import error_in_words, place_of
 from lockstep.evaluator import format_metrics
 from lockstep.location import writing_into
 from lockstep.logging.loggers import broken_between_values
-from lockstep.masking import mask_text, mask_value, mask_words
+from lockstep.masking import mask_text, mask_value, mask_words, printable, secrets_in
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.runner.arguments import RunnerArguments
 from lockstep.runner.run import Run, TrainRun, Workspace
@@ -40,6 +41,7 @@ from lockstep.version import __version__
 _logger = logging.getLogger(__name__)
 _MOST_ENTRIES = 100  # of a dict or a list of options; more are data
 _MOST_LETTERS = 4000
+_LONGEST_ERROR = 2000  # characters of it in the records
 _JOB = (  # variables by which a scheduler's records, and the logs of a cluster, find the job of a run
     *("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT", "SLURM_JOB_NODELIST"),
     *("PBS_JOBID", "LSB_JOBID"),
@@ -102,7 +104,7 @@ def describe_model(model: nn.Module, strategy: Strategy) -> str:
 
 
 def note_failure(error: Exception, run: Run | Workspace) -> None:
-    """Add to an error that ends a run how far that was; log it.
+    """Add to an error that ends a run how far that was; log it, and record it on rank 0.
 
     The terminal has it from Python, or from the launcher. The file of this rank's log is what remains of it.
     """
@@ -113,6 +115,10 @@ def note_failure(error: Exception, run: Run | Workspace) -> None:
     config = "" if file is None else f", config {file}"
     error.add_note(f"(rank {run.rank} of {run.world_size}, after {done} iterations{config})")
     _logger.log(logging.DEBUG if run.rank == 0 else logging.WARNING, "the run has failed:", exc_info=error)
+    if run.rank == 0 and isinstance(run, Run):
+        place = {"mode": "failed", "epoch": run.epoch + 1, "iter": done}
+        says = mask_text(error_in_words(error), secrets_in(run.cfg))
+        run.records.write({**place, "error": printable(says[:_LONGEST_ERROR]), "at": place_of(error.__traceback__)})
 
 
 def print_summary(run: Run, what: str, seconds: float) -> None:
