@@ -48,9 +48,9 @@ def dump(obj: object, comm: Comm, on_tensors: Callable[[list[Tensor]], None] | N
     pickler.tensors = []
     try:
         pickler.dump(obj)
-    except (KeyboardInterrupt, SystemExit, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
-        raise  # of a signal's handler; of what is copied to the host
-    except BaseException as error:  # an object may pickle itself by its own code, which may raise anything
+    except (KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
+        raise  # the last are those of what is copied to the host
+    except BaseException as error:  # an object may pickle itself by its own code, which may also exit: others must hear
         raise TypeError(
             f"the object must be picklable, but {type(obj).__name__} is not: {message_of(error)} ({comm.this_rank})"
         ) from error
