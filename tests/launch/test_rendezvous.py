@@ -181,12 +181,13 @@ def test_a_node_that_waits_at_another_programs_port_ends_with_its_own_code(scrip
         thread.start()
         place = ("--nnodes", "2", "--node-rank", "1", "--rdzv", rdzv, "--rdzv-timeout", "3")
         jobs = [scripts.start(*place, scripts.write("")) for _ in range(2)]
-        for code, _, errors in ends(jobs):
-            assert code == 1, errors
-            assert "something listens there, but does not answer as a job does" in errors
-            assert "terminate called" not in errors
+        told = ends(jobs)
         server.shutdown(socket.SHUT_RDWR)
         thread.join()
+    for code, _, errors in told:
+        assert code == 1, errors
+        assert "something listens there, but does not answer as a job does" in errors
+        assert "terminate called" not in errors
 
 
 @pytest.mark.parametrize("stopped", [0, 1])

@@ -125,8 +125,14 @@ def hooks_of(case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def train(case: dict[str, Any], folder: Path, told: dict[str, Any], moment: Any = None, **options: Any) -> None:
-    """Train a case, and tell what is seen; a stop is asked for at `moment`."""
+class Killed(BaseException):
+    """In place of a SIGKILL, which would end this process."""
+
+
+def train(
+    case: dict[str, Any], folder: Path, told: dict[str, Any], moment: Any = None, *, kills: bool = False, **options: Any
+) -> None:
+    """Train a case, and tell what is seen; a stop, or a kill, comes at `moment`."""
     session = Session(
         folder, randomness={"seed": case["seed"]}, log_level="CRITICAL", accumulative_counts=case["window"],
         accumulate_across_epochs=case["across"],
@@ -151,6 +157,8 @@ def train(case: dict[str, Any], folder: Path, told: dict[str, Any], moment: Any 
 
     def at(*place: Any) -> None:
         told["moments"].append(place)
+        if place == moment and kills:
+            raise Killed
         if place == moment:
             session.run.agreement.ask("a stop")
 
@@ -254,9 +262,13 @@ def left_in(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def differences(seed: int, folder: Path) -> Iterator[str]:
-    """Train a case with and without stops; yield how it differs."""
+def differences(seed: int, folder: Path, *, kills: bool = False) -> Iterator[str]:
+    """Train a case with and without stops, or kills; yield how it differs."""
     case, draw = drawn(seed), random.Random(seed + 1)
+    if kills:  # what has been trained since the last checkpoint is trained again; a window that is open is lost
+        # What is saved within an iteration lacks the rest of it.
+        case |= {"across": False, "window": 1, "save": case["save"] if case["save"] != "inner" else None}
+        case["val"] = [one for one in case["val"] if one in ("begin", "end", "end again") or not case["best"]]
     whole: dict[str, Any] = {"train": [], "val": {}, "moments": []}
     train(case, folder / "whole", whole)
     kind = draw.choice(sorted({one[0] for one in whole["moments"]}))  # rare ones as often as the steps
@@ -265,16 +277,17 @@ def differences(seed: int, folder: Path) -> Iterator[str]:
     told: dict[str, Any] = {"train": [], "val": {}, "moments": []}
     for number, moment in enumerate([*moments, None]):
         try:
-            train(case, folder / "work", told, moment, resume=number > 0)
+            train(case, folder / "work", told, moment, kills=kills, resume=number > 0)
             break
-        except Preempted:
+        except (Preempted, Killed):
             pass
     whole["left"] |= left_in(folder / "whole", case)
     told["left"] |= left_in(folder / "work", case)
     # A validation before the batches runs again in an epoch that goes on: it sees other weights, and is not recorded.
     for one in (whole, told):
         one["left"]["val"] = {key: value for key, value in one["val"].items() if key[0] != "begin"}
-        one["left"]["train"] = one["train"]
+        one["left"]["train"] = [*{step[0]: step for step in one["train"]}.values()] if kills else one["train"]
+        one["left"]["records"] = sorted({*one["left"]["records"]}) if kills else one["left"]["records"]
     for name, value in whole["left"].items():
         if told["left"][name] != value:
             yield f"{name} after stops at {moments}, of {case}:\n  {told['left'][name]}\n  {value}"[:3000]

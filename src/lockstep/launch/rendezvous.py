@@ -27,6 +27,7 @@ _T = TypeVar("_T")
 _POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 5.0  # then print what is missing
 _SECONDS_TO_READ = 1.0
+_SECONDS_OF_A_TRY = 2.0  # to connect to node 0
 _STORE_TIMEOUT = timedelta(minutes=5)  # of one request; torch's own
 _SECONDS_PER_BEAT = 1.0
 _SECONDS_UNTIL_LOST = 10.0  # without a heartbeat
@@ -214,7 +215,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         def connect() -> None:
             while not is_over.is_set() and (left := deadline - time.monotonic()) > 0:
                 with suppress(DistError):
-                    found.append(self._connect(timeout=timedelta(seconds=max(1.0, left))))
+                    found.append(self._connect(timeout=timedelta(seconds=min(max(1.0, left), _SECONDS_OF_A_TRY))))
                     return
                 time.sleep(_POLL_SECONDS)
 
@@ -226,7 +227,9 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
             self._wait(lambda: "" if found else other, deadline)
         finally:
             is_over.set()
-            thread.join(_SECONDS_TO_READ + 1.0)  # one that comes back from C++ when Python has ended aborts the process
+            # One that comes back from C++ when Python has ended aborts the process. torch pauses longer between its own
+            # tries than it was given (2.13).
+            thread.join(3 * _SECONDS_OF_A_TRY)
         found[0].set_timeout(_STORE_TIMEOUT)
         return found[0]
 

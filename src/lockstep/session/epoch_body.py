@@ -14,16 +14,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.dist import run_on_main
 from lockstep.runner.options import as_text
 from lockstep.runner.resumed_options import set_option
 from lockstep.runner.run import TrainRun
-from lockstep.session.schedules import At, schedules_at
 
 _PLACE = ("mode", "epoch", "iter", "utc")  # of a record
-_BODIES_ENDED = ".bodies_ended"  # in the folder of a run: of how many epochs the body has come to its end
+_BODIES_ENDED = ".bodies_ended"  # in the folder of a run: a line for each epoch whose body has come to its end
 
 
 class Rates:
@@ -81,7 +80,6 @@ class EpochBody:
         self.is_running = self.has_ended = self.has_stopped = self.rest_follows = False
         self.counts: dict[str, Any] = {}
         self._rates: Rates | None = None  # when this part of the body began: before the batches, or after them
-        self._schedules_begun: set[At] = set()  # when the batches began
         self._logged = 0  # calls of `log_metrics` in this part of the body
         self._logged_before = [0.0, 0.0]  # those before the stop: in this part, and in the part after it
 
@@ -96,9 +94,7 @@ class EpochBody:
             Whether this has undone changes that the body has made once more.
         """
         assert self._rates is not None
-        has_undone = are_resumed and self._rates.restore()
-        self._schedules_begun = schedules_at(self._run)
-        return has_undone
+        return are_resumed and self._rates.restore()
 
     def end_first_part(self) -> None:
         """Count calls of `log_metrics` anew, for the part of the body after the batches, which follow now."""
@@ -124,13 +120,12 @@ class EpochBody:
         self.rest_follows = False
 
     def note_end(self, epochs: int) -> None:
-        """Note in the folder of the run that the body of this epoch, counted from 1, has come to its end.
-
-        Not where the rest of it has changed options that only the next checkpoint has: it is to run once more.
-        """
-        if self._run.rank == 0 and self._rates is not None and not self._rates.have_changed:
-            with suppress(OSError):  # a resumed training then runs the rest once more
-                (self._run.run_dir / _BODIES_ENDED).write_text(str(epochs), encoding="utf-8")
+        """Note in the folder of the run that the body of this epoch, counted from 1, has come to its end, and how."""
+        if self._run.rank == 0 and self._rates is not None:
+            noted = {"epochs": epochs, "logged": self._logged, "has_changed": self._rates.have_changed}
+            file = self._run.run_dir / _BODIES_ENDED
+            with suppress(OSError), file.open("a", encoding="utf-8") as lines:  # else the rest would run once more
+                lines.write(f"{json.dumps(noted)}\n")
 
     def go_back(self) -> None:
         """Undo what this part of the body has changed, since a resumed training runs it once more after the stop."""
@@ -138,11 +133,6 @@ class EpochBody:
             self._rates.restore()
             if self._logged:  # what has been saved at the end of the epoch before does not count it
                 self._run.saving.saved_iter = 0
-
-    @property
-    def is_resumed_in(self) -> bool:
-        """Whether a training that is resumed now goes through the rest of this body, after the batches."""
-        return bool(self.counts) and (self.has_stopped or bool(self._schedules_begun & schedules_at(self._run)))
 
     def position(self, *, has_ended: bool = False) -> dict[str, Any]:
         """Return what a training that is resumed here must know; the loop's position holds it."""
@@ -169,9 +159,7 @@ class EpochBody:
     @contextmanager
     def as_resumed(self) -> Iterator[None]:
         """Have inside the schedules and options of optimizers from which the rest of the body runs once more."""
-        if self._rates is None or not self.is_resumed_in:
-            yield
-            return
+        assert self._rates is not None
         now = Rates(self._run)
         self._rates.restore()
         try:
@@ -180,52 +168,62 @@ class EpochBody:
             now.restore()
 
 
-def metrics_since(run: TrainRun) -> list[dict[str, Any]]:
-    """Return what `log_metrics` was given after the checkpoint that is resumed from, and before the next iteration.
+class Rest(NamedTuple):
+    """What the training that is resumed did in the rest of its last epoch's body, after it had saved the checkpoint.
 
-    It is in the records of the training that saved the checkpoint. Where those are not there, nothing is returned.
+    Attributes:
+        logged: what `log_metrics` was given there.
+        is_left: whether the rest is to run once more: it had not come to its end, as by a kill, or it had changed
+            options of optimizers, which the checkpoint lacks.
+    """
+
+    logged: list[dict[str, Any]]
+    is_left: bool
+
+
+def rest_of_body(run: TrainRun, epochs: int) -> Rest:
+    """Return what the records of the training that is resumed have of the rest of its last epoch's body.
+
+    Where its folder is not there, nothing is known, and nothing runs again.
 
     **Collective**: every rank.
+
+    Args:
+        run: the run that resumes.
+        epochs: the number of the epoch, counted from 1.
     """
-    folder = _former_folder(run)
-    return run_on_main(lambda: [] if folder is None else _validations(folder / "metrics.jsonl", run.iter))
-
-
-def lacks_rest(run: TrainRun, epochs: int) -> bool:
-    """Return whether the training that is resumed ended before the body of its last epoch had, as by a kill.
-
-    Where the checkpoint does not lie beside the records of that training, nothing is known, and nothing runs again.
-
-    **Collective**: every rank.
-    """
-    folder = _former_folder(run)
-
-    def lacks() -> bool:
-        if folder is None or not (folder / "log.txt").exists():
-            return False
-        try:
-            return int((folder / _BODIES_ENDED).read_text(encoding="utf-8")) < epochs
-        except (OSError, ValueError):
-            return True
-
-    return run_on_main(lacks)
-
-
-def _former_folder(run: TrainRun) -> Path | None:
-    """Return the folder of the run whose checkpoint is resumed from, as far as its name says."""
     source = run.resume_from
     folder = None if source is None else run.work_dir / source.parent.name
-    return None if folder == run.run_dir else folder  # a run of another work_dir may have the same name
+    if folder is None or folder == run.run_dir:  # a run of another work_dir may have the same name
+        return Rest([], is_left=False)
+
+    def read() -> Rest:
+        logged = _validations(folder / "metrics.jsonl", run.iter)
+        if not (folder / "log.txt").exists():
+            return Rest(logged, is_left=False)
+        is_left = True
+        for noted in _objects(folder / _BODIES_ENDED):
+            if noted.get("epochs") == epochs:  # what was logged later was at the beginning of the next body
+                return Rest(logged[: int(noted.get("logged", 0))], is_left=bool(noted.get("has_changed")))
+            is_left = is_left and int(noted.get("epochs", 0)) < epochs
+        return Rest(logged, is_left)
+
+    return Rest(*run_on_main(read))
 
 
 def _validations(path: Path, iteration: int) -> list[dict[str, Any]]:
+    found = [one for one in _objects(path) if (one.get("mode"), one.get("iter")) == ("val", iteration)]
+    return [{name: _number(value) for name, value in one.items() if name not in _PLACE} for one in found]
+
+
+def _objects(path: Path) -> list[dict[str, Any]]:
+    """Return the objects in a file of JSON Lines; none if there is no such file."""
     found = []
     with suppress(OSError):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             with suppress(ValueError):  # a kill may have torn the last one
-                record = json.loads(line)
-                if isinstance(record, dict) and (record.get("mode"), record.get("iter")) == ("val", iteration):
-                    found.append({name: _number(value) for name, value in record.items() if name not in _PLACE})
+                if isinstance(one := json.loads(line), dict):
+                    found.append(one)
     return found
 
 

@@ -31,7 +31,7 @@ from lockstep.runner.preemption import ranks_meet
 from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import random_state_kept
 from lockstep.runner.uneven_inputs import Batch, buffers_kept
-from lockstep.session.epoch_body import EpochBody, lacks_rest, metrics_since
+from lockstep.session.epoch_body import EpochBody, rest_of_body
 from lockstep.session.schedules import schedules_at, warn_of_length, warn_of_rest
 from lockstep.tree import tree_map
 
@@ -102,8 +102,7 @@ class OwnLoop(TrainLoop):
         self._counted = run.optim_wrapper.inner_count
         self._is_complete = False
         run.call_hook("before_train")
-        told = self._tell_of_validations()
-        is_rest = self._begin_rest(told) if self.epoch <= count else False
+        is_rest = self._begin_rest() and self.epoch <= count
         if not is_rest:
             self._tell_if_complete(self.epoch, count, "epoch")
         # In what is left of an epoch, a schedule may have no step to make.
@@ -122,6 +121,7 @@ class OwnLoop(TrainLoop):
             if self._is_open or self._body.has_changed:
                 run.saving.saved_iter = 0  # what was saved in this body lacks the rest of it
             if self._is_open:
+                self._body.rest_follows = False
                 self._end_epoch()
             self._body.note_end(self.epoch)
             self._body.end()
@@ -142,9 +142,10 @@ class OwnLoop(TrainLoop):
         """Return the position in the data; see `TrainLoop.position`.
 
         After an epoch's batches, where a schedule may still make a step, the epoch has not ended: a training that
-        resumes there goes through the rest of its body. So it does after a stop in a validation.
+        resumes there goes through the rest of its body. So it does after a stop in a validation. Where the epoch has
+        ended before the rest of its body, the records say whether that is still to run; see `rest_of_body`.
         """
-        if self._body.is_resumed_in:
+        if self._goes_on_in_body:
             before = self._body.counts
             done = iteration - before["epoch_begin"]
             found = self.even_batches.position(before["epoch"], done, before["_begin"])
@@ -154,7 +155,12 @@ class OwnLoop(TrainLoop):
 
     def as_resumed(self) -> AbstractContextManager[None]:
         """Have the schedules and options of optimizers from which the rest of the body runs once more."""
-        return self._body.as_resumed()
+        return self._body.as_resumed() if self._goes_on_in_body else nullcontext()
+
+    @property
+    def _goes_on_in_body(self) -> bool:
+        """Whether a training that is resumed now goes through the rest of this body, after the batches."""
+        return bool(self._body.counts) and (self._body.has_stopped or self._is_open)
 
     def resume_within(self, position: Mapping[str, Any], *, will_stop: bool) -> None:
         """Pass over those calls of `log_metrics` in the body of this epoch that have been made before the stop."""
@@ -239,20 +245,26 @@ class OwnLoop(TrainLoop):
             self._end_epoch()
             self._body.counts = counts
 
-    def _begin_rest(self, told: int) -> bool:
-        """Return whether the rest of the body of the last epoch runs once more, and prepare that.
+    def _begin_rest(self) -> bool:
+        """Return whether the rest of the body of the last epoch runs once more, as where a kill had ended it.
 
-        A kill had ended the training in it, as in a validation, after the epoch's checkpoint had been saved.
-
-        Args:
-            told: the calls of `log_metrics` in it that are on record, which are passed over.
+        The checkpoint of the epoch was saved before. Hooks are told what they had been told since, as far as it is on
+        record, and the calls of `log_metrics` that gave it are passed over.
         """
-        if not self._is_before_rest or self.iter != self.epoch_begin or not lacks_rest(self.runner, self.epoch):
+        if not self._is_before_rest or self.iter == 0 or self.iter != self.epoch_begin:
             return False
-        self._body.rest_follows = True
-        self._body.restore({"logged": told}, in_batches=True)
-        self.runner.logger.info(_RUNS_REST, self.epoch)
-        return True
+        run, rest = self.runner, rest_of_body(self.runner, self.epoch)
+        if rest.logged and not self.has_validated:  # a checkpoint that was saved then has it already
+            run.logger.info(
+                "hooks are told again what log_metrics() was given after the checkpoint that is resumed from was saved"
+            )
+            for metrics in rest.logged:
+                self._tell_hooks(metrics)
+        if rest.is_left:
+            self._body.rest_follows = True
+            self._body.restore({"logged": len(rest.logged)}, in_batches=True)
+            run.logger.info(_RUNS_REST, self.epoch)
+        return rest.is_left
 
     def _go_on_drawing(self) -> None:
         """Draw random numbers from where the checkpoint is, which a stop before the next batch saves again."""
@@ -371,22 +383,6 @@ class OwnLoop(TrainLoop):
                     "session.gather() returns in a pass through a loader of prepare_evaluation(), or reduce them"
                 )
         self._tell_hooks(metrics)
-
-    def _tell_of_validations(self) -> int:
-        """Tell hooks what they had been told after the checkpoint of an epoch, which was saved before; return how much.
-
-        A checkpoint that was saved then has it already.
-        """
-        if self.iter == 0 or self.iter != self.epoch_begin:
-            return 0
-        told = metrics_since(self.runner)
-        if told and not self.has_validated:
-            self.runner.logger.info(
-                "hooks are told again what log_metrics() was given after the checkpoint that is resumed from was saved"
-            )
-            for metrics in told:
-                self._tell_hooks(metrics)
-        return len(told)
 
     def _tell_hooks(self, metrics: dict[str, Any]) -> None:
         run = self.runner
