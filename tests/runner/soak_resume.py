@@ -2,6 +2,7 @@
 
 Each case is trained once without a stop, and once with one or two, after each of which it resumes. Both must see the
 same samples, rates, losses and validations, and leave the same weights, states, random numbers, records, checkpoints.
+So it is again with kills, after which it resumes from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -269,6 +270,7 @@ def differences(seed: int, folder: Path, *, kills: bool = False) -> Iterator[str
         # What is saved within an iteration lacks the rest of it.
         case |= {"across": False, "window": 1, "save": case["save"] if case["save"] != "inner" else None}
         case["val"] = [one for one in case["val"] if one in ("begin", "end", "end again") or not case["best"]]
+        case |= {"break": None if case["saves_by_iter"] else case["break"], "stop_at": None}
     whole: dict[str, Any] = {"train": [], "val": {}, "moments": []}
     train(case, folder / "whole", whole)
     kind = draw.choice(sorted({one[0] for one in whole["moments"]}))  # rare ones as often as the steps
@@ -293,5 +295,11 @@ def differences(seed: int, folder: Path, *, kills: bool = False) -> Iterator[str
             yield f"{name} after stops at {moments}, of {case}:\n  {told['left'][name]}\n  {value}"[:3000]
 
 
+def all_differences(seed: int, folder: Path) -> Iterator[str]:
+    """Train a case with stops, and with kills; yield how they differ from the whole."""
+    yield from differences(seed, folder / "stops")
+    yield from differences(seed, folder / "kills", kills=True)
+
+
 if __name__ == "__main__":
-    sys.exit(main(__doc__, differences))
+    sys.exit(main(__doc__, all_differences))

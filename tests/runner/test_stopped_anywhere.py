@@ -292,6 +292,12 @@ def test_a_loop_that_is_drawn_at_random_goes_on(seed, tmp_path):
     assert not [*differences(seed, tmp_path)]
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of schedules
+@pytest.mark.parametrize("seed", [0, 12, 69, 71, 97, 243])
+def test_a_loop_that_is_drawn_at_random_goes_on_after_kills(seed, tmp_path):
+    assert not [*differences(seed, tmp_path, kills=True)]
+
+
 def test_a_loop_may_validate_before_its_first_epoch(tmp_path):
     def body(train, **_) -> None:
         train()

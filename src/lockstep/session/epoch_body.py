@@ -122,10 +122,14 @@ class EpochBody:
     def note_end(self, epochs: int) -> None:
         """Note in the folder of the run that the body of this epoch, counted from 1, has come to its end, and how."""
         if self._run.rank == 0 and self._rates is not None:
-            noted = {"epochs": epochs, "logged": self._logged, "has_changed": self._rates.have_changed}
+            noted = {"epochs": epochs, **self.done_in_rest()}
             file = self._run.run_dir / _BODIES_ENDED
             with suppress(OSError), file.open("a", encoding="utf-8") as lines:  # else the rest would run once more
                 lines.write(f"{json.dumps(noted)}\n")
+
+    def done_in_rest(self) -> dict[str, Any]:
+        """Return what the rest of the body has done by now, which a training that is resumed here must know."""
+        return {"logged": self._logged, "has_changed": self._rates is not None and self._rates.have_changed}
 
     def go_back(self) -> None:
         """Undo what this part of the body has changed, since a resumed training runs it once more after the stop."""
@@ -181,30 +185,33 @@ class Rest(NamedTuple):
     is_left: bool
 
 
-def rest_of_body(run: TrainRun, epochs: int) -> Rest:
+def rest_of_body(run: TrainRun, epochs: int, before: Mapping[str, Any]) -> Rest:
     """Return what the records of the training that is resumed have of the rest of its last epoch's body.
 
-    Where its folder is not there, nothing is known, and nothing runs again.
+    Where its folder is not there, only what the rest had changed before is known.
 
     **Collective**: every rank.
 
     Args:
         run: the run that resumes.
         epochs: the number of the epoch, counted from 1.
+        before: what the checkpoint says of the rest: how many calls of `log_metrics` were `logged` in it by then,
+            whether it `has_changed` options, and how many calls after this iteration hooks were `told` of in all.
     """
     source = run.resume_from
     folder = None if source is None else run.work_dir / source.parent.name
     if folder is None or folder == run.run_dir:  # a run of another work_dir may have the same name
-        return Rest([], is_left=False)
+        return Rest([], is_left=before["has_changed"])
 
     def read() -> Rest:
-        logged = _validations(folder / "metrics.jsonl", run.iter)
+        logged = _validations(folder / "metrics.jsonl", run.iter)[before["told"] :]
         if not (folder / "log.txt").exists():
-            return Rest(logged, is_left=False)
+            return Rest(logged, is_left=before["has_changed"])
         is_left = True
         for noted in _objects(folder / _BODIES_ENDED):
             if noted.get("epochs") == epochs:  # what was logged later was at the beginning of the next body
-                return Rest(logged[: int(noted.get("logged", 0))], is_left=bool(noted.get("has_changed")))
+                since = int(noted.get("logged", 0)) - before["logged"]
+                return Rest(logged[: max(0, since)], is_left=bool(noted.get("has_changed")))
             is_left = is_left and int(noted.get("epochs", 0)) < epochs
         return Rest(logged, is_left)
 

@@ -40,8 +40,8 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 _RUNS_REST = (
-    "the training had ended in the body of epoch %d, after its batches: the body runs once more, without batches, for "
-    "what is left of it, such as a validation"
+    "the checkpoint was saved in the body of epoch %d, after its batches: the body runs once more, without batches, "
+    "for what it lacks, such as a validation"
 )
 
 
@@ -71,7 +71,9 @@ class OwnLoop(TrainLoop):
         self.batch: Any = None  # of the present iteration, on the host
         self._is_open = False  # within an epoch
         self._may_begin = False  # a pass: once in each of `epochs`
-        self._is_before_rest = False  # the checkpoint that is resumed from, in the body of its last epoch
+        self._told = 0, 0  # an iteration after which hooks were told of metrics, and how often
+        # What had been done in the rest of an epoch's body when the checkpoint that is resumed from was saved there.
+        self._before_rest: dict[str, Any] | None = None
         self.is_stepping = False  # within an iteration
         self.is_evaluating = False  # within a pass over data to evaluate on
         self._is_uncounted = False  # an iteration has begun, and has not ended: the user's code may have left it
@@ -108,7 +110,7 @@ class OwnLoop(TrainLoop):
         # In what is left of an epoch, a schedule may have no step to make.
         first, begun_at = self.epoch, set() if self._begin.batches else schedules_at(self.runner)
         self._go_on_drawing()  # a validation, and a stop in it, may come before the batches
-        while (is_rest or self.epoch < count) and not self._is_stopped():
+        while is_rest or (self.epoch < count and not self._is_stopped()):
             before, self._may_begin = self.epoch - is_rest, True
             self._body.begin()
             try:
@@ -150,12 +152,15 @@ class OwnLoop(TrainLoop):
             done = iteration - before["epoch_begin"]
             found = self.even_batches.position(before["epoch"], done, before["_begin"])
             return {**found, **self._body.position(has_ended=not self._is_open)}
-        own = {"rest": True} if self._body.rest_follows else {} if self._body.counts else self._body.position()
+        own: dict[str, Any] = {} if self._body.counts else self._body.position()
+        if self._body.rest_follows:
+            at, told = self._told
+            own = {"rest": {"told": told if at == iteration else 0, **self._body.done_in_rest()}}
         return {**super().position(epoch, iteration), **own}
 
     def as_resumed(self) -> AbstractContextManager[None]:
         """Have the schedules and options of optimizers from which the rest of the body runs once more."""
-        return self._body.as_resumed() if self._goes_on_in_body else nullcontext()
+        return self._body.as_resumed() if self._goes_on_in_body or self._body.rest_follows else nullcontext()
 
     @property
     def _goes_on_in_body(self) -> bool:
@@ -166,7 +171,10 @@ class OwnLoop(TrainLoop):
         """Pass over those calls of `log_metrics` in the body of this epoch that have been made before the stop."""
         self._will_stop = will_stop
         self._body.restore(position, in_batches=bool(self._begin.batches))
-        self._is_before_rest = bool(position.get("rest"))
+        rest = position.get("rest")
+        if rest is not None:
+            self._before_rest = {"told": int(rest["told"]), "logged": int(rest["logged"])}
+            self._before_rest["has_changed"] = bool(rest["has_changed"])
 
     @property
     def ends_here(self) -> bool:
@@ -242,6 +250,7 @@ class OwnLoop(TrainLoop):
             self._count_epoch()
         else:
             counts, self._body.rest_follows = self._counts(), True
+            self._body.end_batches()
             self._end_epoch()
             self._body.counts = counts
 
@@ -251,10 +260,12 @@ class OwnLoop(TrainLoop):
         The checkpoint of the epoch was saved before. Hooks are told what they had been told since, as far as it is on
         record, and the calls of `log_metrics` that gave it are passed over.
         """
-        if not self._is_before_rest or self.iter == 0 or self.iter != self.epoch_begin:
+        before, run = self._before_rest, self.runner
+        if before is None or self.iter == 0 or self.iter != self.epoch_begin:
             return False
-        run, rest = self.runner, rest_of_body(self.runner, self.epoch)
-        if rest.logged and not self.has_validated:  # a checkpoint that was saved then has it already
+        self._told = self.iter, before["told"]
+        rest = rest_of_body(run, self.epoch, before)
+        if rest.logged:
             run.logger.info(
                 "hooks are told again what log_metrics() was given after the checkpoint that is resumed from was saved"
             )
@@ -262,7 +273,7 @@ class OwnLoop(TrainLoop):
                 self._tell_hooks(metrics)
         if rest.is_left:
             self._body.rest_follows = True
-            self._body.restore({"logged": len(rest.logged)}, in_batches=True)
+            self._body.restore({"logged": before["logged"] + len(rest.logged)}, in_batches=True)
             run.logger.info(_RUNS_REST, self.epoch)
         return rest.is_left
 
@@ -390,6 +401,8 @@ class OwnLoop(TrainLoop):
             # What hooks ask of a loop that validates.
             run.val_loop = SimpleNamespace(dataloader=None, evaluator=None, length=None, units={}, metric_names=None)
         with self._counted_so_far(), random_state_kept():
+            at, told = self._told
+            self._told = self.iter, 1 + (told if at == self.iter else 0)
             run.val_loop.metrics, run.val_loop.at_iter, run.last_evaluation = metrics, self.iter, run.val_loop
             run.call_hook("after_val_epoch", metrics=metrics)
             run.call_hook("after_val")
