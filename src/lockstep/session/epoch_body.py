@@ -172,7 +172,7 @@ class EpochBody:
             now.restore()
 
 
-class Rest(NamedTuple):
+class RestOfBody(NamedTuple):
     """What the training that is resumed did in the rest of its last epoch's body, after it had saved the checkpoint.
 
     Attributes:
@@ -185,7 +185,7 @@ class Rest(NamedTuple):
     is_left: bool
 
 
-def rest_of_body(run: TrainRun, epochs: int, before: Mapping[str, Any]) -> Rest:
+def rest_of_body(run: TrainRun, epochs: int, before: Mapping[str, Any]) -> RestOfBody:
     """Return what the records of the training that is resumed have of the rest of its last epoch's body.
 
     Where its folder is not there, only what the rest had changed before is known.
@@ -201,21 +201,21 @@ def rest_of_body(run: TrainRun, epochs: int, before: Mapping[str, Any]) -> Rest:
     source = run.resume_from
     folder = None if source is None else run.work_dir / source.parent.name
     if folder is None or folder == run.run_dir:  # a run of another work_dir may have the same name
-        return Rest([], is_left=before["has_changed"])
+        return RestOfBody([], is_left=before["has_changed"])
 
-    def read() -> Rest:
+    def read() -> RestOfBody:
         logged = _validations(folder / "metrics.jsonl", run.iter)[before["told"] :]
         if not (folder / "log.txt").exists():
-            return Rest(logged, is_left=before["has_changed"])
+            return RestOfBody(logged, is_left=before["has_changed"])
         is_left = True
         for noted in _objects(folder / _BODIES_ENDED):
             if noted.get("epochs") == epochs:  # what was logged later was at the beginning of the next body
                 since = int(noted.get("logged", 0)) - before["logged"]
-                return Rest(logged[: max(0, since)], is_left=bool(noted.get("has_changed")))
+                return RestOfBody(logged[: max(0, since)], is_left=bool(noted.get("has_changed")))
             is_left = is_left and int(noted.get("epochs", 0)) < epochs
-        return Rest(logged, is_left)
+        return RestOfBody(logged, is_left)
 
-    return Rest(*run_on_main(read))
+    return RestOfBody(*run_on_main(read))
 
 
 def _validations(path: Path, iteration: int) -> list[dict[str, Any]]:
