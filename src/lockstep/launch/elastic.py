@@ -39,6 +39,7 @@ _WORKER = ("-m", "lockstep.launch.worker")
 _SIGNALS = (signal.SIGINT, *SENT_SIGNALS, signal.SIGQUIT)
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # of torch's agent; its default lacks SIGUSR1
 _SECONDS_FOR_CAUSE = 3.0  # for another node to say that it failed first
+_SECONDS_FOR_NODE_0 = 2.0  # to be the first of those that know no cause: it sees which node is lost
 _SECONDS_TO_END = 3.0  # after SIGTERM, when another rank has failed
 _SECONDS_TO_CLEAN_UP = 10.0  # after an error that the rank has reported
 _SECONDS_OF_A_PRESS = 0.3
@@ -107,7 +108,8 @@ def run_ranks(
     else:
         if result.is_failed():
             ledger = agent.ledger
-            node, code = rendezvous.give_up(ledger.exit_code, 0.0 if ledger.is_cause_known else _SECONDS_FOR_CAUSE)
+            wait = _SECONDS_FOR_CAUSE + _SECONDS_FOR_NODE_0 * (job.node_rank > 0)
+            node, code = rendezvous.give_up(ledger.exit_code, 0.0 if ledger.is_cause_known else wait)
             first = "" if node == job.node_rank else f"node {node} failed before this one: look there first. Here:\n\n"
             if rendezvous.silent:
                 nodes = ranks_in_words(rendezvous.silent, "node")

@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 _POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 5.0  # then print what is missing
 _SECONDS_TO_READ = 1.0
-_SECONDS_OF_A_TRY = 2.0  # to connect to node 0
+_SECONDS_OF_A_TRY = 5.0  # to connect to node 0
 _STORE_TIMEOUT = timedelta(minutes=5)  # of one request; torch's own
 _SECONDS_PER_BEAT = 1.0
 _SECONDS_UNTIL_LOST = 10.0  # without a heartbeat
@@ -94,7 +94,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         self._enough_since = 0.0  # on node 0: when as many nodes had come as the job needs
         self._is_member = True
         self.attempt = -1
-        self.silent: list[int] = []  # nodes that have shown no heartbeat while `give_up` waited for others
+        self.silent: list[int] = []  # on node 0: those that have shown no heartbeat while `give_up` waited for others
 
     def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         """Wait until the next attempt has begun with this node, and return where its ranks connect."""
@@ -150,20 +150,19 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         Args:
             exit_code: the exit code of the rank that failed first on this node.
             seconds_for_others: how long to let another node be the first, if the ranks here only followed its failure.
-                In 3 s or more, `silent` has the nodes that show no heartbeat meanwhile.
+                On node 0, `silent` has the nodes that show no heartbeat in 3 s or more.
         """
         own, store = self._job.node_rank, self._store
         if store is None:
             return own, exit_code
         try:
             if self._job.nnodes > 1:
-                before = _Heartbeats(store).last(self._members)
+                looks = own == 0 and seconds_for_others >= 3 * _SECONDS_PER_BEAT  # for all: it has the store itself
+                before = _Heartbeats(store).last(self._members) if looks else {}
                 self._poll(self._acknowledge_closed, seconds_for_others)
-                if seconds_for_others >= 3 * _SECONDS_PER_BEAT and self._closed is None:
+                if looks and self._closed is None:
                     after = _Heartbeats(store).last(self._members)
-                    self.silent = [
-                        node for node in self._members if node not in (0, own) and before[node] == after[node]
-                    ]
+                    self.silent = [node for node in self._members if node != own and before[node] == after[node]]
             store.compare_set("closed", "", f"{own} {exit_code}")
             closed = self._acknowledge_closed()
             if self._ranks_store is not None:  # node 0, and all have come: they must still read who gave up

@@ -104,7 +104,7 @@ class OwnLoop(TrainLoop):
         self._counted = run.optim_wrapper.inner_count
         self._is_complete = False
         run.call_hook("before_train")
-        is_rest = self._begin_rest() and self.epoch <= count
+        is_rest = self._begin_rest(count)
         if not is_rest:
             self._tell_if_complete(self.epoch, count, "epoch")
         # In what is left of an epoch, a schedule may have no step to make.
@@ -254,8 +254,8 @@ class OwnLoop(TrainLoop):
             self._end_epoch()
             self._body.counts = counts
 
-    def _begin_rest(self) -> bool:
-        """Return whether the rest of the body of the last epoch runs once more, as where a kill had ended it.
+    def _begin_rest(self, count: int) -> bool:
+        """Return whether the rest of the last epoch's body runs once more, as after a kill in it; of `count` at most.
 
         The checkpoint of the epoch was saved before. Hooks are told what they had been told since, as far as it is on
         record, and the calls of `log_metrics` that gave it are passed over.
@@ -271,11 +271,12 @@ class OwnLoop(TrainLoop):
             )
             for metrics in rest.logged:
                 self._tell_hooks(metrics)
-        if rest.is_left:
-            self._body.rest_follows = True
-            self._body.restore({"logged": before["logged"] + len(rest.logged)}, in_batches=True)
-            run.logger.info(_RUNS_REST, self.epoch)
-        return rest.is_left
+        if not rest.is_left or self.epoch > count:
+            return False
+        self._body.rest_follows = True
+        self._body.restore({"logged": before["logged"] + len(rest.logged)}, in_batches=True)
+        run.logger.info(_RUNS_REST, self.epoch)
+        return True
 
     def _go_on_drawing(self) -> None:
         """Draw random numbers from where the checkpoint is, which a stop before the next batch saves again."""
