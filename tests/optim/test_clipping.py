@@ -39,7 +39,7 @@ def mesh_of(shape: tuple[int, ...]):
 
 
 @ranks(2, 4)
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf, "inf"])
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_the_norm_of_shards_is_that_of_one_process(norm_type, hybrid):
     size = get_world_size()

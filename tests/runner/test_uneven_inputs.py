@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler, TensorDataset
 
 from lockstep.dataset import DefaultSampler, InfiniteSampler, build_dataloader
 from lockstep.dataset.position import Position
@@ -91,6 +91,20 @@ def test_nothing_is_told_where_samplers_know(kind, samples, own):
         barrier()
     assert [batch.samples for batch in batches] == own[get_rank()]
     assert [batch.mean_samples for batch in batches] == [sum(pair) / 2 for pair in zip(*own, strict=True)]
+
+
+class SkipsSome(DataLoader[Any]):
+    """Leaves out batches on one rank, as those that can't be read."""
+
+    def __iter__(self) -> Any:
+        return (batch for batch in super().__iter__() if get_rank() == 0 or batch[0] >= 4)
+
+
+@ranks(2)
+def test_a_loader_that_leaves_out_batches_of_its_own_accord_is_not_counted_by_its_sampler():
+    batches = [*EvenBatches(SkipsSome(range(8), 2, sampler=SequentialSampler(range(8)))).iterate()]
+    assert [batch.samples for batch in batches] == ([2, 2, 2, 2], [2, 2, 0, 0])[get_rank()]
+    assert [batch.mean_samples for batch in batches] == [2, 2, 1, 1]
 
 
 @ranks(2)

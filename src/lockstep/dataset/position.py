@@ -89,9 +89,12 @@ def certain_amount(loader: Any) -> tuple[int, int, bool] | None:
     """Return how many samples a pass through `loader` yields on this rank, its batch size and `drop_last`.
 
     It is None where that is not certain: for all but a torch `DataLoader` over a map-style dataset with torch's own
-    `BatchSampler` and with a sampler of torch or lockstep. The length of a user's own sampler may be wrong.
+    `BatchSampler` and with a sampler of torch or lockstep. The length of a user's own sampler may be wrong, and a
+    subclass of `DataLoader` with an `__iter__` of its own may leave out batches; torchdata's does not.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    if type(loader).__iter__.__module__.partition(".")[0] not in ("torch", "torchdata", "lockstep"):
         return None
     batches = loader.batch_sampler
     if type(batches) is not data.BatchSampler:

@@ -48,7 +48,7 @@ def clip_by_norm(
     Raises:
         RuntimeError: on every rank, with `error_if_nonfinite`, if the norm is not finite.
     """
-    params = list(params)
+    params, norm_type = list(params), float(norm_type)
     total = gradient_norm([param.grad for param in params if param.grad is not None], norm_type, foreach)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
@@ -82,6 +82,7 @@ def gradient_norm(gradients: Sequence[Tensor], norm_type: float = 2.0, foreach: 
     Raises:
         ValueError: `norm_type` is not above 0.
     """
+    norm_type = float(norm_type)  # torch takes "inf", too
     if not norm_type > 0:
         raise ValueError(f"`norm_type` must be above 0, but is {norm_type!r}")
     parts: dict[Sharding | None, list[Tensor]] = {}

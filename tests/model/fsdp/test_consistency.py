@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import linear
 
-from lockstep.dist import check_collectives, get_rank, init_dist
+from lockstep.dist import all_gather_object, check_collectives, get_rank, init_dist
 from lockstep.errors import CollectiveMismatchError, ConfigError, PeerError
 from lockstep.groups import resolve
 from lockstep.model import MMFullyShardedDataParallel, call_order, checkpoint_activations
@@ -305,6 +305,21 @@ def test_parameters_that_one_rank_alone_has_freed_are_told_before_ranks_wait_for
         refused(lambda: model(INPUTS), r"`parameters\(\)` and `state_dict\(\)` .* on rank 1 alone. Call them on every")
         list(model.parameters())
         model(INPUTS)
+
+
+@ranks(2)
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_a_pass_that_some_ranks_alone_end_a_window_with_is_refused_on_all(find_unused: bool):
+    model = MMFullyShardedDataParallel(nn.Linear(WIDTH, 2), find_unused_parameters=find_unused)
+
+    def backward() -> None:
+        loss = model(INPUTS).mean()
+        with model.backward_context(loss, syncs=get_rank() == 1) as prepared:
+            prepared.backward()
+
+    with pytest.raises(CollectiveMismatchError, match=r"the same backward passes under FSDP, but rank 1 alone do in"):
+        backward()
+    assert all_gather_object(get_rank()) == [0, 1]
 
 
 class Block(nn.Module):

@@ -172,11 +172,12 @@ class Consistency:
         of_params = [name in self._window for name in names]
         lost = self._writes.resolve()
         digest = zlib.crc32(
-            bytes([*of_units, *of_params, self._holds_gathered()]) + repr(sorted(lost.items())).encode()
+            bytes([*of_units, *of_params, self._holds_gathered(), reduces]) + repr(sorted(lost.items())).encode()
         )
         if not self._order.meet_in_backward(digest) or lost:
             self._refuse_freed()
             self._refuse_writes(lost)
+            self._refuse_other_ends(reduces)
             self._refuse_graphs(of_units, of_params)
         if reduces and self._find_unused:
             self._contribute_zeros()
@@ -311,6 +312,17 @@ class Consistency:
                     f"`{name}` must not be written where FSDP loses the change, but on "
                     f"{self._order.ranks_with(kind, what)} it {kind}, or use strategy 'ddp' if all ranks write the same"
                 )
+
+    def _refuse_other_ends(self, reduces: bool) -> None:
+        """Raise an error if some ranks alone reduce gradients in this pass. **Collective**: every rank of the mesh."""
+        by_rank = from_all(reduces, self._order.groups)
+        if len({*by_rank}) > 1:
+            raise CollectiveMismatchError(
+                "all ranks must reduce gradients in the same backward passes under FSDP, but "
+                f"{self._order.ranks_with(True, by_rank)} alone do in this one. Let windows of accumulation, and "
+                "no_sync(), end on all ranks with the same pass",
+                failed_ranks=self._order.unlike_most([(one,) for one in by_rank]),
+            )
 
     def _refuse_graphs(self, of_units: list[bool], of_params: list[bool]) -> NoReturn:
         """Raise an error that says which ranks reach what; all ranks know by now that there is a difference."""
