@@ -226,7 +226,8 @@ class LossScaler(GradScaler):
 
     **Collective**: every rank calls `unscale_` and `update`. **Cost**: with sharded gradients an all_reduce of 4 bytes
     per update; torch's own scaler sends as much for each dtype, but refuses a mixture of sharded and whole gradients.
-    With gradients in CPU memory, the host waits for the device.
+    With gradients in CPU memory, the host waits for the device; so it does in `step`, to know whether to skip, but for
+    fused optimizers, which read that on the device.
 
     **Source**: `torch.amp.GradScaler` (torch 2.13). Torch's `ShardedGradScaler` also overrides `_unscale_grads_`.
     """
@@ -269,12 +270,15 @@ class LossScaler(GradScaler):
             found = {found_inf.device: found_inf}
         self._flags = list(found.values())
         sharded = any(is_dtensor(param.grad) for param in params)
-        for flag in found.values():
+        skips: Tensor | None = None  # one for all devices
+        for flag in self._flags:
             if sharded:
                 all_reduce(flag, op="max")
-            if self._skipped is None:
-                self._skipped = torch.zeros_like(flag)
-            self._skipped += flag.to(self._skipped.device, non_blocking=not self._skipped.is_cpu)
+            skips = flag if skips is None else skips.maximum(flag.to(skips.device, non_blocking=not skips.is_cpu))
+        assert skips is not None
+        if self._skipped is None:
+            self._skipped = torch.zeros_like(skips)
+        self._skipped += skips.to(self._skipped.device, non_blocking=not self._skipped.is_cpu)
         return found
 
     def _look(self) -> None:
