@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
-_NO_METRICS = {"mode", "epoch", "iter", "step", "time", "data_time", "memory", "memory_mib"}
+_NO_METRICS = {"utc", "mode", "epoch", "iter", "step", "time", "data_time", "memory", "memory_mib"}
 
 
 class Task(NamedTuple):
