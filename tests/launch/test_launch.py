@@ -193,6 +193,20 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(scripts, end, code,
     assert says in err
 
 
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_script_that_ends_before_its_rank_comes_is_told_to_those_that_wait_for_it(scripts, early):
+    script = scripts.write(f"""
+        import os
+        from lockstep.dist import init_dist
+        if os.environ["RANK"] != "{early}":
+            init_dist("pytorch", timeout=300)
+    """)
+    code, _, err = scripts.run("--nproc", "3", script)
+    assert code == 1
+    assert f"error: rank {early} exited with code 0 (pid " in err
+    assert err.count("raised PeerError at") == 2
+
+
 def test_an_exit_code_counts_also_where_the_agent_had_to_stop_the_rank(scripts):
     leave = "import atexit; atexit.register(time.sleep, 60); sys.exit(3)"
     script = scripts.write(

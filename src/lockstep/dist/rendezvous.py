@@ -10,13 +10,14 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from hashlib import sha256
+from pathlib import Path
 
 from torch.distributed import DistError as TorchDistError
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from lockstep.errors import CollectiveTimeoutError, PeerError, TopologyError, ranks_in_words
 from lockstep.topology import Topology
-from lockstep.topology.environ import is_loopback
+from lockstep.topology.environ import LEFT_FILE, is_loopback
 from lockstep.watch.board import pauses
 
 LOOPBACK = "127.0.0.1"
@@ -78,7 +79,8 @@ def await_all(store: Store, topology: Topology, timeout: timedelta) -> None:
 
     Raises:
         CollectiveTimeoutError: some rank has not come in time. Rank 0 finds out which, and the others hear it.
-        PeerError: who serves the store has ended.
+        PeerError: who serves the store has ended; or the script of a rank of this node, started by lockstep's launcher,
+            has ended before the rank came.
         TopologyError: all have come, another process as this rank; or another rank has another WORLD_SIZE.
     """
     due = _SECONDS_TO_SAY
@@ -87,6 +89,13 @@ def await_all(store: Store, topology: Topology, timeout: timedelta) -> None:
         for passed in pauses(timeout.total_seconds(), _LONGEST_PAUSE):
             if store.check(["all_came"]):
                 return
+            if (left := _left(store, topology)) is not None:
+                raise PeerError(
+                    f"`init_dist` must meet all {topology.world_size} ranks, but the script of rank {left} has ended, "
+                    f"without an error, before it came ({_this_rank(topology)}). Does it return, or exit, too early "
+                    "on that rank?",
+                    rank=left,
+                )
             if passed >= due:
                 due *= 2
                 _refuse_other_sizes(store, topology)
@@ -125,6 +134,17 @@ def _come(store: Store, topology: Topology) -> None:
             f"each process must have a rank of its own, but another one has come as rank {topology.rank} of "
             f"{topology.world_size} already. Give each process its own RANK, and each job its own MASTER_PORT"
         )
+
+
+def _left(store: Store, topology: Topology) -> int | None:
+    """Return a rank of this node whose script has ended, as lockstep's launcher notes, and which has not come."""
+    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        of_node = Path(error_file).parent.parent  # torch's agent makes a folder for each local rank
+        for local in range(topology.local_size):
+            rank = topology.rank - topology.local_rank + local
+            if (of_node / str(local) / LEFT_FILE).exists() and not store.check([f"came/{rank}"]):
+                return rank
+    return None
 
 
 def _refuse_other_sizes(store: Store, topology: Topology) -> None:

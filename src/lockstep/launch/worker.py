@@ -57,6 +57,7 @@ from lockstep.launch.job import FUNCTION
 from lockstep.location import is_of_disk
 from lockstep.masking import mask_text, printable
 from lockstep.output import tolerate_closed_output, write_output_to
+from lockstep.topology.environ import LEFT_FILE
 
 # Their frames come before those of the user's script in a traceback, which leaves them out.
 _OUTER_PACKAGES = {"lockstep", "lockstep.cli", "lockstep.launch", "typer", "typer._click", "click"}
@@ -81,7 +82,6 @@ _has_left = False  # whether the script has ended without an error: what is rais
 
 def main(argv: list[str]) -> None:
     """Run the script or module in `argv`, and exit with its exit code."""
-    global _has_left
     agent, log_dir, *target = argv
     _die_with(int(agent))
     has_log = log_dir != "" and os.environ["LOCAL_RANK"] != "0"
@@ -94,12 +94,12 @@ def main(argv: list[str]) -> None:
     sys.excepthook = _record_or_show
     try:
         _run(target)
-        _has_left = True
+        _leave()
     except SystemExit as error:
         if error.code not in (None, 0):
             _record(error)
         else:
-            _has_left = True
+            _leave()
         if isinstance(error, Preempted):
             end_soon(Preempted.EXIT_CODE)
         raise
@@ -166,6 +166,15 @@ def end_soon(code: int) -> None:
 def show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an error that nothing has caught, as Python does, but without the secrets in it: a `sys.excepthook`."""
     sys.stderr.write(printable(mask_text(_formatted(error.with_traceback(trace)))))
+
+
+def _leave() -> None:
+    """Note that the script has ended without an error, also for ranks that wait for this one to join them."""
+    global _has_left
+    _has_left = True
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with suppress(OSError):
+            Path(path).with_name(LEFT_FILE).touch()
 
 
 def _die_with(agent: int) -> None:

@@ -21,6 +21,8 @@ Environment: TypeAlias = Mapping[str, str]
 LauncherName: TypeAlias = Literal["pytorch", "slurm", "mpi", "none"]
 """The launchers that are known; `"none"` is a process that no launcher started as a rank."""
 _Parsed = TypeVar("_Parsed")
+LEFT_FILE = "left"
+"""A file beside that of a rank's error, TORCHELASTIC_ERROR_FILE: the rank's script has ended without an error."""
 _NUMBER = re.compile("[0-9]{1,18}")  # Python refuses to read thousands of digits
 # Slurm's shorthand for host names and for tasks per node, which is read without `scontrol`.
 _NUMBERS = re.compile(r"\[(\d+)[\d,-]*\]")
