@@ -26,6 +26,17 @@ def test_within_a_run_its_handlers_get_everything_once(tmp_path: Path, capsys: p
     assert written == ["from a model", "from a tool", "a warning"]
 
 
+def test_the_traceback_of_a_message_is_shown_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with run_logging(open_console(prints=True), tmp_path / "log.txt") as logger:
+        try:
+            raise ValueError("no such token=abcdef123456")
+        except ValueError:
+            logger.exception("could not upload")
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert (first, last) == ("error: could not upload", "ValueError: no such token=***")
+    assert "    ValueError: no such token=***" in (tmp_path / "log.txt").read_text().splitlines()
+
+
 def test_a_narrow_terminal_breaks_lines_between_values_and_the_file_does_not(tmp_path: Path):
     line = "epoch 1/3  loss 1.1125  val/loss 1.098  val/accuracy_top1 0.34\n  indented, with two  spaces that fit"
     console = Console(file=StringIO(), force_terminal=True, width=40, soft_wrap=True)

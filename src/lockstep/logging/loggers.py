@@ -21,6 +21,7 @@ from lockstep.output import tolerate_closed_output
 _ROOT = "lockstep"
 MAY_BE_CUT = "may_be_cut"
 """The key in a message's `extra` by which a terminal that is too narrow leaves out the last values of a line."""
+_MESSAGE = logging.Formatter()  # with the traceback, if there is one
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red", logging.CRITICAL: "bold red"}
 
 
@@ -108,7 +109,7 @@ class _ConsoleHandler(logging.Handler):
         try:
             style = _STYLES.get(record.levelno, "")
             prefix = f"{record.levelname.lower()}: " if style else ""
-            text = prefix + printable(mask_text(record.getMessage(), self._secrets))
+            text = prefix + printable(mask_text(_MESSAGE.format(record), self._secrets))
             if self._console.is_terminal:
                 text = broken_between_values(text, self._console.width, getattr(record, MAY_BE_CUT, 0))
             self._console.print(Text(text, style=style))
