@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
@@ -275,6 +276,23 @@ def test_state_goes_through():
     twin.load_state_dict(other.state_dict())
     assert twin.get_lr() == {"lr": [0.7]}
     assert wrapper.get_momentum() == {"momentum": [0.0]}
+
+
+@pytest.mark.parametrize("remake", [lambda wrapper: wrapper, copy.copy, copy.deepcopy])
+def test_what_the_optimizer_alone_has_can_be_reached(remake):
+    class Averaging(torch.optim.SGD):
+        is_averaged = False
+
+        def train(self):
+            self.is_averaged = True
+
+    weight = nn.Parameter(torch.ones(1))
+    wrapper = remake(OptimWrapper(Averaging([weight], lr=1.0)))
+    wrapper.train()
+    assert wrapper.optimizer.is_averaged
+    assert wrapper.state is wrapper.optimizer.state
+    with pytest.raises(AttributeError, match="'Averaging' object has no attribute 'trian'"):
+        wrapper.trian()
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, "SGD"])

@@ -515,3 +515,19 @@ def test_weights_are_averaged_under_fsdp_after_a_validation_within_a_window(tmp_
             _ = [model(one) for one in held_out]
         model.train()
     assert session.iter == 4
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer that does not set itself up as one, as those around another one do in some packages."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.defaults, self.state = inner, inner.param_groups, {}, inner.state
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+
+
+def test_an_optimizer_that_is_not_set_up_as_one_is_refused_by_name(tmp_path):
+    model = network()
+    with session_of(tmp_path) as session, pytest.raises(ConfigError, match=r"but Around of .*test_session does not"):
+        session.prepare(model, Around(torch.optim.SGD(model.parameters(), 0.1)), loader())

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +96,14 @@ class OptimWrapper:
         self._wrapper: nn.Module | None = None  # around the model
         self._model: ModelWrapper | None = None  # the same, if it prepares backward passes
         self._with_gradient: nn.Parameter | None = None  # one that has a gradient of the window that is open
+
+    if not TYPE_CHECKING:  # a checker of types still finds names that are wrong
+
+        def __getattr__(self, name: str) -> Any:
+            """Return what the optimizer alone has, such as its `state`, or `train` of a schedule-free one."""
+            if name.startswith("_") or "optimizer" not in vars(self):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return getattr(self.optimizer, name)
 
     @property
     def accumulative_counts(self) -> int:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from lockstep.errors import ConfigError
 from lockstep.model.shards import own_shard
 from lockstep.optim import OptimWrapper
 
@@ -116,6 +117,14 @@ def guard_steps(loop: OwnLoop, wrapper: OptimWrapper, name: str | None = None) -
 
     wrapper.update_params = update  # type: ignore[method-assign]
     wrapper.backward = backward  # type: ignore[method-assign]
-    wrapper.optimizer.register_step_pre_hook(before_step)
+    try:
+        wrapper.optimizer.register_step_pre_hook(before_step)
+    except AttributeError as error:
+        kind = type(wrapper.optimizer)
+        raise ConfigError(
+            "`optimizer` must be a torch.optim.Optimizer that its own `__init__` has set up, since a Session watches "
+            f"its steps, but {kind.__name__} of {kind.__module__} does not call that. Hand in the optimizer that it "
+            "is made around, or train with a Runner"
+        ) from error
     wrapper.optimizer.register_step_post_hook(after_step)
     wrapper.optimizer.register_step_pre_hook(note_rate)
