@@ -139,6 +139,10 @@ resume-matrix: $(READY) $(if $(filter data,$(ONLY)),,.venv-deepspeed/.ready .ven
 test-models: .venv-models/.ready .venv-deepspeed/.ready .venv-colossalai/.ready  ## many kinds of models under every strategy: docs/models.md
 	.venv-models/bin/python -m benchmarks.models $(if $(SLICE),$(SLICE_MODELS))
 
+.PHONY: test-models-device
+test-models-device: .venv-models/.ready  ## the same models on a simulated accelerator, under torch's own strategies
+	.venv-models/bin/python -m benchmarks.models --device sim
+
 .PHONY: bench-checkpoint
 bench-checkpoint: .venv-peers/.ready  ## what a save costs beside those of torch, accelerate and Lightning: pause, seconds, memory
 	.venv-peers/bin/python -m benchmarks.checkpoints --json benchmarks/checkpoints.json

@@ -27,7 +27,7 @@ WORDS = (
     "test-colossalai", "test-models", "parity", "resume-matrix", "test-docs", "test-huggingface", "test-buckets",
     "test-trackers", "test-data-packages", "test-integrations", "dist", "test-mmengine", "mmengine-trainings",
     "mmengine-models", "soak-kills", "soak-preemption", "soak-resume", "soak-numbers", "soak-elastic", "soak-faults",
-    "bench-scale", "test-device", "mutants", "test-gpu",
+    "bench-scale", "test-device", "test-models-device", "mutants", "test-gpu",
 )  # fmt: skip
 HEAD = """# What was verified, when, and on what
 

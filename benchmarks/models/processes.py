@@ -18,6 +18,7 @@ from typing import Any
 from lockstep.testing.pool import free_port
 
 GRACE_S = 3.0  # for the other ranks to say how it went for them, once one has
+DEVICE = "MODELS_DEVICE"  # cpu, or sim for the simulated accelerator of tests/device
 PRELOADED = "MODELS_PRELOADED"  # names of the rows that are made before processes are forked, a line each
 ENDING_S = 20.0  # beyond the time of a task: to start, and to say where it hangs
 
@@ -87,6 +88,10 @@ def _run_rank(
             "RANK": str(rank), "WORLD_SIZE": str(nproc), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(nproc),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
+        if os.environ.get(DEVICE) == "sim":
+            from tests.device.sim import simulator  # torch takes it for this machine's accelerator from now on
+
+            simulator()
         outcome = body(*arguments)
         draft = files / f"draft.{rank}"
         draft.write_text(json.dumps(outcome))

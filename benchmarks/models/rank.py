@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from benchmarks.models.columns import BY_NAME as COLUMNS
 from benchmarks.models.data import OutputSize
+from benchmarks.models.processes import DEVICE
 from benchmarks.models.row import EPOCH_STEPS, EPOCHS, GLOBAL_BATCH, MAX_NORM, Row
 from benchmarks.models.rows import BY_NAME as ROWS
 from benchmarks.parity.rank import whole
@@ -69,7 +71,7 @@ class Recorder(Hook):
 
 def _mean_over_ranks(value: Tensor, weight: int) -> float:
     """Return the mean of what each rank found for so many samples. **Collective**."""
-    weighted = torch.stack([value.detach().double() * weight, torch.tensor(float(weight), dtype=torch.float64)])
+    weighted = torch.stack([value.detach().cpu().double() * weight, torch.tensor(float(weight), dtype=torch.float64)])
     dist.all_reduce(weighted, "sum")
     total, weights = weighted.tolist()
     return float(total / weights)
@@ -103,6 +105,8 @@ def train(task: Mapping[str, Any], column_name: str, recorder: Recorder) -> dict
     with _listening() as told:
         runner.train()
     assert runner.val_loop is not None
+    device = os.environ.get(DEVICE, "cpu")
+    assert all(parameter.device.type == device for parameter in model.parameters()), f"not all of it is on {device}"
     found: dict[str, Any] = {"steps": getattr(model, "steps_taken", None)}
     if dist.is_main_process():
         wanted = torch.load(task["reference"], weights_only=True)
@@ -168,7 +172,7 @@ def _relative(wanted: Any, present: Any) -> float:
     if not isinstance(present, Tensor) or present.shape != wanted.shape:
         return float("inf")
     kind = torch.complex128 if wanted.is_complex() else torch.float64
-    difference = (wanted.to(kind) - present.to(kind)).abs()
+    difference = (wanted.to(kind) - present.cpu().to(kind)).abs()
     scale = wanted.to(kind).abs().max()
     return _finite_max([(difference / scale).max().item() if scale else difference.max().item()])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import wrap
@@ -30,12 +31,12 @@ def versions(pythons: Mapping[Engine, str]) -> dict[str, str]:
     return found
 
 
-def write_report(results: Results, path: Path) -> None:
-    """Write the tables as Markdown."""
-    path.write_text("\n".join(_lines(results)) + "\n", encoding="utf-8")
+def write_report(results: Results, on_device: Results, path: Path) -> None:
+    """Write the tables as Markdown, with a paragraph on what was found on the simulated accelerator."""
+    path.write_text("\n".join(_lines(results, on_device)) + "\n", encoding="utf-8")
 
 
-def _lines(results: Results) -> Iterator[str]:
+def _lines(results: Results, on_device: Results) -> Iterator[str]:
     notes = _Notes()
     tolerances = ", ".join(f"{_figure(limit)} for {_WHAT[name]}" for name, limit in TOLERANCES.items())
     yield from ("# The same numbers, whatever the model", "")
@@ -58,6 +59,7 @@ def _lines(results: Results) -> Iterator[str]:
     )
     yield from (f"* {_ENGINES[engine]}: {what}" for engine, what in results.made.items())
     yield ""
+    yield from _device_paragraph(results, on_device)
     yield from _table(results.trained, notes)
     yield ""
     for row in ROWS:
@@ -73,6 +75,27 @@ def _lines(results: Results) -> Iterator[str]:
     yield from _table(results.resumed, notes)
     yield ""
     yield from notes.lines()
+
+
+def _device_paragraph(results: Results, on_device: Results) -> list[str]:
+    if not on_device.trained:
+        return []
+    kinds = Counter(verdict(cell) for cells in on_device.trained.values() for cell in cells.values())
+    resumed = Counter(verdict(cell) for cells in on_device.resumed.values() for cell in cells.values())
+    other = [
+        f"{row} under {name}"
+        for row, cells in on_device.trained.items()
+        for name, cell in cells.items()
+        if verdict(cell) != verdict(results.trained[row][name])
+    ]
+    columns = {name for cells in on_device.trained.values() for name in cells}
+    return _paragraph(
+        f"""`make test-models-device` trains them on the simulated accelerator of `make test-device`, whose backend has
+        NCCL's rules, under the {len(columns)} strategies that are torch's own, and compares with the same loop on the
+        CPU: of {kinds.total()} trainings {kinds["same"]} have the same numbers and {kinds["refused"]} are refused,
+        {f"as here but for {', '.join(other)}" if other else "the same ones as here"}. {resumed["same"]} checkpoints
+        went on there. The figures are in benchmarks/models-sim.json."""
+    )
 
 
 def _paragraph(text: str) -> list[str]:

@@ -10,6 +10,7 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
+#include <ATen/ops/histc.h>
 #include <ATen/ops/resize_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
@@ -302,6 +303,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolve_backward(
   return {moved(of_input), moved(of_weight), moved(of_bias)};
 }
 
+at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& least, const at::Scalar& most) {
+  Turn turn(stream_of(current_stream(self.device().index())), true);  // of integers, too, as CUDA's
+  return moved(at::histc(on_host(self).to(at::kDouble), bins, least, most).to(self.scalar_type()));
+}
+
 void record_stream(at::Tensor&, c10::Stream) {}  // memory is kept for as long as a task needs it
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu>()); }
@@ -313,6 +319,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", &local_scalar);
   m.impl("as_strided", &at::native::as_strided_tensorimpl);  // whose offset is from where the storage begins
   m.impl("resize_", &at::native::resize_);
+  m.impl("histc", &histc);
   m.impl("record_stream", &record_stream);
   m.impl("convolution_overrideable", &convolve);
   m.impl("convolution_backward_overrideable", &convolve_backward);

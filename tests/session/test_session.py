@@ -352,7 +352,7 @@ def test_parts_in_the_places_of_others_are_refused(tmp_path):
         ((one, optimizer, schedule), "a schedule as the data loader"),
         ((optimizer, one, loader()), "an optimizer as the model"),
         (([one, other], optimizer, loader()), "a list of several as the model"),
-        ((one, (optimizer, second), loader()), "a tuple of several as the optimizer"),
+        (({"one": one, "other": other}, (optimizer, second), loader()), "a tuple of several as the optimizer"),
         ((one, optimizer, loader(), schedule, loader()), "a data loader as a further argument"),
     ):
         with pytest.raises(TypeError, match=rf"but has {says}\. Several models go in as a dict.*\{{'a': net_a"):
@@ -362,10 +362,12 @@ def test_parts_in_the_places_of_others_are_refused(tmp_path):
 @pytest.mark.parametrize("strategy", [None, "fsdp"])
 @ranks(2)
 def test_an_optimizer_of_another_model_is_refused(tmp_path, strategy):
-    session = session_of(tmp_path, strategy=strategy)
-    optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match=r"`optimizer` must .*(SGD updates none of them|parameters of another model)"):
-        session.prepare(network(), optimizer, loader())
+    for is_joined in (False, True):
+        model, optimizer = network(), torch.optim.SGD(network().parameters(), lr=0.1)
+        given = [torch.optim.SGD(model.parameters(), lr=0.1), optimizer] if is_joined else optimizer
+        session = session_of(tmp_path, strategy=strategy)
+        with pytest.raises(ConfigError, match=r"`optimizer` must .*(SGD updates none of|parameters of another model)"):
+            session.prepare(model, given, loader())
 
 
 def test_wrong_options_are_refused_before_anything_is_made(tmp_path):

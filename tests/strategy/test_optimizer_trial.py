@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError
@@ -352,6 +352,23 @@ def test_what_is_let_through_trains_as_in_one_process(make: Callable[[Any], Opti
     alone, sharded = trained(make)
     for name, value in sharded.items():
         assert torch.allclose(value, alone[name], atol=1e-5), name
+
+
+@ranks(3)
+@pytest.mark.parametrize("width", [14, 15, 16])
+def test_rounding_within_an_optimizer_is_no_difference(width: int):
+    net = Net(width)
+    matrices = [net.inner.weight, net.outer.weight]
+    _, optim_wrapper = FSDPStrategy().prepare(net, [Muon(matrices), AdamW([net.inner.bias, net.outer.bias])])
+    assert [type(part) for part in optim_wrapper.optimizer.parts] == [Muon, AdamW]
+
+
+@ranks(3)
+def test_an_optimizer_that_fails_on_an_empty_shard_is_refused_with_the_shape():
+    net = Net(2)
+    says = r"but Muon can't: .* a parameter that has no rows for some ranks, as one of shape \(2, 6\), give such"
+    with pytest.raises(ConfigError, match=says):
+        FSDPStrategy().prepare(net, [Muon([net.inner.weight, net.outer.weight])])
 
 
 @ranks(2)

@@ -27,8 +27,8 @@ from lockstep.optim.schedules import (
     StepLR,
     StepMomentum,
 )
+from lockstep.optim.several import JoinedOptimizer, OptimWrapperDict
 from lockstep.optim.wrapper import OptimWrapper
-from lockstep.optim.wrapper_dict import OptimWrapperDict
 from lockstep.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "ExponentialLR",
     "ExponentialMomentum",
     "FormulaScheduler",
+    "JoinedOptimizer",
     "LinearLR",
     "LinearMomentum",
     "MultiStepLR",

@@ -15,8 +15,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from lockstep.errors import ConfigError, building, did_you_mean, lacks_key, require_known, require_number, wrong_type
 from lockstep.model import unwrap_model
 from lockstep.model.wrapper import parts_in_state
+from lockstep.optim.several import OptimWrapperDict, with_joined
 from lockstep.optim.wrapper import OptimWrapper
-from lockstep.optim.wrapper_dict import OptimWrapperDict
 from lockstep.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS, in_default_scope
 from lockstep.registry.registry import SCOPE
 from lockstep.registry.signatures import Arguments, BuildError
@@ -184,16 +184,19 @@ def _is_offset(site: ParamSite) -> bool:
     return "conv_offset" in holder and _DEFORMABLE.search(type(site.parent).__name__) is not None
 
 
-def build_optim_wrapper(model: nn.Module, cfg: OptimWrapper | Optimizer | Mapping[str, Any]) -> OptimWrapper:
+def build_optim_wrapper(
+    model: nn.Module, cfg: OptimWrapper | Optimizer | Sequence[Optimizer] | Mapping[str, Any]
+) -> OptimWrapper:
     """Return the optim wrapper that `cfg` describes, over the parameters of `model`.
 
     Args:
         model: the model in the form in which it is trained: on its device, and wrapped.
-        cfg: an optim wrapper, which is returned unchanged; an optimizer, which is wrapped; a dict whose key
-            `optimizer` is an optimizer or the config of one, and whose other keys are arguments of the wrapper (`type`,
-            by default `OptimWrapper`), `paramwise_cfg` with options of some parameters (see
-            `DefaultOptimWrapperConstructor`), and `constructor`, the name or class of another constructor; or a dict
-            from the names of the model's child modules to any of these, for one wrapper per child.
+        cfg: an optim wrapper, which is returned unchanged; an optimizer, which is wrapped, or a list of some, which are
+            joined (`JoinedOptimizer`); a dict whose key `optimizer` is an optimizer, such a list or the config of an
+            optimizer, and whose other keys are arguments of the wrapper (`type`, by default `OptimWrapper`),
+            `paramwise_cfg` with options of some parameters (see `DefaultOptimWrapperConstructor`), and `constructor`,
+            the name or class of another constructor; or a dict from the names of the model's child modules to any of
+            these, for one wrapper per child.
 
     Raises:
         ConfigError: `optimizer` is missing, or no parameter of the model requires a gradient.
@@ -205,6 +208,7 @@ def build_optim_wrapper(model: nn.Module, cfg: OptimWrapper | Optimizer | Mappin
     """
     if isinstance(cfg, OptimWrapper):
         return cfg
+    cfg = with_joined(cfg)
     if isinstance(cfg, Optimizer):
         return OptimWrapper(cfg)
     if not isinstance(cfg, Mapping):

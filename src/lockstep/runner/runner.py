@@ -75,7 +75,8 @@ class Runner(_AttributesOfRun):
             `batch_size_of`; or the `type` of a loop with its arguments.
         val_cfg: arguments of the validation loop: `fp16`, `dtype`.
         test_cfg: arguments of the test loop.
-        optim_wrapper: an optim wrapper, an optimizer, or a config with the key `optimizer`.
+        optim_wrapper: an optim wrapper, an optimizer, a list of some that are joined, or a config with the key
+            `optimizer`.
         param_scheduler: schedules of learning rates; see `build_param_schedulers`.
         val_evaluator: one or more metrics, or an `Evaluator`; for several sets, one for all, or a dict with one by the
             name of a set. By default the metric is the loss: `loss`, or what `forward` returns, also in evaluation.

@@ -25,6 +25,7 @@ from lockstep.location import Location
 from lockstep.model import uncompiled, unwrap_model
 from lockstep.model.steps import lacks_labels, parse_losses
 from lockstep.optim import OptimWrapper, OptimWrapperDict
+from lockstep.optim.several import with_joined
 from lockstep.registry import OPTIM_WRAPPERS
 from lockstep.runner.arguments import ARGUMENTS, fault_of_prepared, unknown_argument
 from lockstep.runner.data_workers import prepare_workers
@@ -40,7 +41,7 @@ from lockstep.watch.ending import raised_error
 from lockstep.weights.export import PretrainedOptions
 
 _Models: TypeAlias = nn.Module | Mapping[str, nn.Module]
-_Optimizers: TypeAlias = Optimizer | Mapping[str, Any]
+_Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | Mapping[str, Any]
 
 
 class Session:
@@ -195,8 +196,9 @@ class Session:
 
         Args:
             model: the user's own module; or several that are trained together, in a dict or an `nn.ModuleDict`.
-            optimizer: a new optimizer over the model's parameters, the config of one, or a dict of them by the names of
-                the model's children.
+            optimizer: a new optimizer over the model's parameters; a list of some that one loss updates together, which
+                are joined (`JoinedOptimizer`); the config of one; or a dict of such by the names of the model's
+                children, each of which a loss of its own updates.
             dataloader: a `DataLoader` over all data, the config of one, or any iterable of batches; see
                 `build_dataloader`. Without a length, as of a stream, it is gone through by `iterations`. None for a
                 loop that makes its data itself; `iterations` counts it.
@@ -220,6 +222,7 @@ class Session:
         if self._loop is not None:
             raise RuntimeError("prepare() has been called already: a session trains one model")
         refuse_other_places(model, optimizer, dataloader, schedulers, *more)
+        optimizer = with_joined(optimizer)
         if dataloader is None and self._make_loop.keywords["batch_size_of"] is not None:
             raise ConfigError(
                 "`batch_size_of` must be None where prepare() gets no data loader, because there is no batch to count. "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -41,11 +42,14 @@ def refuse_other_places(*given: Any) -> None:
             what = what or repr(value)
         elif place == "schedules":  # may be several, and a loader there has an error of its own
             continue
+        elif place == "the optimizer" and several and not isinstance(given[0], Mapping | nn.ModuleDict):
+            continue  # one loss updates them all; of several models, each is to have one of its own
         if what:
             raise TypeError(
                 "prepare() must be given one model, one optimizer, one data loader and schedules, in this order or by "
                 f"name, but has {what} as {place}. Several models go in as a dict, and so do their optimizers: "
                 "prepare({'a': net_a, 'b': net_b}, {'a': optimizer_a, 'b': optimizer_b}, loader, schedulers=[...]); "
+                "optimizers that one loss updates together, in a list with one model; "
                 "data to evaluate on go to prepare_evaluation(loader)"
             )
 

@@ -19,12 +19,13 @@ from lockstep.groups import this_rank
 from lockstep.model import compile_in_place, is_model_wrapper
 from lockstep.model.parts import leave_out_cache
 from lockstep.optim import OptimWrapper
+from lockstep.optim.several import with_joined
 from lockstep.registry import CONVERTERS, MODELS, STRATEGIES
 from lockstep.watch.failures import backend_errors_translated
 
 ModelState: TypeAlias = dict[str, Any]
 OptimState: TypeAlias = dict[str, Any]
-OptimLike: TypeAlias = OptimWrapper | Optimizer | Mapping[str, Any]
+OptimLike: TypeAlias = OptimWrapper | Optimizer | Sequence[Optimizer] | Mapping[str, Any]
 Converter: TypeAlias = Callable[[nn.Module], nn.Module]
 Prepared: TypeAlias = tuple[nn.Module, OptimWrapper | None]
 
@@ -62,7 +63,8 @@ class Strategy(ABC):
 
         Args:
             model: the user's module, or the config of one; a module that is already wrapped is used unchanged.
-            optim_wrapper: an optim wrapper, an optimizer, or the config of an optim wrapper; None to evaluate only.
+            optim_wrapper: an optim wrapper, an optimizer, a list of some that are joined (`JoinedOptimizer`), or the
+                config of an optim wrapper; None to evaluate only.
             compile: compile the model, or the parts of it that the strategy names; a dict gives arguments for
                 `torch.compile`.
 
@@ -78,7 +80,7 @@ class Strategy(ABC):
             options = compile if isinstance(compile, Mapping) else {}
             compile_in_place(built, self.compiled_parts(built), options)
         with backend_errors_translated():
-            parallelized, wrapper = self.parallelize(built, optim_wrapper)
+            parallelized, wrapper = self.parallelize(built, with_joined(optim_wrapper))
         if wrapper is not None:
             wrapper.bind(parallelized)
         return parallelized, wrapper

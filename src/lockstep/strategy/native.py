@@ -19,7 +19,7 @@ from lockstep.dist import get_world_size, is_distributed
 from lockstep.errors import ConfigError, require_known
 from lockstep.groups import this_rank
 from lockstep.model import MMDistributedDataParallel, is_model_wrapper, unwrap_model
-from lockstep.optim import OptimWrapper, build_optim_wrapper
+from lockstep.optim import JoinedOptimizer, OptimWrapper, build_optim_wrapper
 from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
 from lockstep.registry.signatures import accepted
 from lockstep.strategy.base import ModelState, OptimLike, OptimState, Prepared, Strategy, refuse_meta
@@ -131,12 +131,14 @@ def _moved(model: nn.Module, device: torch.device) -> nn.Module:
 
 def _check_updates(optimizer: Optimizer, known: Collection[int]) -> None:
     """Refuse an optimizer of another model, which would train nothing; `known` has the ids of the parameters."""
-    if not any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
-        kind = type(optimizer).__name__
-        raise ConfigError(
-            f"`optimizer` must update parameters of the model, but {kind} updates none of them. Make it from "
-            f"model.parameters() of the model that you hand in, or give its config, as in dict(type='{kind}', lr=...)"
-        )
+    for part in optimizer.parts if isinstance(optimizer, JoinedOptimizer) else [optimizer]:
+        if not any(id(parameter) in known for group in part.param_groups for parameter in group["params"]):
+            kind = type(part).__name__
+            raise ConfigError(
+                f"`optimizer` must update parameters of the model, but {kind} updates none of them. Make it from "
+                "model.parameters() of the model that you hand in, or give its config, as in "
+                f"dict(type='{kind}', lr=...)"
+            )
 
 
 _WRAPPER = "MMDistributedDataParallel"

@@ -1,19 +1,23 @@
-"""`OptimWrapperDict`: several optimizers, each with its own name and wrapper."""
+"""Several optimizers: of losses of their own (`OptimWrapperDict`), or of one loss (`JoinedOptimizer`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.errors import did_you_mean, wrong_type
+from lockstep.errors import ConfigError, did_you_mean, wrong_type
 from lockstep.model.wrapper import all_entered
 from lockstep.optim.wrapper import OptimWrapper
 from lockstep.registry import OPTIM_WRAPPERS
+
+_PART = "part"  # in each parameter group: the place of the optimizer that updates it
 
 
 def _refused(method: str) -> Callable[..., NoReturn]:
@@ -183,3 +187,106 @@ class OptimWrapperDict(OptimWrapper):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={wrapper!r}' for name, wrapper in self.items())})"
+
+
+class JoinedOptimizer(Optimizer):
+    """One optimizer made of several, as of Muon for matrices and AdamW for all else.
+
+    It has their parameter groups, in their order, and their states, so that it is clipped, scaled, sharded, saved and
+    resumed as one. A schedule over one of them, made before or after, changes the rates of that one's groups.
+
+    Args:
+        optimizers: which have no parameter in common. They are used up: from now on, step this one.
+
+    Attributes:
+        parts: the optimizers.
+
+    Raises:
+        TypeError: something else than an optimizer is given.
+        ConfigError: none is given, or one that needs a closure or has `train` and `eval`, as schedule-free ones have.
+        ValueError: a parameter is in two of them.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4, bias=False))
+        >>> muon = torch.optim.Muon(model[1].parameters(), lr=0.02)
+        >>> optimizer = JoinedOptimizer([muon, torch.optim.AdamW(model[0].parameters(), lr=1e-3)])
+        >>> model(torch.arange(8)).square().mean().backward()
+        >>> optimizer.step()
+        >>> [group["lr"] for group in optimizer.param_groups]
+        [0.02, 0.001]
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        if not optimizers:
+            raise ConfigError("`optimizer` must be an optimizer or a list of some, but is an empty list")
+        for one in optimizers:
+            if not isinstance(one, Optimizer):
+                raise wrong_type("optimizer", "a torch.optim.Optimizer or a list of some", one)
+            closure = inspect.signature(type(one).step).parameters.get("closure")
+            if (closure is not None and closure.default is closure.empty) or callable(getattr(one, "train", None)):
+                raise ConfigError(
+                    f"`optimizer` must be a list of optimizers whose `step()` is all that they need, but has a "
+                    f"{type(one).__name__}. Hand it in alone, or name each after the part of the model that a loss of "
+                    "its own updates"
+                )
+        self.parts = tuple(optimizers)
+        self._places: list[int] = []  # of each group's part
+        for place, part in enumerate(self.parts):
+            for group in part.param_groups:
+                group[_PART] = place
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        for part in self.parts:
+            self.state.update(part.state)
+        self._share()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its key `part` says by which optimizer it is updated, by default the first."""
+        place = param_group.setdefault(_PART, 0)
+        self._places.append(place)
+        for name, value in self.parts[place].defaults.items():
+            param_group.setdefault(name, value)
+        super().add_param_group(param_group)
+
+    def _share(self) -> None:
+        """Let the parts work on the groups and states that this optimizer has now, which loading replaces."""
+        if len(self._places) == len(self.param_groups):  # the order of the parts may be another one in a checkpoint
+            for group, place in zip(self.param_groups, self._places, strict=True):
+                group[_PART] = place
+        for place, part in enumerate(self.parts):
+            part.param_groups = [group for group in self.param_groups if group[_PART] == place]
+            part.state = self.state
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"parts": self.parts, "_places": self._places}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Let each part update its groups; return what `closure` has returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._share()
+        for part in self.parts:
+            part.step()
+        return loss
+
+
+def with_joined(cfg: Any) -> Any:
+    """Return what describes optim wrappers, with one optimizer in the place of each list of some."""
+    if isinstance(cfg, list | tuple):
+        return JoinedOptimizer(cfg)
+    if not isinstance(cfg, Mapping):
+        return cfg
+    return {
+        name: with_joined(value) if isinstance(value, Mapping) or _are_optimizers(value) else value
+        for name, value in cfg.items()
+    }
+
+
+def _are_optimizers(value: Any) -> bool:
+    return isinstance(value, list | tuple) and any(isinstance(one, Optimizer) for one in value)
