@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -89,9 +90,10 @@ def _run_rank(
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
         if os.environ.get(DEVICE) == "sim":
-            from tests.device.sim import simulator  # torch takes it for this machine's accelerator from now on
+            sys.path.append(str(Path(__file__).parents[2] / "tests" / "device"))
+            from sim import simulator
 
-            simulator()
+            simulator()  # torch takes it for this machine's accelerator from now on
         outcome = body(*arguments)
         draft = files / f"draft.{rank}"
         draft.write_text(json.dumps(outcome))

@@ -320,6 +320,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("as_strided", &at::native::as_strided_tensorimpl);  // whose offset is from where the storage begins
   m.impl("resize_", &at::native::resize_);
   m.impl("histc", &histc);
+  // torch's own for devices that it doesn't know takes no channels-last memory.
+  m.impl("native_group_norm", torch::CppFunction::makeFromBoxedFunction<&on_cpu>());
   m.impl("record_stream", &record_stream);
   m.impl("convolution_overrideable", &convolve);
   m.impl("convolution_backward_overrideable", &convolve_backward);

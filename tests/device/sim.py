@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import sync_batch_norm
 import torch
 import torch.distributed as torch_dist
 from torch.utils.cpp_extension import load
@@ -47,6 +48,7 @@ def simulator() -> Any:
     torch._register_device_module("sim", module)
     torch.utils.generate_methods_for_privateuse1_backend()
     torch_dist.Backend.register_backend("simccl", _group, devices=["sim"])
+    sync_batch_norm.register()
     return native
 
 
