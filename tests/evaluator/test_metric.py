@@ -12,8 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
-from lockstep.dataset import DefaultSampler
+from lockstep import Runner
+from lockstep.dataset import DefaultSampler, ShardedSampler
 from lockstep.dist import all_reduce, get_rank, get_world_size
 from lockstep.errors import PeerError
 from lockstep.evaluator import Accuracy, BaseMetric, Evaluator, LossMetric, Perplexity, format_metrics
@@ -355,3 +357,50 @@ def test_a_list_has_one_entry_for_each_sample_and_a_tuple_parts(size):
     for wrong in ([rows] * (size + 1), (rows, torch.tensor(1.0))):
         with pytest.raises(TypeError, match=r"a tuple of these alone, a dict with some, or a list with one entry"):
             per_sample(wrong, size)
+
+
+@pytest.mark.parametrize("count", [15, 16, 17])
+@ranks(2, 3)
+def test_batches_that_ranks_take_in_turns_count_each_sample_once(count: int, tmp_path: Path) -> None:
+    """Where the first ones are repeated, so that all ranks have equally many, whatever a metric keeps of a batch."""
+    labels = torch.arange(count) % 3
+    scores = torch.nn.functional.one_hot(torch.where(torch.arange(count) < 4, (labels + 1) % 3, labels), 3).float()
+    data = TensorDataset(scores, labels)
+    sampler = ShardedSampler(BatchSampler(SequentialSampler(data), 4, drop_last=False), round_up=True)
+    runner = Runner(
+        FirstOfTwo(),
+        tmp_path / "run",
+        val_dataloader=DataLoader(data, batch_sampler=sampler),
+        val_evaluator=[Accuracy(), PerSample()],
+        log_level="ERROR",
+    )
+    found = runner.val()
+    assert found == pytest.approx({"accuracy": 100 * (count - 4) / count, "per_sample": 100 * (count - 4) / count})
+
+
+class FirstOfTwo(torch.nn.Module):
+    def forward(self, scores, labels):
+        return scores
+
+
+class PerSample(BaseMetric):
+    """Keeps a result of each sample, as most metrics do."""
+
+    def process(self, data_batch, data_samples):
+        scores, labels = data_batch
+        self.results += (scores.argmax(1) == labels).tolist()
+
+    def compute_metrics(self, results):
+        return {"per_sample": 100 * sum(results) / len(results)}
+
+
+def test_labels_that_are_no_class_are_wrong() -> None:
+    metric = Accuracy(topk={1, 2})
+    scores = torch.tensor([[0.1, 0.9, 0.0], [0.9, 0.1, 0.0], [0.0, 0.4, 0.6], [0.9, 0.1, 0.0]])
+    metric.process(None, (scores, torch.tensor([1.0, 0.5, 2.0, 7.0])))
+    assert metric.evaluate(4) == {"accuracy/top1": 50.0, "accuracy/top2": 50.0}
+
+
+def test_scores_that_are_no_tensor_are_named() -> None:
+    with pytest.raises(TypeError, match="but the scores that it found are a list, and no tensor"):
+        Accuracy().process(None, {"scores": [[0.1, 0.9]], "labels": torch.tensor([1])})

@@ -22,7 +22,6 @@ from lockstep.errors import ConfigError, Preempted
 from lockstep.hooks import Hook
 from lockstep.runner import load_checkpoint, preemption
 from lockstep.testing import ranks
-from lockstep.watch.watch import side_store
 
 X = torch.ones(12, 4)
 
@@ -187,8 +186,9 @@ def test_a_rank_that_fails_alone_waits_for_the_others_only_for_a_while():
         monkeypatch.setattr(preemption, "_SECONDS_TO_MEET", 0.2)
         assert get_rank() == 0 or not preemption.ranks_meet()
     barrier()
-    if get_rank() == 0:  # its place is taken
-        side_store().add("meeting/0", 1)
+    if get_rank() == 0:
+        assert not preemption.ranks_meet()  # too late: the other has given up, and is gone
+    barrier()
     assert preemption.ranks_meet()
 
 

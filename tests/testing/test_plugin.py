@@ -188,6 +188,7 @@ def test_start_up_can_be_tested_with_fresh_ranks(pytester: pytest.Pytester) -> N
     [
         ("@ranks()\ndef test_it(): pass", "*ValueError: `sizes` must name at least one*"),
         ("@ranks(0)\ndef test_it(): pass", "*ConfigError: `sizes` must be an int of at least 1*"),
+        ("@ranks(2)\ndef test_it(n_ranks): pass", "*TypeError: 'test_it' must not have a parameter 'n_ranks'*"),
         ("@ranks(2, warnings='off')\ndef test_it(): pass", "*invalid action: 'off'*"),
     ],
 )
@@ -297,6 +298,27 @@ def test_a_session_can_demand_a_number_of_rank_tests(
     assert result.ret == code
     complaint = "rank tests: only 2 passed, but --min-rank-tests asks for 3"
     assert (complaint in result.outlines) == (least == 3)
+
+
+@pytest.mark.parametrize("option", ["--collect-only", "--setup-only", "--setup-plan"])
+def test_a_session_that_is_to_run_no_test_lacks_none(pytester: pytest.Pytester, option: str) -> None:
+    write(pytester, "@ranks(2)\ndef test_it(): pass")
+    result = pytester.runpytest_subprocess(option)
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.no_fnmatch_line("*rank tests*")
+
+
+def test_what_other_plugins_note_of_a_test_is_theirs(pytester: pytest.Pytester) -> None:
+    write(
+        pytester,
+        """
+        def test_it(request, record_property):
+            record_property("ranks", 4)
+            request.node.user_properties.append(("a", "b", "c"))
+        """,
+    )
+    result = pytester.runpytest_subprocess("--min-rank-tests=1")
+    result.stdout.fnmatch_lines(["*only 0 passed, but --min-rank-tests asks for 1*", "*1 passed*"])
 
 
 def test_a_session_without_tests_has_too_few_as_well(pytester: pytest.Pytester) -> None:

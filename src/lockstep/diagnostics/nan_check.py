@@ -99,8 +99,8 @@ class NaNCheckHook(Hook):
     def _check_in_parts(self, runner: Run) -> Iterator[None]:
         """Check the losses in three parts, between which training goes on; raise an error if any rank has a fault.
 
-        The first `next` begins to copy the losses to the host, the second begins to exchange the result, and the end
-        of the iteration waits for it.
+        The first `next` begins to copy the losses to the host, the second begins to exchange the result, and the
+        third waits for it.
         """
         losses = _losses_in(self._seen)
         self._seen.clear()

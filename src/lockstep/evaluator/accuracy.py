@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class Accuracy(BaseMetric):
 
     def __init__(self, topk: int | Sequence[int] = 1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        ks = topk if isinstance(topk, Sequence) else (topk,)
+        ks = tuple(topk) if isinstance(topk, Iterable) else (topk,)
         self._names = {k: "accuracy" if isinstance(topk, int) else f"accuracy/top{k}" for k in ks}
         if not self._names or not all(type(k) is int and k >= 1 for k in self._names):
             raise ValueError(f"`topk` must be an int of at least 1, or several of them, but is {topk!r}")
@@ -79,16 +80,19 @@ class Accuracy(BaseMetric):
         if most > scores.shape[1]:
             raise ValueError(f"`topk` must be at most {scores.shape[1]}, the number of classes, but is {most}")
         # Among equal scores the first counts as the highest, as for argmax. A NaN counts as higher than all others;
-        # of the label itself it is wrong, and so is a label that is no class.
+        # of the label itself it is wrong, and so is a label that is no class, such as 0.5.
         classes = torch.arange(scores.shape[1], device=scores.device)
-        label = labels.long().unsqueeze(1)
-        known = label.clamp(0, scores.shape[1] - 1)
+        label = labels.unsqueeze(1)
+        known = label.long().clamp(0, scores.shape[1] - 1)
         own = scores.gather(1, known)
         place = (~(scores <= own)).sum(1) + ((scores == own) & (classes < known)).sum(1)
         self.results.append(torch.where((known == label).squeeze(1), place.clamp(max=most), most))
 
     def evaluate(self, size: int | None) -> dict[str, Any]:
         """Return the percentages over all ranks; see `BaseMetric.evaluate`."""
+        if self.batch_ends is not None:  # counted in results of batches
+            ends = [0, *accumulate(map(len, self.results))]
+            self.batch_ends = [ends[end] for end in self.batch_ends]
         if self.results:
             self.results = torch.cat(self.results).tolist()
         return super().evaluate(size)
@@ -116,6 +120,8 @@ def scores_and_labels(data_batch: Any, data_samples: Any) -> tuple[Tensor, Tenso
         labels = data_batch[-1]
     if not isinstance(scores, Tensor) or labels is None:
         lacking = f"the model predicted {type(data_samples).__name__}"
+        if scores is not None and scores is not data_samples and not isinstance(scores, Tensor):
+            lacking = f"the scores that it found are a {type(scores).__name__}, and no tensor"
         if isinstance(scores, Tensor):
             batch = f"has only {', '.join(map(str, data_batch))}" if isinstance(data_batch, Mapping) else "has none"
             lacking = f"no labels are there: neither the prediction has them, nor the batch, which {batch}"

@@ -244,7 +244,8 @@ class TrainLoop(ABC):
     def _stop_if_asked(self) -> None:
         """Let the ranks stop here, if that was asked for and no gradients wait for their update.
 
-        Windows of several optimizers may never be closed at once: after two of the longest, their gradients are lost.
+        There may be no iteration after which the windows of several optimizers are all closed: after two of the
+        longest, their gradients are lost.
         """
         wrapper = self.runner.optim_wrapper
         if wrapper.has_open_window:
@@ -306,7 +307,7 @@ class TrainLoop(ABC):
 
         The number of states counts, too: an optimizer that writes into `parameter.data` leaves no other trace.
         """
-        writes = sum(parameter._version for parameter in unwrap_model(self.runner.model).parameters())
+        writes = sum(own._version for own in unwrap_model(self.runner.model).parameters() if not own.is_inference())
         return writes + sum(len(optimizer.state) for optimizer in self.runner.optim_wrapper.optimizers)
 
     def _begin_iter(self, batch_idx: int, batch: Batch) -> None:
@@ -450,7 +451,7 @@ class EpochBasedTrainLoop(TrainLoop):
         while self.epoch < self.max_epochs and not self._is_stopped():
             begin, end = self.epoch_begin, self.epoch_end
             self._run_epoch()
-            self._is_stopped()  # which the validation asks for
+            self._is_stopped()  # whether the validation that follows is the last one depends on it
             self._validate_if_due(self.epoch, self.max_epochs)
             self._check_length(self.epoch_begin - begin, (end or 0) - begin)
         self._end_training()

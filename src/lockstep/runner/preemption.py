@@ -2,10 +2,10 @@
 
 A signal may reach any rank, and a save in the background may fail. The ranks agree on where to stop through the store
 at which they met, not by a collective: an iteration costs a counter, and nothing is sent before something is asked.
-Each rank counts the points that it passes, which are iterations of the training and batches of validations, and
-announces a point before it begins it. When a stop is asked for, each rank publishes the point that it announced last,
-and waits before the next one. All go on to the highest of these points, and stop there. Since a rank announces a point
-before it asks, none goes beyond it. Where a rank is silent for a minute, none stops, and the next round begins.
+Each rank counts the points that it passes, which are iterations of the training and batches of validations: it notes a
+point, in its own memory, before it begins it. When a stop is asked for, each rank publishes the point that it noted
+last, and waits before the next one. All go on to the highest of these points, and stop there. Since a rank notes a
+point before it asks, none goes beyond it. Where a rank is silent for a minute, none stops, and the next round begins.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SECONDS_TO_AGREE = 60.0
 _LONGEST_PAUSE = 0.25  # between two looks at the store
 _SECONDS_TO_MEET = 5.0
 _SECONDS_OF_A_PRESS = 0.3  # in which one Ctrl-C may reach a process twice: from the terminal, and from its parent
-_NOT = "not"  # the verdict that no rank stops
+_NOT, _MET = "not", "met"  # verdicts: no rank stops, or not all have met; all have
 _EVALUATION = 2**32  # more than an evaluation has batches
 _NEVER = 2**62
 _NO_FD = -1
@@ -49,7 +49,7 @@ class Agreement:
     Several ranks agree through the store, at which a thread of each rank waits for requests.
 
     Attributes:
-        point: the point that this rank has announced last.
+        point: the point that this rank has noted last.
         is_open: whether a stop can be asked for.
         has_stopped: whether the training has been stopped here.
     """
@@ -136,7 +136,7 @@ class Agreement:
             raise Preempted(reason)
 
     def _close(self) -> None:
-        """End the thread; this rank announces no further point."""
+        """End the thread; this rank notes no further point."""
         self._closing.set()
         with suppress(Exception):
             store = side_store()
@@ -219,15 +219,22 @@ def _tell(reason: str, last: int) -> None:
 
 
 def ranks_meet() -> bool:
-    """Return whether all ranks come here within some seconds. Unlike in a collective, none waits for one that fails."""
+    """Return whether all ranks come here within some seconds, the same on every rank that comes, also too late.
+
+    Unlike in a collective, none waits for one that fails.
+    """
     _, world_size = get_dist_info()
     if world_size == 1:
         return True
     with suppress(Exception):  # there is no store, or it is gone
         store = side_store()
         key = numbered("meeting", store)
-        store.add(key, 1)
-        return any(store.add(key, 0) == world_size for _ in pauses(_SECONDS_TO_MEET, _LONGEST_PAUSE))
+        verdict = f"{key}/verdict"
+        if store.add(key, 1) == world_size:
+            store.compare_set(verdict, "", _MET)
+        if not any(store.check([verdict]) for _ in pauses(_SECONDS_TO_MEET, _LONGEST_PAUSE)):
+            store.compare_set(verdict, "", _NOT)
+        return bool(store.get(verdict).decode() == _MET)
     return False
 
 
@@ -252,7 +259,7 @@ def stopping_at(signals: Sequence[str], agreement: Agreement) -> Iterator[None]:
         return
     rank = get_dist_info()[0]
     own = [number for number in numbers if signal.getsignal(number) is _usual(number)]
-    with _calling_at_signals(lambda name: _stop_or_end(agreement, name, rank), own) as handle:
+    with _calling_at_signals(lambda name: _stop_or_end(agreement, name, rank), own, agreement) as handle:
         try:
             yield
         finally:
@@ -271,7 +278,9 @@ def _stop_or_end(agreement: Agreement, name: str, rank: int) -> None:
 
 
 @contextmanager
-def _calling_at_signals(act: Callable[[str], None], numbers: Sequence[signal.Signals]) -> Iterator[Any]:
+def _calling_at_signals(
+    act: Callable[[str], None], numbers: Sequence[signal.Signals], agreement: Agreement
+) -> Iterator[Any]:
     """Call `act` with the name of a signal as soon as it comes, in a thread, whatever the main thread is doing.
 
     Yields their handler.
@@ -294,6 +303,8 @@ def _calling_at_signals(act: Callable[[str], None], numbers: Sequence[signal.Sig
             signal.raise_signal(number)
             return
         if number == signal.SIGINT:
+            if pressed and not agreement.is_asked and time.monotonic() - pressed[0] > _SECONDS_TO_AGREE:
+                pressed.clear()  # the ranks did not agree on that stop, and trained on
             pressed.append(time.monotonic())
             if pressed[-1] - pressed[0] > _SECONDS_OF_A_PRESS:
                 raise KeyboardInterrupt

@@ -116,7 +116,7 @@ class EngineOptimWrapper(OptimWrapper):
 
     _engine: Any = None
     _drift: DriftCheck | None = None
-    _updates_at_once = False  # at the end of a window, without code of the user's after its backward pass
+    _updates_at_once = False  # within `update_params`: no code of the user's runs between backward pass and update
 
     @property
     def accumulative_counts(self) -> int:

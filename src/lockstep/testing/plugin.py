@@ -19,7 +19,7 @@ from lockstep.testing.messages import BODY_ATTRIBUTE, RankFailure
 from lockstep.testing.pool import DEFAULT_TIMEOUT_SECONDS, run_body
 
 SIZE_PARAMETER = "n_ranks"
-_PROPERTY = "ranks"
+_PROPERTY = "lockstep_ranks"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -65,7 +65,7 @@ class RankTests:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Remember which rank tests will run."""
         # A worker of pytest-xdist collects all tests, but runs only some.
-        if not self._config.option.collectonly and not hasattr(self._config, "workerinput"):
+        if self._runs_tests and not hasattr(self._config, "workerinput"):
             self._outcomes = {item.nodeid: (size, "not run") for item in session.items if (size := _size_of(item))}
             if self._outcomes:
                 pool.start_importing()
@@ -86,7 +86,8 @@ class RankTests:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count the outcome of one phase of one test."""
-        size = dict(report.user_properties).get(_PROPERTY)
+        # Other plugins may store what is no pair.
+        size = next((entry[1] for entry in report.user_properties if tuple(entry[:-1]) == (_PROPERTY,)), None)
         # The call phase decides; set-up and tear-down count only if they failed or were skipped.
         decides = report.when == "call" or not report.passed
         if isinstance(size, int) and decides and self._outcomes.get(report.nodeid) != (size, "failed"):
@@ -109,12 +110,16 @@ class RankTests:
         for complaint in self._complaints():
             terminalreporter.write_line(f"rank tests: {complaint}", red=True)
 
+    @property
+    def _runs_tests(self) -> bool:
+        return not any(getattr(self._config.option, name, False) for name in ("collectonly", "setuponly", "setupplan"))
+
     def _passed(self) -> list[int]:
         """Return the numbers of ranks of the tests that have passed."""
         return [size for size, outcome in self._outcomes.values() if outcome == "passed"]
 
     def _complaints(self) -> list[str]:
-        if self._config.option.collectonly:
+        if not self._runs_tests:
             return []
         complaints = []
         missing = sorted(name for name, (_, outcome) in self._outcomes.items() if outcome == "not run")
@@ -169,6 +174,12 @@ def ranks(
         raise ValueError("`sizes` must name at least one number of ranks, as in @ranks(2)")
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        if SIZE_PARAMETER in inspect.signature(body).parameters:
+            raise TypeError(
+                f"{body.__name__!r} must not have a parameter {SIZE_PARAMETER!r}, which is that of @ranks. Rename it, "
+                "or ask lockstep.dist.get_world_size()"
+            )
+
         @wraps(body)
         def on_ranks(*_: Any, **values: Any) -> None:
             __tracebackhide__ = True

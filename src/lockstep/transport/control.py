@@ -34,8 +34,8 @@ _SLOT_BYTES = 256
 _HEAD = struct.Struct("<3q")
 _INLINE_BYTES = _SLOT_BYTES - _HEAD.size
 _MOST_FAILURE_BYTES = 480
-# Up to so many ranks, gloo's ring (n - 1 messages one after the other) is no longer than a tree there and back
-# (2 log n); at 1,024 ranks it takes 1,023 against 20.
+# Up to so many ranks, gloo's ring (n - 1 messages one after the other) is hardly longer than a tree there and back
+# (2 log n): 7 against 6 at 8 ranks, but 1,023 against 20 at 1,024.
 _RING_RANKS = 8
 _CPU = torch.device("cpu")
 _GATHER_TAG, _TREE_TAG = 0x10C5, 0x10C6  # users' own messages have others
@@ -98,11 +98,12 @@ def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None) -> li
     **Collective**: every rank of the group. The other ranks may be in other calls, as long as these exchange, too.
 
     **Raises**: CollectiveMismatchError on every rank, where they have made different calls; PeerError, naming the first
-    rank with a `failure`, on all but that one, which gets a list and raises its own error.
+    rank with a `failure`, on all ranks without one. Those with one get a list, and raise their own errors.
 
     **Cost**: up to 8 ranks, 256 bytes from each rank to each, in one call of gloo. Above, 2 log n messages one after
-    the other, and some 128 n log n bytes in all; log n further ones, where all bytes together can't be compressed to
-    1 KiB. What does not fit into 256 bytes is sent by one broadcast for each rank, all in flight at once.
+    the other: some 128 n log n bytes in all go up the tree, and 1 KiB goes down it to each rank; log n further messages
+    where all bytes together can't be compressed to that. Of 256 bytes, 232 are the payload's; a longer one is sent by
+    one broadcast for each rank, all in flight at once.
     """
     calls = comm.calls
     if calls is None or comm.is_alone:

@@ -25,7 +25,7 @@ from lockstep.topology.pid_namespace import pid_namespace, stat_of
 State: TypeAlias = Mapping[str, Any]
 """What a rank does, as `Watch.state` says it."""
 
-_RANKS_PER_SECOND = 1000  # that look at the store; its answer to one takes about 20 microseconds
+_RANKS_PER_SECOND = 1000  # so many may look at the store; its answer to one takes about 20 microseconds
 _SHORTEST = 0.25  # seconds from one look at the store to the next
 _ENDED = 2**62
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -602,6 +603,8 @@ def test_the_steps_of_a_model_inside_of_another_one_find_their_weights():
             torch.testing.assert_close(wrapped.val_step(INPUTS), alone.val_step(INPUTS))
             torch.testing.assert_close(wrapped.test_step(INPUTS), alone.test_step(INPUTS))
             torch.testing.assert_close(wrapped(INPUTS), alone(INPUTS))
+    for name in ("val_step", "test_step", "generate"):
+        assert inspect.signature(getattr(wrapped.module, name)) == inspect.signature(getattr(alone, name))
 
 
 @ranks(2)

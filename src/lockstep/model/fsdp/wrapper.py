@@ -213,12 +213,12 @@ class MMFullyShardedDataParallel(ModelWrapper):
         if hasattr(module, "prepare_inputs_for_generation"):
             # `generate` of transformers and peft calls parts by themselves, such as an encoder, whose own weights would
             # be shards there: of what is no unit, the outermost one gathers the weights.
-            register_fsdp_forward_method(module, "generate")
+            _register_forward(module, "generate")
         for name in ("val_step", "test_step"):
             step = getattr(module, name, None)
             owner = step.__self__ if inspect.ismethod(step) else None
             if isinstance(owner, nn.Module) and owner is not module:  # a part of it, as the model inside of peft's
-                register_fsdp_forward_method(module, name)
+                _register_forward(module, name)
         broadcast_from_first(scalars, *whole.get_all_groups())
         self.module = module
         self._ids = None if whole.size() == 1 else set(map(id, module.parameters()))
@@ -421,6 +421,15 @@ def _refuse_shared_parts(module: nn.Module) -> None:
                     f"`{name}.{inside}`. Hand in what they share as a part of its own, and give the others its output; "
                     "or use strategy 'ddp'"
                 )
+
+
+def _register_forward(module: nn.Module, name: str) -> None:
+    """Let a method gather the unit's weights as its `forward` does, and keep its parameters for who asks for them."""
+    signature = inspect.signature(getattr(module, name))
+    register_fsdp_forward_method(module, name)
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    # torch wraps a bound method in a function that is bound again, so that one parameter too many is left out (2.13).
+    getattr(module, name).__func__.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])
 
 
 def _compare(module: nn.Module, mesh: DeviceMesh, ignored: Iterable[nn.Module]) -> None:
