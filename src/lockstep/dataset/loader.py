@@ -412,7 +412,9 @@ def _reason_to_leave(loader: Any, sampler: Any, evaluation: bool, shard: tuple[i
             f"unless it shards by itself. {advice}; {_HOW_TO_SAY}"
         )
     if differing:
-        raise _parts_differ(differing, "say so by an attribute `rank` of the loader, or by `split=False` in a config")
+        raise _parts_differ(
+            differing, "say so by an attribute `rank` of the loader or its sampler, or by `split=False` in a config"
+        )
     # A subclass that only collates otherwise, as torch_geometric's, draws in one process what it would draw on several.
     is_plain = type(loader).__iter__ is DataLoader.__iter__ or (not evaluation and hasattr(loader, "load_state_dict"))
     if get_world_size() == 1 and (not is_plain or (evaluation and is_torchs(sampler, SequentialSampler))):
