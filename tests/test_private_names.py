@@ -197,8 +197,10 @@ PRIVATE: dict[str, Private] = {
         lambda: isinstance(node()._sequence_nr(), int),
         ("strategy/gradient_flow.py",),
     ),
-    "_backward_hooks": Private(hooks_kept, ("model/fsdp/parameters.py",)),
-    "_post_accumulate_grad_hooks": Private(hooks_kept, ("model/fsdp/parameters.py", "model/fsdp/wrapper.py")),
+    "_backward_hooks": Private(hooks_kept, ("model/fsdp/parameters.py", "strategy/native.py")),
+    "_post_accumulate_grad_hooks": Private(
+        hooks_kept, ("model/fsdp/parameters.py", "model/fsdp/wrapper.py", "strategy/native.py")
+    ),
     # Tensors.
     "_foreach_copy_": Private(foreach, ("model/averaged.py",)),
     "_foreach_lerp_": Private(foreach, ("model/averaged.py",)),

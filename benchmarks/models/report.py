@@ -90,9 +90,10 @@ def _device_paragraph(results: Results, on_device: Results) -> list[str]:
     ]
     columns = {name for cells in on_device.trained.values() for name in cells}
     return _paragraph(
-        f"""`make test-models-device` trains them on the simulated accelerator of `make test-device`, whose backend has
-        NCCL's rules, under the {len(columns)} strategies that are torch's own, and compares with the same loop on the
-        CPU: of {kinds.total()} trainings {kinds["same"]} have the same numbers and {kinds["refused"]} are refused,
+        f"""`make test-models-device` trains {len(on_device.trained)} of them on the simulated accelerator of `make
+        test-device`, whose backend has NCCL's rules, under the {len(columns)} strategies that are torch's own, and
+        compares with the same loop on the CPU: of {kinds.total()} trainings {kinds["same"]} have the same numbers and
+        {kinds["refused"]} are refused,
         {f"as here but for {', '.join(other)}" if other else "the same ones as here"}. {resumed["same"]} checkpoints
         went on there. The figures are in benchmarks/models-sim.json."""
     )

@@ -72,3 +72,7 @@ def test_copies_of_a_layer_are_compared_on_the_device(found: Any) -> None:
 def test_fsdp_moves_what_is_on_the_device_of_another_rank_and_what_it_ignores(found: Any) -> None:
     for rank, own in enumerate(found[2]):
         assert set(own["moved"]) == {f"sim:{rank}"}
+
+
+def test_hooks_of_parameters_stay_where_a_device_needs_other_tensors(found: Any) -> None:
+    assert [own["hooked"] for size in found for own in found[size]] == [[2.0, 1.0]] * sum(found)

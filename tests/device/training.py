@@ -18,6 +18,7 @@ from lockstep.model.fsdp.parameters import Materializer
 from lockstep.model.shards import digests, gather_full
 from lockstep.model.tensor_parallel import _differences, _TrialRun
 from lockstep.optim.amp import LossScaler
+from lockstep.strategy.native import _moved
 
 EPOCH = 6  # steps on two ranks
 PLAN = {"up": "colwise", "down": "rowwise"}
@@ -164,6 +165,23 @@ def moved(device: str) -> list[str]:
     layers = nn.Sequential(nn.BatchNorm1d(2).to(f"{device}:0"), nn.BatchNorm1d(2))
     Materializer(torch.device(device), None, None, [layers[1]]).materialize(layers)
     return [str(tensor.device) for tensor in (*layers.parameters(), *layers.buffers())]
+
+
+def hooked(device: str) -> list[float]:
+    """Return the gradient of a parameter whose hook doubles it, before and after the hook is removed.
+
+    torch replaces parameters that go to a device whose tensors are of another kind than the CPU's.
+    """
+    layer, seen = nn.Linear(1, 1, bias=False), []
+    handle = layer.weight.register_hook(lambda grad: 2 * grad)
+    layer.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.item()))
+    _moved(layer, torch.device(device))
+    for is_hooked in (True, False):
+        layer(torch.ones(1, 1, device=device)).backward()
+        if is_hooked:
+            handle.remove()
+        layer.weight.grad = None
+    return seen
 
 
 def train_all(folder: Path, size: int) -> dict[str, Any]:

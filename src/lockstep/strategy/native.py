@@ -122,11 +122,18 @@ def _moved(model: nn.Module, device: torch.device) -> nn.Module:
     former = torch.__future__.get_swap_module_params_on_conversion()
     probe = nn.Module()  # A bare module: a layer would draw random numbers and so change the seed's sequence.
     probe.weight = weight = nn.Parameter(torch.empty(1, device="cpu"))
-    torch.__future__.set_swap_module_params_on_conversion(former or probe.to(device).weight is not weight)
+    swaps = former or probe.to(device).weight is not weight
+    torch.__future__.set_swap_module_params_on_conversion(swaps)
     try:
-        return model.to(device)
+        model.to(device)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(former)
+    for parameter in model.parameters() if swaps else ():
+        # It still has its hooks in Python, but autograd no longer calls them (torch 2.13). To set them anew, which no
+        # public function does, tells it.
+        parameter._backward_hooks = parameter._backward_hooks
+        parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+    return model
 
 
 def _check_updates(optimizer: Optimizer, known: Collection[int]) -> None:
