@@ -601,6 +601,22 @@ def test_only_a_schedule_whose_rates_change_gradually_is_too_long(schedule, ends
     assert (said in log_of(tmp_path)) == ("on their way" in log_of(tmp_path)) == (ends is not None)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "stays"),
+    [
+        ({"type": "LinearLR", "end": 1}, 0.333333),
+        ({"type": "ConstantLR", "factor": 0.1, "begin": 1, "end": 2}, 0.1),
+        ({"type": "LinearLR", "end": 2}, None),
+        ({"type": "LinearLR", "end": 1, "convert_to_iter_based": True}, None),
+        ({"type": "LinearLR", "start_factor": 1.0, "end": 1}, None),
+    ],
+)
+def test_a_warm_up_that_ends_where_it_begins_is_warned_of(schedule, stays, tmp_path):
+    train(tmp_path, train_cfg={"max_epochs": 3}, param_scheduler=schedule)
+    says = f"multiplies the rates by {stays} at {schedule.get('begin', 0)}, and its window ends there"
+    assert (says in log_of(tmp_path)) == ("its window ends there" in log_of(tmp_path)) == (stays is not None)
+
+
 def for_one_process(optimizer: torch.optim.Optimizer, kind: str, steps: int) -> Any:
     if kind == "LambdaLR":  # as transformers makes them
         return lr_scheduler.LambdaLR(optimizer, partial(falling, num_training_steps=steps))

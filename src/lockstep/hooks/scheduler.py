@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lockstep.errors import ConfigError
 from lockstep.hooks.arguments import check_metrics
-from lockstep.optim import ParamScheduler, ReduceOnPlateauLR
+from lockstep.optim import ConstantLR, LinearLR, ParamScheduler, ReduceOnPlateauLR
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
@@ -37,6 +37,14 @@ class ParamSchedulerHook(Hook):
                 "that of a Session does"
             )
         for one in runner.param_schedulers:
+            if isinstance(one, LinearLR | ConstantLR) and one.end == one.begin + 1 and one.multiplier(0) != 1:
+                runner.logger.warning(
+                    "%s multiplies the rates by %g at %d, and its window ends there (end=%d): they stay so. Give a "
+                    "later end; for a warm-up within epochs, convert_to_iter_based=True, or by_epoch=False with an end "
+                    "in iterations",
+                    one.title, one.multiplier(0), one.begin, one.end,
+                )  # fmt: skip
+                continue
             if (ends := one.ramp_end) is None:
                 continue
             unit, length, done = "iterations", runner.max_iters, runner.iter
