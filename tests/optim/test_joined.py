@@ -147,6 +147,11 @@ SHARED = nn.Parameter(torch.ones(1))
     ("optimizers", "error", "says"),
     [
         ([], ConfigError, "but is an empty list"),
+        (
+            {"optimizer": [{"type": "Muon", "lr": 0.1}]},
+            ConfigError,
+            "not of configs, which do not say whose parameters",
+        ),
         ([SGD([SHARED], lr=0.1), "AdamW"], TypeError, "`optimizer` must be a torch.optim.Optimizer or a list of some"),
         ([torch.optim.LBFGS([SHARED])], ConfigError, "all that they need, but has a LBFGS"),
         ([WithModes([SHARED], lr=0.1)], ConfigError, "all that they need, but has a WithModes"),

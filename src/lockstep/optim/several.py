@@ -220,6 +220,11 @@ class JoinedOptimizer(Optimizer):
         if not optimizers:
             raise ConfigError("`optimizer` must be an optimizer or a list of some, but is an empty list")
         for one in optimizers:
+            if isinstance(one, Mapping):
+                raise ConfigError(
+                    f"`optimizer` must be a list of optimizers, not of configs, which do not say whose parameters are "
+                    f"whose, but has {one!r}. Make the optimizers in Python"
+                )
             if not isinstance(one, Optimizer):
                 raise wrong_type("optimizer", "a torch.optim.Optimizer or a list of some", one)
             closure = inspect.signature(type(one).step).parameters.get("closure")
@@ -283,10 +288,10 @@ def with_joined(cfg: Any) -> Any:
     if not isinstance(cfg, Mapping):
         return cfg
     return {
-        name: with_joined(value) if isinstance(value, Mapping) or _are_optimizers(value) else value
+        name: with_joined(value) if isinstance(value, Mapping) or _is_of_optimizers(name, value) else value
         for name, value in cfg.items()
     }
 
 
-def _are_optimizers(value: Any) -> bool:
-    return isinstance(value, list | tuple) and any(isinstance(one, Optimizer) for one in value)
+def _is_of_optimizers(name: str, value: Any) -> bool:
+    return isinstance(value, list | tuple) and (name == "optimizer" or any(isinstance(one, Optimizer) for one in value))
