@@ -144,6 +144,27 @@ def test_a_node_whose_ranks_only_followed_lets_the_cause_come_first(scripts, rdz
     assert "error: rank 1 exited with code 3" in second[2]
 
 
+@pytest.mark.parametrize("ends", ["os.kill(os.getpid(), signal.SIGSTOP)", "time.sleep(120)"])
+def test_a_rank_that_others_on_another_node_wait_for_in_vain_is_named_on_both(scripts, rdzv, ends):
+    script = scripts.write(f"""
+        import os, signal, time, torch
+        from lockstep.dist import all_reduce, get_rank, init_dist
+        init_dist(timeout=5)
+        all_reduce(torch.ones(1))
+        if get_rank() == 1:
+            {ends}
+        all_reduce(torch.ones(1))
+    """)
+    first, second = [(job.wait(timeout=90), job.stderr.read()) for job in start_nodes(scripts, rdzv, script)]
+    assert (first[0], second[0]) == (1, 1)
+    waits = "rank 1 did not come to a collective: look on its node first. Here, rank 0 raised CollectiveTimeoutError ("
+    assert f"error: {waits}" in first[1]
+    what = "was stopped (SIGSTOP, pid" if "STOP" in ends else "was still running (pid"
+    assert f"error: rank 1 {what}" in second[1]
+    assert "It was here (most recent call first):" in second[1]
+    assert "node 0 has failed; what went wrong is written there" in second[1]
+
+
 def test_a_node_whose_launcher_is_killed_is_named(scripts, rdzv):
     joins = "from lockstep.dist import init_dist, all_reduce; init_dist()"
     after = """

@@ -100,7 +100,8 @@ def run_ranks(
     except JobEndedError as error:
         say(str(error))
     except NodeFailedError as error:
-        raise LaunchError(str(error), exit_code=error.exit_code) from error
+        here = f"{agent.describe()}\n\n" if agent.is_awaited else ""
+        raise LaunchError(f"{here}{error}", exit_code=error.exit_code) from error
     except RendezvousError as error:
         raise LaunchError(str(error)) from error
     except SignalException as error:
@@ -109,7 +110,7 @@ def run_ranks(
         if result.is_failed():
             ledger = agent.ledger
             wait = _SECONDS_FOR_CAUSE + _SECONDS_FOR_NODE_0 * (job.node_rank > 0)
-            node, code = rendezvous.give_up(ledger.exit_code, 0.0 if ledger.is_cause_known else wait)
+            node, code = rendezvous.give_up(ledger.exit_code, 0.0 if ledger.is_cause_known else wait, ledger.awaited)
             first = "" if node == job.node_rank else f"node {node} failed before this one: look there first. Here:\n\n"
             if rendezvous.silent:
                 nodes = ranks_in_words(rendezvous.silent, "node")
@@ -197,6 +198,7 @@ class _Agent(LocalElasticAgent):
         self.has_raised = False  # whether a rank that had trained has raised an error of its own since, as when saving
         self.killed: list[RankRecord] = []  # those that did not end then
         self.raised: list[tuple[int, Report]] = []  # those that raised an error then, with it
+        self.is_awaited = False  # whether another node gave up because it waited for ranks of this one
         self.is_pressed = False  # whether Ctrl-C was pressed a second time
         self.ledger: Ledger
 
@@ -261,6 +263,12 @@ class _Agent(LocalElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._setup.failing.touch()  # a rank that would save first must not: others are gone
+        records = [] if self._processes is None else self._processes.records
+        if awaited := [record for record in records if record.rank in self._setup.rendezvous.awaited]:
+            assert self._processes is not None
+            self._processes.poll(states=True)
+            self._processes.collect_stacks()
+            self.ledger, self.is_awaited = Ledger(awaited), True
         super()._stop_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

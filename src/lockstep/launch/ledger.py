@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.errors import CollectiveMismatchError, Preempted
+from lockstep.errors import CollectiveMismatchError, Preempted, ranks_in_words
 from lockstep.launch.worker import rank_log
 from lockstep.masking import printable
 
@@ -217,7 +217,7 @@ class Ledger:
     """The failures of the ranks of this node, in order.
 
     Args:
-        records: what is known of each rank; at least one rank has failed.
+        records: what is known of each rank; at least one rank has failed, or others waited for one in vain.
         whole_job: these are all ranks of the job. Otherwise a rank that still runs is not blamed for others that wait:
             the cause may be on another node.
         oom_kills: how many processes the kernel has killed meanwhile for lack of memory, as far as it says.
@@ -232,6 +232,14 @@ class Ledger:
     def is_cause_known(self) -> bool:
         """Whether the first culprit did more than report that another rank failed."""
         return not self._culprits[0].follows
+
+    @property
+    def awaited(self) -> list[int]:
+        """The ranks of other nodes for which the first culprit only waited in vain."""
+        here, report = {record.rank for record in self._records}, self._culprits[0].own_report
+        if report is None or report.follows != "late":
+            return []
+        return [rank for rank in report.failed_ranks if rank not in here]
 
     @property
     def lost(self) -> list[int]:
@@ -274,6 +282,12 @@ class Ledger:
     def _headline(self) -> str:
         culprit, *more = self._culprits
         left_early = culprit.ended_script and not all(record.ended_script for record in self._records)
+        if awaited := self.awaited:
+            return (
+                f"{ranks_in_words(awaited)} did not come to a collective: look on "
+                f"{'its node' if len(awaited) == 1 else 'their nodes'} first. Here, rank {culprit.rank} "
+                f"{_ending(culprit)} (pid {culprit.pid})."
+            )
         if culprit.has_failed and not left_early:
             return f"rank {culprit.rank} {_ending(culprit)} (pid {culprit.pid})."
         if culprit.has_left or left_early:

@@ -44,13 +44,13 @@ class RankProcesses:
         for watcher in self._watchers:
             watcher.start()
 
-    def poll(self) -> None:
-        """Read what the ranks have reported; where one has failed, also the states of the others."""
+    def poll(self, *, states: bool = False) -> None:
+        """Read what the ranks have reported; where one has failed, or with `states`, also the states of the others."""
         for record in self.records:
             _note_end(record)
             if record.report is None:
                 record.report = Report.read(record.error_file)
-        if any(record.has_failed for record in self.records):
+        if states or any(record.has_failed for record in self.records):
             for record in self.records:
                 if record.is_silent and record.status is None and not record.was_signalled:
                     record.state = next(iter(stat_of(record.pid)), "")

@@ -94,6 +94,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         self._enough_since = 0.0  # on node 0: when as many nodes had come as the job needs
         self._is_member = True
         self.attempt = -1
+        self.awaited: list[int] = []  # ranks that the node which has given up only waited for
         self.silent: list[int] = []  # on node 0: those that have shown no heartbeat while `give_up` waited for others
 
     def next_rendezvous(self) -> rendezvous.RendezvousInfo:
@@ -144,13 +145,14 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
                 if len(self._members) < self._job.nnodes:
                     time.sleep(_SECONDS_TO_READ)  # for a node that waits to take part
 
-    def give_up(self, exit_code: int, seconds_for_others: float = 0.0) -> tuple[int, int]:
+    def give_up(self, exit_code: int, seconds_for_others: float = 0.0, awaited: Sequence[int] = ()) -> tuple[int, int]:
         """Tell all nodes that this one has failed for good; return the node that did so first, and its exit code.
 
         Args:
             exit_code: the exit code of the rank that failed first on this node.
             seconds_for_others: how long to let another node be the first, if the ranks here only followed its failure.
                 On node 0, `silent` has the nodes that show no heartbeat in 3 s or more.
+            awaited: ranks of other nodes, if those here only waited for these in vain.
         """
         own, store = self._job.node_rank, self._store
         if store is None:
@@ -163,7 +165,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
                 if looks and self._closed is None:
                     after = _Heartbeats(store).last(self._members)
                     self.silent = [node for node in self._members if node != own and before[node] == after[node]]
-            store.compare_set("closed", "", f"{own} {exit_code}")
+            store.compare_set("closed", "", " ".join(map(str, (own, exit_code, *awaited))))
             closed = self._acknowledge_closed()
             if self._ranks_store is not None:  # node 0, and all have come: they must still read who gave up
                 done = [f"done_{node}" for node in self._members]
@@ -368,8 +370,8 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         assert self._store is not None
         if not self._store.check(["closed"]):
             return None
-        node, code = self._store.get("closed").decode().split()
-        self._closed = int(node), int(code)
+        node, code, *self.awaited = map(int, self._store.get("closed").decode().split())
+        self._closed = node, code
         self._store.set(f"done_{self._job.node_rank}", "")
         return self._closed
 
