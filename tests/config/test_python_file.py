@@ -178,3 +178,13 @@ def test_for_python_the_context_does_nothing():
 def test_what_is_wrong_is_named_with_file_and_line(child, tmp_path, text, says):
     with pytest.raises(ConfigError, match=re.escape(says.replace("{base}", str(tmp_path / "_base_")))):
         child(text)
+
+
+def test_a_script_that_reads_its_arguments_is_told_how_to_run_it(tmp_path, capsys):
+    file = tmp_path / "script.py"
+    file.write_text("import argparse\n\nargparse.ArgumentParser().parse_args(['--lr'])\n")
+    with pytest.raises(
+        ConfigError, match=r"script.py:3: a config must not exit, .* run it by `python script.py`, or on"
+    ):
+        Config.fromfile(file)
+    capsys.readouterr()

@@ -97,10 +97,13 @@ class PythonFile(ConfigFile):
             _running.append(self.path)
             try:
                 self._run(module, list(imported))
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # `parse_args` exits, at the arguments of lockstep's command
                 lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == str(self.path)]
                 line = lines[-1] if lines else "?"
-                raise ConfigError(f"{self.path}:{line}: {error_in_words(error)}") from error
+                what = error_in_words(error)
+                if isinstance(error, SystemExit):
+                    what = f"a config must not exit, but this line has. {_how_to_run(self.path)}"
+                raise ConfigError(f"{self.path}:{line}: {what}") from error
             finally:
                 _running.pop()
         if vars(module).get(BASE) is not base:
@@ -166,10 +169,14 @@ def refuse_in_config() -> None:
         ConfigError: a config in Python is being read.
     """
     if _running:
-        raise ConfigError(
-            "a config must not make a Runner or a Session. A file that trains by itself is a script: run it by `python "
-            f"{_running[-1].name}`, or on several ranks by `lockstep launch {_running[-1].name}`"
-        )
+        raise ConfigError(f"a config must not make a Runner or a Session. {_how_to_run(_running[-1])}")
+
+
+def _how_to_run(path: Path) -> str:
+    return (
+        f"A file that trains by itself is a script: run it by `python {path.name}`, or on several ranks by `lockstep "
+        f"launch {path.name}`"
+    )
 
 
 @contextmanager
